@@ -1,0 +1,217 @@
+"""The GPT: embeddings, blocks of attention and MLP, a head. One class; GPT-2 and Llama are settings of its fields.
+
+Shapes: B batch, T sequence length, C model width (n_embd), H query heads, H_kv key/value heads, D = C / H head size,
+L layers (n_layer), V vocabulary.
+
+Attention itself is not here: a block projects to q, k, v and goes through the door in model/attention.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import WHOLE, AttentionConfig, BreakIt, attention
+from model.loss import next_token_loss
+
+
+@dataclass
+class GPTConfig:
+    """The defaults are GPT-2's architecture; conf/model/ has the sizes and the modern family."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None  # None: as many as n_head; fewer: grouped-query attention
+    n_embd: int = 768
+    context_length: int = 1024  # T at most
+    vocab_size: int | None = None  # None: the tokenizer's, filled in by train.py
+    vocab_multiple: int = 1  # rows of the embedding rounded up to this: 50,257 runs slower on a GPU than 50,304
+    position: str = "learned"  # learned | rope
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    mlp: str = "gelu"  # gelu (tanh form, as GPT-2) | swiglu
+    mlp_hidden: int | None = None  # None: 4 C for gelu; 8/3 C rounded up to a multiple of 64 for swiglu
+    bias: bool = True  # in the linear layers and in layernorm
+    tie_head: bool = True  # the head shares the embedding's weight
+    dropout_p: float = 0.0  # after the embedding and on what each block adds; attention.dropout_p is the weights'
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}")
+        choices = {"position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm"), "mlp": ("gelu", "swiglu")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"model.{name}={getattr(self, name)} is not known; choose {' or '.join(known)}")
+        if self.position == "rope" and self.head_size % 2:
+            raise ValueError(f"model.n_embd / model.n_head = {self.head_size} is odd; rope turns pairs: make it even")
+        if not 0.0 <= self.dropout_p < 1.0:
+            raise ValueError(f"model.dropout_p={self.dropout_p} is outside [0, 1); 0 switches dropout off")
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def rope_table(length: int, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base**(-2i / D), float32 (length, D / 2).
+
+    float32 and not the model's dtype: in bf16 the positions 8188 to 8191 all round to 8192.
+    """
+    frequency = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864): turns the pair (i, i + D/2) of each head by its angle.
+
+    x (B, H, T, D) of any float dtype, cos and sin float32 (T, D / 2). The halves are paired, not neighbours, as in
+    Llama's published weights.
+    """
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+
+
+class CausalSelfAttention(nn.Module):
+    """Projections only; see model/attention.py for what happens between them."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt):
+        super().__init__()
+        self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)  # of q, k, v
+        self.head_size = config.head_size
+        self.config, self.break_it = attention, break_it
+        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * self.head_size, bias=config.bias)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, H + 2 H_kv, T, D), a view
+        q, k, v = qkv.split(self.heads, dim=1)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        o = attention(q, k, v, self.config, seed=seed, break_it=self.break_it)  # (B, H, T, D)
+        return self.out(o.transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        hidden = config.mlp_hidden
+        if hidden is None:  # a gate is a third matrix: 8/3 C of hidden width keeps the parameters of 4 C
+            hidden = -(-config.n_embd * 8 // (3 * 64)) * 64 if self.gated else 4 * config.n_embd
+        self.up = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        if self.gated:
+            self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.down = nn.Linear(hidden, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt):
+        super().__init__()
+        self.attention_norm = norm(config)
+        self.attention = CausalSelfAttention(config, attention, break_it)
+        self.mlp_norm = norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout_p)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """config: the architecture, with vocab_size set. attention: a resolved AttentionConfig (not auto)."""
+
+    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt = WHOLE):
+        super().__init__()
+        assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
+        self.config, self.attention_config = config, attention
+        rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+        self.embedding = nn.Embedding(rows, config.n_embd)
+        if config.position == "learned":
+            self.positions = nn.Embedding(config.context_length, config.n_embd)
+        else:
+            cos, sin = rope_table(config.context_length, config.head_size, config.rope_base)
+            self.register_buffer("rope_cos", cos, persistent=False)
+            self.register_buffer("rope_sin", sin, persistent=False)
+        self.dropout = nn.Dropout(config.dropout_p)
+        self.blocks = nn.ModuleList(Block(config, attention, break_it) for _ in range(config.n_layer))
+        self.norm = norm(config)
+        self.head = nn.Linear(config.n_embd, rows, bias=False)
+        if config.tie_head:
+            self.head.weight = self.embedding.weight
+        self.initialise()
+
+    def initialise(self) -> None:
+        """GPT-2's: normal of 0.02, and 0.02 / sqrt(2 L) where a matrix adds to the residual stream, which sums 2 L."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                adds = name.endswith((".out", ".down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.n_layer) if adds else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C)."""
+        T = idx.shape[1]
+        if T > self.config.context_length:
+            raise ValueError(f"{T} tokens are more than model.context_length={self.config.context_length}")
+        x = self.embedding(idx)  # (B, T, C)
+        rope = None
+        if self.config.position == "learned":
+            x = x + self.positions.weight[:T]
+        else:
+            rope = self.rope_cos[:T], self.rope_sin[:T]
+        # One seed a layer, drawn here and handed down as tensors: whoever runs a block again (activation checkpointing)
+        # or replays the graph (CUDA graphs) gets the same mask in the backward and a new one in the next step.
+        seeds = [None] * self.config.n_layer
+        if self.training and self.attention_config.dropout_p > 0:
+            seeds = torch.randint(2**63 - 1, (self.config.n_layer,), device=idx.device).unbind()
+        x = self.dropout(x)
+        for block, seed in zip(self.blocks, seeds, strict=True):
+            x = block(x, rope, seed)
+        return self.norm(x)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Token ids int64 (B, T) to logits (B, T, V), or with targets int64 (B, T) to the mean loss in nats a token."""
+        x = self.hidden(idx)
+        if targets is None:
+            return self.head(x)[..., : self.config.vocab_size]
+        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, T: int) -> float:
+        """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), causal attention at half.
+
+        6 a parameter that multiplies (a table that is only looked up does not), 6 L C keys a query sees on average
+        (2 products of 2 C each, and twice that backward, over T / 2 keys).
+        """
+        tables = 0 if self.config.tie_head else self.embedding.weight.numel()
+        if self.config.position == "learned":
+            tables += self.positions.weight.numel()
+        window = self.attention_config.window or T
+        keys = T / 2 if window >= T else window - window**2 / (2 * T)
+        return 6 * (self.parameter_count() - tables) + 12 * self.config.n_layer * self.config.n_embd * keys
