@@ -1,0 +1,31 @@
+# make train    set up .venv, prepare the default data, train the default model, draw the loss, write a sample
+# make test     the same set-up, then ruff and every test that needs no GPU
+#
+# PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
+
+PYTHON ?= python3
+ifeq ($(OS),Windows_NT)
+BIN := .venv/Scripts
+else
+BIN := .venv/bin
+endif
+
+.PHONY: train test clean
+
+train: .venv/installed
+	$(BIN)/python train.py $(ARGS)
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+# Made anew only when requirements.txt changes. The stamp comes last, so an installation cut short is begun again.
+.venv/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else "Python %d.%d cannot run this; use 3.11 to 3.13, for example: make PYTHON=python3.12 train" % v)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+clean: # removes what set-up made; runs and data stay
+	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,0 +1,92 @@
+"""Write text with a trained model, as it comes.
+
+    python sample.py                                      from the newest run
+    python sample.py run=NAME prompt='def ' num_samples=3
+    python sample.py run=NAME temperature=0 top_p=0.9 top_k=50 max_new_tokens=1000
+    python sample.py run=NAME checkpoint=last attention=naive
+
+The checkpoint brings its model, tokenizer and attention with it; the training data is not needed.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import END_OF_TEXT, TextStream, encode, from_json
+from model.attention import resolve
+from model.generate import Sampler, generate
+from model.gpt import GPT
+from train import Config as TrainConfig
+from train import pick_device
+from training import checkpoint, config
+from training.metrics import printable, stamp
+
+
+@dataclass
+class Config:
+    run: str = "latest"  # a run's name or folder; latest: the one that saved last
+    checkpoint: str = "best"  # best (lowest validation loss) | last | the path of one
+    runs: str = "runs"
+    prompt: str = ""  # how the text begins; empty: the beginning of a document
+    num_samples: int = 1
+    max_new_tokens: int = 300  # a sample ends earlier where the model ends the document
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 1337
+    device: str = "auto"
+    attention: str | None = None  # naive | tiled | sdpa | triton; None: as in training
+
+    def __post_init__(self):
+        for name in ("num_samples", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def main(cfg: Config) -> None:
+    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
+    device = pick_device(cfg.device)
+    found = checkpoint.load(find(cfg))
+    trained = config.from_dict(TrainConfig, found.state["config"])
+    encoding = from_json(found.tokenizer)
+
+    asked = trained.attention if cfg.attention is None else replace(trained.attention, impl=cfg.attention)
+    model = GPT(trained.model, resolve(asked, device.type, trained.break_it), trained.break_it)
+    model.load_state_dict(found.model)
+    model.to(device).eval()
+
+    broken = found.state["broken"]
+    loss = found.state["val_loss"]
+    print(f"{stamp(broken)}{found.path}" + (f", validation loss {loss:.4f}" if loss else ""), file=sys.stderr)
+    if broken:
+        print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
+
+    # A document begins after an end-of-text token, in training and so here.
+    end = encoding.encode_single_token(END_OF_TEXT)
+    prompt = [end, *encode(encoding, cfg.prompt).tolist()]
+    for number in range(cfg.num_samples):
+        if cfg.num_samples > 1:
+            print(f"{stamp(broken)}--- sample {number + 1} of {cfg.num_samples}", flush=True)
+        generator = torch.Generator(device).manual_seed(cfg.seed + number)  # each sample can be had again by itself
+        stream = TextStream(encoding)
+        print(cfg.prompt, end="", flush=True)
+        idx = torch.tensor([prompt], device=device)  # (1, T)
+        for token in generate(model, idx, cfg.max_new_tokens, sampler, generator):
+            if int(token) == end:
+                break
+            print(printable(stream.feed(int(token))), end="", flush=True)
+        print(printable(stream.flush()), flush=True)
+
+
+def find(cfg: Config) -> Path:
+    """The directory of the checkpoint that run= and checkpoint= mean; ValueError when there is none."""
+    if cfg.checkpoint not in ("best", "last"):
+        return Path(cfg.checkpoint)
+    last = checkpoint.find_resume("auto" if cfg.run == "latest" else cfg.run, Path(cfg.runs), None)
+    return last if cfg.checkpoint == "last" else checkpoint.best(last.parent) or last
+
+
+if __name__ == "__main__":
+    config.run(main, Config, "sample")

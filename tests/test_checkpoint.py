@@ -1,0 +1,353 @@
+"""training/checkpoint.py: whole or absent, found again, and everything comes back bit for bit."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import checkpoint
+
+ROOT = Path(__file__).parent.parent
+
+
+def save(folder, step, model=None, optimizer=None, keep_last=2, **state):
+    model, optimizer = model or {"w": torch.full((3,), float(step))}, optimizer or checkpoint.rng_state()
+    return checkpoint.save(
+        folder, step, model=model, optimizer=optimizer, state=state, tokenizer='{"kind": "byte"}', keep_last=keep_last
+    )
+
+
+def steps(folder):
+    return [int(path.name[-6:]) for path in checkpoint.all_checkpoints(folder)]
+
+
+def damage(path, name="model.safetensors"):
+    data = bytearray((path / name).read_bytes())
+    data[-1] ^= 1
+    (path / name).write_bytes(data)
+
+
+def same_bits(a, b):
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).contiguous().view(torch.uint8), b.reshape(-1).contiguous().view(torch.uint8))
+    )
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+def test_every_bit_comes_back(tmp_path):
+    model = {
+        "f32": torch.tensor([0.1, -0.0, float("nan"), float("inf"), 1e-45]),
+        "bf16": torch.randn(5, 3).bfloat16(),
+        "transposed": torch.randn(4, 6).T,
+        "count": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+    }
+    optimizer = {"f32.exp_avg": torch.randn(5), "f32.step": torch.tensor(30.0)} | checkpoint.rng_state()
+    state = {"val_loss": float("nan"), "lr": 0.1 + 0.2, "config": {"T": [1, 2], "name": "\u00e9"}, "none": None}
+    path = save(tmp_path, 30, model, optimizer, **state)
+    loaded = checkpoint.load(path)
+    assert (loaded.step, loaded.path, loaded.tokenizer) == (30, path, '{"kind": "byte"}')
+    assert repr(loaded.state) == repr(state)
+    for was, now in ((model, loaded.model), (optimizer, loaded.optimizer())):
+        assert was.keys() == now.keys()
+        assert all(same_bits(was[name], now[name]) for name in was)
+
+
+def test_state_that_json_changes_is_not_taken_for_damage(tmp_path):
+    loaded = checkpoint.load(save(tmp_path, 1, betas=(0.9, 0.95), counts={2: "b", 10: "a"}))
+    assert loaded.state == {"betas": [0.9, 0.95], "counts": {"2": "b", "10": "a"}}
+
+
+def test_a_checkpoint_holds_only_safetensors_and_json(tmp_path):
+    path = save(tmp_path, 30)
+    assert path.name == "step_000030"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "tokenizer.json",
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # and nothing is left lying beside it
+
+
+def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
+    table = torch.randn(100, 8)
+    loaded = checkpoint.load(path := save(tmp_path, 1, {"wte": table, "head": table.detach()}))
+    assert (path / "model.safetensors").stat().st_size < 2 * table.nbytes
+    assert loaded.model["head"] is loaded.model["wte"]
+    assert torch.equal(loaded.model["head"], table)
+
+
+def test_a_compiled_models_names_are_refused(tmp_path):
+    with pytest.raises(AssertionError, match="plain model"):
+        save(tmp_path, 1, {"_orig_mod.w": torch.zeros(1)})
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step, loss in ((10, 3.0), (20, 1.0), (30, float("nan")), (40, 2.0), (50, 1.5), (60, None)):
+        save(tmp_path, step, val_loss=loss)
+    assert steps(tmp_path) == [20, 50, 60]
+    assert checkpoint.best(tmp_path).name == "step_000020"
+    assert checkpoint.last(tmp_path).name == "step_000060"
+
+
+def test_a_loss_that_is_not_finite_is_never_best(tmp_path):
+    for step, loss in ((10, float("nan")), (20, float("-inf")), (30, None)):
+        save(tmp_path, step, val_loss=loss, keep_last=3)
+    save(tmp_path, 40, keep_last=4)
+    assert checkpoint.best(tmp_path) is None
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 10, {"w": torch.zeros(2)})
+    save(tmp_path, 10, {"w": torch.ones(2)})
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000010"]
+    assert torch.equal(checkpoint.load(tmp_path / "step_000010").model["w"], torch.ones(2))
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
+    """Replacing a directory takes two renames; the old one, moved aside, must count until the new one is in place."""
+    save(tmp_path, 10).rename(tmp_path / ".old-step_000010")
+    assert checkpoint.load(checkpoint.last(tmp_path)).step == 10
+    new = save(tmp_path, 10, {"w": torch.ones(1)})
+    assert list(tmp_path.iterdir()) == [new]
+
+
+def test_steps_of_a_future_that_was_left_go(tmp_path):
+    """Resumed from step 10 of a run that had reached 30: were 30 kept, resume=auto would go back to the old line, and
+    with keep_last=1 the new step 20 would be pruned the moment it was written."""
+    for step in (10, 30):
+        save(tmp_path, step)
+    save(tmp_path, 20, keep_last=1)
+    assert steps(tmp_path) == [20]
+
+
+def test_keeping_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep_last=0"):
+        save(tmp_path, 1, keep_last=0)
+
+
+# --- kills, full disks, rot -----------------------------------------------------------------------------------------
+
+SAVE_FOREVER = """
+import itertools, sys, torch
+from pathlib import Path
+from training import checkpoint
+print("ready", flush=True)
+for step in itertools.count(int(sys.argv[2])):
+    weights = {"w": torch.full((200_000,), float(step))}
+    for _ in range(2):   # the second replaces the first
+        checkpoint.save(Path(sys.argv[1]), step, model=weights, optimizer={"w.step": torch.tensor(float(step))},
+                        state={"val_loss": 1 / step}, tokenizer="{}", keep_last=2)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
+    rng, reached = random.Random(0), 0
+    for _ in range(4):
+        run = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, tmp_path, str(reached + 1)], cwd=ROOT, stdout=subprocess.PIPE
+        )
+        run.stdout.readline()  # imports are over
+        time.sleep(rng.uniform(0.05, 0.4))
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+        for path in checkpoint.all_checkpoints(tmp_path):
+            loaded = checkpoint.load(path)
+            assert torch.equal(loaded.model["w"], torch.full((200_000,), float(loaded.step)))
+            assert loaded.optimizer()["w.step"] == loaded.step
+        if newest := checkpoint.last(tmp_path):
+            assert checkpoint.load(newest).step >= reached
+            reached = checkpoint.load(newest).step
+    assert reached > 0
+    save(tmp_path, reached + 1)
+    assert not list(tmp_path.glob(".*"))  # what the kills left is swept up
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
+    old = save(tmp_path, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the write past it fails as on a full disk
+    try:
+        with pytest.raises(OSError, match="step 20 could not be written") as error:
+            save(tmp_path, 20, {"w": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == [old]
+    assert checkpoint.load(old).step == 10
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "state.json"])
+def test_a_damaged_file_is_named_with_the_checkpoint_to_use(tmp_path, name):
+    save(tmp_path, 10)
+    older, newest = save(tmp_path, 20), save(tmp_path, 30, keep_last=3)
+    damage(newest, name)
+    with pytest.raises(ValueError, match=name) as error:
+        checkpoint.load(newest)
+    assert str(newest) in str(error.value)
+    assert str(error.value).endswith(f"use resume={older}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_optimizer_stops_a_resume_but_not_a_sample(tmp_path):
+    path = save(tmp_path, 10)
+    damage(path, "optimizer.safetensors")
+    loaded = checkpoint.load(path)
+    with pytest.raises(ValueError, match=r"optimizer\.safetensors.*no older one is left"):
+        loaded.optimizer()
+
+
+def test_an_edited_state_is_noticed(tmp_path):
+    """The weights' hashes stand in state.json; the step and the data position beside them need one too."""
+    path = save(tmp_path, 10, position=1)
+    header = json.loads((path / "state.json").read_text())
+    header["state"]["position"] = 2
+    (path / "state.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match="not as it was written"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "\x00"])
+def test_a_state_that_is_no_state_is_damage(tmp_path, text):
+    path = save(tmp_path, 10)
+    (path / "state.json").write_text(text)
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.load(path)
+
+
+# --- resume= --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for age, (name, reached) in enumerate((("new", 20), ("old", 40))):
+        for step in (10, reached):
+            path = save(tmp_path / name / checkpoint.FOLDER, step)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("resume", "name", "expected"),
+    [
+        ("auto", None, "new/checkpoints/step_000020"),
+        ("auto", "old", "old/checkpoints/step_000040"),
+        ("old", None, "old/checkpoints/step_000040"),
+        ("{runs}/old", "new", "old/checkpoints/step_000040"),
+        ("{runs}/old/checkpoints", None, "old/checkpoints/step_000040"),
+        ("{runs}/old/checkpoints/step_000010", None, "old/checkpoints/step_000010"),
+    ],
+)
+def test_resume_finds(runs, resume, name, expected):
+    assert checkpoint.find_resume(resume.format(runs=runs), runs, name) == runs / expected
+
+
+@pytest.mark.parametrize(
+    ("resume", "name"),
+    [("auto", "empty"), ("auto", "neww"), ("neww", None), ("{runs}/old/checkpoints/step_000099", None)],
+)
+def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resume, name):
+    resume = resume.format(runs=runs)
+    with pytest.raises(ValueError, match=r"runs that have one: new, old$") as error:
+        checkpoint.find_resume(resume, runs, name)
+    assert str(error.value).startswith(f"resume={resume}: no checkpoint")
+    assert (name or resume) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_to_resume_at_all(tmp_path):
+    with pytest.raises(ValueError, match=r"resume=auto: no checkpoint in .*; train without resume= first"):
+        checkpoint.find_resume("auto", tmp_path / "runs", None)
+
+
+@pytest.mark.parametrize("name", checkpoint.FILES)
+def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys, name):
+    damage(runs / "new/checkpoints/step_000020", name)
+    assert checkpoint.find_resume("auto", runs, None) == runs / "new/checkpoints/step_000010"
+    said = capsys.readouterr().err
+    assert "step_000020 is damaged" in said
+    assert said.count("\n") == 1
+
+
+def test_a_copy_under_a_name_of_ones_own_loads(runs, tmp_path):
+    copy = (runs / "old/checkpoints/step_000040").rename(tmp_path / "favourite")
+    assert checkpoint.load(checkpoint.find_resume(str(copy), runs, None)).step == 40
+
+
+# --- optimizer and random numbers -----------------------------------------------------------------------------------
+
+
+def train(model, optimizer, count):
+    for _ in range(count):
+        loss = torch.nn.functional.dropout(model(torch.randn(4, 6)), 0.5).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def make(fused, order=1):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return model, torch.optim.AdamW(groups[::order], lr=0.01, fused=fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_goes_on_bit_for_bit(tmp_path, fused):
+    """Six steps against three, a checkpoint, and three more in a new optimizer whose groups stand in another order."""
+    model, optimizer = make(fused)
+    train(model, optimizer, 3)
+    tensors = checkpoint.optimizer_tensors(optimizer, model.named_parameters())
+    assert {"0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.step", "2.bias.step"} <= tensors.keys()
+    path = save(tmp_path, 3, model.state_dict(), tensors | checkpoint.rng_state())
+    train(model, optimizer, 3)
+
+    torch.manual_seed(99)
+    again, optimizer_again = make(fused, order=-1)
+    loaded = checkpoint.load(path)
+    again.load_state_dict(loaded.model)
+    checkpoint.load_optimizer_tensors(optimizer_again, again.named_parameters(), loaded.optimizer())
+    checkpoint.set_rng_state(loaded.optimizer())
+    train(again, optimizer_again, 3)
+    for was, now in (
+        (model.state_dict(), again.state_dict()),
+        (
+            checkpoint.optimizer_tensors(optimizer, model.named_parameters()),
+            checkpoint.optimizer_tensors(optimizer_again, again.named_parameters()),
+        ),
+    ):
+        assert was.keys() == now.keys()
+        assert all(same_bits(was[name], now[name]) for name in was)
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    model, optimizer = make(fused=False)
+    train(model, optimizer, 1)
+    tensors = checkpoint.optimizer_tensors(optimizer, model.named_parameters())
+    other = torch.nn.Sequential(torch.nn.Linear(6, 7))
+    theirs = torch.optim.AdamW(other.parameters())
+    with pytest.raises(ValueError, match=r"0\.weight\.exp_avg \(5, 6\), this model has \(7, 6\) there"):
+        checkpoint.load_optimizer_tensors(theirs, other.named_parameters(), tensors)
+    with pytest.raises(ValueError, match=r"2\.weight\.\w+ .*has no such weight"):
+        checkpoint.load_optimizer_tensors(
+            theirs, other.named_parameters(), {n: t for n, t in tensors.items() if n.startswith("2")}
+        )

@@ -1,0 +1,467 @@
+"""training/config.py: what arrives at a script, and what a user who mistyped is told."""
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import MISSING, OmegaConf
+
+from training import config
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class ModelConfig:
+    n_layer: int = 6
+    n_head: int = 6
+    n_kv_head: int | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        if self.n_layer % 2:
+            raise ValueError(f"n_layer={self.n_layer} is odd; take an even number")
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    fused: bool = True
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int = 1337
+    limit: int | None = None
+    run: str | None = None
+    prompt: str = "def "
+    folder: str = "runs/${run}"
+
+
+FILES = {
+    "config": "defaults: [config_schema, _self_, model: nano, optimizer: adamw, experiment: null]",
+    "bare": "defaults: [bare_schema]",
+    "strange": "defaults: [strange_schema, _self_]\nprompts: a",
+    "model/nano": "n_layer: 4",
+    "model/gpt2": "n_layer: 12\nn_head: 12",
+    "model/misspelt": "n_layers: 12",
+    "model/mistyped": "n_layer: many",
+    "model/unreadable": "n_layer: [1",
+    "optimizer/adamw": "{}",
+    "experiment/long": "# @package _global_\ndefaults: [override /model: gpt2]\noptimizer: {lr: 3e-4}\nseed: 7",
+    "experiment/lost": "# @package _global_\ndefaults: [override /model: gpt3]",
+}
+
+
+@pytest.fixture(scope="module")
+def conf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("app") / "conf"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.yaml").write_text(text + "\n")
+    return folder
+
+
+@pytest.fixture
+def launch(conf, monkeypatch, tmp_path):
+    """launch(arguments...) runs as `python test_config.py arguments...` would; returns what the script was handed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+    def launch(*arguments, script=lambda config: None, schema=Config, name="config"):
+        seen = []
+
+        def main(config):
+            seen.append(config)
+            return script(config)
+
+        monkeypatch.setattr(sys, "argv", ["test_config.py", *arguments])
+        config.run(main, schema, name, conf)
+        return seen
+
+    return launch
+
+
+@pytest.fixture
+def complaint(launch, capsys):
+    """complaint(arguments...): the one line on stderr with which the script leaves, exit code 2."""
+
+    def complaint(*arguments, **keywords):
+        with pytest.raises(SystemExit) as exit:
+            launch(*arguments, **keywords)
+        assert exit.value.code == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("test_config: ")
+        assert printed.count("\n") == 1
+        return printed.removeprefix("test_config: ").rstrip("\n")
+
+    return complaint
+
+
+# What arrives
+
+
+def test_a_group_file_only_overrides_the_dataclass_defaults(launch):
+    assert launch()[0] == Config(model=ModelConfig(n_layer=4), folder="runs/None")
+
+
+def test_the_command_line_overrides_the_group_file(launch):
+    assert launch("model=gpt2", "model.n_head=2")[0].model == ModelConfig(n_layer=12, n_head=2)
+
+
+def test_an_experiment_overrides_groups_and_keys(launch):
+    (got,) = launch("experiment=long")
+    assert (got.model.n_layer, got.optimizer.lr, got.seed) == (12, 3e-4, 7)
+
+
+def test_the_command_line_overrides_an_experiment(launch):
+    (got,) = launch("experiment=long", "model=nano", "seed=8")
+    assert (got.model.n_layer, got.optimizer.lr, got.seed) == (4, 3e-4, 8)
+
+
+def test_nothing_of_omegaconf_is_left_in_what_the_script_gets(launch):
+    (got,) = launch("optimizer.betas=[0.8,0.9]", "model.n_kv_head=2")
+    assert is_dataclass(got.model)
+    assert type(got.model) is ModelConfig
+    assert type(got.optimizer.betas) is list
+    assert got.optimizer.betas == [0.8, 0.9]
+    assert got.model.n_kv_head == 2
+
+
+def test_a_derived_default_follows_what_it_is_derived_from(launch):
+    """OmegaConf reads defaults after __post_init__: model.n_head=8 kept the n_kv_head=6 of the default n_head."""
+    assert launch("model.n_head=8")[0].model.n_kv_head == 8
+    assert launch("model.n_head=8", "model.n_kv_head=2")[0].model.n_kv_head == 2
+
+
+def test_null_clears_an_optional_number(launch):
+    assert launch("limit=3")[0].limit == 3
+    assert launch("limit=3", "limit=null")[0].limit is None
+
+
+@pytest.mark.parametrize("prefix", ["+", "++"])
+def test_the_prefixes_for_adding_a_key_set_one_that_exists(launch, prefix):
+    assert launch(f"{prefix}seed=3", f"{prefix}model=gpt2")[0].seed == 3
+
+
+def test_a_sweep_runs_every_combination_in_order(launch):
+    got = launch("model=nano,gpt2", "-m", "seed=1,2")
+    assert [(c.model.n_layer, c.seed) for c in got] == [(4, 1), (4, 2), (12, 1), (12, 2)]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m", "seed=1,2"]])
+def test_a_run_leaves_no_folder_no_file_and_no_other_working_directory(launch, tmp_path, arguments):
+    where = []
+    launch(*arguments, script=lambda config: where.append(os.getcwd()))
+    assert set(where) == {str(tmp_path)}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_arguments_stay_as_they_were_typed(launch):
+    """wandb and the commands that a run prints at its end read sys.argv."""
+    launch("-m", "prompt=a b", script=lambda config: None)
+    assert sys.argv == ["test_config.py", "-m", "prompt=a b"]
+
+
+def test_hydra_can_still_show_the_configuration(launch, capsys):
+    assert launch("model=gpt2", "--cfg", "job") == []
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["n_layer"] == 12
+
+
+def test_help_lists_the_groups(launch, capsys):
+    with pytest.raises(SystemExit) as exit:
+        launch("--help")
+    assert exit.value.code == 0
+    assert "model: gpt2, misspelt, mistyped, nano, unreadable" in capsys.readouterr().out
+
+
+def test_another_primary_config_can_be_named(launch, complaint):
+    assert complaint("-cn", "nowhere").startswith("Cannot find primary config 'nowhere'")
+    assert launch("--config-name=config", "seed=1")[0].seed == 1
+
+
+# Free text
+
+TEXTS = [
+    *["", " ", "  a  ", "def f(x):", "a, b", "a,b", "a=b", "a:b", "[1, 2]", "{a: b}", "{", "]", "(", "~a", "+a", "-a"],
+    *["null ", "true", "1", "1e-3", "0x10", "a#b", "%", "..", "~", "!x", "*", "|", "@", "???x", "choice(1,2)"],
+    *["a\nb", "\ttab\t", "\r\n", "\0", "gr\u00fc\u00dfe \u4f60\u597d \U0001f600", "glob(*)", "range(3)", "str(1)"],
+    *["'", '"', "''x", "'a", 'a"', "it's", '"a" + "b"', "'a' == 'b'"],
+    *["\\", "\\\\", "a\\", "\\n", "\\'", '\\"', "C:\\x\\", "x='${y}'\\"],
+    *["$", "${", "${}", "${run}", "\\${run}", "\\\\${run}", "a\\\\\\${run}\\", "$${run}}", "${a${b}}"],
+    *["'${run}", "${run}'", "${oc.env:HOME}"],
+]
+
+
+@pytest.mark.parametrize("kind", [str, str | None])
+def test_free_text_arrives_as_the_shell_gave_it(launch, kind):
+    keys = [f"text{i}" for i in range(len(TEXTS))]
+    schema = make_dataclass("Texts", [(key, kind, "default") for key in keys])
+    (got,) = launch(*[f"{key}={text}" for key, text in zip(keys, TEXTS, strict=True)], schema=schema, name="bare")
+    assert [getattr(got, key) for key in keys] == TEXTS
+
+
+def test_quoting_survives_hydra_and_omegaconf_for_any_text():
+    """Every string over the characters that either grammar treats specially, in a random order."""
+    draw, parser = random.Random(0), OverridesParser.create()
+    for _ in range(3000):
+        text = "".join(draw.choices(["\\", "$", "{", "}", "${", "'", '"', " ", "\n", ",", "a"], k=draw.randrange(9)))
+        value = parser.parse_override(f"prompt={config.quote(text)}").value()
+        assert OmegaConf.create({"prompt": value}).prompt == text
+
+
+def test_null_is_none_only_where_none_is_allowed(launch):
+    assert launch("run=null")[0].run is None
+    assert launch("prompt=null")[0].prompt == "null"
+
+
+@pytest.mark.parametrize("value", ['"a b"', "'a b'"])
+def test_a_value_quoted_for_hydra_loses_its_quotes(launch, value):
+    assert launch(f"prompt={value}")[0].prompt == "a b"
+
+
+def test_text_keeps_hydras_meaning_in_a_sweep(launch):
+    assert [c.prompt for c in launch("-m", "prompt=a,'b c'")] == ["a", "b c"]
+
+
+def test_yaml_can_refer_to_text_given_on_the_command_line(launch):
+    assert launch("run=my run")[0].folder == "runs/my run"
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("argument", "way_out"),
+    [
+        ("--lr=1", "did you mean optimizer.lr=1?"),
+        ("-lr=1", "did you mean optimizer.lr=1?"),
+        ("--n-layer=3", "did you mean model.n_layer=3?"),
+        ("--optimizer.lr", "did you mean optimizer.lr=VALUE?"),
+        ("--run=mine", "did you mean run=mine?"),
+        ("-model=gpt2", "did you mean model=gpt2?"),
+        ("--mod=gpt2", "did you mean model=gpt2?"),
+        ("--experiment=long", "did you mean experiment=long?"),
+        ("--xyzzy", "--cfg job lists every key"),
+    ],
+)
+def test_dashes_are_answered_with_hydras_way(complaint, argument, way_out):
+    assert complaint(argument, "1") == f"{argument}: options are written key=value here, without dashes; {way_out}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "way_out"),
+    [
+        ("optimzer.lr=1", "there is no key optimzer.lr; did you mean optimizer.lr?"),
+        ("lr=1", "there is no key lr; did you mean optimizer.lr?"),
+        ("+lr=1", "there is no key lr; did you mean optimizer.lr?"),
+        ("++model.lr=1", "there is no key model.lr; did you mean optimizer.lr?"),
+        ("model.n_heads=3", "there is no key model.n_heads; did you mean model.n_head?"),
+        ("modle=gpt2", "there is no key modle; did you mean model?"),
+        ("experimnt=long", "there is no key experimnt; did you mean experiment?"),
+        ("seed.x=1", "there is no key seed.x; did you mean seed?"),
+        ("xyzzy=1", "there is no key xyzzy; --cfg job lists every key"),
+        ("seed", "options are written key=value; did you mean seed=VALUE?"),
+        ("~seed", "no key can be taken away; give it another value: seed=VALUE"),
+        ("~model=nano", "no key can be taken away; give it another value: model=VALUE"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(complaint, argument, way_out):
+    assert complaint(argument) == f"{argument}: {way_out}"
+
+
+MODELS = "only gpt2, misspelt, mistyped, nano, unreadable"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["model=nanno"], f"model=nanno: there is no such model, {MODELS}; did you mean model=nano?"),
+        (["model=xyz"], f"model=xyz: there is no such model, {MODELS}"),
+        (["-m", "model=nano,nanno"], f"model=nanno: there is no such model, {MODELS}; did you mean model=nano?"),
+        (["experiment=lost"], f"model=gpt3: there is no such model, {MODELS}; did you mean model=gpt2?"),
+        (["model=3"], f"model=3: there is no such model, {MODELS}"),
+        (["model=null"], f"model=null: there is no such model, {MODELS}"),
+        (["model="], f"model=: there is no such model, {MODELS}"),
+        (["model={n_layr: 2}"], "there is no key model.n_layr; did you mean model.n_layer?"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: not of the type that is wanted here, float"),
+        (["model.n_layer=1.5"], "model.n_layer=1.5: not of the type that is wanted here, int"),
+        (["model.n_kv_head=x"], "model.n_kv_head=x: not of the type that is wanted here, int | None"),
+        (["optimizer.betas=[a]"], "optimizer.betas[0]=a: not of the type that is wanted here, list[float]"),
+        (["optimizer.fused=maybe"], "optimizer.fused=maybe: not of the type that is wanted here, bool"),
+        (["seed=null"], "seed=None: not of the type that is wanted here, int"),
+        (["-m", "seed=1,x"], "seed=x: not of the type that is wanted here, int"),
+        (["model=misspelt"], "conf/model/misspelt.yaml: there is no key model.n_layers; did you mean model.n_layer?"),
+        (["model=mistyped"], "conf/model/mistyped.yaml: model.n_layer=many: not of the type that is wanted here, int"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_is_wanted(complaint, arguments, answer):
+    assert complaint(*arguments) == answer
+
+
+def test_an_unknown_key_in_the_primary_file_names_the_file(complaint):
+    assert complaint(name="strange") == "conf/strange.yaml: there is no key prompts; did you mean prompt?"
+
+
+def test_a_value_that_must_be_given_is_asked_for(complaint):
+    schema = make_dataclass("Must", [("run", str, MISSING)])
+    assert complaint(schema=schema, name="bare") == "run has no default and must be given: run=VALUE"
+
+
+def test_yaml_that_cannot_be_read_names_file_and_line(complaint):
+    answer = complaint("model=unreadable")
+    assert "conf/model/unreadable.yaml" in answer
+    assert "line 1" in answer
+
+
+def test_a_value_that_hydra_cannot_read_is_named(complaint):
+    assert complaint("optimizer.betas=[1").startswith("optimizer.betas=[1: Hydra cannot read the value (")
+
+
+def test_several_values_without_a_sweep_are_pointed_to_multirun(complaint):
+    assert "add --multirun" in complaint("seed=1,2")
+
+
+def test_a_validation_error_of_a_dataclass_is_a_users_mistake(complaint):
+    assert complaint("model.n_layer=3") == "n_layer=3 is odd; take an even number"
+
+
+def test_a_sweep_with_one_impossible_job_does_not_start(launch):
+    started = []
+    with pytest.raises(SystemExit) as exit:
+        launch("-m", "model.n_layer=2,3", script=started.append)
+    assert exit.value.code == 2
+    assert started == []
+
+
+def test_python_outside_the_range_is_refused_in_words(complaint, monkeypatch):
+    """Hydra 1.3.8 on Python 3.14 dies inside argparse with a traceback about a help string."""
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
+    monkeypatch.setattr(sys, "version", "3.14.0 (main)")
+    assert complaint() == "Python 3.14.0 cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13"
+
+
+# How a script ends
+
+
+def raiser(error):
+    def script(config):
+        raise error
+
+    return script
+
+
+def test_a_value_error_of_the_script_is_one_line(complaint):
+    assert complaint(script=raiser(ValueError("data/x.txt is empty"))) == "data/x.txt is empty"
+
+
+def test_hydra_full_error_gives_a_value_error_its_traceback(launch, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="deep inside"):
+        launch(script=raiser(ValueError("deep inside")))
+
+
+def test_another_exception_passes_untouched(launch):
+    bug = RuntimeError("a bug")
+    with pytest.raises(RuntimeError) as raised:
+        launch(script=raiser(bug))
+    assert raised.value is bug
+
+
+def test_control_c_leaves_quietly(launch, capsys):
+    with pytest.raises(SystemExit) as exit:
+        launch(script=raiser(KeyboardInterrupt()))
+    assert exit.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_the_scripts_return_value_is_the_exit_code(launch):
+    with pytest.raises(SystemExit) as exit:
+        launch(script=lambda config: 3)
+    assert exit.value.code == 3
+
+
+def test_a_sweep_ends_with_the_first_job_that_fails(launch):
+    started = []
+
+    def script(config):
+        started.append(config.seed)
+        return 130 if config.seed == 2 else 0
+
+    with pytest.raises(SystemExit) as exit:
+        launch("-m", "seed=1,2,3", script=script)
+    assert exit.value.code == 130
+    assert started == [1, 2]
+
+
+SCRIPT = """
+import os, sys
+from dataclasses import dataclass
+from training import config
+
+@dataclass
+class Config:
+    text: str = "a"
+
+def main(c):
+    print(os.getcwd(), c.text, "torch" in sys.modules)
+    if c.text == "bug":
+        raise KeyError("a bug")
+
+if __name__ == "__main__":
+    config.run(main, Config, "config")
+"""
+
+
+def test_a_real_script_finds_its_own_conf_from_anywhere(tmp_path):
+    """And a bug in it keeps its traceback, with nothing of Hydra in between."""
+    (tmp_path / "app" / "conf").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "app" / "script.py").write_text(SCRIPT)
+    (tmp_path / "app" / "conf" / "config.yaml").write_text("defaults: [config_schema]\n")
+    command = [sys.executable, "../app/script.py", "text=bug"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / 'elsewhere'} bug False\n"
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("KeyError: 'a bug'\n")
+    assert "hydra" not in done.stderr.lower()
+    assert done.returncode == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+# Writing down and reading back
+
+
+def test_yaml_and_dictionary_give_back_the_same_configuration():
+    for text in TEXTS:
+        before = Config(prompt=text, model=ModelConfig(n_kv_head=2, dropout=1e-5), optimizer=OptimizerConfig(lr=3e-4))
+        assert config.from_dict(Config, yaml.safe_load(config.to_yaml(before))) == before
+        assert config.from_dict(Config, asdict(before)) == before
+
+
+def test_a_key_that_an_older_checkpoint_lacks_takes_its_default():
+    assert config.from_dict(Config, {"model": {"n_layer": 2}}) == Config(model=ModelConfig(n_layer=2))
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"sed": 1}, r"^sed: there is no key sed; did you mean seed\?$"),
+        ({"model": {"n_layers": 2}}, r"^model.n_layers: there is no key model.n_layers; did you mean model.n_layer\?$"),
+    ],
+)
+def test_a_stored_key_that_is_unknown_is_refused(stored, message):
+    with pytest.raises(ValueError, match=message):
+        config.from_dict(Config, stored)

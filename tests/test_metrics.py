@@ -1,0 +1,518 @@
+"""training/metrics.py: lines that grep, files that survive, and a wandb that never stops or slows a run."""
+
+import http.server
+import json
+import math
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import metrics
+from training.metrics import Metrics, WandbConfig, choose_wandb_mode, log_line, loss_figure, read_metrics
+
+ROOT = Path(__file__).parent.parent
+STEP = {
+    "loss": 2.1234,
+    "bits_per_byte": 3.063,
+    "lr": 1e-3,
+    "grad_norm": 0.87,
+    "ms": 245.3,
+    "tokens_per_second": 16700.0,
+    "mfu": None,
+    "memory_gib": 0.4123,
+    "eta_s": 133.2,
+}
+
+
+def open_metrics(folder, **kwargs):
+    return Metrics(folder, 600, config={}, wandb_config=WandbConfig(mode="disabled"), **kwargs)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- the line -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_one_line():
+    assert log_line({"step": 30, **STEP}, 600) == (
+        "step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | "
+        "mem 0.41 GiB | eta 2:13"
+    )
+
+
+def test_what_is_not_finite_or_not_known_still_makes_a_line():
+    line = log_line(
+        {
+            "step": 7,
+            **STEP,
+            "loss": math.nan,
+            "grad_norm": math.inf,
+            "mfu": 0.4137,
+            "memory_gib": None,
+            "tokens_per_second": 12.3,
+            "eta_s": 7384,
+        },
+        100,
+    )
+    assert line == (
+        "step     7/100 | loss nan | bpb 3.0630 | lr 1.00e-03 | norm inf | 245 ms | 12 tok/s | mfu 41.4% | "
+        "mem n/a | eta 2:03:04"
+    )
+
+
+def test_an_evaluation_is_one_line():
+    record = {"step": 100, "val_loss": 1.9, "val_bits_per_byte": 2.7}
+    assert log_line(record, 600) == "eval step 100/600 | val loss 1.9000 | val bpb 2.7000"
+    assert log_line({**record, "best": (1.8, 50)}, 600).endswith(" | best 1.8000 at 50")
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_valid_json_and_nan_comes_back(tmp_path):
+    run = open_metrics(tmp_path)
+    run.log({"step": 1, **STEP, "loss": math.nan, "grad_norm": -math.inf, "lr": 0.1 + 0.2})
+    run.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row["loss"] == "nan"
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(record["loss"])
+    assert record["grad_norm"] == -math.inf
+    assert record["lr"] == 0.1 + 0.2
+    assert record["mfu"] is None
+
+
+def test_a_resumed_run_has_one_row_a_step(tmp_path):
+    """Killed at step 42 in the middle of a write; resumed from the checkpoint of step 30, it makes 31 to 60 again."""
+    run = open_metrics(tmp_path)
+    for step in range(1, 43):
+        run.log({"step": step, **STEP})
+        if step % 10 == 0:
+            run.log({"step": step, "val_loss": 5 - step / 10, "val_bits_per_byte": 1.0})
+            run.sample(step, f"text of {step}")
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 43, "lo')
+    (tmp_path / "samples.txt").open("ab").write("===== sample at step 43 =====\nna\u00ef".encode()[:-1])
+
+    run = open_metrics(tmp_path, resume_step=30)
+    assert run.best == (2.0, 30)
+    for step in range(31, 61):
+        run.log({"step": step, **STEP})
+    run.sample(60, "text of 60")
+    run.close()
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == list(range(1, 61))
+    assert [row["step"] for row in rows(tmp_path) if "val_loss" in row] == [10, 20, 30]
+    samples = (tmp_path / "samples.txt").read_text()
+    assert re.findall(r"^===== sample at step (\d+) =====$", samples, re.MULTILINE) == ["10", "20", "30", "60"]
+    assert re.findall(r"text of (\d+)", samples) == ["10", "20", "30", "60"]
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_new_run_starts_empty(tmp_path):
+    for _ in range(2):
+        run = open_metrics(tmp_path)
+        run.log({"step": 1, **STEP})
+        run.sample(1, "x")
+        run.close()
+    assert len(rows(tmp_path)) == 1
+    assert (tmp_path / "samples.txt").read_text().count("sample at step") == 1
+
+
+def test_a_row_is_on_disk_before_it_is_shown(tmp_path, monkeypatch):
+    run = open_metrics(tmp_path)
+    seen = []
+    monkeypatch.setattr(run, "say", lambda text: seen.append(len(rows(tmp_path))))
+    run.log({"step": 1, **STEP})
+    assert seen == [1]
+
+
+def test_the_best_validation_loss_is_never_nan(tmp_path, capsys):
+    run = open_metrics(tmp_path)
+    for step, loss in ((10, math.nan), (20, 2.0), (30, -math.inf), (40, 3.0)):
+        run.log({"step": step, "val_loss": loss, "val_bits_per_byte": loss})
+    assert run.best == (2.0, 20)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("best 2.0000 at 20")
+
+
+def test_a_sample_cannot_command_the_terminal(tmp_path, capsys):
+    open_metrics(tmp_path).sample(5, "a\x1b[2Jb\tc\u00e9\n[bold]d")
+    assert "a\ufffd[2Jb\tc\u00e9\n[bold]d" in capsys.readouterr().out
+    assert "a\x1b[2Jb" in (tmp_path / "samples.txt").read_text()  # the file keeps what was written
+
+
+def test_a_screen_that_knows_only_ascii_stops_nothing(tmp_path, monkeypatch):
+    with open(tmp_path / "screen", "w", encoding="ascii") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        open_metrics(tmp_path).sample(5, "caf\u00e9")
+    assert "caf?" in (tmp_path / "screen").read_text()
+
+
+def test_on_a_terminal_lines_stay_whole_above_the_bar(tmp_path):
+    """A window of 80 columns: a line broken there would not grep, and [x] must not be taken for markup."""
+    code = f"""
+from pathlib import Path
+from training.metrics import Metrics, WandbConfig
+run = Metrics(Path({str(tmp_path)!r}), 600, config={{}}, wandb_config=WandbConfig(mode="disabled"), broken="no_max")
+run.log({ ({"step": 30, **STEP})!r})
+run.say("[bold]plain[/bold]")
+run.close()
+"""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, env=env, check=True, timeout=60)
+    screen = os.read(ours, 65536).decode()
+    assert "BROKEN[no_max] " + log_line({"step": 30, **STEP}, 600) in screen
+    assert "[bold]plain[/bold]" in screen
+    assert "30/600" in screen.split("plain[/bold]")[1]  # the bar, below
+
+
+# --- broken runs say so ---------------------------------------------------------------------------------------------
+
+
+def test_a_broken_run_is_stamped_on_line_row_and_sample(tmp_path, capsys):
+    run = open_metrics(tmp_path, broken="no_max")
+    run.log({"step": 1, **STEP})
+    run.log({"step": 1, "val_loss": 1.0, "val_bits_per_byte": 1.0})
+    run.sample(1, "x")
+    run = open_metrics(tmp_path, broken="no_max", resume_step=1)  # its stamped sample header is found again
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step 1" in line or "step     1" in line]
+    assert [line[:19] for line in lines] == ["BROKEN[no_max] step", "BROKEN[no_max] eval", "===== BROKEN[no_max"]
+    assert [row["broken"] for row in rows(tmp_path)] == ["no_max", "no_max"]
+    assert "===== BROKEN[no_max] sample at step 1 =====" in (tmp_path / "samples.txt").read_text()
+    open_metrics(tmp_path, broken="no_max", resume_step=0)
+    assert (tmp_path / "samples.txt").read_text() == ""
+
+
+def test_a_broken_runs_picture_is_titled_in_red():
+    records = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": math.nan},
+        {"step": 3, "loss": math.inf},
+        {"step": 3, "val_loss": 1.5},
+    ]
+    (axes,) = loss_figure(records, "run", "no_max").axes
+    assert axes.get_title() == "run - BROKEN: no_max"
+    assert axes.title.get_color() == "red"
+    assert "not finite from step 2" in [line.get_label() for line in axes.lines]
+    (axes,) = loss_figure(records[:1], "run", None).axes
+    assert (axes.get_title(), axes.title.get_color()) == ("run", "black")
+
+
+def test_the_picture_shows_every_record(tmp_path):
+    run = open_metrics(tmp_path)
+    run.log({"step": 1, **STEP})
+    run.log({"step": 2, **STEP, "loss": math.nan})
+    run.log({"step": 2, "val_loss": 1.5, "val_bits_per_byte": 1.0})
+    assert run.picture().read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (axes,) = loss_figure(read_metrics(tmp_path / "metrics.jsonl"), "run", None).axes
+    train, val = axes.lines[:2]
+    assert list(train.get_xdata()) == [1, 2]
+    assert list(val.get_ydata()) == [1.5]
+
+
+def test_a_run_of_nothing_but_nan_has_a_picture(tmp_path):
+    run = open_metrics(tmp_path)
+    assert run.picture().exists()  # no record at all
+    run.log({"step": 1, **STEP, "loss": math.nan})
+    assert run.picture().exists()
+
+
+# --- the machine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        # Not to be taken for their bigger brothers:
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu_or_unknown(monkeypatch, name, flops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert metrics.peak_flops(torch.device("cuda")) == flops
+
+
+def test_a_cpu_has_no_peak_but_memory():
+    assert metrics.peak_flops(torch.device("cpu")) is None
+    before = metrics.memory_gib(torch.device("cpu"))
+    torch.ones(2**26)  # 0.25 GiB
+    assert 0.05 < before <= metrics.memory_gib(torch.device("cpu")) < 64
+
+
+# --- wandb: the choice ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean_env(monkeypatch, tmp_path):
+    for key in [key for key in os.environ if key.startswith("WANDB")]:
+        monkeypatch.delenv(key)
+    for key in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return monkeypatch
+
+
+@pytest.fixture
+def silent_server():
+    """Takes connections, as a dead proxy does, and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def deaf_server():
+    """A full backlog of one: as far as a client can tell, packets vanish."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        clients = [socket.socket() for _ in range(3)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        for client in clients:
+            client.close()
+
+
+def answering_server():
+    """For one request, in a thread. An error is an answer too."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)  # 501 to everything
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_auto_without_a_key_is_offline_and_asks_nobody(clean_env):
+    clean_env.setattr(metrics, "_answers", lambda url: pytest.fail("the network was asked"))
+    assert choose_wandb_mode(WandbConfig()) == ("offline", "no key for api.wandb.ai")
+
+
+@pytest.mark.parametrize("where", ["environment", "netrc"])
+def test_auto_with_a_key_and_a_host_that_answers_is_online(clean_env, tmp_path, where):
+    url = answering_server()
+    clean_env.setenv("WANDB_BASE_URL", url)
+    if where == "environment":
+        clean_env.setenv("WANDB_API_KEY", "a" * 40)
+    else:
+        (tmp_path / "netrc").write_text(f"machine {url.removeprefix('http://')}\n login user\n password {'a' * 40}\n")
+    assert choose_wandb_mode(WandbConfig()) == ("online", f"{url} answers")
+
+
+@pytest.mark.parametrize("server", ["silent_server", "deaf_server"])
+def test_a_host_that_does_not_answer_is_given_up_within_the_limit(clean_env, request, server):
+    """A bare TCP connect would call the silent one alive, and wandb.init() would then hang on it."""
+    clean_env.setenv("WANDB_API_KEY", "a" * 40)
+    clean_env.setenv("WANDB_BASE_URL", request.getfixturevalue(server))
+    clean_env.setattr(metrics, "WANDB_PROBE_SECONDS", 0.3)
+    start = time.monotonic()
+    assert choose_wandb_mode(WandbConfig())[0] == "offline"
+    assert time.monotonic() - start < 2
+
+
+def test_a_name_that_takes_for_ever_to_resolve_is_given_up(clean_env):
+    clean_env.setenv("WANDB_API_KEY", "a" * 40)
+
+    def resolve(*args, **kwargs):
+        time.sleep(1)  # the caller gives up at 0.3 s, whatever this does
+        raise socket.gaierror
+
+    clean_env.setattr(socket, "getaddrinfo", resolve)
+    clean_env.setattr(metrics, "WANDB_PROBE_SECONDS", 0.3)
+    start = time.monotonic()
+    assert choose_wandb_mode(WandbConfig())[0] == "offline"
+    assert time.monotonic() - start < 0.9
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_wandb_mode_in_the_environment_rules_auto_only(clean_env, mode):
+    clean_env.setenv("WANDB_MODE", mode)
+    assert choose_wandb_mode(WandbConfig()) == (mode, f"WANDB_MODE={mode}")
+    clean_env.setenv("WANDB_MODE", "online")
+    assert choose_wandb_mode(WandbConfig(mode=mode)) == (mode, f"wandb.mode={mode}")
+
+
+def test_online_without_a_key_is_an_error_with_the_way_out(clean_env, tmp_path):
+    with pytest.raises(ValueError, match=r"wandb\.mode=online, but there is no key.*WANDB_API_KEY") as error:
+        Metrics(tmp_path / "run", 1, config={}, wandb_config=WandbConfig(mode="online"))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()  # refused before anything was touched
+
+
+def test_an_unknown_mode_is_named(clean_env):
+    with pytest.raises(ValueError, match=r"wandb\.mode=on is not known: use one of auto, online, offline, disabled"):
+        choose_wandb_mode(WandbConfig(mode="on"))
+    clean_env.setenv("WANDB_MODE", "dryrun")
+    with pytest.raises(ValueError, match="WANDB_MODE=dryrun"):
+        choose_wandb_mode(WandbConfig())
+
+
+def test_without_the_package_auto_is_disabled_and_offline_an_error(clean_env, tmp_path):
+    (tmp_path / "wandb").mkdir()  # what an earlier run of anything may have left; Python takes it for a package
+    clean_env.setattr(sys, "path", [str(tmp_path)])
+    clean_env.delitem(sys.modules, "wandb", raising=False)
+    assert choose_wandb_mode(WandbConfig()) == ("disabled", "the wandb package is not installed")
+    with pytest.raises(ValueError, match=r"wandb\.mode=offline, but the wandb package is not installed: pip install"):
+        choose_wandb_mode(WandbConfig(mode="offline"))
+
+
+# --- wandb: whole runs, in processes of their own -------------------------------------------------------------------
+
+RUN = """
+import os, signal, subprocess, sys, time
+start = time.monotonic()
+from pathlib import Path
+from training.metrics import Metrics, WandbConfig
+step = {"loss": 2.0, "bits_per_byte": 3.0, "lr": 1e-3, "grad_norm": 1.0, "ms": 1.0, "tokens_per_second": 1.0,
+        "mfu": None, "memory_gib": 1.0, "eta_s": 1.0}
+folder, first, kill_wandb = Path(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3
+run = Metrics(folder, 6, config={"model": {"n_layer": 4}}, wandb_config=WandbConfig(tags=["mine"]), broken="no_max",
+              resume_step=first - 1 or None)
+print("started after", time.monotonic() - start, flush=True)
+for i in range(first, first + 3):
+    if kill_wandb and i == first + 1:
+        for pid in subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True).stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.3)
+    run.log({"step": i, **step, "loss": float("nan") if i == 2 else 2.0})
+run.sample(i, "once <upon>")
+run.picture()
+run.close(exit_code=3)
+print("closed at", time.time(), flush=True)
+"""
+
+
+def run_with_wandb(folder, first=1, *extra, **env):
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and "proxy" not in k.lower()}
+    own = {"NETRC": f"{folder}.netrc", "WANDB_CONFIG_DIR": f"{folder}.config"}  # not the settings of whoever runs this
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, folder, str(first), *extra],
+        cwd=ROOT,
+        env={**keep, **own, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return f"{done.stdout}exited after {time.time() - float(re.search(r'closed at (.+)', done.stdout)[1])}"
+
+
+def wandb_records(path):
+    """The records of a .wandb file, as `wandb sync` reads them: protobuf messages in LevelDB's log format.
+
+    7 bytes of file header, then blocks of 32 KiB of chunks: crc (4), length (2), kind (1: whole, 2: first, 3: middle,
+    4: last), data.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, message, records = path.read_bytes(), 7, b"", []
+    assert data[:4] == b":W&B"
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:  # too little for a chunk's header: padding
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        message += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            records.append(wandb_internal_pb2.Record.FromString(message))
+            message = b""
+    return records
+
+
+@pytest.fixture(scope="module")
+def offline_run(tmp_path_factory):
+    """Three steps, then three more of the same run resumed; a key is set and the network cut."""
+    pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("runs") / "broken-run"
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and never answers
+        cut = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        out = [run_with_wandb(folder, 1, **cut), run_with_wandb(folder, 4, WANDB_MODE="offline")]
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    return folder, out, [wandb_records(path) for path in files]
+
+
+def test_with_a_key_and_the_network_cut_training_starts_within_ten_seconds(offline_run):
+    _, (out, _), _ = offline_run
+    assert re.search(r"^wandb: offline \(no answer from http://127.0.0.1:\d+ within 2 s\)$", out, re.MULTILINE)
+    assert float(re.search(r"started after ([\d.]+)", out)[1]) < 10
+
+
+def test_the_end_is_not_held_up_by_the_cut_network(offline_run):
+    """wandb's reports on itself waited 10 s at exit for the host that never answers, in an offline run too."""
+    _, (out, _), _ = offline_run
+    assert float(re.search(r"exited after ([\d.]+)", out)[1]) < 5
+
+
+def test_an_offline_run_holds_what_wandb_sync_sends(offline_run):
+    _, _, (records, _) = offline_run
+    run = next(r.run for r in records if r.WhichOneof("record_type") == "run")
+    assert (run.project, run.display_name, sorted(run.tags)) == ("tilegpt", "broken-run", ["broken:no_max", "mine"])
+    assert {item.key: json.loads(item.value_json) for item in run.config.update}["model"] == {"n_layer": 4}
+
+    history = [
+        {(item.key or ".".join(item.nested_key)): item.value_json for item in r.history.item}
+        for r in records
+        if r.WhichOneof("record_type") == "history"
+    ]
+    assert [row["step"] for row in history if "loss" in row] == ["1", "2", "3"]
+    assert [row["loss"] for row in history if "loss" in row] == ["2", "NaN", "2"]
+    assert not any(row.get("mfu") for row in history)
+    assert [row["sample._type"] for row in history if "sample._type" in row] == ['"html-file"']
+    assert [row["loss_picture._type"] for row in history if "loss_picture._type" in row] == ['"image-file"']
+    steps = [r.metric for r in records if r.WhichOneof("record_type") == "metric"]
+    assert ("*", "step") in [(m.glob_name, m.step_metric) for m in steps]
+    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [3]
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(offline_run):
+    folder, _, files = offline_run
+    ids = [next(r.run.run_id for r in records if r.WhichOneof("record_type") == "run") for records in files]
+    assert ids == [(folder / "wandb_id.txt").read_text().strip()] * 2
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_wandb_sync_would_take_the_runs(offline_run):
+    folder, _, _ = offline_run
+    runs = sorted(str(path) for path in folder.glob("wandb/offline-run-*"))
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", "--dry-run", *runs],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+    )
+    assert done.returncode == 0
+    assert all(Path(run).name in done.stdout + done.stderr for run in runs)
+
+
+def test_wandb_dying_costs_one_line_and_not_the_run(tmp_path):
+    pytest.importorskip("wandb")
+    out = run_with_wandb(tmp_path / "run", 1, "kill", WANDB_MODE="offline")
+    assert len(re.findall(r"^wandb: gave up, the run goes on without it \(.+\)$", out, re.MULTILINE)) == 1
+    assert "closed" in out
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]

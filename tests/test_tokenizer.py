@@ -1,0 +1,187 @@
+"""The tokenizers: nothing is lost on the way to ids and back, and whatever cannot work says so in one line."""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+from data import tokenizer
+from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, build, encode, from_json, to_json, token_bytes
+
+GPT2_FILES = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken"
+TEXT = 'def f(x):\r\n\treturn "caf\u00e9 \u20ac \U0001f600" * x  # <|endoftext|> is text here\n' * 20
+
+
+@pytest.fixture(params=["byte", "bpe", "gpt2"])
+def encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tiktoken.Encoding:
+    if request.param == "gpt2":
+        if not GPT2_FILES.exists():
+            pytest.skip(f"GPT-2's vocabulary is not in {GPT2_FILES}")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
+    return build(TokenizerConfig(request.param, vocab_size=280), [TEXT])
+
+
+def one_line(caught: pytest.ExceptionInfo) -> str:
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_text_survives_the_way_to_ids_and_back(encoding):
+    assert encoding.decode(encode(encoding, TEXT).tolist()) == TEXT
+
+
+def test_end_of_text_spelt_out_is_ordinary_text(encoding):
+    assert encoding.eot_token not in encode(encoding, f"a{END_OF_TEXT}b")
+
+
+def test_end_of_text_is_the_last_id(encoding):
+    assert encoding.eot_token == encoding.n_vocab - 1
+
+
+def test_token_bytes_add_up_to_the_length_of_the_text(encoding):
+    ids = np.append(encode(encoding, TEXT), encoding.eot_token)
+    assert token_bytes(encoding)[ids].sum() == len(TEXT.encode())
+
+
+def test_token_bytes_are_those_of_each_token(encoding):
+    ordinary = range(encoding.n_vocab - 1)
+    assert token_bytes(encoding)[:-1].tolist() == [len(encoding.decode_single_token_bytes(i)) for i in ordinary]
+
+
+def test_ids_come_in_an_array_that_can_be_written_to(encoding):
+    ids = encode(encoding, TEXT)
+    assert (ids.dtype, ids.flags.writeable) == (np.uint32, True)
+
+
+def test_empty_text_has_no_tokens(encoding):
+    assert encode(encoding, "").shape == (0,)
+
+
+def test_json_brings_back_the_same_tokenizer(encoding):
+    again = from_json(to_json(encoding))
+    assert (again.name, again._pat_str, again._special_tokens) == (
+        encoding.name,
+        encoding._pat_str,
+        encoding._special_tokens,
+    )
+    assert again._mergeable_ranks == encoding._mergeable_ranks
+    assert encode(again, TEXT).tolist() == encode(encoding, TEXT).tolist()
+
+
+def test_json_is_the_same_text_after_a_round_trip(encoding):
+    assert to_json(from_json(to_json(encoding))) == to_json(encoding)
+
+
+def test_stream_gives_the_text_and_never_half_a_character(encoding):
+    stream = TextStream(encoding)
+    shown = [stream.feed(token) for token in encode(encoding, TEXT).tolist()]
+    assert "".join(shown) + stream.flush() == TEXT
+    assert "\ufffd" not in "".join(shown)
+
+
+def test_stream_replaces_a_character_that_is_never_completed():
+    stream = TextStream(tokenizer.byte_encoding())
+    assert [stream.feed(b) for b in "\u20ac".encode()[:2]] == ["", ""]
+    assert stream.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize("token", [-1, 257, 1 << 40])
+def test_stream_refuses_ids_outside_the_vocabulary(token):
+    with pytest.raises(ValueError, match=f"token {token} is not in the vocabulary") as caught:
+        TextStream(tokenizer.byte_encoding()).feed(token)
+    one_line(caught)
+
+
+def test_byte_tokens_are_the_bytes():
+    encoding = tokenizer.byte_encoding()
+    assert encode(encoding, TEXT).tolist() == list(TEXT.encode())
+    assert encode(encoding, TEXT).tolist() == encoding.encode_ordinary(TEXT)  # the shortcut is what tiktoken would do
+
+
+def test_bpe_has_exactly_the_vocabulary_asked_for():
+    encoding = tokenizer.train_bpe([TEXT], 300)
+    assert (encoding.n_vocab, len(encoding._mergeable_ranks)) == (300, 299)
+
+
+def test_bpe_does_not_depend_on_the_order_of_texts():
+    texts = [f"{word} {word[::-1]}\n" * i for i, word in enumerate(TEXT.split()[:20])]
+    assert to_json(tokenizer.train_bpe(texts, 290)) == to_json(tokenizer.train_bpe(texts[::-1], 290))
+
+
+def test_bpe_without_merges_is_bytes():
+    assert encode(tokenizer.train_bpe(["ab"], 257), TEXT).tolist() == list(TEXT.encode())
+
+
+def test_bpe_refuses_a_vocabulary_that_the_text_cannot_fill():
+    """rustbpe stops early without a word; the size it names must then be one that works."""
+    with pytest.raises(ValueError, match=r"vocab_size=4096 .* use tokenizer\.vocab_size=258 or less") as caught:
+        tokenizer.train_bpe(["ab"], 4096)
+    one_line(caught)
+    assert tokenizer.train_bpe(["ab"], 258).n_vocab == 258
+
+
+def test_bpe_refuses_a_vocabulary_without_room_for_bytes():
+    """rustbpe panics below 256: a Rust stack trace, and an exception that is no Exception."""
+    with pytest.raises(ValueError, match="vocab_size=256 has no room") as caught:
+        tokenizer.train_bpe([TEXT], 256)
+    one_line(caught)
+
+
+def test_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match=r"kind=word is unknown: choose tokenizer=byte, bpe or gpt2") as caught:
+        build(TokenizerConfig("word"), [])
+    one_line(caught)
+
+
+def test_gpt2_without_a_network_names_the_way_out(tmp_path, monkeypatch):
+    """A real attempt, through a proxy where nobody listens."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
+    with pytest.raises(ValueError, match=r"ProxyError.*TIKTOKEN_CACHE_DIR.*tokenizer=bpe") as caught:
+        tokenizer.gpt2_encoding()
+    one_line(caught)
+
+
+def test_gpt2_does_not_wait_for_a_download_that_hangs(monkeypatch):
+    """tiktoken sets no time limit on its download: where packets are dropped it would sit there for minutes."""
+    end_of_test = threading.Event()
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: end_of_test.wait())
+    monkeypatch.setattr(tokenizer, "DOWNLOAD_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"no answer in 0.05 s"):
+        tokenizer.gpt2_encoding()
+    end_of_test.set()
+
+
+def damaged(**changes: object) -> str:
+    return json.dumps(json.loads(to_json(tokenizer.byte_encoding())) | changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        damaged(ranks={}),
+        damaged(ranks={"YQ==": 0}),  # no other bytes
+        damaged(ranks={"not base64": 0}),
+        damaged(ranks=json.loads(to_json(tokenizer.byte_encoding()))["ranks"] | {"YWI=": 7}),  # 7 twice
+        damaged(ranks=json.loads(to_json(tokenizer.byte_encoding()))["ranks"] | {"YWI=": -1}),
+        damaged(ranks=json.loads(to_json(tokenizer.byte_encoding()))["ranks"] | {"YWI=": "x"}),
+        damaged(pattern="("),
+        damaged(special_tokens=None),
+    ],
+)
+def test_json_that_is_no_tokenizer_is_refused(text):
+    with pytest.raises(ValueError, match=r"^tokenizer\.json cannot be read") as caught:
+        from_json(text)
+    one_line(caught)

@@ -1,0 +1,266 @@
+"""Command line + YAML -> one tree of plain dataclasses: the only file that knows Hydra.
+
+    @dataclass
+    class Config:                                                    # in train.py
+        model: GPTConfig = field(default_factory=GPTConfig)          # the defaults stand beside the code they configure
+        seed: int = 1337
+
+    if __name__ == "__main__":
+        config.run(main, Config, "config")                           # conf/config.yaml and its groups only override
+
+    python train.py model=gpt2 optimizer.lr=3e-4                     # one run
+    python train.py -m optimizer.lr=1e-4,3e-4                        # a sweep: one run after the other
+
+Two decisions carry the file. Hydra only composes: its task function takes the configuration away, and the script runs
+after Hydra has returned, so no output folder, logger or error wrapper of Hydra's ever stands around a run (the price:
+launcher plugins that start jobs elsewhere cannot be used). And what the user typed is checked before Hydra sees it,
+because Hydra has no nearest name to offer, and its value grammar refuses free text such as prompt="def f(x):".
+"""
+
+import inspect
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from difflib import SequenceMatcher
+from itertools import islice
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.utils import env_override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+
+T = TypeVar("T")
+
+# Hydra's own flags, without and with a value. Listed, not asked of its argparse: that also takes beginnings of names,
+# and would read -model=nano as -m and more.
+SWITCHES = {"-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun"}
+SWITCHES |= {"-sc", "--shell-completion"}
+VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+VALUED |= {"-i", "--info", "--experimental-rerun"}
+
+QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
+
+
+def run(script: Callable[[Any], int | None], schema: type, config_name: str, conf: Path | None = None) -> None:
+    """Compose the configuration from sys.argv and call script with it: the last line of every script.
+
+    schema: the dataclass handed to script, offered to conf/<config_name>.yaml as <config_name>_schema. conf: the folder
+    of YAML files, by default the one beside the script. Leaves through sys.exit with script's non-zero return value;
+    with 2 after a ValueError (a user's mistake: one line on stderr; HYDRA_FULL_ERROR=1 gives the traceback); with 130
+    on Ctrl-C. Any other exception is a bug and keeps its traceback. A sweep ends with the first job that fails.
+    """
+    file = Path(inspect.getfile(script))
+    try:
+        if not (3, 11) <= sys.version_info[:2] < (3, 14):
+            raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
+        jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem)
+        for number, (config, overrides) in enumerate(jobs, start=1):
+            if len(jobs) > 1:
+                print(f"job {number}/{len(jobs)}: {' '.join(overrides)}", flush=True)
+            code = script(config)
+            if code:
+                sys.exit(code)
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 + SIGINT, as a shell reports it
+    except ValueError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"{file.stem}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def compose(argv: list[str], schema: type[T], config_name: str, conf: Path, name: str) -> list[tuple[T, list[str]]]:
+    """Every job that the arguments ask for, as (configuration, its overrides): one, several with -m, none with --help.
+
+    All jobs are composed before the first one starts, so that a sweep's last job cannot die of a typing error hours
+    later. ValueError: one line naming what is wrong, where, and the nearest right name.
+    """
+    groups = {path.parent.relative_to(conf).as_posix() for path in conf.rglob("*.yaml")} - {"."}
+    known = dict.fromkeys(groups) | known_keys(schema)
+    flags, overrides = split_arguments(argv, known)
+    sweep = "-m" in flags or "--multirun" in flags
+    if not {"-sc", "--shell-completion"} & set(flags):  # its install=bash is a command, not a key
+        overrides = [check_override(override, known, groups, sweep) for override in overrides]
+
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=declared(schema))
+    jobs = []
+
+    def take(cfg: Any) -> None:
+        jobs.append((cfg, list(HydraConfig.get().overrides.task)))
+
+    before = sys.argv
+    try:
+        # A sweep writes a multirun.yaml somewhere, whatever it is told; let that be a folder which is gone afterwards.
+        # HYDRA_FULL_ERROR makes Hydra raise its exceptions instead of printing them and leaving.
+        with tempfile.TemporaryDirectory() as scratch, env_override({"HYDRA_FULL_ERROR": "1"}):
+            quiet = [f"hydra.{key}={quote(scratch)}" for key in ("run.dir", "sweep.dir")]
+            quiet += ["hydra.sweep.subdir=.", "hydra.output_subdir=null", f"hydra.job.name={quote(name)}"]
+            quiet += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+            # All overrides in one batch: argparse takes no second one after a flag (a=1 -m b=2).
+            sys.argv = [before[0], *quiet, *overrides, *flags]
+            hydra.main(config_path=str(conf.resolve()), config_name=config_name, version_base="1.3")(take)()
+        plain = [(OmegaConf.to_object(cfg), overrides) for cfg, overrides in jobs]
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(explain(error, known, conf)) from error
+    finally:
+        sys.argv = before
+    # Without the schema at the bottom nothing above would have been checked against anything.
+    assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
+    return plain
+
+
+def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
+    """argv into Hydra's flags (each followed by its value) and overrides; ValueError for any other dashes."""
+    flags, overrides = [], []
+    rest = iter(argv)
+    for argument in rest:
+        key, equals, value = argument.partition("=")
+        if argument in SWITCHES or (equals and key in VALUED):
+            flags.append(argument)
+        elif argument in VALUED:
+            flags += [argument, *islice(rest, 1)]
+        elif argument.startswith("-"):
+            names = nearest(key.strip("-").replace("-", "_"), known)
+            hint = did_you_mean([f"{name}={value or 'VALUE'}" for name in names[:1]])
+            raise ValueError(f"{argument}: options are written key=value here, without dashes; {hint}")
+        else:
+            overrides.append(argument)
+    return flags, overrides
+
+
+def check_override(override: str, known: Mapping[str, Any], groups: set[str], sweep: bool) -> str:
+    """One key=value of the command line as Hydra should see it; ValueError for a key that nothing reads.
+
+    Text for a str key, and the name of a group's file, is quoted, so that it arrives as the shell gave it. Left alone
+    are text that the user has quoted for Hydra, null where None is allowed, and sweeps, where a comma separates values.
+    (??? stays what it is to OmegaConf: "must be given".)
+    """
+    key, equals, value = override.partition("=")
+    if key.lstrip("+~").startswith(("hydra.", "hydra/")):
+        return override
+    if key.startswith("~"):
+        raise ValueError(f"{override}: no key can be taken away; give it another value: {key[1:]}=VALUE")
+    key = key.lstrip("+")  # Hydra's "add this key": every key is in the schema, so it can only mean "set"
+    if key not in known:
+        raise ValueError(f"{override}: {unknown(key, known)}")
+    if not equals:
+        raise ValueError(f"{override}: options are written key=value; {did_you_mean([f'{key}=VALUE'])}")
+    types = members(known[key])
+    text = str in types or (key in groups and not value.startswith(("[", "{")))
+    if text and not sweep and not QUOTED.fullmatch(value) and (value != "null" or type(None) not in types):
+        value = quote(value)
+    return f"{key}={value}"
+
+
+def quote(text: str) -> str:
+    """text so that Hydra's grammar, then OmegaConf's interpolation, give back exactly text."""
+    # \${ is OmegaConf's way to write ${, and doubles the backslashes in front of it
+    return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types of a field: (int, NoneType) for int | None, (int,) for int."""
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def known_keys(schema: type) -> dict[str, Any]:
+    """Every dotted key of the schema and its type: {"seed": int, "model": GPTConfig, "model.n_layer": int, ...}"""
+    found = {}
+    hints = get_type_hints(schema)
+    for field in fields(schema):
+        found[field.name] = hints[field.name]
+        for node in filter(is_dataclass, members(hints[field.name])):
+            found |= {f"{field.name}.{key}": hint for key, hint in known_keys(node).items()}
+    return found
+
+
+def declared(schema: type) -> DictConfig:
+    """The schema with the defaults as they stand in the class.
+
+    OmegaConf alone takes the default of a nested dataclass from an instance, after its __post_init__: where that turns
+    n_kv_head=None into n_head, the default would become 6 and stay 6 under model.n_head=8.
+    """
+    node = OmegaConf.structured(schema)
+    for field in fields(schema):
+        if is_dataclass(field.default_factory):
+            node[field.name] = declared(field.default_factory)
+    return node
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three of known, the nearest first, compared by their last part (lr finds optimizer.lr) and as a whole."""
+
+    def likeness(key: str) -> tuple[float, float]:
+        whole = SequenceMatcher(None, name, key).ratio()
+        last = SequenceMatcher(None, name.rpartition(".")[2], key.rpartition(".")[2]).ratio()
+        return max(whole, last), whole
+
+    ranked = sorted(known, key=likeness, reverse=True)
+    # 0.6 is difflib's own idea of "close". Only those as near as the nearest: a list of also-rans misleads.
+    return [key for key in ranked if likeness(key)[0] >= max(0.6, likeness(ranked[0])[0])][:3]
+
+
+def did_you_mean(names: list[str]) -> str:
+    return f"did you mean {' or '.join(names)}?" if names else "--cfg job lists every key"
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    return f"there is no key {name}; {did_you_mean(nearest(name, known))}"
+
+
+def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
+    """What Hydra, OmegaConf or the YAML parser found wrong, in one line: where, what, and the way out."""
+    cause = error.__cause__ or error.__context__ or error  # OmegaConf's error, inside the one that Hydra made of it
+    key = getattr(cause, "full_key", None) or ""
+    place = re.match(r"In '(.+?)': ", str(error))
+    where = f"{conf.name}/{place[1]}.yaml: " if place else ""
+    match error, cause:
+        case MissingConfigException(options=[_, *_] as options), _:
+            group, _, name = error.missing_cfg_file.rpartition("/")
+            best = nearest(name, options)
+            hint = f"; {did_you_mean([f'{group}={best[0]}'])}" if best else ""
+            return f"{group}={name}: there is no such {group}, only {', '.join(options)}{hint}"
+        case OverrideParseException(), _:
+            reason = error.message.splitlines()[0]
+            return f"{error.override}: Hydra cannot read the value ({reason}); quote it: key='\"...\"'"
+        case _, ConfigKeyError():
+            return where + unknown(key, known)
+        case _, ValidationError() if hint := known.get(re.sub(r"\[\d+\]$", "", key)):
+            wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+            return f"{where}{key}={cause.value}: not of the type that is wanted here, {wanted}"
+        case _, MissingMandatoryValue():
+            return f"{key} has no default and must be given: {key}=VALUE"
+    return " ".join(str(error).split())
+
+
+def to_yaml(config: Any) -> str:
+    """The whole configuration, defaults included, as YAML. Not by OmegaConf, which would interpret a "${" in a text."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def from_dict(schema: type[T], mapping: Mapping[str, Any], prefix: str = "") -> T:
+    """Rebuild the dataclass tree from dataclasses.asdict's dictionary, as a checkpoint keeps it.
+
+    A key that is missing (it did not exist when the checkpoint was written) takes its default. ValueError for a key
+    that the schema does not know, and whatever __post_init__ raises. prefix is for the recursion.
+    """
+    hints = get_type_hints(schema)
+    known = {field.name for field in fields(schema)}
+    values = {}
+    for key, value in mapping.items():
+        if key not in known:
+            raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in known])}")
+        node = next(filter(is_dataclass, members(hints[key])), None)
+        values[key] = from_dict(node, value, f"{prefix}{key}.") if node and isinstance(value, Mapping) else value
+    return schema(**values)

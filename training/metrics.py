@@ -1,0 +1,480 @@
+"""How a run is seen: one line a step, metrics.jsonl, samples.txt, loss.png, wandb. In that order of trust.
+
+    runs/NAME/
+        metrics.jsonl   one JSON object a line, written and flushed first; everything else is drawn from it
+        samples.txt     what the model wrote, under a line with the step
+        loss.png        training loss (line) and validation loss (points)
+        wandb_id.txt    so that a resumed run goes on in the same wandb run
+        wandb/          wandb's own files; `wandb sync` takes the offline ones
+
+Two kinds of record, plain dicts of Python numbers:
+
+    {"step", "loss", "bits_per_byte", "lr", "grad_norm", "ms", "tokens_per_second", "mfu", "memory_gib", "eta_s"}
+    {"step", "val_loss", "val_bits_per_byte"}
+
+loss in nats a token, ms and eta_s of wall clock, mfu a fraction of the peak, memory the peak so far; mfu and memory_gib
+may be None. A broken run's records have "broken" too, its label.
+
+JSON has no NaN, and a broken run is full of them: a float that is not finite is written as the string "nan", "inf" or
+"-inf" (null would not say which) and `read_metrics` gives the float back.
+
+wandb comes last and is on loan: it is asked for nothing that could stop or hold up a run (the price: if it dies
+halfway, its curves end there; ours do not). In a run of several processes only rank 0 makes a Metrics.
+"""
+
+import html
+import http.client
+import importlib.util
+import json
+import math
+import netrc
+import os
+import re
+import secrets
+import sys
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+# Dense bf16 FLOP/s with float32 accumulation, by what torch.cuda.get_device_name() says. NVIDIA's data sheets (half of
+# the figure "with sparsity") and, for GeForce, the architecture white papers. First match wins. A wrong peak is worse
+# than none (nanoGPT's A100 constant prints 104 % on an H100), so laptop parts, slices of a GPU and whatever is not in
+# the list have none.
+PEAK_FLOPS = (
+    (r"Laptop|MIG|Max-Q", None),
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bH200 NVL\b", 835e12),
+    (r"\bG?H200\b", 989e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100 NVL\b", 835e12),
+    (r"\bH100\b", 989e12),
+    (r"\bA100\b", 312e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bA40\b", 149.7e12),
+    (r"\bA30\b", 165e12),
+    (r"\bA10\b", 125e12),
+    (r"\bRTX 5090$", 209.5e12),
+    (r"\bRTX 4090$", 165.2e12),
+    (r"\bRTX 3090$", 71e12),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The dense bf16 peak of `device` in FLOP/s, or None where it is not known (MFU is then printed as n/a)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """The most memory used so far, in GiB: of tensors on a CUDA device, else of the whole process (None on Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if os.name == "nt":
+        return None
+    import resource  # POSIX only
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+# --- one line -------------------------------------------------------------------------------------------------------
+
+
+def log_line(record: dict, total_steps: int) -> str:
+    """One record as one line of plain ASCII, fields divided by " | " and always in the same order, so that it greps.
+
+        step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | ...
+        eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
+
+    An evaluation record may have "best": (val_loss, step).
+    """
+    step = record["step"]
+    if "val_loss" in record:
+        fields = [
+            f"eval step {step}/{total_steps}",
+            f"val loss {record['val_loss']:.4f}",
+            f"val bpb {record['val_bits_per_byte']:.4f}",
+        ]
+        if record.get("best"):
+            fields.append("best {:.4f} at {}".format(*record["best"]))
+    else:
+        mfu, memory = record["mfu"], record["memory_gib"]
+        speed, eta = record["tokens_per_second"], round(record["eta_s"])
+        clock = f"{eta // 60}:{eta % 60:02}" if eta < 3600 else f"{eta // 3600}:{eta // 60 % 60:02}:{eta % 60:02}"
+        fields = [
+            f"step {step:>5}/{total_steps}",
+            f"loss {record['loss']:.4f}",
+            f"bpb {record['bits_per_byte']:.4f}",
+            f"lr {record['lr']:.2e}",
+            f"norm {record['grad_norm']:.2f}",
+            f"{record['ms']:.0f} ms",
+            f"{speed / 1000:.1f}k tok/s" if speed >= 1000 else f"{speed:.0f} tok/s",
+            "mfu n/a" if mfu is None else f"mfu {mfu:.1%}",
+            "mem n/a" if memory is None else f"mem {memory:.2f} GiB",
+            f"eta {clock}",
+        ]
+    return stamp(record.get("broken")) + " | ".join(fields)
+
+
+def stamp(broken: str | None) -> str:
+    """ "BROKEN[no_max] " for a run with that step of the algorithm taken out, "" for a sound one."""
+    return f"BROKEN[{broken}] " if broken else ""
+
+
+def printable(text: str) -> str:
+    """text without control characters: a model of bytes writes escape sequences, and a terminal would obey them."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====$", re.MULTILINE)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl, "nan" and its kind floats again. A last line cut short by a kill is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            record = json.loads(line)
+            records.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()})
+    return records
+
+
+def _json_line(record: dict) -> str:
+    plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _rewrite(path: Path, text: str) -> None:
+    # Renamed over the old file: a kill in the middle of a resume must not cost the run its history.
+    temp = path.with_name(f".tmp-{path.name}")
+    with open(temp, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temp, path)
+
+
+def loss_figure(records: list[dict], title: str, broken: str | None):
+    """The records as a matplotlib Figure: training loss a thin line, validation loss points, linear axes.
+
+    The title is red for a broken run; a dashed line stands where the loss was first not finite.
+    """
+    # Figure, not pyplot: no window system is looked for and no figure is kept alive by a global list. Imported here
+    # because the import takes half a second (and minutes, once, when fonts are indexed) that need not be before step 1.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    for key, style, label in (("loss", {"lw": 0.8}, "train"), ("val_loss", {"ls": "", "marker": "o", "ms": 4}, "val")):
+        points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    bad = [r["step"] for r in records if not math.isfinite(r.get("loss", 0.0))]
+    if bad:
+        axes.axvline(bad[0], color="red", ls="--", lw=0.8, label=f"not finite from step {bad[0]}")
+    axes.set_title(f"{title} - BROKEN: {broken}" if broken else title, color="red" if broken else "black")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    return figure
+
+
+# --- wandb ----------------------------------------------------------------------------------------------------------
+
+WANDB_PROBE_SECONDS = 2.0
+WANDB_INIT_SECONDS = 5.0
+WANDB_FINISH_SECONDS = 20.0
+
+
+@dataclass
+class WandbConfig:
+    """mode: auto is online if a key is set and the host answers within 2 s, else offline. WANDB_MODE overrides auto."""
+
+    mode: str = "auto"  # auto | online | offline | disabled
+    project: str = "tilegpt"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
+    """(online | offline | disabled, why, in one line), within 2 s and without importing wandb.
+
+    Decided before the first wandb.init() because of what it does by itself: with no key and no terminal it raises, with
+    a key and no network it blocks for 100 s, and after a failed online init an offline one times out too (wandb #9865).
+
+    Raises ValueError for a mode that does not exist, or that was asked for by name and cannot be had.
+    """
+    modes = ("auto", "online", "offline", "disabled")
+    mode, asked = config.mode, f"wandb.mode={config.mode}"
+    if mode == "auto" and os.environ.get("WANDB_MODE"):
+        mode = os.environ["WANDB_MODE"]
+        asked = f"WANDB_MODE={mode}"
+    if mode not in modes:
+        raise ValueError(f"{asked} is not known: use one of {', '.join(modes)}")
+    if mode == "disabled":
+        return mode, asked
+    found = importlib.util.find_spec("wandb")
+    if found is None or found.origin is None:  # no origin: a mere folder called wandb, as wandb itself leaves about
+        if mode == "auto":
+            return "disabled", "the wandb package is not installed"
+        raise ValueError(f"{asked}, but the wandb package is not installed: pip install wandb, or wandb.mode=disabled")
+    if mode == "offline":
+        return mode, asked
+
+    url = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    host = urllib.parse.urlsplit(url).netloc
+    if not _has_wandb_key(host):
+        if mode == "auto":
+            return "offline", f"no key for {host}"
+        raise ValueError(
+            f"{asked}, but there is no key for {host}: set WANDB_API_KEY, run `wandb login`, or use wandb.mode=offline"
+        )
+    if mode == "online":
+        return mode, asked
+    if _answers(f"{url.rstrip('/')}/graphql"):  # what wandb itself calls; the front page would only redirect
+        return "online", f"{url} answers"
+    return "offline", f"no answer from {url} within {WANDB_PROBE_SECONDS:.0f} s"
+
+
+def _has_wandb_key(host: str) -> bool:
+    """Where wandb looks: WANDB_API_KEY, an identity token, then the netrc file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    files = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path("~/.netrc"), Path("~/_netrc")]
+    for path in files:
+        try:
+            login = netrc.netrc(path.expanduser()).authenticators(host)
+        except (OSError, netrc.NetrcParseError):  # none there, or one that wandb could not read either
+            continue
+        return bool(login and login[2])
+    return False
+
+
+def _answers(url: str) -> bool:
+    """Whether an HTTP server answers at `url`, with any status, within WANDB_PROBE_SECONDS.
+
+    A whole request, because behind a dead proxy or firewall a bare connection opens and then nothing comes. In a daemon
+    thread that is given up on, because name resolution obeys no timeout.
+    """
+    answered = threading.Event()
+
+    def ask():
+        try:
+            urllib.request.urlopen(url, timeout=WANDB_PROBE_SECONDS).close()
+        except urllib.error.HTTPError:  # 404 is an answer
+            pass
+        except (OSError, http.client.HTTPException, ValueError):  # no route or name, no HTTP, no URL
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(WANDB_PROBE_SECONDS)  # sooner if refused, as with no network at all
+    return answered.is_set()
+
+
+class _Wandb:
+    """A wandb run that cannot fail: the first error ends it with one line and the training goes on."""
+
+    def __init__(self, mode: str, config: WandbConfig, folder: Path, run_config: dict, broken: str | None, say):
+        self.run, self.mode, self.folder, self.say = None, mode, folder, say
+        if mode == "disabled":
+            return
+        # wandb also reports on itself, to the same host, and at exit waits for that: 10 s where nothing answers, in an
+        # offline run too. Set before the import, which reads it; whoever wants it can set it to true.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb  # only now: a disabled run need not pay its half second
+        from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
+        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
+        # What a call can raise: wandb's own errors; OSError (TimeoutError is one) when the helper process that wandb
+        # talks to through a socket has died; the other three when it cannot be reached or dies while an answer is
+        # awaited, which wandb does not derive from wandb.Error. Not listed: TypeError and its kind, our own mistakes.
+        self.errors = (wandb.Error, OSError, WandbServiceConnectionError, HandleAbandonedError, MailboxClosedError)
+        self.wandb = wandb
+        id_file = folder / "wandb_id.txt"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4) + "\n")
+        try:
+            self.run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=folder.name,
+                dir=folder,
+                mode=mode,
+                id=id_file.read_text().strip(),
+                resume="allow",
+                config=run_config,
+                tags=[*config.tags, *([f"broken:{broken}"] if broken else [])],
+                # console="off": wandb would otherwise stand between us and the terminal to copy what we print.
+                settings=wandb.Settings(
+                    silent=True, console="off", init_timeout=WANDB_INIT_SECONDS, finish_timeout=WANDB_FINISH_SECONDS
+                ),
+            )
+            # Our own step: wandb's counter counts calls, and runs ahead when a killed run repeats steps.
+            self.run.define_metric("step")
+            self.run.define_metric("*", step_metric="step")
+        except (*self.errors, ValueError) as error:  # ValueError: a WANDB_* variable that wandb's settings refuse
+            self.give_up(error)
+        if self.run and mode == "online":
+            say(f"wandb: {self.run.url}")
+
+    def give_up(self, error: Exception) -> None:
+        # No second try, in any mode: after a failed online init an offline one times out as well.
+        self.run = None
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self.say(f"wandb: gave up, the run goes on without it ({reason})")
+
+    def attempt(self, call) -> None:
+        if self.run:
+            try:
+                call()
+            except self.errors as error:
+                self.give_up(error)
+
+    def log(self, record: dict) -> None:
+        """Hand over a record; returns at once, the sending is another process's business."""
+        # None (no MFU on this machine) would be a chart of nothing.
+        self.attempt(lambda: self.run.log({k: v for k, v in record.items() if v is not None}))
+
+    def sample(self, step: int, text: str) -> None:
+        self.attempt(lambda: self.run.log({"step": step, "sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}))
+
+    def finish(self, exit_code: int, picture: Path) -> None:
+        """Send the picture and the exit code, in at most WANDB_FINISH_SECONDS."""
+        if picture.exists():
+            self.attempt(lambda: self.run.log({"loss_picture": self.wandb.Image(str(picture))}))
+        self.attempt(lambda: self.run.finish(exit_code=exit_code))
+        if self.run and self.mode == "offline":
+            self.say(f"wandb: to send this run later: wandb sync {self.folder / 'wandb' / 'offline-run-*'}")
+
+
+# --- the run's eyes -------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """Where train.py sends what it measures. Make one before the loop, `close` it in a finally.
+
+        metrics = Metrics(folder, total_steps, config=asdict(cfg), wandb_config=cfg.wandb, resume_step=30)
+        metrics.log({"step": 31, "loss": 2.1, ...})
+        metrics.log({"step": 100, "val_loss": 1.9, "val_bits_per_byte": 2.7})
+        metrics.sample(100, text)
+        metrics.picture()
+        metrics.close(exit_code=0)
+
+    folder: runs/NAME, made if need be; NAME is the title of the picture and the wandb run's name.
+    broken: the label of what was taken out of the algorithm, stamped on every record, line, sample, title and tag.
+    resume_step: the step of the checkpoint that the run goes on from. Records and samples past it are dropped: the run
+        is about to make them again, and each step has one row. None is a new run, whose files start empty.
+    Raises ValueError as `choose_wandb_mode` does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        total_steps: int,
+        *,
+        config: dict,
+        wandb_config: WandbConfig,
+        broken: str | None = None,
+        resume_step: int | None = None,
+    ):
+        self.folder, self.total_steps, self.broken = folder, total_steps, broken
+        self.best = None  # (val_loss, step) of the lowest finite validation loss
+        mode, reason = choose_wandb_mode(wandb_config)  # may refuse, so before anything is touched
+        folder.mkdir(parents=True, exist_ok=True)
+        self._keep_until(resume_step)
+        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8", newline="\n")  # noqa: SIM115
+
+        self.progress = None
+        if sys.stdout.isatty():
+            # No refresh thread: it is drawn anew with each line, and nothing else happens in between.
+            self.progress = Progress(
+                TextColumn(f"{stamp(broken)}step", markup=False),
+                MofNCompleteColumn(),
+                BarColumn(None),
+                TimeElapsedColumn(),
+                auto_refresh=False,
+                expand=True,
+            )
+            self.task = self.progress.add_task("", total=total_steps, completed=resume_step or 0)
+            self.progress.start()
+        self.say(f"wandb: {mode} ({reason})")
+        self.wandb = _Wandb(mode, wandb_config, folder, config, broken, self.say)
+
+    def _keep_until(self, step: int | None) -> None:
+        path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
+        if step is None:  # a new run in an old folder is not the old wandb run
+            (self.folder / "wandb_id.txt").unlink(missing_ok=True)
+        records = read_metrics(path) if step is not None and path.exists() else []
+        records = [record for record in records if record["step"] <= step]
+        for record in records:
+            self._note_best(record)
+        _rewrite(path, "".join(map(_json_line, records)))
+        # errors: a kill may have cut the last sample in the middle of a character.
+        text = samples.read_text(encoding="utf-8", errors="replace") if step is not None and samples.exists() else ""
+        past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > (step or 0)]
+        _rewrite(samples, text[: past[0]] if past else text)
+
+    def _note_best(self, record: dict) -> None:
+        loss = record.get("val_loss", math.nan)
+        if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
+            self.best = (loss, record["step"])
+
+    def say(self, text: str) -> None:
+        """Print plain text, above the progress bar if there is one. What the terminal cannot show becomes "?"."""
+        encoding = sys.stdout.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        if self.progress:
+            # soft_wrap: rich would otherwise break lines at the window's edge and they would not grep.
+            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def log(self, record: dict) -> None:
+        """Keep and show one record of either kind: file first, then the screen, wandb last."""
+        if self.broken:
+            record = {**record, "broken": self.broken}
+        self.file.write(_json_line(record))
+        self.file.flush()  # what is flushed survives kill -9; only a power cut could take it
+        self._note_best(record)
+        self.say(log_line({**record, "best": self.best}, self.total_steps))
+        if self.progress:
+            self.progress.update(self.task, completed=record["step"], refresh=True)
+        self.wandb.log(record)
+
+    def sample(self, step: int, text: str) -> None:
+        """Append a sample to samples.txt and show it."""
+        header = f"===== {stamp(self.broken)}sample at step {step} ====="
+        with open(self.folder / "samples.txt", "a", encoding="utf-8", newline="\n") as file:
+            file.write(f"{header}\n{text}\n\n")
+        self.say(f"{header}\n{printable(text)}\n")
+        self.wandb.sample(step, text)
+
+    def picture(self) -> Path:
+        """Draw loss.png anew from metrics.jsonl and return its path."""
+        figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
+        path, temp = self.folder / "loss.png", self.folder / ".tmp-loss.png"
+        figure.savefig(temp, dpi=120)
+        os.replace(temp, path)
+        return path
+
+    def close(self, exit_code: int = 0) -> None:
+        """End the progress bar, the file and the wandb run (with the last picture drawn, if there is one)."""
+        if self.progress:
+            self.progress.stop()
+        self.file.close()
+        self.wandb.finish(exit_code, self.folder / "loss.png")
