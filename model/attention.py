@@ -170,6 +170,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"{shapes}: batch and head size must agree")
+    if k.shape[2] == 0:
+        raise ValueError(f"{shapes}: there are no keys to attend to")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}: H = {q.shape[1]} query heads are not a multiple of H_kv = {k.shape[1]}")
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
@@ -183,12 +185,12 @@ def visible(rows: Tensor, columns: Tensor, offset: int, causal: bool, window: in
 
     rows (R,), columns (S,) integers; returns bool (R, S).
     """
-    distance = (rows[:, None] + offset) - columns[None, :]  # how far the key lies in the past; negative: the future
-    seen = torch.ones_like(distance, dtype=torch.bool)
+    i, j = rows[:, None] + offset, columns[None, :]
+    seen = torch.ones(len(rows), len(columns), dtype=torch.bool, device=rows.device)
     if causal:
-        seen &= distance >= 0
+        seen &= j <= i
     if window is not None:
-        seen &= distance.abs() < window
+        seen &= (j > i - window) & (j < i + window)
     return seen
 
 
@@ -284,6 +286,7 @@ class Tiled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         B, H, T, D = q.shape
         ctx.options = (scale, causal, window, dropout_p, tile)
+        ctx.k_shape = k.shape
         qn, kn, vn = by_key_head(q, k, v)
         N, G, T_k = kn.shape[0], qn.shape[1], kn.shape[1]
         o = torch.empty(N, G, T, D, dtype=q.dtype, device=q.device)
@@ -348,7 +351,7 @@ class Tiled(torch.autograd.Function):
                 add_product(dk[columns.start // tile[1]], ds.mT, q_i, scale)
             put_rows(dq, rows, dq_i)
 
-        dk, dv = (torch.cat(d, 1).to(k.dtype).view(B, -1, T_k, D) for d in (dk, dv))
+        dk, dv = (torch.cat(d, 1).to(k.dtype).view(ctx.k_shape) for d in (dk, dv))
         return dq.view(o.shape), dk, dv, *[None] * 7
 
 
@@ -376,9 +379,9 @@ def columns_of(x: Tensor, columns: range) -> Tensor:
 
 
 def scores(q_i: Tensor, k_j: Tensor, scale: float) -> Tensor:
-    # baddbmm and not bmm: its alpha scales inside the product, which saves a pass over the tile
-    s = torch.baddbmm(q_i.new_empty(()), q_i, k_j.mT, beta=0, alpha=scale)
-    return s.to(sum_dtype(s.dtype))
+    if q_i.dtype == sum_dtype(q_i.dtype):  # baddbmm's alpha scales inside the product, which saves a pass over the tile
+        return torch.baddbmm(q_i.new_empty(()), q_i, k_j.mT, beta=0, alpha=scale)
+    return torch.bmm(q_i, k_j.mT).to(sum_dtype(q_i.dtype)).mul_(scale)  # in 16 bits alpha would cost a second rounding
 
 
 def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

@@ -1,0 +1,188 @@
+"""The float64 oracle, and the only tolerances there are.
+
+An oracle that shared code with what it judges would share its mistakes, so nothing of model/attention.py is used here:
+the gradients are the formulas, written out, and the mask and the dropout bits are computed element by element in Python
+integers.
+
+A budget is computed, never chosen: an implementation may be twice as far from the oracle as naive is in the same dtype,
+plus twice the rounding of the largest result: error <= 2 * (error of naive + eps * max |reference|).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from model.attention import AttentionConfig, attention
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem. T query rows, T_k key rows (None: as many), H_kv key heads (None: H)."""
+
+    T: int
+    T_k: int | None = None
+    B: int = 2
+    H: int = 2
+    H_kv: int | None = None
+    D: int = 32
+    causal: bool = True
+    window: int | None = None
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    sigma: float = 1.0  # of q and k: the scores' standard deviation is its square
+
+    def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+        """q, k, v, do, dlse: normal numbers, rounded to dtype once, so that every implementation gets the same."""
+        generator = torch.Generator().manual_seed(seed)
+        T_k, H_kv = self.T_k or self.T, self.H_kv or self.H
+        shapes = {
+            "q": (self.B, self.H, self.T, self.D),
+            "k": (self.B, H_kv, T_k, self.D),
+            "v": (self.B, H_kv, T_k, self.D),
+            "do": (self.B, self.H, self.T, self.D),
+            "dlse": (self.B, self.H, self.T),
+        }
+        made = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        made["q"] *= self.sigma
+        made["k"] *= self.sigma
+        wide = torch.promote_types(dtype, torch.float32)
+        return {name: x.to(wide if name == "dlse" else dtype).to(device) for name, x in made.items()}
+
+
+# Odd on purpose: one row, a prime, more keys than queries and the other way round (rows that see nothing), no tile size
+# that divides, head sizes that are no power of two.
+CASES = [
+    Case(2),
+    Case(97),
+    Case(128, D=64),
+    Case(113, 203),
+    Case(203, 113),
+    Case(127, 513, D=16, B=1),
+    Case(97, causal=False),
+    Case(113, 203, causal=False, D=24),
+    Case(130, window=2),
+    Case(130, window=37),
+    Case(203, 113, window=20),
+    Case(113, 203, causal=False, window=40),
+    Case(96, H=6, H_kv=2),
+    Case(97, H=4, H_kv=1, window=50, D=40),
+    Case(130, dropout_p=0.1),
+    Case(113, 203, H=4, H_kv=2, window=64, dropout_p=0.5),
+    Case(97, softmax_scale=0.3),
+    Case(150, sigma=4.0),
+]
+
+
+def case_name(case: Case) -> str:
+    default = Case(0)
+    return "-".join(f"{k}={v}" for k, v in vars(case).items() if v != getattr(default, k)).replace("causal=False", "full")
+
+
+SEED = 0x1234_5678_9ABC
+
+
+def sees(i: int, j: int, case: Case) -> bool:
+    """May query row i see key j? Diagonal aligned at the end."""
+    position = i + (case.T_k or case.T) - case.T
+    if case.causal and j > position:
+        return False
+    return case.window is None or abs(position - j) < case.window
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -> list[int]:
+    """Philox 4x32 in Python's own integers, which cannot wrap unnoticed."""
+    c, k = list(counter), list(key)
+    for _ in range(rounds):
+        high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
+        high1, low1 = divmod(0xCD9E8D57 * c[2], 1 << 32)
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B9) % (1 << 32), (k[1] + 0xBB67AE85) % (1 << 32)]
+    return c
+
+
+def keep(seed: int, n: int, row: int, column: int, dropout_p: float) -> bool:
+    """The decision for one element, straight from the definition at the head of model/dropout.py."""
+    without = [(x >> 5) << 3 | (x & 7) for x in (row, column)]
+    words = philox((without[0], without[1], n, 0), (seed % (1 << 32), (seed >> 32) % (1 << 32)), rounds=7)
+    byte = words[(row >> 3) & 3] >> 8 * ((column >> 3) & 3) & 255
+    return byte >= round(256 * dropout_p)
+
+
+def table(rows: int, columns: int, value) -> Tensor:
+    return torch.tensor([[value(i, j) for j in range(columns)] for i in range(rows)])
+
+
+def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """o, lse, dq, dk, dv in float64 for the gradients do and dlse, from the formulas."""
+    q, k, v, do, dlse = (inputs[name].cpu().double() for name in ("q", "k", "v", "do", "dlse"))
+    B, H, T, D = q.shape
+    H_kv, T_k = k.shape[1:3]
+    head = torch.arange(H) // (H // H_kv)  # the key head of each query head
+    k, v = k[:, head], v[:, head]
+    scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
+
+    seen = table(T, T_k, lambda i, j: sees(i, j, case))
+    s = (torch.einsum("bhid,bhjd->bhij", q, k) * scale).masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - lse[..., None]).nan_to_num(0.0)  # rows that see nothing: exp(-inf - -inf)
+    z = torch.ones_like(p)
+    if case.dropout_p:
+        kept = 1 - round(256 * case.dropout_p) / 256
+        for n in range(B * H):
+            z[n // H, n % H] = table(T, T_k, lambda i, j, n=n: keep(SEED, n, i, j, case.dropout_p)).double() / kept
+    o = torch.einsum("bhij,bhjd->bhid", z * p, v)
+
+    dv = torch.einsum("bhij,bhid->bhjd", z * p, do)
+    dp = z * torch.einsum("bhid,bhjd->bhij", do, v)
+    dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
+    dq = torch.einsum("bhij,bhjd->bhid", ds, k) * scale
+    dk = torch.einsum("bhij,bhid->bhjd", ds, q) * scale
+    group = torch.nn.functional.one_hot(head, H_kv).double()  # gradients of a shared key head add up
+    dk, dv = (torch.einsum("bhjd,hg->bgjd", x, group) for x in (dk, dv))
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **options) -> dict[str, Tensor]:
+    """o, lse, dq, dk, dv of one of ours, through the door."""
+    q, k, v = (inputs[name].detach().requires_grad_() for name in ("q", "k", "v"))
+    config = replace(config, window=case.window, dropout_p=case.dropout_p)
+    seed = torch.tensor(SEED, device=q.device)
+    o, lse = attention(
+        q, k, v, config, causal=case.causal, softmax_scale=case.softmax_scale, seed=seed, return_lse=True, **options
+    )
+    # lse = -inf has no gradient worth the name: where a row sees nothing it gets 0
+    dlse = inputs["dlse"].masked_fill(lse == -torch.inf, 0.0)
+    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (inputs["do"], dlse))
+    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    """Largest absolute difference; infinities must stand in the same places, and NaN never passes."""
+    found = found.cpu().double()
+    if not torch.equal(found.isinf(), reference.isinf()):
+        return float("inf")
+    difference = (found - reference).masked_fill(reference.isinf(), 0.0).abs()
+    return float(difference.max()) if not difference.isnan().any() else float("inf")
+
+
+def largest(reference: Tensor) -> float:
+    return float(reference.masked_fill(reference.isinf(), 0.0).abs().max())
+
+
+def assert_within_budget(found: dict[str, Tensor], naive: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    """Each result within 2 * (naive's error + eps * max |reference|), eps of the result's own dtype."""
+    for name, right in reference.items():
+        eps = torch.finfo(found[name].dtype).eps
+        budget = 2 * (error(naive[name], right) + eps * largest(right))
+        assert error(found[name], right) <= budget, f"{name}: error {error(found[name], right):.3g} > {budget:.3g}"
+
+
+def assert_float64_right(found: dict[str, Tensor], reference: dict[str, Tensor], terms: int) -> None:
+    """Two float64 evaluations of sums of `terms` products differ by rounding only: terms * eps * max |reference|."""
+    for name, right in reference.items():
+        budget = 2 * terms * torch.finfo(torch.float64).eps * max(1.0, largest(right))
+        assert error(found[name], right) <= budget, f"{name}: error {error(found[name], right):.3g} > {budget:.3g}"

@@ -1,0 +1,548 @@
+"""naive is the definition, tiled is naive, and both fail as predicted when a line is taken out."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.attention import AttentionConfig, BreakIt, attention, key_tiles, online_softmax, resolve, tiles
+from tests.reference import (
+    CASES,
+    DTYPES,
+    SEED,
+    Case,
+    assert_float64_right,
+    assert_within_budget,
+    case_name,
+    error,
+    largest,
+    oracle,
+    run,
+)
+
+NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
+TILES = [(16, 16), (32, 64), (64, 32), (128, 128)]
+
+
+def tiled(block_m: int = 32, block_n: int = 32, **options) -> AttentionConfig:
+    return AttentionConfig("tiled", block_m, block_n, **options)
+
+
+@pytest.fixture(scope="module")
+def oracles():
+    """The oracle's answer to each case and dtype, computed once: its mask is drawn element by element."""
+    known = {}
+
+    def answer(case: Case, dtype: torch.dtype):
+        if (case, dtype) not in known:
+            inputs = case.inputs(dtype)
+            known[case, dtype] = inputs, oracle(inputs, case)
+        return known[case, dtype]
+
+    return answer
+
+
+# --- exactness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_naive_is_the_definition_in_float64(case, oracles):
+    inputs, reference = oracles(case, torch.float64)
+    assert_float64_right(run(inputs, case, NAIVE), reference, terms=case.T_k or case.T)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_tiled_is_the_definition_in_float64(case, oracles):
+    inputs, reference = oracles(case, torch.float64)
+    assert_float64_right(run(inputs, case, tiled()), reference, terms=case.T_k or case.T)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_tiled_is_within_twice_naives_error_at_any_tile_size(case, dtype, tile, oracles):
+    inputs, reference = oracles(case, dtype)
+    assert_within_budget(run(inputs, case, tiled(*tile)), run(inputs, case, NAIVE), reference)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.window is None and not c.dropout_p], ids=case_name)
+def test_sdpa_means_the_same_masks_and_scale(case, oracles):
+    inputs, reference = oracles(case, torch.float32)
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    o = attention(q, k, v, SDPA, causal=case.causal, softmax_scale=case.softmax_scale)
+    naive = run(inputs, case, NAIVE)
+    assert_within_budget({"o": o}, {"o": naive["o"]}, {"o": reference["o"]})
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled()], ids=["naive", "tiled"])
+def test_gradients_are_the_derivatives_of_the_output(config):
+    """By finite differences, which know nothing of any formula: dropout, window, grouped heads and lse included."""
+    case = Case(9, 13, B=1, H=2, H_kv=1, D=4, window=6)
+    inputs = [case.inputs(torch.float64)[name].requires_grad_() for name in ("q", "k", "v")]
+    config = replace(config, block_m=4, block_n=4, window=6, dropout_p=0.3)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attention(q, k, v, config, seed=torch.tensor(SEED), return_lse=True), inputs
+    )
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled()], ids=["naive", "tiled"])
+def test_rows_with_nothing_to_see_give_zero_and_no_gradient(config):
+    case = Case(40, 24, B=1)  # the first 16 rows lie before the first key
+    inputs = case.inputs(torch.float32)
+    found = run(inputs, case, config)
+    assert torch.equal(found["o"][:, :, :16], torch.zeros(1, 2, 16, 32))
+    assert torch.equal(found["lse"][:, :, :16], torch.full((1, 2, 16), -torch.inf))
+    assert torch.equal(found["dq"][:, :, :16], torch.zeros(1, 2, 16, 32))
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled()], ids=["naive", "tiled"])
+def test_any_strides_give_the_same_bits(config):
+    """Views of one interleaved projection, a broadcast gradient (stride 0, as out.sum().backward() makes it), expanded
+    keys: layouts that other projects' kernels read past the end of, or copied wrongly."""
+    B, T, H, D = 2, 50, 3, 16
+    qkv = torch.randn(B, T, 3 * H * D + 1)[..., 1:].detach().requires_grad_()  # an odd storage offset too
+    q, k, v = (x.unflatten(-1, (H, D)).transpose(1, 2) for x in qkv.split(H * D, dim=-1))
+    k = k[:, :1].expand(B, H, T, D)
+    plain = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k, v)]
+    views = attention(q, k, v, config)
+    copies = attention(*plain, config)
+    assert torch.equal(views, copies)
+    from_views = torch.autograd.grad(views.sum(), (q, v))
+    from_copies = torch.autograd.grad(copies, (plain[0], plain[2]), torch.ones_like(copies))
+    assert all(torch.equal(a, b) for a, b in zip(from_views, from_copies, strict=True))
+
+
+def test_grouped_heads_equal_repeated_key_heads():
+    case = Case(70, H=6, H_kv=2, B=1)
+    inputs = case.inputs(torch.float64)
+    repeated = inputs | {name: inputs[name].repeat_interleave(3, dim=1) for name in ("k", "v")}
+    shared, single = run(inputs, case, tiled()), run(repeated, replace(case, H_kv=6), tiled())
+    single |= {name: single[name].unflatten(1, (2, 3)).sum(2) for name in ("dk", "dv")}
+    assert_float64_right(shared, single, terms=70)
+
+
+def test_two_runs_give_the_same_bits():
+    case = Case(130, H=4, H_kv=2, window=64, dropout_p=0.1)
+    inputs = case.inputs(torch.float32)
+    first, second = (run(inputs, case, tiled()) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_empty_batch_passes_through():
+    q = torch.empty(0, 2, 8, 16, requires_grad=True)
+    for config in (NAIVE, tiled()):
+        o = attention(q, q, q, config)
+        assert o.shape == q.shape
+        assert torch.autograd.grad(o.sum(), q)[0].shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [Case(1), Case(1, B=3, D=64), Case(70, window=1)], ids=case_name)
+def test_a_row_that_sees_one_key_copies_its_value_and_moves_no_score(case, dtype):
+    """Its weight is 1 whatever the score: o = v, lse = s, dv = do, and dq = dk = 0 but for the dlse given here as 0.
+
+    dq and dk are differences of two equal sums of D products, so what is left is their rounding: gamma_D of the usual
+    analysis, D eps sum |do v|, times the key. (A budget by max |reference| would be 0 here.)
+    """
+    inputs = case.inputs(dtype)
+    inputs["dlse"] = torch.zeros_like(inputs["dlse"])
+    found = run(inputs, case, tiled(16, 16))
+    assert torch.equal(found["o"], inputs["v"])
+    assert torch.equal(found["dv"], inputs["do"])
+    terms = (inputs["do"].double() * inputs["v"].double()).abs().sum(-1, keepdim=True)
+    ds = case.D * torch.finfo(dtype).eps * terms * case.D**-0.5
+    assert (found["dq"].double().abs() <= ds * inputs["k"].double().abs()).all()
+    assert (found["dk"].double().abs() <= ds * inputs["q"].double().abs()).all()
+
+
+def test_a_second_derivative_is_refused():
+    q = torch.randn(1, 1, 8, 4, requires_grad=True)
+    (dq,) = torch.autograd.grad(attention(q, q, q, tiled()).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_autocast_does_not_reach_inside():
+    """Float32 inputs stay float32: the caller chose their dtype, and running sums in bf16 would lose the small tiles."""
+    q = torch.randn(1, 2, 40, 16)
+    for config in (NAIVE, tiled()):
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = attention(q, q, q, config)
+        assert torch.equal(inside, attention(q, q, q, config))
+
+
+@pytest.mark.parametrize("impl", ["naive", "tiled", "sdpa"])
+def test_traces_into_one_graph(impl):
+    q = torch.randn(1, 2, 40, 16)
+    compiled = torch.compile(
+        lambda q: attention(q, q, q, AttentionConfig(impl, 16, 16)), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(q), attention(q, q, q, AttentionConfig(impl, 16, 16)))
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(config: AttentionConfig, T: int, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask as the forward and as the backward use it, both (1, 2, T, T): with equal scores and v, do = identity."""
+    q = torch.zeros(1, 2, T, 4)
+    v = torch.eye(T).expand(1, 2, T, T).contiguous().requires_grad_()
+    k = torch.zeros(1, 2, T, T)
+    config = replace(config, dropout_p=dropout_p)
+    o = attention(q.expand(1, 2, T, 4).new_zeros(1, 2, T, T), k, v, config, causal=False, seed=torch.tensor(SEED))
+    (dv,) = torch.autograd.grad(o, v, torch.eye(T).expand(1, 2, T, T))
+    return o != 0, dv.mT != 0  # o = Z p and dv = (Z p)^T
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_dropout_draws_the_same_bits_forward_and_backward_at_any_tile_size(tile):
+    definition, _ = drawn(NAIVE, 100, 0.3)
+    forward, backward = drawn(tiled(*tile), 100, 0.3)
+    assert torch.equal(forward, definition)
+    assert torch.equal(backward, definition)
+
+
+def test_no_seed_means_no_dropout():
+    q = torch.randn(1, 2, 40, 16)
+    for config in (NAIVE, tiled()):
+        assert torch.equal(attention(q, q, q, replace(config, dropout_p=0.5)), attention(q, q, q, config))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned, the backward's included."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                # of the storage: a broadcast view of a small tensor has T x T elements and costs nothing
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def largest_tensor(config: AttentionConfig, T: int, D: int) -> int:
+    q, k, v = torch.randn(3, 1, 1, T, D).requires_grad_().unbind()
+    with Largest() as seen:
+        attention(q, k, v, config, seed=torch.tensor(1)).sum().backward()
+    return seen.elements
+
+
+def test_tiled_never_allocates_a_tensor_of_t_by_t():
+    T, D = 1024, 16
+    inputs = 3 * T * D  # q, k and v lie in one tensor here, and so do their gradients
+    assert largest_tensor(tiled(64, 64, dropout_p=0.1), T, D) <= inputs < T * T
+    assert largest_tensor(replace(NAIVE, dropout_p=0.1), T, D) >= T * T  # the instrument sees one where there is one
+
+
+def test_tiles_that_the_mask_empties_are_not_visited():
+    T, block = 1024, 64
+    n = T // block
+
+    def visited(causal, window):
+        return sum(len(list(key_tiles(rows, T, T, causal, window, block))) for rows in tiles(T, block))
+
+    assert visited(causal=False, window=None) == n * n
+    assert visited(causal=True, window=None) == n * (n + 1) // 2
+    assert visited(causal=True, window=block + 1) == 2 * n - 1  # the diagonal tile and the one before it
+    assert visited(causal=True, window=1) == n
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 20), (False, 20), (False, None)])
+@pytest.mark.parametrize(("T", "T_k"), [(50, 50), (30, 90), (90, 30)])
+def test_a_tile_called_unmasked_has_nothing_hidden_and_a_skipped_one_nothing_seen(T, T_k, causal, window):
+    case = Case(T, T_k, causal=causal, window=window)
+    from tests.reference import sees
+
+    for rows in tiles(T, 16):
+        found = dict(key_tiles(rows, T, T_k, causal, window, 8))
+        for columns in tiles(T_k, 8):
+            seen = [sees(i, j, case) for i in rows for j in columns]
+            if columns not in found:
+                assert not any(seen)
+            elif not found[columns]:
+                assert all(seen)
+
+
+# --- the worked example ----------------------------------------------------------------------------------------------
+
+# "the cat sat on the mat": five tokens, D = 4, no mask, tiles of two keys.
+CAT = {
+    "q": [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
+    "k": [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
+    "v": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]],
+}
+CAT_M = [1.0, 1.5, 1.0, 1.0, 0.75]
+CAT_L = [3.3597, 2.4840, 3.9919, 3.1875, 4.1152]
+CAT_WEIGHTS = [
+    [0.1095, 0.2976, 0.1805, 0.1805, 0.2318],
+    [0.4026, 0.0898, 0.2442, 0.1481, 0.1153],
+    [0.1519, 0.2505, 0.2505, 0.1519, 0.1951],
+    [0.1903, 0.1903, 0.1154, 0.3137, 0.1903],
+    [0.1892, 0.1892, 0.1892, 0.1892, 0.2430],
+]
+CAT_OUTPUT = [
+    [0.2254, 0.4135, 0.2964, 0.2964],
+    [0.4602, 0.1475, 0.3018, 0.2058],
+    [0.2495, 0.3481, 0.3481, 0.2495],
+    [0.2854, 0.2854, 0.2106, 0.4089],
+    [0.3108, 0.3108, 0.3108, 0.3108],
+]
+
+
+def cat() -> list[torch.Tensor]:
+    return [torch.tensor(CAT[name], dtype=torch.float64).view(1, 1, 5, 4) for name in ("q", "k", "v")]
+
+
+def to_four_places(x: torch.Tensor) -> list:
+    return [[round(value, 4) for value in row] for row in x.tolist()] if x.ndim == 2 else [round(v, 4) for v in x.tolist()]
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled(2, 2)], ids=["naive", "tiled"])
+def test_worked_example_output(config):
+    q, k, v = cat()
+    assert to_four_places(attention(q, k, v, config, causal=False)[0, 0]) == CAT_OUTPUT
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled(2, 2)], ids=["naive", "tiled"])
+def test_worked_example_weights(config):
+    q, k, _ = cat()
+    # with the identity for v the output is the weights; D must agree, so q and k get a fifth column of zeros
+    q, k = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k))
+    identity = torch.eye(5, dtype=torch.float64).view(1, 1, 5, 5)
+    weights = attention(q, k, identity, config, causal=False, softmax_scale=0.5)
+    assert to_four_places(weights[0, 0]) == CAT_WEIGHTS
+
+
+def test_worked_example_running_maximum_and_sum():
+    q, k, _ = (x[0] for x in cat())
+    m, l = torch.full((1, 5, 1), -torch.inf, dtype=torch.float64), torch.zeros(1, 5, 1, dtype=torch.float64)
+    for columns in tiles(5, 2):
+        s = q @ k[:, columns.start : columns.stop].mT * 0.5
+        _, m, l, _ = online_softmax(s, m, l, BreakIt())
+    assert to_four_places(m.flatten()) == CAT_M
+    assert to_four_places(l.flatten()) == CAT_L
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled(2, 2)], ids=["naive", "tiled"])
+def test_worked_example_lse(config):
+    lse = attention(*cat(), config, causal=False, return_lse=True)[1].flatten()
+    for found, m, l in zip(lse.tolist(), CAT_M, CAT_L, strict=True):
+        # l is known to half of its last place
+        assert math.log(l - 5e-5) <= found - m <= math.log(l + 5e-5)
+
+
+def test_worked_example_score_matrix_bytes():
+    """8,192 tokens in float32: 268,435,456 bytes for one head's scores. Counted on tensors without storage."""
+    with FakeTensorMode(), Largest() as seen:
+        q = torch.empty(1, 1, 8192, 64)
+        attention(q, q, q, NAIVE)
+    assert seen.elements * 4 == 268_435_456
+
+
+# --- broken on purpose -----------------------------------------------------------------------------------------------
+
+
+def one_big_score(score: float, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """q, k, v (1, 1, 64, 16) with softmax_scale 1: every score is 0 but that of row 63 and key 40, which is `score`."""
+    q, k = torch.zeros(2, 1, 1, 64, 16)
+    q[0, 0, 63, 0], k[0, 0, 40, 0] = 1.0, score
+    # Values of at most 1: the weights overflow at the limit, their product with a larger value a little before it.
+    return [q.to(dtype), k.to(dtype), torch.empty(1, 1, 64, 16).uniform_(-1, 1).to(dtype)]
+
+
+NO_MAX = BreakIt(subtract_max=False)
+LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled(16, 16)], ids=["naive", "tiled"])
+@pytest.mark.parametrize(("score", "finite"), [(LIMIT - 0.01, True), (LIMIT + 0.01, False), (200.0, False)])
+def test_without_the_maximum_nan_comes_once_a_score_passes_the_limit_and_not_before(config, score, finite):
+    q, k, v = one_big_score(score)
+    o = attention(q, k, v, config, softmax_scale=1.0, break_it=NO_MAX)
+    assert o[0, 0, 63].isfinite().all() == finite
+    assert o[0, 0, 63].isnan().all() != finite
+    assert o[0, 0, :63].isfinite().all()  # the other rows never see the score
+
+
+@pytest.mark.parametrize(("score", "finite"), [(11.0, True), (11.2, False)])
+def test_without_the_maximum_the_weights_overflow_fp16_at_11(score, finite):
+    """tiled rounds its weights to fp16 before they are divided by their sum: log of 65,504 is 11.09."""
+    q, k, v = one_big_score(score, torch.float16)
+    o = attention(q, k, v, tiled(16, 16), softmax_scale=1.0, break_it=NO_MAX)
+    assert o[0, 0, 63].isfinite().all() == finite
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled(16, 16)], ids=["naive", "tiled"])
+def test_without_the_maximum_small_scores_give_the_right_answer(config, oracles):
+    case = Case(97)
+    inputs, reference = oracles(case, torch.float32)
+    assert_within_budget(run(inputs, case, config, break_it=NO_MAX), run(inputs, case, NAIVE), reference)
+
+
+@pytest.mark.parametrize("config", [NAIVE, tiled(16, 16)], ids=["naive", "tiled"])
+def test_without_the_maximum_the_gain_brings_the_failure_on(config):
+    q, k, v = Case(64, B=1).inputs(torch.float32)["q"], *[Case(64, B=1).inputs(torch.float32)[x] for x in "kv"]
+    largest_score = float((q @ k.mT).tril().max()) * 32**-0.5
+    for gain, finite in ((LIMIT / largest_score * 0.99, True), (LIMIT / largest_score * 1.01, False)):
+        o = attention(q, k, v, config, break_it=replace(NO_MAX, score_gain=gain))
+        assert o.isfinite().all() == finite
+
+
+def broken_rescale(inputs, case: Case, block_n: int, rescale_sum: bool, rescale_output: bool) -> torch.Tensor:
+    """What the theory says comes out: each tile's weights against the maximum of the tiles up to it, never corrected
+    (or only the sum, or only the output). Float64, without any running quantity."""
+    q, k, v = (inputs[name].double() for name in ("q", "k", "v"))
+    s = (q @ k.mT * case.D**-0.5).masked_fill(torch.ones(case.T, case.T).triu(1).bool(), -torch.inf)
+    final = s.amax(-1, keepdim=True)
+    top = bottom = 0.0
+    for j in range(0, case.T, block_n):
+        s_j = s[..., j : j + block_n]
+        m_j = s[..., : j + block_n].amax(-1, keepdim=True)
+        top = top + torch.exp(s_j - (final if rescale_output else m_j)) @ v[..., j : j + block_n, :]
+        bottom = bottom + torch.exp(s_j - (final if rescale_sum else m_j)).sum(-1, keepdim=True)
+    return top / bottom
+
+
+@pytest.mark.parametrize(("rescale_sum", "rescale_output"), [(False, False), (True, False), (False, True)])
+def test_without_the_rescaling_the_output_is_finite_and_wrong_by_just_what_was_left_out(rescale_sum, rescale_output):
+    case = Case(256, D=64, sigma=2.0, B=1)
+    inputs = case.inputs(torch.float64)
+    broken = BreakIt(rescale_sum=rescale_sum, rescale_output=rescale_output)
+    o = attention(inputs["q"], inputs["k"], inputs["v"], tiled(64, 64), break_it=broken)
+    predicted = broken_rescale(inputs, case, 64, rescale_sum, rescale_output)
+    assert_float64_right({"o": o}, {"o": predicted}, terms=case.T)
+    assert error(o, oracle(inputs, case)["o"]) > 0.1 * largest(o)
+
+
+@pytest.mark.parametrize(("sigma", "percent"), [(0.3, 1.5), (1.0, 21), (2.0, 63), (4.0, 68)])
+def test_without_the_rescaling_the_error_grows_with_the_scores_as_measured_elsewhere(sigma, percent):
+    """T=1024, D=64, tile 64, q and k normal with deviation sigma: published relative errors, to within their rounding
+    and the sampling of 8 heads (one percentage point)."""
+    inputs = Case(1024, D=64, B=1, H=8, sigma=sigma).inputs(torch.float32)
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    right = attention(q, k, v, tiled(64, 64))
+    wrong = attention(q, k, v, tiled(64, 64), break_it=BreakIt(rescale_sum=False, rescale_output=False))
+    assert wrong.isfinite().all()
+    assert abs(100 * float((wrong - right).norm() / right.norm()) - percent) < 1
+
+
+def test_without_the_rescaling_one_tile_of_all_keys_is_right():
+    inputs = Case(100, sigma=4.0).inputs(torch.float32)
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    broken = BreakIt(rescale_sum=False, rescale_output=False)
+    assert torch.equal(attention(q, k, v, tiled(16, 128), break_it=broken), attention(q, k, v, tiled(16, 128)))
+
+
+def test_a_gain_multiplies_the_scores():
+    inputs = Case(50).inputs(torch.float64)
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    for config in (NAIVE, tiled(), SDPA):
+        gained = attention(q, k, v, config, break_it=BreakIt(score_gain=3.0))
+        assert torch.equal(gained, attention(q, k, v, config, softmax_scale=3.0 * 32**-0.5))
+
+
+@pytest.mark.parametrize(
+    ("broken", "label"),
+    [
+        (BreakIt(), ""),
+        (NO_MAX, "no_max"),
+        (BreakIt(rescale_sum=False, rescale_output=False), "no_rescale"),
+        (BreakIt(rescale_sum=False), "no_rescale_sum"),
+        (BreakIt(rescale_output=False), "no_rescale_output"),
+        (BreakIt(subtract_max=False, score_gain=8.0), "no_max+gain_8"),
+        (BreakIt(score_gain=0.5), "gain_0.5"),
+    ],
+)
+def test_what_is_broken_has_a_name(broken, label):
+    assert broken.label == label
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_switch_with_nothing_to_remove_is_refused():
+    q = torch.randn(1, 1, 8, 4)
+    no_rescale = BreakIt(rescale_sum=False, rescale_output=False)
+    with pytest.raises(ValueError, match="no_rescale.*naive rescales nothing.*tiled"):
+        attention(q, q, q, NAIVE, break_it=no_rescale)
+    for broken in (NO_MAX, no_rescale):
+        with pytest.raises(ValueError, match="sdpa cannot be broken.*tiled"):
+            attention(q, q, q, SDPA, break_it=broken)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((8, 4), (8, 4), (8, 4)), "want q"),
+        (((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 9, 4)), "k, v both"),
+        (((1, 2, 8, 4), (2, 2, 8, 4), (2, 2, 8, 4)), "batch and head size"),
+        (((1, 2, 8, 4), (1, 2, 8, 8), (1, 2, 8, 8)), "batch and head size"),
+        (((1, 3, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4)), "H = 3 .* H_kv = 2"),
+    ],
+)
+def test_shapes_that_do_not_go_together_are_named(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*(torch.zeros(shape) for shape in shapes), NAIVE)
+
+
+def test_dtypes_that_do_not_go_together_are_named():
+    q = torch.zeros(1, 1, 8, 4)
+    with pytest.raises(ValueError, match="float32, k torch.bfloat16"):
+        attention(q, q.bfloat16(), q, NAIVE)
+    with pytest.raises(ValueError, match="one floating-point dtype"):
+        attention(q.int(), q.int(), q.int(), NAIVE)
+
+
+def test_what_sdpa_lacks_is_refused():
+    q = torch.zeros(1, 1, 8, 4)
+    with pytest.raises(ValueError, match="window"):
+        attention(q, q, q, replace(SDPA, window=4))
+    with pytest.raises(ValueError, match="lse"):
+        attention(q, q, q, SDPA, return_lse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"impl": "flash"}, "impl=flash.*auto, naive, tiled"),
+        ({"block_m": 0}, "block_m=0"),
+        ({"block_n": -1}, "block_n=-1"),
+        ({"window": 0}, "window=0.*at least 1"),
+        ({"dropout_p": 1.0}, "dropout_p=1.0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(**options)
+
+
+@pytest.mark.parametrize("gain", [0.0, -1.0, math.inf, math.nan])
+def test_a_gain_that_is_none_is_refused(gain):
+    with pytest.raises(ValueError, match="score_gain"):
+        BreakIt(score_gain=gain)
+
+
+def test_auto_is_resolved_once_and_never_to_what_lacks_something():
+    auto = AttentionConfig("auto")
+    assert resolve(auto, "cuda").impl == "sdpa"
+    assert resolve(auto, "cpu").impl == "tiled"
+    assert resolve(replace(auto, window=8), "cuda").impl == "tiled"
+    assert resolve(replace(auto, dropout_p=0.1), "cuda").impl == "tiled"
+    assert resolve(auto, "cuda", NO_MAX).impl == "tiled"
+    with pytest.raises(ValueError, match=r"attention\.impl=auto"):
+        attention(*torch.zeros(3, 1, 1, 8, 4), auto)
+    with pytest.raises(ValueError, match="triton is not built yet.*tiled"):
+        resolve(AttentionConfig("triton"), "cuda")
+    with pytest.raises(ValueError, match="sliding window"):
+        resolve(AttentionConfig("sdpa", window=8), "cuda")

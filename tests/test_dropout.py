@@ -1,0 +1,83 @@
+"""The dropout mask: right bits, the same from any tile, at any place, with the right frequency."""
+
+import math
+
+import pytest
+import torch
+
+from model.dropout import drop_threshold, keep_mask, keep_scale, philox
+from tests import reference
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ],
+)
+def test_philox_gives_random123s_known_answers(counter, key, words):
+    assert tuple(int(w) for w in philox(tuple(torch.tensor(c) for c in counter), key, rounds=10)) == words
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 12345, -(2**63)])
+def test_the_mask_is_its_definition_element_by_element(seed):
+    rows, columns = range(29, 71), range(5, 44)
+    mask = keep_mask(torch.tensor(seed), 3, rows, columns, 0.3)
+    for n in range(3):
+        expected = reference.table(
+            len(rows), len(columns), lambda i, j, n=n: reference.keep(seed, n, rows[i], columns[j], 0.3)
+        )
+        assert torch.equal(mask[n], expected)
+
+
+@pytest.mark.parametrize("block", [7, 16, 33, 64, 100])
+def test_tiles_of_any_size_make_up_the_same_mask(block):
+    seed = torch.tensor(7)
+    whole = keep_mask(seed, 2, range(150), range(130), 0.1)
+    for i in range(0, 150, block):
+        for j in range(0, 130, block):
+            rows, columns = range(i, min(i + block, 150)), range(j, min(j + block, 130))
+            assert torch.equal(keep_mask(seed, 2, rows, columns, 0.1), whole[:, i : i + block, j : j + block])
+
+
+def test_rows_and_columns_past_two_to_the_twenty_have_bits_of_their_own():
+    """(n*T + row)*T + column in 32 bits repeats the mask from T = 18,918 on with 12 heads; here nothing is multiplied."""
+    seed, far = torch.tensor(7), 2**20
+    near = keep_mask(seed, 1, range(64), range(64), 0.5)
+    for rows, columns in ((far, 0), (0, far), (far, far), (2**31, 2**31)):
+        tile = keep_mask(seed, 1, range(rows, rows + 64), range(columns, columns + 64), 0.5)
+        assert bool(tile[0, 3, 5]) == reference.keep(7, 0, rows + 3, columns + 5, 0.5)
+        # Two unrelated masks at p = 0.5 agree in half of the 4,096 places, give or take 5 standard deviations.
+        assert abs((tile == near).float().mean() - 0.5) < 5 * math.sqrt(0.25 / 4096)
+
+
+def test_seeds_and_heads_have_masks_of_their_own():
+    masks = [m for seed in (1, 2, 2**32 + 1) for m in keep_mask(torch.tensor(seed), 2, range(64), range(64), 0.5)]
+    for a in range(len(masks)):
+        for b in range(a):
+            assert abs((masks[a] == masks[b]).float().mean() - 0.5) < 5 * math.sqrt(0.25 / 4096)
+
+
+@pytest.mark.parametrize("dropout_p", [0.002, 0.1, 0.5, 0.9])
+def test_the_share_dropped_is_binomially_right_overall_and_in_each_of_the_sixteen_places(dropout_p):
+    p = drop_threshold(dropout_p) / 256
+    dropped = ~keep_mask(torch.tensor(3), 8, range(512), range(512), dropout_p)
+    deviation = math.sqrt(p * (1 - p))
+    assert abs(dropped.float().mean() - p) < 5 * deviation / math.sqrt(dropped.numel())
+    place = dropped.view(8, 16, 4, 8, 16, 4, 8).float().mean((0, 1, 3, 4, 6))  # (row bits 3-4, column bits 3-4)
+    assert (place - p).abs().max() < 5 * deviation / math.sqrt(dropped.numel() / 16)
+
+
+def test_the_survivors_are_scaled_by_the_share_actually_kept():
+    for dropout_p in (0.1, 0.25, 0.5):
+        kept = 1 - drop_threshold(dropout_p) / 256
+        assert keep_scale(dropout_p) * kept == pytest.approx(1.0, abs=2**-52)
+    assert keep_scale(0.0) == 1.0
+    assert keep_mask(torch.tensor(0), 1, range(40), range(40), 0.0).all()
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.0, 1.5, float("nan"), 0.001, 0.999])
+def test_a_probability_that_cannot_be_had_is_refused_by_name(dropout_p):
+    with pytest.raises(ValueError, match=f"dropout_p={dropout_p}"):
+        drop_threshold(dropout_p)
