@@ -66,13 +66,14 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
-def rope_table(length: int, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+def rope_table(length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of position * base**(-2i / D), float32 (length, D / 2).
 
-    float32 and not the model's dtype: in bf16 the positions 8188 to 8191 all round to 8192.
+    float32 and not the model's dtype: in bf16 the positions 8188 to 8191 all round to 8192. Made anew in each forward,
+    because a buffer of the model would be rounded with it by model.bfloat16(); it costs as much as one norm.
     """
-    frequency = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)
+    frequency = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
     return angle.cos(), angle.sin()
 
 
@@ -156,10 +157,6 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(rows, config.n_embd)
         if config.position == "learned":
             self.positions = nn.Embedding(config.context_length, config.n_embd)
-        else:
-            cos, sin = rope_table(config.context_length, config.head_size, config.rope_base)
-            self.register_buffer("rope_cos", cos, persistent=False)
-            self.register_buffer("rope_sin", sin, persistent=False)
         self.dropout = nn.Dropout(config.dropout_p)
         self.blocks = nn.ModuleList(Block(config, attention, break_it) for _ in range(config.n_layer))
         self.norm = norm(config)
@@ -187,7 +184,7 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             x = x + self.positions.weight[:T]
         else:
-            rope = self.rope_cos[:T], self.rope_sin[:T]
+            rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
         # One seed a layer, drawn here and handed down as tensors: whoever runs a block again (activation checkpointing)
         # or replays the graph (CUDA graphs) gets the same mask in the backward and a new one in the next step.
         seeds = [None] * self.config.n_layer

@@ -51,7 +51,7 @@ class NextTokenLoss(torch.autograd.Function):
             # d loss / d logits = (softmax - one at the target) / count
             dlogits = logits.sub_(lse).exp_()
             dlogits.scatter_add_(-1, target_i, -torch.ones_like(lse))
-            dlogits = dlogits.mul_(counted_i / count).to(x.dtype)
+            dlogits = dlogits.mul_(counted_i.to(sum_dtype) / count).to(x.dtype)
             if want_x:
                 dx[i : i + CHUNK] = dlogits @ weight
             if want_weight:

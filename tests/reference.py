@@ -78,7 +78,9 @@ CASES = [
 
 def case_name(case: Case) -> str:
     default = Case(0)
-    return "-".join(f"{k}={v}" for k, v in vars(case).items() if v != getattr(default, k)).replace("causal=False", "full")
+    return "-".join(f"{k}={v}" for k, v in vars(case).items() if v != getattr(default, k)).replace(
+        "causal=False", "full"
+    )
 
 
 SEED = 0x1234_5678_9ABC

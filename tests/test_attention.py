@@ -167,7 +167,7 @@ def test_a_second_derivative_is_refused():
 
 
 def test_autocast_does_not_reach_inside():
-    """Float32 inputs stay float32: the caller chose their dtype, and running sums in bf16 would lose the small tiles."""
+    """Float32 inputs stay float32: the caller chose their dtype, and running sums in bf16 would lose small tiles."""
     q = torch.randn(1, 2, 40, 16)
     for config in (NAIVE, tiled()):
         with torch.autocast("cpu", torch.bfloat16):
@@ -305,7 +305,9 @@ def cat() -> list[torch.Tensor]:
 
 
 def to_four_places(x: torch.Tensor) -> list:
-    return [[round(value, 4) for value in row] for row in x.tolist()] if x.ndim == 2 else [round(v, 4) for v in x.tolist()]
+    return (
+        [[round(value, 4) for value in row] for row in x.tolist()] if x.ndim == 2 else [round(v, 4) for v in x.tolist()]
+    )
 
 
 @pytest.mark.parametrize("config", [NAIVE, tiled(2, 2)], ids=["naive", "tiled"])
@@ -474,10 +476,10 @@ def test_what_is_broken_has_a_name(broken, label):
 def test_a_switch_with_nothing_to_remove_is_refused():
     q = torch.randn(1, 1, 8, 4)
     no_rescale = BreakIt(rescale_sum=False, rescale_output=False)
-    with pytest.raises(ValueError, match="no_rescale.*naive rescales nothing.*tiled"):
+    with pytest.raises(ValueError, match=r"no_rescale.*naive rescales nothing.*tiled"):
         attention(q, q, q, NAIVE, break_it=no_rescale)
     for broken in (NO_MAX, no_rescale):
-        with pytest.raises(ValueError, match="sdpa cannot be broken.*tiled"):
+        with pytest.raises(ValueError, match=r"sdpa cannot be broken.*tiled"):
             attention(q, q, q, SDPA, break_it=broken)
 
 
@@ -498,7 +500,7 @@ def test_shapes_that_do_not_go_together_are_named(shapes, message):
 
 def test_dtypes_that_do_not_go_together_are_named():
     q = torch.zeros(1, 1, 8, 4)
-    with pytest.raises(ValueError, match="float32, k torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"float32, k torch.bfloat16"):
         attention(q, q.bfloat16(), q, NAIVE)
     with pytest.raises(ValueError, match="one floating-point dtype"):
         attention(q.int(), q.int(), q.int(), NAIVE)
@@ -542,7 +544,7 @@ def test_auto_is_resolved_once_and_never_to_what_lacks_something():
     assert resolve(auto, "cuda", NO_MAX).impl == "tiled"
     with pytest.raises(ValueError, match=r"attention\.impl=auto"):
         attention(*torch.zeros(3, 1, 1, 8, 4), auto)
-    with pytest.raises(ValueError, match="triton is not built yet.*tiled"):
+    with pytest.raises(ValueError, match=r"triton is not built yet.*tiled"):
         resolve(AttentionConfig("triton"), "cuda")
     with pytest.raises(ValueError, match="sliding window"):
         resolve(AttentionConfig("sdpa", window=8), "cuda")

@@ -42,7 +42,7 @@ def test_tiles_of_any_size_make_up_the_same_mask(block):
 
 
 def test_rows_and_columns_past_two_to_the_twenty_have_bits_of_their_own():
-    """(n*T + row)*T + column in 32 bits repeats the mask from T = 18,918 on with 12 heads; here nothing is multiplied."""
+    """(n*T + row)*T + column in 32 bits repeats the mask from T = 18,918 on with 12 heads; here nothing multiplies."""
     seed, far = torch.tensor(7), 2**20
     near = keep_mask(seed, 1, range(64), range(64), 0.5)
     for rows, columns in ((far, 0), (0, far), (far, far), (2**31, 2**31)):

@@ -1,0 +1,216 @@
+"""The model is GPT-2's, or Llama's, by its fields; causal, whatever the attention."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig, rope_table, rotate
+from tests.reference import error
+
+MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2}
+FAMILIES = {"gpt2": {}, "modern": MODERN}
+
+
+def gpt(impl: str = "naive", dropout_p: float = 0.0, **fields) -> GPT:
+    torch.manual_seed(0)
+    fields = {"n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": 64, "vocab_size": 50} | fields
+    return GPT(GPTConfig(**fields), AttentionConfig(impl, 16, 16, dropout_p=dropout_p))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_changes_nothing_before_itself(family):
+    model = gpt("tiled", **FAMILIES[family]).eval()
+    idx = torch.randint(50, (2, 40))
+    changed = idx.clone()
+    changed[:, 25] = (changed[:, 25] + 1) % 50
+    before, after = model(idx), model(changed)
+    assert torch.equal(before[:, :25], after[:, :25])
+    assert not torch.equal(before[:, 25:], after[:, 25:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_attention_chosen_changes_the_loss_by_rounding_only(family):
+    idx, targets = torch.randint(50, (2, 2, 40))
+    losses = [gpt(impl, **FAMILIES[family])(idx, targets).double() for impl in ("naive", "tiled", "sdpa")]
+    eps = torch.finfo(torch.float32).eps
+    assert max(losses) - min(losses) <= 40 * eps * max(losses)  # sums of up to 40 terms
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_loss_on_random_tokens_is_the_logarithm_of_the_vocabulary(family):
+    """Logits are sums of C products of a normed row (mean square 1) and a weight of deviation 0.02: their variance is
+    C 0.02**2, which adds half of itself to ln V (the mean of a lognormal). Random targets know no repeats."""
+    model = gpt(n_embd=128, vocab_size=512, **FAMILIES[family])
+    idx, targets = torch.randint(512, (2, 32, 64))
+    expected = math.log(512) + 0.5 * 128 * 0.02**2
+    deviation = 0.02 * math.sqrt(128 / targets.numel())
+    assert abs(float(model(idx, targets).detach()) - expected) < 5 * deviation
+
+
+def test_the_last_logits_are_the_whole_models_last():
+    model = gpt(vocab_multiple=64).eval()
+    idx = torch.randint(50, (3, 20))
+    assert model(idx).shape == (3, 20, 50)  # the 14 padding rows stand for no token
+    assert error(model.next_logits(idx), model(idx)[:, -1].double()) <= 32 * torch.finfo(torch.float32).eps
+
+
+def test_a_rotation_keeps_lengths_and_depends_on_the_distance_only():
+    cos, sin = (x.double() for x in rope_table(64, 16, 10000.0, "cpu"))
+    q, k = torch.randn(2, 16, dtype=torch.float64)
+
+    def at(x, position):
+        return rotate(x.float().view(1, 1, 1, 16), cos[position : position + 1], sin[position : position + 1]).double()
+
+    eps = 16 * torch.finfo(torch.float32).eps
+    assert abs(at(q, 63).norm() - q.norm()) <= eps * q.norm()
+    near, far = float((at(q, 5) * at(k, 2)).sum()), float((at(q, 45) * at(k, 42)).sum())
+    assert abs(near - far) <= eps * float(q.norm() * k.norm())
+
+
+def test_positions_past_8192_stay_apart():
+    """In bf16 the positions 8188 to 8191 all round to 8192: the table must be float32 whatever the model is."""
+    cos, sin = rope_table(8193, 8, 10000.0, "cpu")
+    assert cos.dtype == torch.float32
+    assert len({(float(c), float(s)) for c, s in zip(cos[8186:, 0], sin[8186:, 0], strict=True)}) == 7
+
+
+def test_autocast_does_not_round_the_angles():
+    plain = rope_table(8193, 8, 10000.0, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(plain, rope_table(8193, 8, 10000.0, "cpu"), strict=True))
+
+
+def test_dropout_is_drawn_anew_each_step_and_never_in_evaluation():
+    model = gpt("tiled", dropout_p=0.5)
+    idx, targets = torch.randint(50, (2, 2, 40))
+    assert model(idx, targets) != model(idx, targets)
+    model.eval()
+    assert torch.equal(model(idx, targets), model(idx, targets))
+
+
+def test_one_seed_gives_naive_and_tiled_the_same_dropout():
+    losses = []
+    idx, targets = torch.randint(50, (2, 2, 40), generator=torch.Generator().manual_seed(1))
+    for impl in ("naive", "tiled"):
+        model = gpt(impl, dropout_p=0.5, n_layer=3)
+        torch.manual_seed(7)
+        losses.append(float(model(idx, targets)))
+    assert abs(losses[0] - losses[1]) <= 40 * torch.finfo(torch.float32).eps * losses[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_count_each_multiplying_weight_and_the_keys_seen(family):
+    """Against torch's own counter, which counts the operations that run."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    T = 64
+    model = gpt("naive", **FAMILIES[family])
+    idx = torch.randint(50, (1, T))
+    with FlopCounterMode(display=False) as counter:
+        model(idx, idx).backward()
+    # naive multiplies the hidden half of the scores too: 6 L C T / 2 more a token than is counted; and norms, biases
+    # and the embedding's look-up are no products.
+    naive_extra = 6 * 2 * 32 * T
+    not_products = 6 * sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert counter.get_total_flops() / T == model.flops_per_token(T) + naive_extra - not_products
+
+
+def test_parameter_counts_of_the_presets():
+    sizes = {}
+    for path in sorted((Path(__file__).parents[1] / "conf/model").glob("*.yaml")):
+        vocab_size = 257 if "nano" in path.stem else 50257
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**yaml.safe_load(path.read_text()), vocab_size=vocab_size), AttentionConfig("naive"))
+        sizes[path.stem] = model.parameter_count()
+    assert sizes["gpt2"] == 124_439_808 + 47 * 768  # GPT-2's published size, and 47 rows to a round number
+    assert sizes["gpt2-medium"] == 354_823_168 + 47 * 1024
+    assert sizes["nano"] == 859_008
+    assert 0.7e6 < sizes["modern-nano"] < 0.9e6
+    assert 100e6 < sizes["modern-124m"] < 130e6
+
+
+# --- against Hugging Face's models, where transformers is installed --------------------------------------------------
+
+
+def load_from_gpt2(model: GPT, theirs) -> None:
+    """Hugging Face's GPT-2 keeps its linear layers transposed (Conv1D); otherwise the names map one to one."""
+    weights = {
+        "embedding.weight": theirs.wte.weight,
+        "positions.weight": theirs.wpe.weight,
+        "head.weight": theirs.wte.weight,
+    }
+    parts = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for i, block in enumerate(theirs.h):
+        for ours, name in parts.items():
+            part = block.get_submodule(name)
+            weights[f"blocks.{i}.{ours}.weight"] = part.weight.T if part.weight.dim() == 2 else part.weight
+            weights[f"blocks.{i}.{ours}.bias"] = part.bias
+    weights |= {"norm.weight": theirs.ln_f.weight, "norm.bias": theirs.ln_f.bias}
+    model.load_state_dict(weights)
+
+
+def load_from_llama(model: GPT, theirs) -> None:
+    weights = {"embedding.weight": theirs.embed_tokens.weight, "norm.weight": theirs.norm.weight}
+    parts = {
+        "attention_norm": "input_layernorm",
+        "attention.out": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up": "mlp.up_proj",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.down": "mlp.down_proj",
+    }
+    for i, layer in enumerate(theirs.layers):
+        for ours, name in parts.items():
+            weights[f"blocks.{i}.{ours}.weight"] = layer.get_submodule(name).weight
+        qkv = [layer.get_submodule(f"self_attn.{x}_proj").weight for x in "qkv"]
+        weights[f"blocks.{i}.attention.qkv.weight"] = torch.cat(qkv)
+    weights["head.weight"] = weights["embedding.weight"]
+    model.load_state_dict(weights)
+
+
+def assert_same_logits(ours: GPT, theirs: torch.nn.Module) -> None:
+    """Both in float64: what remains is rounding, 2 layers of sums of some hundred terms."""
+    idx = torch.randint(50, (2, 64))
+    with torch.no_grad():
+        expected = theirs(idx).logits
+        assert error(ours(idx), expected) <= 1000 * torch.finfo(torch.float64).eps * float(expected.abs().max())
+
+
+def test_the_gpt2_family_is_gpt2():
+    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    ).double().eval()  # fmt: skip
+    ours = gpt().double().eval()
+    load_from_gpt2(ours, theirs.transformer)
+    assert_same_logits(ours, theirs)
+
+
+def test_the_modern_family_is_llama():
+    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
+    ours = gpt(**MODERN, norm_eps=1e-6).eval()
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=ours.blocks[0].mlp.up.out_features, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+    load_from_llama(ours, theirs.model)
+    idx = torch.randint(50, (2, 64))
+    with torch.no_grad():
+        expected = theirs(idx).logits
+        # float32, as both compute the rotation in it: sums of some hundred terms
+        assert error(ours(idx), expected.double()) <= 1000 * torch.finfo(torch.float32).eps * float(
+            expected.abs().max()
+        )
