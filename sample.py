@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import END_OF_TEXT, TextStream, encode, from_json
-from model.attention import resolve
+from model.attention import AttentionConfig, BreakIt, resolve
 from model.generate import Sampler, generate
-from model.gpt import GPT
-from train import Config as TrainConfig
-from train import pick_device
+from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
+from training.machine import pick_device
 from training.metrics import printable, stamp
 
 
@@ -49,11 +48,14 @@ def main(cfg: Config) -> None:
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     device = pick_device(cfg.device)
     found = checkpoint.load(find(cfg))
-    trained = config.from_dict(TrainConfig, found.state["config"])
     encoding = from_json(found.tokenizer)
 
-    asked = trained.attention if cfg.attention is None else replace(trained.attention, impl=cfg.attention)
-    model = GPT(trained.model, resolve(asked, device.type, trained.break_it), trained.break_it)
+    trained = found.state["config"]
+    attention = config.from_dict(AttentionConfig, trained["attention"])
+    break_it = config.from_dict(BreakIt, trained["break_it"])
+    if cfg.attention is not None:
+        attention = replace(attention, impl=cfg.attention)
+    model = GPT(config.from_dict(GPTConfig, trained["model"]), resolve(attention, device.type, break_it), break_it)
     model.load_state_dict(found.model)
     model.to(device).eval()
 

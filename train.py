@@ -12,10 +12,8 @@ Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, 
 """
 
 import math
-import platform
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -31,7 +29,8 @@ from model.attention import AttentionConfig, BreakIt, resolve
 from model.generate import Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
-from training.metrics import Metrics, WandbConfig, memory_gib, peak_flops, stamp
+from training.machine import about, memory_gib, peak_flops, pick_device
+from training.metrics import Metrics, WandbConfig, stamp
 from training.optimizer import OptimizerConfig, build_optimizer, learning_rate
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,19 +79,6 @@ class Config:
         for name, known in {"dtype": ("auto", "bf16", "float32"), "compile": ("auto", "true", "false")}.items():
             if getattr(self, name).lower() not in known:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
-
-
-def pick_device(device: str) -> torch.device:
-    """auto: a GPU if there is one, then Apple's, else the CPU. ValueError for one that is not there."""
-    if device == "auto":
-        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-        device = "cuda" if cuda else "mps" if mps else "cpu"
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error
-    return torch.device(device)
 
 
 def main(cfg: Config) -> int:
@@ -169,20 +155,12 @@ def main(cfg: Config) -> int:
 
     # -----------------------------------------------------------------------------------------------------------------
     # A run explains itself: who, where, what, in its first lines and in its checkpoints.
-    about = {
-        "commit": git_commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "dtype": dtype,
-        "attention": attention.impl,
-    }
+    facts = {**about(device), "dtype": dtype, "attention": attention.impl}
     as_given = asdict(cfg)
     metrics = Metrics(
         folder,
         cfg.steps,
-        config={**as_given, "about": about},
+        config={**as_given, "about": facts},
         wandb_config=cfg.wandb,
         broken=broken,
         resume_step=step if same_run else None,
@@ -190,7 +168,7 @@ def main(cfg: Config) -> int:
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     say = metrics.say
     say(f"run: {folder}" + (f", resumed from {resumed.path}" if resumed else ""))
-    say(" | ".join(f"{key} {value}" for key, value in about.items()))
+    say(" | ".join(f"{key} {value}" for key, value in facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
     window = f", window {attention.window}" if attention.window else ""
     say(f"attention: {attention.impl}{tile}{window} (asked for: {cfg.attention.impl}) | compiled: {compiled}")
@@ -238,7 +216,7 @@ def main(cfg: Config) -> int:
             optimizer=checkpoint.optimizer_tensors(optimizer, model.named_parameters()) | checkpoint.rng_state(),
             state={
                 "config": as_given,
-                "about": about,
+                "about": facts,
                 "broken": broken,
                 "loader": loader.state_dict(),
                 "val_loss": val_loss if math.isfinite(val_loss) else None,
@@ -385,19 +363,6 @@ def again(name: str) -> str:
     """The command line of this run, with resume=auto."""
     mine = [a for a in sys.argv[1:] if a.split("=")[0] not in ("name", "resume", "steps", "-m", "--multirun")]
     return shlex.join(["python", "train.py", *mine, f"name={name}", "resume=auto"])
-
-
-def git_commit() -> str:
-    """The commit, with + where the tree was edited since; "unknown" without git."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", Path(__file__).resolve().parent, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training import metrics
+from training import machine, metrics
 from training.metrics import Metrics, WandbConfig, choose_wandb_mode, log_line, loss_figure, read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -256,14 +256,14 @@ def test_a_run_of_nothing_but_nan_has_a_picture(tmp_path):
 )
 def test_the_peak_is_that_of_the_gpu_or_unknown(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert metrics.peak_flops(torch.device("cuda")) == flops
+    assert machine.peak_flops(torch.device("cuda")) == flops
 
 
 def test_a_cpu_has_no_peak_but_memory():
-    assert metrics.peak_flops(torch.device("cpu")) is None
-    before = metrics.memory_gib(torch.device("cpu"))
+    assert machine.peak_flops(torch.device("cpu")) is None
+    before = machine.memory_gib(torch.device("cpu"))
     torch.ones(2**26)  # 0.25 GiB
-    assert 0.05 < before <= metrics.memory_gib(torch.device("cpu")) < 64
+    assert 0.05 < before <= machine.memory_gib(torch.device("cpu")) < 64
 
 
 # --- wandb: the choice ----------------------------------------------------------------------------------------------

@@ -39,54 +39,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-# Dense bf16 FLOP/s with float32 accumulation, by what torch.cuda.get_device_name() says. NVIDIA's data sheets (half of
-# the figure "with sparsity") and, for GeForce, the architecture white papers. First match wins. A wrong peak is worse
-# than none (nanoGPT's A100 constant prints 104 % on an H100), so laptop parts, slices of a GPU and whatever is not in
-# the list have none.
-PEAK_FLOPS = (
-    (r"Laptop|MIG|Max-Q", None),
-    (r"\bGB200\b", 2500e12),
-    (r"\bB200\b", 2250e12),
-    (r"\bH200 NVL\b", 835e12),
-    (r"\bG?H200\b", 989e12),
-    (r"\bH100 PCIe\b", 756e12),
-    (r"\bH100 NVL\b", 835e12),
-    (r"\bH100\b", 989e12),
-    (r"\bA100\b", 312e12),
-    (r"\bL40S\b", 362e12),
-    (r"\bL40\b", 181e12),
-    (r"\bL4\b", 121e12),
-    (r"\bA40\b", 149.7e12),
-    (r"\bA30\b", 165e12),
-    (r"\bA10\b", 125e12),
-    (r"\bRTX 5090$", 209.5e12),
-    (r"\bRTX 4090$", 165.2e12),
-    (r"\bRTX 3090$", 71e12),
-)
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The dense bf16 peak of `device` in FLOP/s, or None where it is not known (MFU is then printed as n/a)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
-
-
-def memory_gib(device: torch.device) -> float | None:
-    """The most memory used so far, in GiB: of tensors on a CUDA device, else of the whole process (None on Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    if os.name == "nt":
-        return None
-    import resource  # POSIX only
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
 
 # --- one line -------------------------------------------------------------------------------------------------------
 

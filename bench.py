@@ -1,0 +1,209 @@
+"""Check, then weigh: the memory that each attention needs, side by side in one run.
+
+    python bench.py                                              on this machine: naive and tiled up to 8,192 tokens
+    python bench.py lengths=[1024,4096,16384,65536] heads=12 head_size=64 dtype=bf16 block=1024   on a GPU
+
+Each implementation is compared with float64 first; one that is wrong is not weighed. Then, for every length, one
+forward and backward: time (median) and peak memory above the inputs. Rows go to docs/results.csv, the picture to
+docs/memory.png.
+"""
+
+import csv
+import json
+import statistics
+import time
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model.attention import AttentionConfig, attention, resolve
+from training import config
+from training.machine import about, pick_device
+
+COLUMNS = ["commit", "device", "torch", "impl", "dtype", "B", "H", "T", "D", "tile", "pass", "ms", "tflops", "peak_mib"]
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Config:
+    impls: list[str] = field(default_factory=lambda: ["naive", "tiled"])
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192])
+    heads: int = 4
+    head_size: int = 32
+    dtype: str = "float32"  # float32 | bf16 | fp16
+    block: int = 128  # block_m and block_n of tiled
+    repeats: int = 3  # timed passes after one that is not
+    device: str = "auto"
+    out: str = "docs"  # folder of results.csv and memory.png
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
+        for name in ("heads", "head_size", "repeats", *[f"lengths[{i}]" for i in range(len(self.lengths))]):
+            value = self.lengths[int(name[8:-1])] if name.startswith("lengths") else getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that were alive at once in tensors made inside: exact, repeatable, and on any device.
+
+    The process's own peak would count the allocator's slack and whatever else the process has done before.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.alive = self.peak = 0
+        self.storages = {}  # id -> reference, of what was made inside and still is
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self.storages:
+                    self.storages[storage._cdata] = weakref.finalize(
+                        storage, self.freed, storage._cdata, storage.nbytes()
+                    )
+                    self.alive += storage.nbytes()
+                    self.peak = max(self.peak, self.alive)
+        return out
+
+    def freed(self, key: int, size: int) -> None:
+        del self.storages[key]
+        self.alive -= size
+
+
+def problem(cfg: Config, T: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and do, (1, H, T, D), random: on zeros a matrix product runs faster than on data."""
+    generator = torch.Generator().manual_seed(T)
+    shape = (1, cfg.heads, T, cfg.head_size)
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for _ in range(4)]
+
+
+def forward_and_backward(x: list[torch.Tensor], impl: AttentionConfig) -> list[torch.Tensor]:
+    q, k, v, do = x
+    o = attention(q, k, v, impl)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+
+def check(cfg: Config, impls: dict[str, AttentionConfig], device: torch.device, dtype: torch.dtype) -> None:
+    """Each of o, dq, dk, dv within 2 * (naive's error + eps * max |reference|) of float64, or the bench ends here."""
+    x = problem(cfg, 333, device, dtype)
+    naive = AttentionConfig("naive")
+    right = forward_and_backward([t.detach().double().requires_grad_() for t in x], naive)
+    allowed = [
+        2 * (float((found - r).abs().max()) + torch.finfo(dtype).eps * float(r.abs().max()))
+        for found, r in zip(forward_and_backward(x, naive), right, strict=True)
+    ]
+    for name, impl in impls.items():
+        errors = [float((f - r).abs().max()) for f, r in zip(forward_and_backward(x, impl), right, strict=True)]
+        verdict = all(e <= a for e, a in zip(errors, allowed, strict=True))
+        print(f"check {name:6} o dq dk dv: {'  '.join(f'{e:.1e}' for e in errors)}  {'right' if verdict else 'WRONG'}")
+        if not verdict:
+            raise RuntimeError(f"{name} is further from float64 than {allowed}: not weighed")
+
+
+def weigh(x: list[torch.Tensor], impl: AttentionConfig, repeats: int) -> tuple[float, int]:
+    """(median seconds, peak bytes above the inputs) of one forward and backward."""
+    device = x[0].device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        forward_and_backward(x, impl)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with PeakBytes() as counted:
+            forward_and_backward(x, impl)
+        peak = counted.peak
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        forward_and_backward(x, impl)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds), peak
+
+
+def picture(rows: list[dict], path: Path) -> None:
+    """Peak memory over length, once on plain axes, where the square bends away, and once on logarithmic ones."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    for axes, scale in zip(figure.subplots(1, 2), ("linear", "log"), strict=True):
+        for impl in dict.fromkeys(row["impl"] for row in rows):
+            mine = [(row["T"], row["peak_mib"] / 1024) for row in rows if row["impl"] == impl]
+            points = [p for p in mine if p[1]]
+            (line,) = axes.plot(*zip(*points, strict=True), marker="o", label=impl)
+            if len(points) < len(mine):  # it died: mark where
+                axes.plot(*points[-1], marker="X", markersize=13, color=line.get_color())
+                axes.annotate(
+                    f"  out of memory at {mine[len(points)][0]:,}", points[-1], color=line.get_color(), va="center"
+                )
+        axes.set(xlabel="context length T (tokens)", ylabel="peak memory of forward + backward (GiB)")
+        axes.grid(alpha=0.3)
+        if scale == "log":
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=10)
+            axes.set_title("the same on logarithmic axes: slope 2 and slope 1", fontsize=10)
+        else:
+            axes.set_title("naive holds T x T weights, tiled one tile of them", fontsize=10)
+        axes.legend()
+    row = rows[0]
+    figure.suptitle(
+        f"one attention, H={row['H']}, D={row['D']}, {row['dtype']}, causal, on {row['device']}", fontsize=11
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def main(cfg: Config) -> None:
+    device = pick_device(cfg.device)
+    dtype = DTYPES[cfg.dtype]
+    impls = {name: resolve(AttentionConfig(name, cfg.block, cfg.block), device.type) for name in cfg.impls}
+    check(cfg, impls, device, dtype)
+
+    facts = {key: value for key, value in about(device).items() if key in COLUMNS}
+    rows = []
+    dead = set()
+    for T in sorted(cfg.lengths):
+        x = problem(cfg, T, device, dtype)
+        for impl, chosen in impls.items():
+            row = {**facts, "impl": impl, "dtype": cfg.dtype, "B": 1, "H": cfg.heads, "T": T, "D": cfg.head_size}
+            row |= {"tile": cfg.block if impl == "tiled" else "", "pass": "forward+backward"}
+            try:
+                if impl in dead:
+                    raise MemoryError
+                seconds, peak = weigh(x, chosen, cfg.repeats)
+                # Causal: 2 B H T T D forward (two products over half of the square), 2.5 times that backward.
+                flops = 3.5 * 2 * cfg.heads * T * T * cfg.head_size
+                row |= {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "peak_mib": peak / 2**20}
+                print(f"T {T:>7}  {impl:6} {seconds * 1e3:>10.1f} ms {peak / 2**20:>10.1f} MiB", flush=True)
+            except (torch.OutOfMemoryError, MemoryError):
+                dead.add(impl)  # longer contexts need more still
+                row |= {"ms": None, "tflops": None, "peak_mib": 0}
+                print(f"T {T:>7}  {impl:6} out of memory", flush=True)
+            rows.append(row)
+
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "results.csv"
+    fresh = not results.exists()
+    with open(results, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if fresh:
+            writer.writeheader()
+        for row in rows:
+            numbers = {k: f"{row[k]:.4g}" if row[k] else "" for k in ("ms", "tflops", "peak_mib")}
+            writer.writerow({**row, **numbers})
+    picture(rows, out / "memory.png")
+    print(json.dumps({"results": str(results), "picture": str(out / "memory.png"), "rows": rows}))
+
+
+if __name__ == "__main__":
+    config.run(main, Config, "bench")

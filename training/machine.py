@@ -1,0 +1,92 @@
+"""The machine under a run: which device, what it can do at best, and the versions that a figure has to name."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+# Dense bf16 FLOP/s with float32 accumulation, by what torch.cuda.get_device_name() says. NVIDIA's data sheets (half of
+# the figure "with sparsity") and, for GeForce, the architecture white papers. First match wins. A wrong peak is worse
+# than none (nanoGPT's A100 constant prints 104 % on an H100), so laptop parts, slices of a GPU and whatever is not in
+# the list have none.
+PEAK_FLOPS = (
+    (r"Laptop|MIG|Max-Q", None),
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bH200 NVL\b", 835e12),
+    (r"\bG?H200\b", 989e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100 NVL\b", 835e12),
+    (r"\bH100\b", 989e12),
+    (r"\bA100\b", 312e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bA40\b", 149.7e12),
+    (r"\bA30\b", 165e12),
+    (r"\bA10\b", 125e12),
+    (r"\bRTX 5090$", 209.5e12),
+    (r"\bRTX 4090$", 165.2e12),
+    (r"\bRTX 3090$", 71e12),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The dense bf16 peak of `device` in FLOP/s, or None where it is not known (MFU is then printed as n/a)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """The most memory used so far, in GiB: of tensors on a CUDA device, else of the whole process (None on Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if os.name == "nt":
+        return None
+    import resource  # POSIX only
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def pick_device(device: str) -> torch.device:
+    """auto: a GPU if there is one, then Apple's, else the CPU. ValueError for one that is not there."""
+    if device == "auto":
+        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        device = "cuda" if cuda else "mps" if mps else "cpu"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error
+    return torch.device(device)
+
+
+def about(device: torch.device) -> dict[str, str | int]:
+    """What a reader of the figures needs to have them again: commit, versions, device."""
+    return {
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def git_commit() -> str:
+    """The commit of this repository, with + where the tree was edited since; "unknown" without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", Path(__file__).resolve().parent, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
