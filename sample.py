@@ -3,7 +3,7 @@
     python sample.py                                      from the newest run
     python sample.py run=NAME prompt='def ' num_samples=3
     python sample.py run=NAME temperature=0 top_p=0.9 top_k=50 max_new_tokens=1000
-    python sample.py run=NAME checkpoint=last attention=naive
+    python sample.py run=NAME checkpoint=last impl=naive
 
 The checkpoint brings its model, tokenizer and attention with it; the training data is not needed.
 """
@@ -36,7 +36,7 @@ class Config:
     top_p: float = 1.0
     seed: int = 1337
     device: str = "auto"
-    attention: str | None = None  # naive | tiled | sdpa | triton; None: as in training
+    impl: str | None = None  # of attention: naive | tiled | sdpa | triton; None: as in training
 
     def __post_init__(self):
         for name in ("num_samples", "max_new_tokens"):
@@ -53,8 +53,8 @@ def main(cfg: Config) -> None:
     trained = found.state["config"]
     attention = config.from_dict(AttentionConfig, trained["attention"])
     break_it = config.from_dict(BreakIt, trained["break_it"])
-    if cfg.attention is not None:
-        attention = replace(attention, impl=cfg.attention)
+    if cfg.impl is not None:
+        attention = replace(attention, impl=cfg.impl)
     model = GPT(config.from_dict(GPTConfig, trained["model"]), resolve(attention, device.type, break_it), break_it)
     model.load_state_dict(found.model)
     model.to(device).eval()
@@ -69,11 +69,11 @@ def main(cfg: Config) -> None:
     end = encoding.encode_single_token(END_OF_TEXT)
     prompt = [end, *encode(encoding, cfg.prompt).tolist()]
     for number in range(cfg.num_samples):
-        if cfg.num_samples > 1:
+        if cfg.num_samples > 1 or broken:
             print(f"{stamp(broken)}--- sample {number + 1} of {cfg.num_samples}", flush=True)
         generator = torch.Generator(device).manual_seed(cfg.seed + number)  # each sample can be had again by itself
         stream = TextStream(encoding)
-        print(cfg.prompt, end="", flush=True)
+        print(printable(cfg.prompt), end="", flush=True)
         idx = torch.tensor([prompt], device=device)  # (1, T)
         for token in generate(model, idx, cfg.max_new_tokens, sampler, generator):
             if int(token) == end:

@@ -31,7 +31,7 @@ from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
 from training.machine import about, memory_gib, peak_flops, pick_device
 from training.metrics import Metrics, WandbConfig, stamp
-from training.optimizer import OptimizerConfig, build_optimizer, learning_rate
+from training.optimizer import OptimizerConfig, base_rate, build_optimizer, learning_rate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration. The groups' dataclasses stand beside the code that they configure; conf/ only overrides.
@@ -52,9 +52,9 @@ class Config:
     resume: str | None = None  # auto: the last checkpoint of run `name`, or of the newest run; or a path
     seed: int = 1337
 
-    steps: int = 600  # updates of the weights
+    steps: int = 700  # updates of the weights
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
-    tokens_per_step: int = 4096  # tokens of one update: gradients are accumulated until there are as many
+    tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
     eval_every: int = 100  # steps
     eval_tokens: int = 65536  # about as many validation tokens, always the same ones
     sample_every: int = 200  # steps; 0: never
@@ -69,15 +69,15 @@ class Config:
     stop_on_nan: bool = True  # false lets a broken run go on, to see where it ends
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "tokens_per_step", "eval_every", "eval_tokens", "checkpoint_every",
-                     "keep_last", "log_every"):  # fmt: skip
+        for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("sample_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        self.compile = self.compile.lower()  # True, as Python and YAML spell it, is a text here
         for name, known in {"dtype": ("auto", "bf16", "float32"), "compile": ("auto", "true", "false")}.items():
-            if getattr(self, name).lower() not in known:
+            if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
 
 
@@ -92,9 +92,17 @@ def main(cfg: Config) -> int:
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
     torch.set_float32_matmul_precision("high" if dtype == "bf16" else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    compiled = cfg.compile.lower() == "true" or (
-        cfg.compile == "auto" and device.type == "cuda" and attention.impl != "tiled"
-    )
+    compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda" and attention.impl != "tiled")
+
+    T = cfg.model.context_length
+    per_pass = cfg.batch_size * T  # tokens that go through the model at once
+    tokens_per_step = cfg.tokens_per_step or per_pass
+    accumulation, rest = divmod(tokens_per_step, per_pass)
+    if rest or not accumulation:
+        raise ValueError(
+            f"tokens_per_step={tokens_per_step} is no multiple of batch_size * model.context_length = {per_pass}; "
+            f"use tokens_per_step={max(1, round(tokens_per_step / per_pass)) * per_pass} or another batch_size"
+        )
 
     # -----------------------------------------------------------------------------------------------------------------
     # Name and resume. A broken run carries its fault in its name.
@@ -106,24 +114,17 @@ def main(cfg: Config) -> int:
     if cfg.resume:
         path = checkpoint.find_resume(cfg.resume, runs, name)
         resumed = checkpoint.load(path)
-        name = name or path.parents[1].name
+        if path.resolve().parent.name == checkpoint.FOLDER:  # of a run, and not a copy that lies somewhere else
+            name = name or path.resolve().parents[1].name
         refuse_another_model(resumed, cfg, broken)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data. Prepared at first use, cached by content.
     dataset = open_dataset(prepare(cfg.data, cfg.tokenizer))
     encoding = dataset.encoding
-    T = cfg.model.context_length
     if cfg.model.vocab_size not in (None, encoding.n_vocab):
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {encoding.n_vocab}; leave it out")
     cfg.model.vocab_size = encoding.n_vocab
-    accumulation, rest = divmod(cfg.tokens_per_step, cfg.batch_size * T)
-    if rest or not accumulation:
-        per_pass = cfg.batch_size * T
-        raise ValueError(
-            f"tokens_per_step={cfg.tokens_per_step} is no multiple of batch_size * model.context_length = {per_pass}; "
-            f"use tokens_per_step={max(1, round(cfg.tokens_per_step / per_pass)) * per_pass} or another batch_size"
-        )
     loader = Loader(dataset.train, dataset.train_documents, batch_size=cfg.batch_size, context_length=T, seed=cfg.seed)
     validation = (dataset.val, dataset.val_documents, cfg.batch_size, T, cfg.eval_tokens)
     validation_batches(*validation)  # refuses a text that is too short now, not at the first evaluation
@@ -131,6 +132,8 @@ def main(cfg: Config) -> int:
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model and optimizer.
+    if cfg.optimizer.lr is None:
+        cfg.optimizer.lr = base_rate(cfg.model.n_embd)
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model, attention, cfg.break_it).to(device)
     optimizer = build_optimizer(model, cfg.optimizer)
@@ -175,7 +178,7 @@ def main(cfg: Config) -> int:
     say(f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, context {T}, V {encoding.n_vocab}")
     say(
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
-        f"{cfg.tokens_per_step:,} tokens a step in {accumulation} passes, {cfg.steps * cfg.tokens_per_step:,} in all"
+        f"{tokens_per_step:,} tokens a step in {accumulation} passes, {cfg.steps * tokens_per_step:,} in all"
     )
     if broken:
         say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
@@ -240,7 +243,7 @@ def main(cfg: Config) -> int:
     # The loop.
     code = 1
     saved = resumed.path if resumed else None
-    flops = model.flops_per_token(T) * cfg.tokens_per_step
+    flops = model.flops_per_token(T) * tokens_per_step
     peak = peak_flops(device) if dtype == "bf16" else None
     pace = None  # seconds a step, smoothed, for the time left
     model.train()
@@ -279,11 +282,11 @@ def main(cfg: Config) -> int:
                 metrics.log({
                     "step": step,
                     "loss": loss,
-                    "bits_per_byte": loss * cfg.tokens_per_step / (math.log(2) * max(1, int(text_bytes))),
+                    "bits_per_byte": loss * tokens_per_step / (math.log(2) * max(1, int(text_bytes))),
                     "lr": lr,
                     "grad_norm": norm,
                     "ms": seconds * 1e3,
-                    "tokens_per_second": cfg.tokens_per_step / seconds,
+                    "tokens_per_second": tokens_per_step / seconds,
                     "mfu": flops / seconds / peak if peak else None,
                     "memory_gib": memory_gib(device),
                     "eta_s": pace * (cfg.steps - step),
@@ -296,12 +299,13 @@ def main(cfg: Config) -> int:
                 val_loss = found["val_loss"]
                 metrics.log({"step": step, **found})
                 metrics.picture()
-            if cfg.sample_every and cfg.sample_tokens and (step % cfg.sample_every == 0 or last):
+            sound = math.isfinite(loss) and math.isfinite(norm)  # else the weights are NaN, and have nothing to say
+            if sound and cfg.sample_every and cfg.sample_tokens and (step % cfg.sample_every == 0 or last):
                 metrics.sample(step, write_sample())
             if step % cfg.checkpoint_every == 0 or last or stop:
                 saved = save()
             if stop and not last:
-                say(f"stopped at step {step}, saved {saved}; to go on: {again(name)}")
+                say(f"stopped at step {step}, saved {saved}; to go on: {again(name, cfg.steps)}")
                 code = 128 + stop[0]
                 return code
         code = 0
@@ -318,7 +322,7 @@ def main(cfg: Config) -> int:
     print(f"{stamp(broken)}done: best validation loss {best_loss:.4f} at step {best_step}")
     print(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
     print(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
-    print(f"next:\n  python sample.py run={name} prompt='def '\n  {again(name)} steps={2 * cfg.steps}")
+    print(f"next:\n  python sample.py run={name} prompt='def '\n  {again(name, 2 * cfg.steps)}")
     return 0
 
 
@@ -359,10 +363,10 @@ def what_to_try(step: int, loss: float, norm: float, cfg: Config, saved: Path | 
     )
 
 
-def again(name: str) -> str:
-    """The command line of this run, with resume=auto."""
+def again(name: str, steps: int) -> str:
+    """The command line that takes this run on to `steps`."""
     mine = [a for a in sys.argv[1:] if a.split("=")[0] not in ("name", "resume", "steps", "-m", "--multirun")]
-    return shlex.join(["python", "train.py", *mine, f"name={name}", "resume=auto"])
+    return shlex.join(["python", "train.py", *mine, f"steps={steps}", f"name={name}", "resume=auto"])
 
 
 if __name__ == "__main__":

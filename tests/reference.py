@@ -164,7 +164,7 @@ def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **option
 
 def error(found: Tensor, reference: Tensor) -> float:
     """Largest absolute difference; infinities must stand in the same places, and NaN never passes."""
-    found = found.cpu().double()
+    found = found.detach().cpu().double()
     if not torch.equal(found.isinf(), reference.isinf()):
         return float("inf")
     difference = (found - reference).masked_fill(reference.isinf(), 0.0).abs()

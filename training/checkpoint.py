@@ -178,7 +178,7 @@ def load(path: Path) -> Checkpoint:
     checkpoint to use instead.
     """
     if not path.is_dir():
-        raise ValueError(f"there is no checkpoint {path}: resume=auto takes the last one")
+        raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
     found = _read(path, ["model.safetensors", "tokenizer.json"])
     header = found["state.json"]
     model = safetensors.torch.load(found["model.safetensors"])

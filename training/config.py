@@ -86,7 +86,7 @@ def compose(argv: list[str], schema: type[T], config_name: str, conf: Path, name
     All jobs are composed before the first one starts, so that a sweep's last job cannot die of a typing error hours
     later. ValueError: one line naming what is wrong, where, and the nearest right name.
     """
-    groups = {path.parent.relative_to(conf).as_posix() for path in conf.rglob("*.yaml")} - {"."}
+    groups = groups_of(conf / f"{config_name}.yaml")
     known = dict.fromkeys(groups) | known_keys(schema)
     flags, overrides = split_arguments(argv, known)
     sweep = "-m" in flags or "--multirun" in flags
@@ -118,6 +118,12 @@ def compose(argv: list[str], schema: type[T], config_name: str, conf: Path, name
     # Without the schema at the bottom nothing above would have been checked against anything.
     assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
     return plain
+
+
+def groups_of(primary: Path) -> set[str]:
+    """The groups that the primary file lists in its defaults: conf/ may hold others, for other scripts."""
+    listed = yaml.safe_load(primary.read_text(encoding="utf-8")) if primary.exists() else {}
+    return {group for item in (listed or {}).get("defaults", []) if isinstance(item, dict) for group in item}
 
 
 def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], list[str]]:

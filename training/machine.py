@@ -80,7 +80,10 @@ def about(device: torch.device) -> dict[str, str | int]:
 
 
 def git_commit() -> str:
-    """The commit of this repository, with + where the tree was edited since; "unknown" without git."""
+    """The commit of this repository, with + where the tree was edited since.
+
+    Where the tree has travelled without its .git, the variable GIT_COMMIT can name it; else "unknown".
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", Path(__file__).resolve().parent, *arguments]
@@ -89,4 +92,4 @@ def git_commit() -> str:
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("GIT_COMMIT", "unknown")

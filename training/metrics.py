@@ -33,6 +33,7 @@ import re
 import secrets
 import sys
 import threading
+import unicodedata
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -87,7 +88,14 @@ def stamp(broken: str | None) -> str:
 
 def printable(text: str) -> str:
     """text without control characters: a model of bytes writes escape sequences, and a terminal would obey them."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    # Cc only: joiners, no-break and wide spaces do not "print" either, and Persian and emoji need them
+    return encodable("".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text))
+
+
+def encodable(text: str) -> str:
+    """text with "?" for what the terminal's encoding lacks, where print() would raise."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -389,8 +397,7 @@ class Metrics:
 
     def say(self, text: str) -> None:
         """Print plain text, above the progress bar if there is one. What the terminal cannot show becomes "?"."""
-        encoding = sys.stdout.encoding or "utf-8"
-        text = text.encode(encoding, "replace").decode(encoding)
+        text = encodable(text)
         if self.progress:
             # soft_wrap: rich would otherwise break lines at the window's edge and they would not grep.
             self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

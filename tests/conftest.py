@@ -1,0 +1,100 @@
+"""The scripts as the tests run them: in this process where they can be, on one small text and one small model."""
+
+import os
+import random
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from training import config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# 35 thousand weights: a step is a few milliseconds, all of it overhead.
+MODEL = ["model=gpt2", "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.context_length=32"]
+RUN = ["batch_size=4", "tokens_per_step=128", "eval_tokens=512", "sample_every=0"]
+RATE = ["optimizer.lr=1e-3", "optimizer.warmup_steps=10"]
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """A folder of 150 documents, 40 kB: made, not copied from this repository, so that no edit changes a result.
+
+    No symbol in it is rare, end of text included: one that is makes the gradient spike when it comes, and a spike blows
+    rounding up to tenths of a nat.
+    """
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randrange(2, 8))) for _ in range(200)]
+    for i in range(150):
+        lines = [" ".join(draw.choices(words, k=10)) + "\n" for _ in range(5)]
+        (folder / f"{i}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(text, tmp_path_factory) -> list[str]:
+    """The arguments of a small run; runs= and name= are each test's own."""
+    cache = tmp_path_factory.mktemp("cache")
+    data = ["data=text", f"data.path={text}", f"data.cache={cache}"]
+    return [*data, *MODEL, *RUN, *RATE, "wandb.mode=disabled", "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """So small a model is ten times slower on two busy cores than on one, and bits may depend on how many there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def call():
+    """call(train, "steps=3") is `python train.py steps=3` without the two seconds that a process takes to start."""
+
+    def call(script: ModuleType, *arguments: str) -> Ended:
+        name = Path(script.__file__).stem
+        out, err = StringIO(), StringIO()
+        try:
+            with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+                patch.setattr(sys, "argv", [f"{name}.py", *arguments])
+                patch.delenv("HYDRA_FULL_ERROR", raising=False)
+                config.run(script.main, script.Config, "config" if name == "train" else name)
+            code = 0
+        except SystemExit as left:
+            code = left.code
+        return Ended(code, out.getvalue(), err.getvalue())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def start():
+    """start("train.py", "steps=3") begins a real process, with one thread, as `one_thread` has it here."""
+
+    def start(*command: str) -> subprocess.Popen:
+        environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start

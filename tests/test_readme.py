@@ -1,0 +1,72 @@
+"""What README says is so: its commands parse, its tour is the tree, its files and links exist."""
+
+import importlib
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from training import config
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCRIPTS = {"train.py": "config", "sample.py": "sample", "bench.py": "bench"}
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    """Every `python SCRIPT ...` in README, in blocks, tables and running text, continuation lines joined."""
+    text = README.replace("\\\n", " ")
+    found = re.findall(
+        r"^\s*(?:\.venv/bin/)?python (\w+\.py[^\n#`|]*)", "\n".join(blocks()).replace("\\\n", " "), re.MULTILINE
+    )
+    return sorted({line.strip() for line in found + re.findall(r"`python (\w+\.py[^`]*)`", text)})
+
+
+def test_there_are_commands_to_check():
+    assert len(commands()) >= 10
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_readmes_is_one_that_runs(command):
+    """Composed with the real configuration, so every key, group and type in it is right."""
+    script, *arguments = shlex.split(command)
+    module = importlib.import_module(script.removesuffix(".py"))
+    jobs = config.compose(arguments, module.Config, SCRIPTS[script], ROOT / "conf", module.__name__)
+    assert jobs or "--cfg" in arguments
+
+
+def test_the_tour_is_the_tree():
+    """Every file of code stands in the tour, with its folder, and nothing in the tour is missing from the tree."""
+    tour = next(block for block in blocks() if block.startswith("train.py"))
+    folder, named = "", set()
+    for line in tour.splitlines():
+        name = line.split()[0]
+        folder = "" if not line.startswith(" ") else folder
+        if name.endswith("/"):
+            folder = name
+            named.add(name)
+        else:
+            named.add(folder + name)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    code = {f for f in tracked if f.endswith(".py") and not f.startswith("tests/") and not f.endswith("__init__.py")}
+    assert code == {name for name in named if name.endswith(".py")}
+    assert all((ROOT / name).exists() for name in named)
+    folders = {f.split("/")[0] + "/" for f in tracked if "/" in f and not f.startswith(".")}
+    assert folders <= named
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_a_link_of_readmes_leads_somewhere(link):
+    assert (ROOT / link).exists()
+
+
+def test_the_makefiles_commands_are_readmes():
+    assert "make train" in README
+    assert "make test" in README
+    assert "make test" in (ROOT / ".ci" / "run").read_text()

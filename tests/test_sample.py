@@ -1,0 +1,344 @@
+"""sample.py and the samplers: what is written is what the model says, character by character, and can be had again."""
+
+import sys
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+import train
+from data.tokenizer import byte_encoding, to_json
+from model.attention import AttentionConfig, BreakIt
+from model.generate import Sampler
+from model.gpt import GPT, GPTConfig
+from tests.test_train import OVERFLOW, OVERFLOW_NAME
+from training import checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+END = 256  # end of text, in the byte tokenizer
+CHARACTERS = "a\u00e9\u20ac\U0001f600 \u4f60\u597d, gr\u00fc\u00dfe\n\u0434\u0430 \u3042"  # of one to four bytes
+
+
+@pytest.fixture(scope="module")
+def runs(call, small, tmp_path_factory):
+    """A folder with one run, `taught`: 60 steps, and checkpoints at 40 and 60."""
+    folder = tmp_path_factory.mktemp("runs")
+    arguments = ["steps=60", "checkpoint_every=20", "optimizer.lr=1e-2", f"runs={folder}", "name=taught"]
+    assert call(train, *small, *arguments).code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def write(call, runs):
+    """write(arguments): the text on stdout, without the newline that ends it."""
+
+    def write(*arguments: str) -> str:
+        ended = call(sample, f"runs={runs}", "run=taught", "device=cpu", *arguments)
+        assert ended.code == 0, ended.err
+        return ended.out.removesuffix("\n")
+
+    return write
+
+
+def load(runs: Path) -> GPT:
+    """The taught model with naive attention, put together here."""
+    found = checkpoint.load(checkpoint.last(runs / "taught" / checkpoint.FOLDER))
+    model = GPT(GPTConfig(**found.state["config"]["model"]), AttentionConfig("naive")).eval()
+    model.load_state_dict(found.model)
+    return model
+
+
+@torch.no_grad()
+def greedy(model: GPT, prompt: bytes, count: int) -> bytes:
+    """The likeliest byte, `count` times, from the logits of all positions and the last context_length tokens."""
+    tokens = [END, *prompt]
+    for _ in range(count):
+        logits = model(torch.tensor([tokens[-model.config.context_length :]]))
+        tokens.append(int(logits[0, -1].argmax()))
+    return bytes(tokens[1:])
+
+
+def save_parrot(folder: Path, tokens: list[int], *, step: int = 1, val_loss: float | None = None, broken: str = ""):
+    """A checkpoint whose model says tokens[i] at position i, whatever it is told.
+
+    Nothing is embedded but the position, as one hot entry of C = 64; the block adds nothing; the norm leaves the entry
+    the largest; and the head has a 10 where token i meets entry i.
+    """
+    size = GPTConfig(n_layer=1, n_head=1, n_embd=64, context_length=64, vocab_size=257, tie_head=False, bias=False)
+    trained = train.Config(model=size, attention=AttentionConfig("naive"), break_it=BreakIt())
+    model = GPT(size, trained.attention)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name else 0.0)
+        model.positions.weight.copy_(torch.eye(64))
+        model.head.weight[tokens, range(len(tokens))] = 10.0
+    return checkpoint.save(
+        folder,
+        step,
+        model=model.state_dict(),
+        optimizer=checkpoint.rng_state(),
+        state={"config": asdict(trained), "about": {}, "broken": broken, "loader": {}, "val_loss": val_loss},
+        tokenizer=to_json(byte_encoding()),
+        keep_last=10,
+    )
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+def test_the_likeliest_text_is_the_argmax_of_the_models_logits(write, runs):
+    expected = greedy(load(runs), b"words and ", 60)
+    assert write("prompt=words and ", "temperature=0", "max_new_tokens=60").encode() == expected
+
+
+def test_a_prompt_longer_than_the_context_is_seen_by_its_end(write, runs):
+    prompt = "some words\n" * 9  # 99 tokens, the context is 32
+    expected = greedy(load(runs), prompt.encode(), 40)
+    assert write(f"prompt={prompt}", "temperature=0", "max_new_tokens=40").encode() == expected
+
+
+def test_a_seed_gives_its_text_again_and_another_seed_another(write):
+    one, again, another = (write("max_new_tokens=60", f"seed={seed}") for seed in (1, 1, 2))
+    assert one == again
+    assert one != another
+
+
+def test_sampling_is_reproducible_sample_by_sample(write):
+    """The second of several is what the next seed writes alone."""
+    both = write("max_new_tokens=40", "num_samples=2", "seed=5")
+    first, second = (write("max_new_tokens=40", f"seed={seed}") for seed in (5, 6))
+    assert both == f"--- sample 1 of 2\n{first}\n--- sample 2 of 2\n{second}"
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_naive_and_tiled_write_the_same_text(runs, capsys, temperature):
+    texts = []
+    for impl in ("naive", "tiled"):
+        options = {"temperature": temperature, "max_new_tokens": 60, "device": "cpu", "impl": impl}
+        sample.main(sample.Config(run="taught", runs=str(runs), **options))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 20
+
+
+PROMPTS = ["", CHARACTERS, "def f(x=1, *a): '${y}' \\ \"q\"\n\t", "<|endoftext|>", "null", "~a=[1"]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_arrives_as_it_was_typed(write, monkeypatch, prompt):
+    seen = []
+
+    def generate(model, idx, *options):
+        seen.extend(idx[0].tolist())
+        return iter(())
+
+    monkeypatch.setattr(sample, "generate", generate)
+    assert write(f"prompt={prompt}") == prompt
+    assert seen == [END, *prompt.encode()]
+
+
+def test_characters_of_several_bytes_are_written_whole(call, tmp_path):
+    save_parrot(tmp_path / "parrot/checkpoints", [*CHARACTERS.encode(), END])
+    ended = call(sample, f"runs={tmp_path}", "max_new_tokens=60")
+    assert ended.out == CHARACTERS + "\n"
+
+
+def test_a_character_that_was_never_finished_is_one_replacement_mark(call, tmp_path):
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"ab\xe2\x82", END])
+    assert call(sample, f"runs={tmp_path}").out == "ab\ufffd\n"
+
+
+def test_a_terminal_is_not_sent_what_it_would_obey(call, tmp_path):
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"a\x1b[2Jb\x07\x00c", END])
+    assert call(sample, f"runs={tmp_path}").out == "a\ufffd[2Jb\ufffd\ufffdc\n"
+
+
+def test_text_is_written_while_it_is_made(runs, monkeypatch):
+    """After each byte everything is on the screen that the bytes so far make whole."""
+    monkeypatch.setattr(sys, "stdout", StringIO())
+    seen = []
+
+    def generate(*options):
+        for byte in "a\u20acb".encode():
+            yield torch.tensor([byte])
+            seen.append(sys.stdout.getvalue())
+
+    monkeypatch.setattr(sample, "generate", generate)
+    sample.main(sample.Config(run="taught", runs=str(runs), device="cpu"))
+    assert seen == ["a", "a", "a", "a\u20ac", "a\u20acb"]
+
+
+def test_a_sample_ends_where_the_model_ends_the_document(call, tmp_path):
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"one", END, *b"two"])
+    assert call(sample, f"runs={tmp_path}").out == "one\n"
+
+
+# --- from which checkpoint ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parrots(tmp_path):
+    """Three checkpoints of one run that say their own name; the one in the middle has the lowest validation loss."""
+    for step, (word, val_loss) in enumerate({"first": 2.0, "best": 1.0, "last": None}.items(), start=1):
+        save_parrot(tmp_path / "parrot/checkpoints", [*word.encode(), END], step=step, val_loss=val_loss)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "best"),
+        (["run=parrot"], "best"),
+        (["run={runs}/parrot"], "best"),
+        (["checkpoint=best"], "best"),
+        (["checkpoint=last"], "last"),
+        (["checkpoint={runs}/parrot/checkpoints/step_000001"], "first"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else None,
+)
+def test_the_checkpoint_that_was_asked_for_speaks(call, parrots, arguments, word):
+    ended = call(sample, f"runs={parrots}", *[argument.format(runs=parrots) for argument in arguments])
+    assert ended.out == word + "\n"
+    assert f"{parrots}/parrot/checkpoints/step_" in ended.err
+
+
+def test_the_newest_run_speaks_when_none_is_named(call, parrots):
+    save_parrot(parrots / "newer/checkpoints", [*b"newer", END])
+    assert call(sample, f"runs={parrots}").out == "newer\n"
+
+
+def test_a_broken_models_text_is_stamped(call, tmp_path):
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], broken="no_max")
+    ended = call(sample, f"runs={tmp_path}", "num_samples=2")
+    assert ended.err.count("BROKEN[no_max] ") == len(ended.err.splitlines()) == 2
+    assert ended.out == "BROKEN[no_max] --- sample 1 of 2\ntext\nBROKEN[no_max] --- sample 2 of 2\ntext\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value", "way_out"),
+    [
+        (["run=nobody"], "resume=nobody: no checkpoint in ", "runs that have one: parrot"),
+        (["checkpoint={runs}/parrot/checkpoints/step_000009"], "step_000009", ""),
+        (["temperature=-1"], "temperature=-1.0 must be at least 0", "0 takes the likeliest token"),
+        (["temperature=nan"], "temperature=nan must be at least 0", "0 takes the likeliest token"),
+        (["top_k=0"], "top_k=0 must be at least 1", "null looks at every token"),
+        (["top_p=0"], "top_p=0.0 is outside (0, 1]", "1 looks at every token"),
+        (["top_p=1.5"], "top_p=1.5 is outside (0, 1]", "1 looks at every token"),
+        (["num_samples=0"], "num_samples=0 must be at least 1", ""),
+        (["max_new_tokens=0"], "max_new_tokens=0 must be at least 1", ""),
+        (["device=cuda:99"], "device=cuda:99 cannot be used here", "use device=auto or device=cpu"),
+        (["temprature=1"], "there is no key temprature", "did you mean temperature?"),
+        (["--prompt=a"], "--prompt=a: options are written key=value here", "did you mean prompt=a?"),
+    ],
+    ids=lambda part: part[0] if isinstance(part, list) else "",
+)
+def test_a_mistake_is_one_line_that_names_the_value_and_the_way_out(call, parrots, arguments, value, way_out):
+    ended = call(sample, f"runs={parrots}", *[argument.format(runs=parrots) for argument in arguments])
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("sample: ")
+    assert ended.err.count("\n") == 1
+    assert value in ended.err
+    assert way_out in ended.err
+
+
+# --- the samplers ---------------------------------------------------------------------------------------------------
+
+
+def random_logits(seed: int) -> torch.Tensor:
+    """Logits (5, 50) as a model might have them, the rows from nearly even to nearly decided."""
+    spread = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0])[:, None]
+    return torch.randn(5, 50, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def reachable(sampler: Sampler, logits: torch.Tensor) -> list[set[int]]:
+    """For each row the tokens that the sampler would ever draw: those to which it hands a probability above 0."""
+    drawn = []
+
+    def multinomial(p, count, generator):
+        drawn.append(p)
+        return p.argmax(-1, keepdim=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "multinomial", multinomial)
+        sampler.choose(logits)
+    return [set(row.nonzero().flatten().tolist()) for row in drawn[0]]
+
+
+@pytest.mark.parametrize("sampler", [Sampler(temperature=0), Sampler(top_k=1), Sampler(top_p=1e-6)])
+def test_one_token_to_choose_from_is_the_likeliest(sampler):
+    for seed in range(20):
+        logits = random_logits(seed)
+        assert torch.equal(sampler.choose(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 49, 50, 51])
+def test_top_k_keeps_the_k_likeliest(top_k):
+    for seed in range(20):
+        logits = random_logits(seed)
+        likeliest = [sorted(range(50), key=lambda i, row=row: -row[i])[:top_k] for row in logits.tolist()]
+        assert reachable(Sampler(top_k=top_k), logits) == list(map(set, likeliest))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
+def test_top_p_keeps_the_smallest_set_that_reaches_p(temperature, top_p):
+    for seed in range(20):
+        logits = random_logits(seed)
+        expected = []
+        for row in (logits.double() / temperature).softmax(-1).tolist():
+            kept, total = set(), 0.0
+            for i in sorted(range(50), key=lambda i, row=row: -row[i]):
+                if total >= top_p:
+                    break
+                kept.add(i)
+                total += row[i]
+            expected.append(kept)
+        assert reachable(Sampler(temperature, top_p=top_p), logits) == expected
+
+
+def test_top_k_comes_before_top_p():
+    """Of 0.4, 0.3, 0.2, 0.1 the first two are 0.7; once top_k has left only them, the first alone is 0.57 of it."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert reachable(Sampler(1.0, top_p=0.55), logits) == [{0, 1}]
+    assert reachable(Sampler(1.0, top_k=2, top_p=0.55), logits) == [{0}]
+
+
+def test_frequencies_are_the_softmax_at_that_temperature():
+    """100,000 draws: each count within five deviations of a binomial."""
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
+    generator = torch.Generator().manual_seed(0)
+    drawn = Sampler(temperature=0.7).choose(logits.expand(100_000, -1), generator).bincount(minlength=4)
+    p = (logits[0] / 0.7).softmax(-1)
+    assert ((drawn - 100_000 * p).abs() < 5 * (100_000 * p * (1 - p)).sqrt()).all()
+
+
+def test_a_model_of_nan_is_one_line_in_sample(call, small, tmp_path):
+    arguments = ["stop_on_nan=false", "steps=30", "sample_every=0", f"runs={tmp_path}", "name=x"]
+    assert call(train, *small, *OVERFLOW, *arguments).code == 0
+    ended = call(sample, f"runs={tmp_path}", f"run={OVERFLOW_NAME}", "device=cpu", "checkpoint=last")
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1].startswith("sample: ")
+
+
+def test_the_attention_of_a_sample_can_be_chosen(call, tmp_path):
+    """It was called attention= once, which Hydra takes for the group conf/attention."""
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END])
+    ended = call(sample, f"runs={tmp_path}", "impl=tiled")
+    assert (ended.code, ended.out) == (0, "text\n"), ended.err
+
+
+@pytest.mark.parametrize("text", ["\u3000", "\u00a0", "\U0001f469\u200d\U0001f4bb", "a\u00adb", "\u0645\u06cc\u200c"])
+def test_characters_that_str_isprintable_does_not_like_are_written(call, tmp_path, text):
+    """Ideographic space, no-break space, the joiners of emoji and Persian: ordinary text, printed as U+FFFD."""
+    save_parrot(tmp_path / "parrot/checkpoints", [*text.encode(), END])
+    assert call(sample, f"runs={tmp_path}").out == text + "\n"
+
+
+def test_a_single_sample_of_a_broken_model_is_stamped_on_stdout(call, tmp_path):
+    """With num_samples=1 the stamp was on stderr alone: sample.py > file.txt had none."""
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], broken="no_max")
+    assert "BROKEN[no_max]" in call(sample, f"runs={tmp_path}").out
