@@ -35,6 +35,9 @@ from model.dropout import drop_threshold, keep_mask, keep_scale
 
 INF = float("inf")
 LOG2E = math.log2(math.e)
+# Where the running maximum starts. -inf in the books; but a row whose first tile is hidden altogether would then have
+# exp(-inf - -inf), which is NaN. From the lowest float32 it has exp(-inf - LOWEST) = 0, and needs no guard.
+LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass
@@ -194,11 +197,6 @@ def visible(rows: Tensor, columns: Tensor, offset: int, causal: bool, window: in
     return seen
 
 
-def exp_(x: Tensor) -> Tensor:
-    """e**x in place, as 2**(x log2 e): on a CPU torch.exp takes 400 times as long for -inf, which hidden scores are."""
-    return x.mul_(LOG2E).exp2_()
-
-
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums and exponentials are held in: float32, or float64 where the inputs are."""
     return torch.promote_types(dtype, torch.float32)
@@ -221,7 +219,7 @@ def naive(q, k, v, scale, causal, window, dropout_p, seed, break_it):
     # nothing to see has m = -inf, and exp(-inf - -inf) would be NaN, so such a row is shifted by 0.
     m = s.detach().amax(-1, keepdim=True) if break_it.subtract_max else torch.zeros_like(s[..., :1])
     m = m.masked_fill(m == -INF, 0.0)
-    p = exp_(s - m)
+    p = torch.exp2((s - m) * LOG2E)  # exp(s - m); torch.exp takes 400 times as long for -inf, which hidden scores are
     l = p.sum(-1, keepdim=True)  # (B, H, T, 1)
     empty = l == 0
     l = l.masked_fill(empty, 1.0)
@@ -236,6 +234,9 @@ def naive(q, k, v, scale, causal, window, dropout_p, seed, break_it):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tiled: the same answer without the matrix. Queries outside, keys inside; only o and lse outlive the loop.
+#
+# Inside, s and m are in base 2: log2(e) goes into the scale, and 2**s is e**(q k^T softmax_scale). GPU kernels do it
+# because exp2 is the instruction they have; here it saves a pass over the tile. lse leaves as a natural logarithm.
 
 
 def key_tiles(
@@ -263,13 +264,11 @@ def key_tiles(
 def online_softmax(s: Tensor, m: Tensor, l: Tensor, break_it: BreakIt) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Step 3 for one more tile of scores: returns p (in s's memory), and the new m, l and alpha.
 
-    s (N, R, block_n); m, l, alpha (N, R, 1), where m and l are of the tiles seen so far: -inf and 0 before the first.
+    s (N, R, block_n); m, l, alpha (N, R, 1), where m and l are of the tiles seen so far: LOWEST and 0 before the first.
     """
     m_new = torch.maximum(m, s.amax(-1, keepdim=True)) if break_it.subtract_max else torch.zeros_like(m)
-    # As long as a row has seen nothing its maximum is -inf, and exp(-inf - -inf) is NaN: shift such a row by 0.
-    shift = m_new.masked_fill(m_new == -INF, 0.0)
-    p = exp_(s.sub_(shift))
-    alpha = exp_(m - shift)  # what the earlier tiles' scale has shrunk by; 0 before the first tile
+    p = s.sub_(m_new).exp2_()
+    alpha = torch.exp2(m - m_new)  # what the earlier tiles' scale has shrunk by
     l = (alpha * l if break_it.rescale_sum else l) + p.sum(-1, keepdim=True)
     return p, m_new, l, alpha if break_it.rescale_output else torch.ones_like(alpha)
 
@@ -284,17 +283,17 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, seed, scale, causal, window, dropout_p, tile, break_it):
         ctx.set_materialize_grads(False)
-        B, H, T, D = q.shape
+        B, H, T, _ = q.shape
+        T_k = k.shape[2]
         ctx.options = (scale, causal, window, dropout_p, tile)
         ctx.k_shape = k.shape
         qn, kn, vn = by_key_head(q, k, v)
-        N, G, T_k = kn.shape[0], qn.shape[1], kn.shape[1]
-        o = torch.empty(N, G, T, D, dtype=q.dtype, device=q.device)
-        lse = torch.empty(N, G, T, 1, dtype=sum_dtype(q.dtype), device=q.device)
+        o = like_heads(q)
+        lse = torch.empty(B, H, T, dtype=sum_dtype(q.dtype), device=q.device)
 
         for rows in tiles(T, tile[0]):
             q_i = rows_of(qn, rows)  # (N, G*block_m, D)
-            m = torch.full((*q_i.shape[:2], 1), -INF, dtype=lse.dtype, device=q.device)
+            m = torch.full((*q_i.shape[:2], 1), LOWEST, dtype=lse.dtype, device=q.device)
             l = torch.zeros_like(m)
             acc = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
             for columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
@@ -307,9 +306,8 @@ class Tiled(torch.autograd.Function):
                 acc = add_product(acc.mul_(alpha), p.to(v.dtype), columns_of(vn, columns))  # 5
             empty = l == 0
             put_rows(o, rows, acc / l.masked_fill(empty, 1.0))  # 6
-            put_rows(lse, rows, (m + l.log()).masked_fill(empty, -INF))
+            lse[:, :, rows.start : rows.stop] = (m / LOG2E + l.log()).masked_fill(empty, -INF).view(B, H, len(rows))
 
-        o, lse = o.view(B, H, T, D), lse.view(B, H, T)
         ctx.save_for_backward(qn, kn, vn, seed, o, lse)
         return o, lse
 
@@ -324,22 +322,22 @@ class Tiled(torch.autograd.Function):
         delta = (do.to(lse.dtype) * o).sum(-1, keepdim=True)  # 7: (B, H, T, 1)
         if dlse is not None:
             delta -= dlse.unsqueeze(-1)
-        # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as exp(-inf) = 0.
-        lse = lse.masked_fill(lse == -INF, INF).view(N, G, T, 1)
+        # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as 2**-inf = 0.
+        lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
         delta, don = delta.view(N, G, T, 1), do.reshape(N, G, T, D)
-        dq = torch.empty(N, G, T, D, dtype=q.dtype, device=q.device)
+        dq = like_heads(o)
         # One tensor a key tile: summing into a slice of a larger one is three times slower in torch's batched product.
         dk, dv = ([torch.zeros_like(columns_of(k, j), dtype=lse.dtype) for j in tiles(T_k, tile[1])] for _ in "kv")
 
         for rows in tiles(T, tile[0]):
-            q_i, do_i, lse_i, delta_i = (rows_of(x, rows) for x in (q, don, lse, delta))
+            q_i, do_i, lse_i, delta_i = (rows_of(x, rows) for x in (q, don, lse2, delta))
             dq_i = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
             for columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
                 k_j, v_j = columns_of(k, columns), columns_of(v, columns)
                 s = scores(q_i, k_j, scale)
                 if masked:
                     hide(s, rows, columns, T_k - T, causal, window)
-                p = exp_(s.sub_(lse_i))  # 8
+                p = s.sub_(lse_i).exp2_()  # 8
                 dp = torch.bmm(do_i, v_j.mT).to(p.dtype)
                 zp = p
                 if dropout_p > 0:  # drawn again: the same bits as in the forward
@@ -352,7 +350,7 @@ class Tiled(torch.autograd.Function):
             put_rows(dq, rows, dq_i)
 
         dk, dv = (torch.cat(d, 1).to(k.dtype).view(ctx.k_shape) for d in (dk, dv))
-        return dq.view(o.shape), dk, dv, *[None] * 7
+        return dq, dk, dv, *[None] * 7
 
 
 def by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -370,8 +368,15 @@ def rows_of(x: Tensor, rows: range) -> Tensor:
     return x[:, :, rows.start : rows.stop].flatten(1, 2)  # (N, G, T, ...) to (N, G*block_m, ...)
 
 
+def like_heads(x: Tensor) -> Tensor:
+    """An empty (B, H, T, D) that lies in memory as (B, T, H, D): what the projection after it reads without a copy."""
+    B, H, T, D = x.shape
+    return x.new_empty(B, T, H, D).transpose(1, 2)
+
+
 def put_rows(x: Tensor, rows: range, values: Tensor) -> None:
-    x[:, :, rows.start : rows.stop] = values.unflatten(1, (x.shape[1], len(rows)))
+    B, H, _, D = x.shape
+    x[:, :, rows.start : rows.stop] = values.view(B, H, len(rows), D)  # from (N, G*block_m, D)
 
 
 def columns_of(x: Tensor, columns: range) -> Tensor:
@@ -379,6 +384,8 @@ def columns_of(x: Tensor, columns: range) -> Tensor:
 
 
 def scores(q_i: Tensor, k_j: Tensor, scale: float) -> Tensor:
+    """Step 1 in base 2: (N, R, D) and (N, block_n, D) to (N, R, block_n)."""
+    scale *= LOG2E
     if q_i.dtype == sum_dtype(q_i.dtype):  # baddbmm's alpha scales inside the product, which saves a pass over the tile
         return torch.baddbmm(q_i.new_empty(()), q_i, k_j.mT, beta=0, alpha=scale)
     return torch.bmm(q_i, k_j.mT).to(sum_dtype(q_i.dtype)).mul_(scale)  # in 16 bits alpha would cost a second rounding

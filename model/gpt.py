@@ -98,17 +98,18 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt):
         super().__init__()
-        self.H, self.H_kv, self.head_size = config.n_head, config.n_kv_head, config.head_size
+        self.head_size = config.head_size
+        self.widths = [heads * config.head_size for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
         self.config, self.break_it = attention, break_it
-        self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.H_kv) * self.head_size, bias=config.bias)
+        self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, H + 2 H_kv, T, D), a view
-        qk, v = qkv.split((self.H + self.H_kv, self.H_kv), dim=1)
+        # Split first, then into heads, (B, T, H*D) to (B, H, T, D): the other way round the backward copies once more.
+        qkv = self.qkv(x).split(self.widths, dim=-1)
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in qkv)
         if rope is not None:
-            qk = rotate(qk, *rope)
-        q, k = qk.split((self.H, self.H_kv), dim=1)
+            q, k = rotate(q, *rope), rotate(k, *rope)
         o = attention(q, k, v, self.config, seed=seed, break_it=self.break_it)  # (B, H, T, D)
         return self.out(o.transpose(1, 2).flatten(2))  # (B, T, C)
 
