@@ -189,9 +189,7 @@ def visible(rows: Tensor, columns: Tensor, offset: int, causal: bool, window: in
     rows (R,), columns (S,) integers; returns bool (R, S).
     """
     i, j = rows[:, None] + offset, columns[None, :]
-    seen = torch.ones(len(rows), len(columns), dtype=torch.bool, device=rows.device)
-    if causal:
-        seen &= j <= i
+    seen = j <= i if causal else torch.ones(len(rows), len(columns), dtype=torch.bool, device=rows.device)
     if window is not None:
         seen &= (j > i - window) & (j < i + window)
     return seen
@@ -241,8 +239,8 @@ def naive(q, k, v, scale, causal, window, dropout_p, seed, break_it):
 
 def key_tiles(
     rows: range, T: int, T_k: int, causal: bool, window: int | None, block_n: int
-) -> Iterator[tuple[range, bool]]:
-    """The key tiles that a tile of query rows has to visit, and of each whether the mask hides a part of it.
+) -> Iterator[tuple[int, range, bool]]:
+    """The key tiles that a tile of query rows has to visit: number, columns, and whether the mask hides a part.
 
     Tiles wholly beyond the diagonal or outside the window are left out: half of the work of causal attention.
     """
@@ -254,11 +252,11 @@ def key_tiles(
     if window is not None:
         start = max(start, first - window + 1)
         stop = min(stop, last + window)
-    for j in range(start // block_n * block_n, stop, block_n):
-        columns = range(j, min(j + block_n, T_k))
+    for j in range(start // block_n, -(-stop // block_n)):
+        columns = range(j * block_n, min((j + 1) * block_n, T_k))
         in_the_past = not causal or columns[-1] <= first
         in_the_window = window is None or (last - columns[0] < window and columns[-1] - first < window)
-        yield columns, not (in_the_past and in_the_window)
+        yield j, columns, not (in_the_past and in_the_window)
 
 
 def online_softmax(s: Tensor, m: Tensor, l: Tensor, break_it: BreakIt) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -291,19 +289,20 @@ class Tiled(torch.autograd.Function):
         o = like_heads(q)
         lse = torch.empty(B, H, T, dtype=sum_dtype(q.dtype), device=q.device)
 
+        k_tiles, v_tiles = kn.split(tile[1], dim=1), vn.split(tile[1], dim=1)  # views (N, block_n, D)
         for rows in tiles(T, tile[0]):
             q_i = rows_of(qn, rows)  # (N, G*block_m, D)
             m = torch.full((*q_i.shape[:2], 1), LOWEST, dtype=lse.dtype, device=q.device)
             l = torch.zeros_like(m)
             acc = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
-            for columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
-                s = scores(q_i, columns_of(kn, columns), scale)  # 1: (N, G*block_m, block_n)
+            for j, columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
+                s = scores(q_i, k_tiles[j], scale)  # 1: (N, G*block_m, block_n)
                 if masked:
                     hide(s, rows, columns, T_k - T, causal, window)  # 2
                 p, m, l, alpha = online_softmax(s, m, l, break_it)  # 3
                 if dropout_p > 0:
                     p *= dropout_factor(seed, B * H, rows, columns, dropout_p, p)  # 4
-                acc = add_product(acc.mul_(alpha), p.to(v.dtype), columns_of(vn, columns))  # 5
+                acc = add_product(acc.mul_(alpha), p.to(v.dtype), v_tiles[j])  # 5
             empty = l == 0
             put_rows(o, rows, acc / l.masked_fill(empty, 1.0))  # 6
             lse[:, :, rows.start : rows.stop] = (m / LOG2E + l.log()).masked_fill(empty, -INF).view(B, H, len(rows))
@@ -326,27 +325,27 @@ class Tiled(torch.autograd.Function):
         lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
         delta, don = delta.view(N, G, T, 1), do.reshape(N, G, T, D)
         dq = like_heads(o)
+        k_tiles, v_tiles = k.split(tile[1], dim=1), v.split(tile[1], dim=1)
         # One tensor a key tile: summing into a slice of a larger one is three times slower in torch's batched product.
-        dk, dv = ([torch.zeros_like(columns_of(k, j), dtype=lse.dtype) for j in tiles(T_k, tile[1])] for _ in "kv")
+        dk, dv = ([torch.zeros_like(k_j, dtype=lse.dtype) for k_j in k_tiles] for _ in "kv")
 
         for rows in tiles(T, tile[0]):
             q_i, do_i, lse_i, delta_i = (rows_of(x, rows) for x in (q, don, lse2, delta))
             dq_i = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
-            for columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
-                k_j, v_j = columns_of(k, columns), columns_of(v, columns)
-                s = scores(q_i, k_j, scale)
+            for j, columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
+                s = scores(q_i, k_tiles[j], scale)
                 if masked:
                     hide(s, rows, columns, T_k - T, causal, window)
                 p = s.sub_(lse_i).exp2_()  # 8
-                dp = torch.bmm(do_i, v_j.mT).to(p.dtype)
+                dp = torch.bmm(do_i, v_tiles[j].mT).to(p.dtype)
                 zp = p
                 if dropout_p > 0:  # drawn again: the same bits as in the forward
                     z = dropout_factor(seed, B * H, rows, columns, dropout_p, p)
                     zp, dp = z * p, dp.mul_(z)  # 10
-                add_product(dv[columns.start // tile[1]], zp.to(v.dtype).mT, do_i)  # 9
+                add_product(dv[j], zp.to(v.dtype).mT, do_i)  # 9
                 ds = dp.sub_(delta_i).mul_(p).to(q.dtype)  # 11
-                add_product(dq_i, ds, k_j, scale)  # 12
-                add_product(dk[columns.start // tile[1]], ds.mT, q_i, scale)
+                add_product(dq_i, ds, k_tiles[j], scale)  # 12
+                add_product(dk[j], ds.mT, q_i, scale)
             put_rows(dq, rows, dq_i)
 
         dk, dv = (torch.cat(d, 1).to(k.dtype).view(ctx.k_shape) for d in (dk, dv))
@@ -379,10 +378,6 @@ def put_rows(x: Tensor, rows: range, values: Tensor) -> None:
     x[:, :, rows.start : rows.stop] = values.view(B, H, len(rows), D)  # from (N, G*block_m, D)
 
 
-def columns_of(x: Tensor, columns: range) -> Tensor:
-    return x[:, columns.start : columns.stop]  # (N, T_k, D) to (N, block_n, D), a view
-
-
 def scores(q_i: Tensor, k_j: Tensor, scale: float) -> Tensor:
     """Step 1 in base 2: (N, R, D) and (N, block_n, D) to (N, R, block_n)."""
     scale *= LOG2E
@@ -398,8 +393,7 @@ def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor
 
 def hide(s: Tensor, rows: range, columns: range, offset: int, causal: bool, window: int | None) -> None:
     i, j = (torch.arange(x.start, x.stop, device=s.device) for x in (rows, columns))
-    limit = torch.full((len(rows), len(columns)), INF, dtype=s.dtype, device=s.device)
-    limit.masked_fill_(~visible(i, j, offset, causal, window), -INF)
+    limit = torch.where(visible(i, j, offset, causal, window), INF, -INF)
     # The smaller of score and limit: on a CPU masked_fill_ with a broadcast mask takes longer than the exponentials.
     s.unflatten(1, (-1, len(rows))).clamp_(max=limit)  # the same for each of the G heads
 

@@ -267,7 +267,7 @@ def test_a_tile_called_unmasked_has_nothing_hidden_and_a_skipped_one_nothing_see
     from tests.reference import sees
 
     for rows in tiles(T, 16):
-        found = dict(key_tiles(rows, T, T_k, causal, window, 8))
+        found = {columns: masked for _, columns, masked in key_tiles(rows, T, T_k, causal, window, 8)}
         for columns in tiles(T_k, 8):
             seen = [sees(i, j, case) for i in rows for j in columns]
             if columns not in found:

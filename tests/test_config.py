@@ -431,7 +431,8 @@ def test_a_real_script_finds_its_own_conf_from_anywhere(tmp_path):
     (tmp_path / "app" / "script.py").write_text(SCRIPT)
     (tmp_path / "app" / "conf" / "config.yaml").write_text("defaults: [config_schema]\n")
     command = [sys.executable, "../app/script.py", "text=bug"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True)
     assert done.stdout == f"{tmp_path / 'elsewhere'} bug False\n"
     assert done.stderr.startswith("Traceback")
