@@ -286,7 +286,7 @@ class Tiled(torch.autograd.Function):
         ctx.options = (scale, causal, window, dropout_p, tile)
         ctx.k_shape = k.shape
         qn, kn, vn = by_key_head(q, k, v)
-        o = like_heads(q)
+        o = like_heads(q.shape, q)
         lse = torch.empty(B, H, T, dtype=sum_dtype(q.dtype), device=q.device)
 
         k_tiles, v_tiles = kn.split(tile[1], dim=1), vn.split(tile[1], dim=1)  # views (N, block_n, D)
@@ -324,10 +324,9 @@ class Tiled(torch.autograd.Function):
         # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as 2**-inf = 0.
         lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
         delta, don = delta.view(N, G, T, 1), do.reshape(N, G, T, D)
-        dq = like_heads(o)
+        dq = like_heads(o.shape, o)
         k_tiles, v_tiles = k.split(tile[1], dim=1), v.split(tile[1], dim=1)
-        # One tensor a key tile: summing into a slice of a larger one is three times slower in torch's batched product.
-        dk, dv = ([torch.zeros_like(k_j, dtype=lse.dtype) for k_j in k_tiles] for _ in "kv")
+        dk, dv = (like_heads(ctx.k_shape, lse).zero_() for _ in "kv")
 
         for rows in tiles(T, tile[0]):
             q_i, do_i, lse_i, delta_i = (rows_of(x, rows) for x in (q, don, lse2, delta))
@@ -342,14 +341,13 @@ class Tiled(torch.autograd.Function):
                 if dropout_p > 0:  # drawn again: the same bits as in the forward
                     z = dropout_factor(seed, B * H, rows, columns, dropout_p, p)
                     zp, dp = z * p, dp.mul_(z)  # 10
-                add_product(dv[j], zp.to(v.dtype).mT, do_i)  # 9
+                put_rows(dv, columns, torch.bmm(zp.to(v.dtype).mT, do_i), add=True)  # 9
                 ds = dp.sub_(delta_i).mul_(p).to(q.dtype)  # 11
                 add_product(dq_i, ds, k_tiles[j], scale)  # 12
-                add_product(dk[j], ds.mT, q_i, scale)
+                put_rows(dk, columns, torch.bmm(ds.mT, q_i), add=True)
             put_rows(dq, rows, dq_i)
 
-        dk, dv = (torch.cat(d, 1).to(k.dtype).view(ctx.k_shape) for d in (dk, dv))
-        return dq, dk, dv, *[None] * 7
+        return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype), *[None] * 7
 
 
 def by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -367,15 +365,17 @@ def rows_of(x: Tensor, rows: range) -> Tensor:
     return x[:, :, rows.start : rows.stop].flatten(1, 2)  # (N, G, T, ...) to (N, G*block_m, ...)
 
 
-def like_heads(x: Tensor) -> Tensor:
+def like_heads(shape: torch.Size, x: Tensor) -> Tensor:
     """An empty (B, H, T, D) that lies in memory as (B, T, H, D): what the projection after it reads without a copy."""
-    B, H, T, D = x.shape
+    B, H, T, D = shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def put_rows(x: Tensor, rows: range, values: Tensor) -> None:
+def put_rows(x: Tensor, rows: range, values: Tensor, add: bool = False) -> None:
+    """Write, or add, the values of one tile, (N, G*block_m, D), to its rows of x (B, H, T, D)."""
     B, H, _, D = x.shape
-    x[:, :, rows.start : rows.stop] = values.view(B, H, len(rows), D)  # from (N, G*block_m, D)
+    x, values = x[:, :, rows.start : rows.stop], values.view(B, H, len(rows), D)
+    x.add_(values) if add else x.copy_(values)
 
 
 def scores(q_i: Tensor, k_j: Tensor, scale: float) -> Tensor:
