@@ -290,13 +290,14 @@ class Tiled(torch.autograd.Function):
         lse = torch.empty(B, H, T, dtype=sum_dtype(q.dtype), device=q.device)
 
         k_tiles, v_tiles = kn.split(tile[1], dim=1), vn.split(tile[1], dim=1)  # views (N, block_n, D)
+        on_chip = lse.new_empty(B * H * min(tile[0], T) * min(tile[1], T_k))  # one tile of scores, used again and again
         for rows in tiles(T, tile[0]):
             q_i = rows_of(qn, rows)  # (N, G*block_m, D)
             m = torch.full((*q_i.shape[:2], 1), LOWEST, dtype=lse.dtype, device=q.device)
             l = torch.zeros_like(m)
             acc = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
             for j, columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
-                s = scores(q_i, k_tiles[j], scale)  # 1: (N, G*block_m, block_n)
+                s = scores(q_i, k_tiles[j], scale * LOG2E, on_chip)  # 1: (N, G*block_m, block_n)
                 if masked:
                     hide(s, rows, columns, T_k - T, causal, window)  # 2
                 p, m, l, alpha = online_softmax(s, m, l, break_it)  # 3
@@ -327,27 +328,28 @@ class Tiled(torch.autograd.Function):
         dq = like_heads(o.shape, o)
         k_tiles, v_tiles = k.split(tile[1], dim=1), v.split(tile[1], dim=1)
         dk, dv = (like_heads(ctx.k_shape, lse).zero_() for _ in "kv")
+        on_chip = lse.new_empty(2, B * H * min(tile[0], T) * min(tile[1], T_k))  # one tile of s and one of dp
 
         for rows in tiles(T, tile[0]):
             q_i, do_i, lse_i, delta_i = (rows_of(x, rows) for x in (q, don, lse2, delta))
             dq_i = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
             for j, columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
-                s = scores(q_i, k_tiles[j], scale)
+                s = scores(q_i, k_tiles[j], scale * LOG2E, on_chip[0])
                 if masked:
                     hide(s, rows, columns, T_k - T, causal, window)
                 p = s.sub_(lse_i).exp2_()  # 8
-                dp = torch.bmm(do_i, v_tiles[j].mT).to(p.dtype)
+                dp = scores(do_i, v_tiles[j], 1.0, on_chip[1])
                 zp = p
                 if dropout_p > 0:  # drawn again: the same bits as in the forward
                     z = dropout_factor(seed, B * H, rows, columns, dropout_p, p)
                     zp, dp = z * p, dp.mul_(z)  # 10
-                put_rows(dv, columns, torch.bmm(zp.to(v.dtype).mT, do_i), add=True)  # 9
+                put_rows(dv, columns, torch.bmm(zp.to(v.dtype).mT, do_i), add=1.0)  # 9
                 ds = dp.sub_(delta_i).mul_(p).to(q.dtype)  # 11
                 add_product(dq_i, ds, k_tiles[j], scale)  # 12
-                put_rows(dk, columns, torch.bmm(ds.mT, q_i), add=True)
+                put_rows(dk, columns, torch.bmm(ds.mT, q_i), add=scale)
             put_rows(dq, rows, dq_i)
 
-        return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype), *[None] * 7
+        return dq, dk.to(k.dtype), dv.to(v.dtype), *[None] * 7
 
 
 def by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -371,19 +373,20 @@ def like_heads(shape: torch.Size, x: Tensor) -> Tensor:
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def put_rows(x: Tensor, rows: range, values: Tensor, add: bool = False) -> None:
-    """Write, or add, the values of one tile, (N, G*block_m, D), to its rows of x (B, H, T, D)."""
+def put_rows(x: Tensor, rows: range, values: Tensor, add: float | None = None) -> None:
+    """Write the values of one tile, (N, G*block_m, D), to its rows of x (B, H, T, D); or add `add` times the values."""
     B, H, _, D = x.shape
     x, values = x[:, :, rows.start : rows.stop], values.view(B, H, len(rows), D)
-    x.add_(values) if add else x.copy_(values)
+    x.copy_(values) if add is None else x.add_(values, alpha=add)
 
 
-def scores(q_i: Tensor, k_j: Tensor, scale: float) -> Tensor:
-    """Step 1 in base 2: (N, R, D) and (N, block_n, D) to (N, R, block_n)."""
-    scale *= LOG2E
-    if q_i.dtype == sum_dtype(q_i.dtype):  # baddbmm's alpha scales inside the product, which saves a pass over the tile
-        return torch.baddbmm(q_i.new_empty(()), q_i, k_j.mT, beta=0, alpha=scale)
-    return torch.bmm(q_i, k_j.mT).to(sum_dtype(q_i.dtype)).mul_(scale)  # in 16 bits alpha would cost a second rounding
+def scores(q_i: Tensor, k_j: Tensor, scale: float, memory: Tensor) -> Tensor:
+    """scale q_i k_j^T, (N, R, D) and (N, block_n, D) to (N, R, block_n): a view of memory, which has the wide dtype."""
+    N, R, C = q_i.shape[0], q_i.shape[1], k_j.shape[1]
+    s = memory[: N * R * C].view(N, R, C)
+    if s.dtype == q_i.dtype:  # baddbmm's alpha scales inside the product, which saves a pass over the tile
+        return torch.baddbmm(s, q_i, k_j.mT, beta=0, alpha=scale, out=s)
+    return s.copy_(torch.bmm(q_i, k_j.mT)).mul_(scale)  # in 16 bits alpha would cost a second rounding
 
 
 def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
