@@ -4,11 +4,7 @@
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
 
 PYTHON ?= python3
-ifeq ($(OS),Windows_NT)
-BIN := .venv/Scripts
-else
 BIN := .venv/bin
-endif
 
 .PHONY: train test clean
 

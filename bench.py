@@ -4,8 +4,8 @@
     python bench.py lengths=[1024,4096,16384,65536] heads=12 head_size=64 dtype=bf16 block=1024   on a GPU
 
 Each implementation is compared with float64 first; one that is wrong is not weighed. Then, for every length, one
-forward and backward: time (median) and peak memory above the inputs. Rows go to docs/results.csv, the picture to
-docs/memory.png.
+forward and backward: time (median) and peak memory above the inputs. Rows go to results.csv and the
+picture to memory.png, in runs/bench (docs/ has those of out=docs).
 """
 
 import csv
@@ -25,7 +25,23 @@ from model.attention import AttentionConfig, attention, resolve
 from training import config
 from training.machine import about, pick_device
 
-COLUMNS = ["commit", "device", "torch", "impl", "dtype", "B", "H", "T", "D", "tile", "pass", "ms", "tflops", "peak_mib"]
+COLUMNS = [
+    "commit",
+    "device",
+    "torch",
+    "triton",
+    "impl",
+    "dtype",
+    "B",
+    "H",
+    "T",
+    "D",
+    "tile",
+    "pass",
+    "ms",
+    "tflops",
+    "peak_mib",
+]
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,13 +55,16 @@ class Config:
     block: int = 128  # block_m and block_n of tiled
     repeats: int = 3  # timed passes after one that is not
     device: str = "auto"
-    out: str = "docs"  # folder of results.csv and memory.png
+    out: str = "runs/bench"  # folder of results.csv and memory.png
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
-        for name in ("heads", "head_size", "repeats", *[f"lengths[{i}]" for i in range(len(self.lengths))]):
-            value = self.lengths[int(name[8:-1])] if name.startswith("lengths") else getattr(self, name)
+        if not (self.lengths and self.impls):
+            raise ValueError(f"lengths={self.lengths} impls={self.impls}: nothing to weigh; give at least one of each")
+        numbers = {"heads": self.heads, "head_size": self.head_size, "block": self.block, "repeats": self.repeats}
+        numbers |= {f"lengths[{i}]": length for i, length in enumerate(self.lengths)}
+        for name, value in numbers.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
 
@@ -184,7 +203,9 @@ def main(cfg: Config) -> None:
                 flops = 3.5 * 2 * cfg.heads * T * T * cfg.head_size
                 row |= {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "peak_mib": peak / 2**20}
                 print(f"T {T:>7}  {impl:6} {seconds * 1e3:>10.1f} ms {peak / 2**20:>10.1f} MiB", flush=True)
-            except (torch.OutOfMemoryError, MemoryError):
+            except (RuntimeError, MemoryError) as error:
+                if isinstance(error, RuntimeError) and "memory" not in str(error):  # a CPU's allocator has no type
+                    raise
                 dead.add(impl)  # longer contexts need more still
                 row |= {"ms": None, "tflops": None, "peak_mib": 0}
                 print(f"T {T:>7}  {impl:6} out of memory", flush=True)

@@ -36,12 +36,14 @@ class Config:
     top_p: float = 1.0
     seed: int = 1337
     device: str = "auto"
-    impl: str | None = None  # of attention: naive | tiled | sdpa | triton; None: as in training
+    impl: str | None = None  # of attention: naive | tiled | sdpa | triton; None: as asked for in training
 
     def __post_init__(self):
         for name in ("num_samples", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
 
 
 def main(cfg: Config) -> None:
@@ -86,7 +88,7 @@ def find(cfg: Config) -> Path:
     """The directory of the checkpoint that run= and checkpoint= mean; ValueError when there is none."""
     if cfg.checkpoint not in ("best", "last"):
         return Path(cfg.checkpoint)
-    last = checkpoint.find_resume("auto" if cfg.run == "latest" else cfg.run, Path(cfg.runs), None)
+    last = checkpoint.find_resume("auto" if cfg.run == "latest" else cfg.run, Path(cfg.runs), None, option="run")
     return last if cfg.checkpoint == "last" else checkpoint.best(last.parent) or last
 
 

@@ -26,7 +26,7 @@ from data.loader import Loader, open_dataset, validation_batches
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, BreakIt, resolve
-from model.generate import Sampler, generate
+from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
 from training.machine import about, memory_gib, peak_flops, pick_device
@@ -72,6 +72,10 @@ class Config:
         for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.tokens_per_step is not None and self.tokens_per_step < 1:
+            raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1; null takes one pass")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
         for name in ("sample_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
@@ -96,7 +100,7 @@ def main(cfg: Config) -> int:
 
     T = cfg.model.context_length
     per_pass = cfg.batch_size * T  # tokens that go through the model at once
-    tokens_per_step = cfg.tokens_per_step or per_pass
+    tokens_per_step = per_pass if cfg.tokens_per_step is None else cfg.tokens_per_step
     accumulation, rest = divmod(tokens_per_step, per_pass)
     if rest or not accumulation:
         raise ValueError(
@@ -117,6 +121,7 @@ def main(cfg: Config) -> int:
         if path.resolve().parent.name == checkpoint.FOLDER:  # of a run, and not a copy that lies somewhere else
             name = name or path.resolve().parents[1].name
         refuse_another_model(resumed, cfg, broken)
+        changes = changed(resumed.state["config"], asdict(cfg))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data. Prepared at first use, cached by content.
@@ -150,7 +155,9 @@ def main(cfg: Config) -> int:
 
     if name is None:
         size = f"{model.parameter_count() / 1e6:.3g}M"
-        name = time.strftime("%Y%m%d-%H%M%S") + f"-{size}-{attention.impl}" + (f"-BROKEN-{broken}" if broken else "")
+        first = time.strftime("%Y%m%d-%H%M%S") + f"-{size}-{attention.impl}" + (f"-BROKEN-{broken}" if broken else "")
+        names = [first, *(f"{first}-{number}" for number in range(2, 100))]  # a sweep's jobs may take under a second
+        name = next(name for name in names if not (runs / name).exists())
     folder = runs / name
     same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
     if folder.exists() and not same_run:
@@ -171,6 +178,8 @@ def main(cfg: Config) -> int:
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     say = metrics.say
     say(f"run: {folder}" + (f", resumed from {resumed.path}" if resumed else ""))
+    if resumed and changes:
+        say(f"changed since the checkpoint: {', '.join(changes)}")
     say(" | ".join(f"{key} {value}" for key, value in facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
     window = f", window {attention.window}" if attention.window else ""
@@ -269,16 +278,15 @@ def main(cfg: Config) -> int:
             # Reading the loss waits for the device, once a step. That is its price for stopping before a bad update and
             # not after: from NaN weights there is no way back.
             loss, norm = float(total), float(norm)
-            if cfg.stop_on_nan and not (math.isfinite(loss) and math.isfinite(norm)):
-                say(stamp(broken) + what_to_try(step + 1, loss, norm, cfg, saved))
-                return 1
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            spoilt = cfg.stop_on_nan and not (math.isfinite(loss) and math.isfinite(norm))
+            if not spoilt:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             step += 1
 
             seconds = time.perf_counter() - started
             pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
-            if step % cfg.log_every == 0 or step == cfg.steps:
+            if step % cfg.log_every == 0 or step == cfg.steps or spoilt:
                 metrics.log({
                     "step": step,
                     "loss": loss,
@@ -291,6 +299,9 @@ def main(cfg: Config) -> int:
                     "memory_gib": memory_gib(device),
                     "eta_s": pace * (cfg.steps - step),
                 })  # fmt: skip
+            if spoilt:
+                say(stamp(broken) + what_to_try(step, loss, norm, cfg, dtype, saved))
+                return 1
 
             last = step == cfg.steps
             val_loss = math.inf  # of this step's weights: unknown unless it is measured now
@@ -299,9 +310,12 @@ def main(cfg: Config) -> int:
                 val_loss = found["val_loss"]
                 metrics.log({"step": step, **found})
                 metrics.picture()
-            sound = math.isfinite(loss) and math.isfinite(norm)  # else the weights are NaN, and have nothing to say
-            if sound and cfg.sample_every and cfg.sample_tokens and (step % cfg.sample_every == 0 or last):
-                metrics.sample(step, write_sample())
+            if cfg.sample_every and cfg.sample_tokens and (step % cfg.sample_every == 0 or last):
+                try:
+                    metrics.sample(step, write_sample())
+                except NotFinite:  # of the weights that this step made; the next step's loss will say so too
+                    say(f"{stamp(broken)}no sample at step {step}: the logits are NaN")
+                    model.train()
             if step % cfg.checkpoint_every == 0 or last or stop:
                 saved = save()
             if stop and not last:
@@ -309,12 +323,19 @@ def main(cfg: Config) -> int:
                 code = 128 + stop[0]
                 return code
         code = 0
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"out of GPU memory with batch_size={cfg.batch_size} sequences of {T} tokens; "
+            f"use batch_size={max(1, cfg.batch_size // 2)} tokens_per_step={tokens_per_step}, which learns the same"
+        ) from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if step:
-            metrics.picture()
-        metrics.close(code)
+        try:
+            if step:
+                metrics.picture()
+        finally:
+            metrics.close(code)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What there is now, and what to do next.
@@ -322,7 +343,7 @@ def main(cfg: Config) -> int:
     print(f"{stamp(broken)}done: best validation loss {best_loss:.4f} at step {best_step}")
     print(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
     print(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
-    print(f"next:\n  python sample.py run={name} prompt='def '\n  {again(name, 2 * cfg.steps)}")
+    print(f"next:\n  python sample.py run={name} prompt='def '\n  {again(name, 2 * cfg.steps)}  # the rate rises again")
     return 0
 
 
@@ -340,19 +361,41 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config, broken: st
                     f"{resumed.path} is of another model: {group}.{key} is {other} there and {value} here; "
                     f"use {group}.{key}={other}, or start a new run without resume="
                 )
+    window = theirs["attention"]["window"]
+    if window != cfg.attention.window:
+        raise ValueError(
+            f"{resumed.path} was trained with attention.window={window}, this run has {cfg.attention.window}; "
+            "resume with the same, or start a new run without resume="
+        )
     if resumed.state["broken"] != broken:
         raise ValueError(
-            f"{resumed.path} was trained with break_it={resumed.state['broken'] or 'none'}, this run has "
+            f"{resumed.path} was trained with break_it: {resumed.state['broken'] or 'none'}, this run has "
             f"{broken or 'none'}; resume with the same, or start a new run without resume="
         )
 
 
-def what_to_try(step: int, loss: float, norm: float, cfg: Config, saved: Path | None) -> str:
+def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
+    """What of the configuration differs from the checkpoint's, as "key old -> new": a resumed run is the same run only
+    where nothing that matters does."""
+    found = []
+    for key, value in ours.items():
+        old = theirs.get(key, value)
+        if isinstance(value, dict):
+            found += changed(old, value, f"{prefix}{key}.")
+            continue
+        path = prefix + key
+        filled_in_later = value is None and path in ("model.vocab_size", "optimizer.lr")  # and to the same, as then
+        if value != old and not filled_in_later and path not in ("name", "runs", "resume"):
+            found.append(f"{path} {old} -> {value}")
+    return found
+
+
+def what_to_try(step: int, loss: float, norm: float, cfg: Config, dtype: str, saved: Path | None) -> str:
     """The message of a run that met NaN or infinity."""
     tries = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})", "a longer optimizer.warmup_steps"]
     if cfg.attention.impl != "naive":
         tries.append("attention=naive, to see whether attention does it")
-    if cfg.dtype != "float32":
+    if dtype != "float32":
         tries.append("dtype=float32")
     if cfg.break_it.label:
         tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to watch it go on"]

@@ -144,12 +144,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What prepare() wrote about `folder`. Raises ValueError where there is nothing readable of this format."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        version, _ = manifest["version"], manifest["sha256"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: JSON, but not ours
         raise ValueError(f"{folder / MANIFEST} cannot be read: delete {folder} and run again") from error
-    if manifest["version"] != FORMAT:
-        raise ValueError(
-            f"{folder} is of format {manifest['version']}, this code reads {FORMAT}: delete it and run again"
-        )
+    if version != FORMAT:
+        raise ValueError(f"{folder} is of format {version}, this code reads {FORMAT}: delete it and run again")
     return manifest
 
 

@@ -27,7 +27,11 @@ DOWNLOAD_SECONDS = 30  # for GPT-2's two files, 1.5 MB together
 @dataclass
 class TokenizerConfig:
     kind: str = "byte"  # byte | bpe | gpt2
-    vocab_size: int = 4096  # bpe only, the end-of-text token included
+    vocab_size: int | None = None  # bpe only, the end-of-text token included; None: 4096
+
+    def __post_init__(self):
+        if self.vocab_size is not None and self.kind != "bpe":
+            raise ValueError(f"tokenizer.vocab_size={self.vocab_size}: tokenizer={self.kind} has its own; leave it out")
 
 
 def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
@@ -36,7 +40,7 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
         case "byte":
             return byte_encoding()
         case "bpe":
-            return train_bpe(texts, config.vocab_size)
+            return train_bpe(texts, config.vocab_size or 4096)
         case "gpt2":
             return gpt2_encoding()
         case _:

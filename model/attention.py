@@ -79,10 +79,15 @@ class BreakIt:
     @property
     def label(self) -> str:
         """Names what is broken, for banners, run names and tags; empty when nothing is."""
-        rescale = {(True, True): "", (False, False): "no_rescale", (False, True): "no_rescale_sum"}
+        rescale = {
+            (True, True): "",
+            (False, False): "no_rescale",
+            (False, True): "no_rescale_sum",
+            (True, False): "no_rescale_output",
+        }
         parts = [
             "" if self.subtract_max else "no_max",
-            rescale.get((self.rescale_sum, self.rescale_output), "no_rescale_output"),
+            rescale[self.rescale_sum, self.rescale_output],
             "" if self.score_gain == 1.0 else f"gain_{self.score_gain:g}",
         ]
         return "+".join(part for part in parts if part)
@@ -398,6 +403,7 @@ def hide(s: Tensor, rows: range, columns: range, offset: int, causal: bool, wind
     i, j = (torch.arange(x.start, x.stop, device=s.device) for x in (rows, columns))
     limit = torch.where(visible(i, j, offset, causal, window), INF, -INF)
     # The smaller of score and limit: on a CPU masked_fill_ with a broadcast mask takes longer than the exponentials.
+    # The price: a NaN score stays NaN where it is hidden, so a NaN key shows in the earlier rows of its own tile too.
     s.unflatten(1, (-1, len(rows))).clamp_(max=limit)  # the same for each of the G heads
 
 

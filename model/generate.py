@@ -15,6 +15,10 @@ from torch import Tensor
 from model.gpt import GPT
 
 
+class NotFinite(ValueError):
+    """The logits are NaN: there is nothing to choose from."""
+
+
 @dataclass
 class Sampler:
     """How the next token is chosen; the filters apply in this order, after the temperature."""
@@ -32,10 +36,10 @@ class Sampler:
             raise ValueError(f"top_p={self.top_p} is outside (0, 1]; 1 looks at every token")
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Logits float (B, V) to token ids int64 (B,). generator: on the logits' device. ValueError for NaN logits."""
+        """Logits float (B, V) to token ids int64 (B,). generator: on the logits' device. NotFinite for NaN logits."""
         logits = logits.float()
         if logits.isnan().any():
-            raise ValueError("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
+            raise NotFinite("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits / self.temperature

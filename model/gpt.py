@@ -41,8 +41,10 @@ class GPTConfig:
     def __post_init__(self):
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
-        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_multiple"):
-            if getattr(self, name) < 1:
+        if self.rope_base <= 1:
+            raise ValueError(f"model.rope_base={self.rope_base} must be above 1; 10000 is usual")
+        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_multiple", "mlp_hidden"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}")
@@ -216,8 +218,8 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> float:
         """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), causal attention at half.
 
-        6 a parameter that multiplies (a table that is only looked up does not), 6 L C keys a query sees on average
-        (2 products of 2 C each, and twice that backward, over T / 2 keys).
+        6 a parameter that multiplies (a table that is only looked up does not), and 12 L C for each key that a query
+        sees (2 products of 2 C each, and twice that backward), T / 2 of them on average.
         """
         tables = 0 if self.config.tie_head else self.embedding.weight.numel()
         if self.config.position == "learned":

@@ -25,6 +25,8 @@ def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if not torch.is_grad_enabled():  # inside the Function grad mode is always off, so it has to be asked here
+        x, weight = x.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
         return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets)
 

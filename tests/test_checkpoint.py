@@ -273,7 +273,7 @@ def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resu
 
 
 def test_nothing_to_resume_at_all(tmp_path):
-    with pytest.raises(ValueError, match=r"resume=auto: no checkpoint in .*; train without resume= first"):
+    with pytest.raises(ValueError, match=r"resume=auto: no checkpoint in .*; train one first: python train.py"):
         checkpoint.find_resume("auto", tmp_path / "runs", None)
 
 

@@ -227,8 +227,10 @@ def test_other_options_have_a_folder_of_their_own(corpus, make, options):
     assert make(corpus, **options) != make(corpus)
 
 
-def test_bpe_only_options_do_not_divide_the_cache(corpus, make):
-    assert make(corpus, TokenizerConfig("byte", vocab_size=300)) == make(corpus)
+@pytest.mark.parametrize("kind", ["byte", "gpt2"])
+def test_a_vocabulary_size_for_a_tokenizer_that_has_its_own_is_refused(kind):
+    with pytest.raises(ValueError, match=f"tokenizer.vocab_size=300: tokenizer={kind} has its own"):
+        TokenizerConfig(kind, vocab_size=300)
 
 
 def test_the_same_text_elsewhere_has_the_same_bytes(corpus, make, tmp_path):

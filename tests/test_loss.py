@@ -44,6 +44,16 @@ def test_without_gradients_the_value_is_the_same():
         assert torch.equal(next_token_loss(x, weight, targets), next_token_loss(*problem(20)).detach())
 
 
+def test_without_gradients_the_heads_gradient_is_not_computed():
+    """needs_input_grad is True for a parameter under no_grad too: evaluation paid for a gradient that nobody read."""
+    from bench import PeakBytes
+
+    x, weight = torch.randn(4, 64), torch.randn(512, 64, requires_grad=True)
+    with torch.no_grad(), PeakBytes() as counted:
+        next_token_loss(x, weight, torch.randint(512, (4,)))
+    assert counted.peak < weight.numel() * 4
+
+
 def test_large_logits_do_not_overflow():
     x, weight, targets = problem(8, torch.float32)
     assert next_token_loss(x * 1e4, weight, targets).isfinite()

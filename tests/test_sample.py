@@ -221,7 +221,7 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "value", "way_out"),
     [
-        (["run=nobody"], "resume=nobody: no checkpoint in ", "runs that have one: parrot"),
+        (["run=nobody"], "run=nobody: no checkpoint in ", "runs that have one: parrot"),
         (["checkpoint={runs}/parrot/checkpoints/step_000009"], "step_000009", ""),
         (["temperature=-1"], "temperature=-1.0 must be at least 0", "0 takes the likeliest token"),
         (["temperature=nan"], "temperature=nan must be at least 0", "0 takes the likeliest token"),

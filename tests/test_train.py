@@ -237,10 +237,12 @@ OVERFLOW_NAME = "x-BROKEN-no_max+gain_500"
 def test_nan_stops_the_run_before_the_optimizer_step(call, small, tmp_path):
     ended = call(train, *small, *OVERFLOW, "steps=30", f"runs={tmp_path}", "name=x")
     run = tmp_path / OVERFLOW_NAME
-    reached = records(run)[-1]["step"]
+    spoilt = records(run)[-1]["step"]  # the step that met NaN is in the record too
+    reached = spoilt - 1
     assert ended.code == 1
     assert 1 < reached < 30
-    assert all(map(math.isfinite, losses(run)))
+    assert all(map(math.isfinite, losses(run)[:-1]))
+    assert math.isnan(losses(run)[-1])
     good = checkpoint.load(checkpoint.last(run / checkpoint.FOLDER))
     assert good.step == reached
     assert all(tensor.isfinite().all() for tensor in good.model.values())
@@ -495,14 +497,14 @@ RESUME = "resume={there}/runs/done"
         (["model.mlp=swiglu"], "model.mlp is gelu_tanh there and swiglu here", "or start a new run without resume="),
         (["tokenizer=bpe"], "tokenizer.kind is byte there and bpe here", "use tokenizer.kind=byte, or start a new run"),
         (["data.path={there}/long.txt"], "trained with dataset=", "use the same data and tokenizer"),
-        (["break_it=no_max"], "trained with break_it=none, this run has no_max", "resume with the same"),
+        (["break_it=no_max"], "trained with break_it: none, this run has no_max", "resume with the same"),
         (["seed=3"], "trained with seed=1337, this run has 3", "use seed=1337"),
         (["steps=4"], "step_000004 is at step 4 of steps=4", "give a larger steps="),
         (["steps=2"], "step_000004 is at step 4 of steps=2", "give a larger steps="),
-        (["resume={there}/runs/other"], "resume={there}/runs/other: no checkpoint", "train without resume= first"),
-        (["resume=auto", "name=mine"], "resume=auto: no checkpoint in ", "train without resume= first"),
+        (["resume={there}/runs/other"], "resume={there}/runs/other: no checkpoint", "train one first: python train.py"),
+        (["resume=auto", "name=mine"], "resume=auto: no checkpoint in ", "train one first: python train.py"),
         (["resume=auto", "runs={there}/runs", "name=dome"], "runs/dome", "runs that have one: done"),
-        (["resume={there}/runs/done/checkpoints/step_000009"], "step_000009", "train without resume= first"),
+        (["resume={there}/runs/done/checkpoints/step_000009"], "step_000009", "train one first: python train.py"),
         (["resume=null", "runs={there}/runs", "name=done"], "run {there}/runs/done exists already", "resume=auto"),
     ],
     ids=lambda part: part[-1].replace("{there}/", "") if isinstance(part, list) else "",
@@ -554,8 +556,8 @@ def test_the_command_line_itself_answers_a_mistake_with_one_line_and_no_tracebac
     commands = {
         ("train.py", "--lr=1"): "train: --lr=1: options are written key=value here, without dashes; "
         "did you mean optimizer.lr=1?\n",
-        ("sample.py", f"runs={tmp_path}"): f"sample: resume=auto: no checkpoint in {tmp_path}/*; "
-        "train without resume= first\n",
+        ("sample.py", f"runs={tmp_path}"): f"sample: run=auto: no checkpoint in {tmp_path}/*; "
+        "train one first: python train.py\n",
     }
     started = {command: start(*command) for command in commands}
     for command, process in started.items():
@@ -607,3 +609,39 @@ def test_every_preset_makes_whole_steps_by_default(size):
     ((cfg, _),) = config.compose([f"model={size}"], train.Config, "config", ROOT / "conf", "train")
     per_pass = cfg.batch_size * cfg.model.context_length
     assert (cfg.tokens_per_step or per_pass) % per_pass == 0
+
+
+def test_a_broken_runs_own_sample_does_not_end_it(call, small, tmp_path):
+    """The weights may turn NaN in the very step that is sampled: the loss was finite, what it left behind is not. The
+    sampler's error used to end the run, without a stamp and without what to try."""
+    there = [f"runs={tmp_path}", "name=x", "steps=30", "sample_every=1", "sample_tokens=5"]
+    ended = call(train, *small, *OVERFLOW, *there)
+    assert ended.code == 1
+    assert "stopped before the optimizer step" in ended.out
+
+
+def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
+    there = [f"runs={tmp_path}", "name=x"]
+    assert call(train, *small, *there, "steps=2", "optimizer.lr=1e-2", "attention.dropout_p=0.1").code == 0
+    ended = call(train, *small, *there, "steps=4", "resume=auto", "optimizer.lr=2e-2")
+    said = "changed since the checkpoint: attention.dropout_p 0.1 -> 0.0, optimizer.lr 0.01 -> 0.02, steps 2 -> 4"
+    assert said in ended.out.splitlines()
+
+
+def test_another_window_is_another_model(call, small, tmp_path):
+    there = [f"runs={tmp_path}", "name=x"]
+    assert call(train, *small, *there, "steps=2", "attention.window=4").code == 0
+    ended = call(train, *small, *there, "steps=4", "resume=auto")
+    assert ended.code == 2
+    assert "was trained with attention.window=4, this run has None" in ended.err
+
+
+@pytest.mark.parametrize(
+    "mistake", ["tokens_per_step=-128", "tokens_per_step=0", "seed=-1", "tokenizer.vocab_size=300"]
+)
+def test_a_number_that_cannot_be_is_refused_and_leaves_nothing(call, small, tmp_path, mistake):
+    arguments = [a for a in small if not a.startswith(mistake.split("=")[0])]
+    ended = call(train, *arguments, mistake, f"runs={tmp_path}", "name=x")
+    assert ended.code == 2
+    assert mistake in ended.err
+    assert not (tmp_path / "x").exists()

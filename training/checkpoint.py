@@ -275,8 +275,8 @@ def _step(path: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def find_resume(resume: str, runs: Path, name: str | None) -> Path:
-    """The checkpoint directory that `resume=` means.
+def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume") -> Path:
+    """The checkpoint directory that `resume=` means, or sample.py's `run=`, which is then the option to name.
 
     resume: "auto" is the last checkpoint of the run `name`, or with name None of the run that saved last; otherwise
         the path of a checkpoint or of a run, or the name of a run under `runs`.
@@ -298,7 +298,8 @@ def find_resume(resume: str, runs: Path, name: str | None) -> Path:
         if looked.is_dir():
             return looked
     else:
-        looked = Path(resume) if Path(resume).is_dir() else runs / resume
+        inside = runs / resume  # the run of that name first: a folder beside it may be called the same
+        looked = inside if inside.is_dir() or not Path(resume).is_dir() else Path(resume)
 
     folder = looked if looked.name == FOLDER else looked / FOLDER
     found = all_checkpoints(folder)
@@ -308,8 +309,8 @@ def find_resume(resume: str, runs: Path, name: str | None) -> Path:
                 print(f"checkpoint {found[-1]} is damaged: resuming from {path} instead", file=sys.stderr)
             return path
     problem = "no complete checkpoint among those" if found else "no checkpoint"
-    way_out = f"runs that have one: {', '.join(have)}" if have else "train without resume= first"
-    raise ValueError(f"resume={resume}: {problem} in {looked}; {way_out}")
+    way_out = f"runs that have one: {', '.join(have)}" if have else "train one first: python train.py"
+    raise ValueError(f"{option}={resume}: {problem} in {looked}; {way_out}")
 
 
 # --- what goes into optimizer.safetensors ---------------------------------------------------------------------------
@@ -366,6 +367,8 @@ def rng_state() -> dict[str, Tensor]:
     states = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["rng.cuda"] = torch.cuda.get_rng_state()
+    if torch.backends.mps.is_available():
+        states["rng.mps"] = torch.mps.get_rng_state()
     return states
 
 
@@ -374,3 +377,5 @@ def set_rng_state(tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(tensors["rng.cpu"].clone())
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng.cuda"].clone())
+    if "rng.mps" in tensors and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(tensors["rng.mps"].clone())

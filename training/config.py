@@ -68,12 +68,13 @@ def run(script: Callable[[Any], int | None], schema: type, config_name: str, con
         for number, (config, overrides) in enumerate(jobs, start=1):
             if len(jobs) > 1:
                 print(f"job {number}/{len(jobs)}: {' '.join(overrides)}", flush=True)
+                sys.argv = [sys.argv[0], *overrides]  # what would start this job alone
             code = script(config)
             if code:
                 sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as a shell reports it
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a full disk, a file that may not be read; its text says which
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         print(f"{file.stem}: {error}", file=sys.stderr)

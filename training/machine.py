@@ -1,5 +1,6 @@
 """The machine under a run: which device, what it can do at best, and the versions that a figure has to name."""
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -65,6 +66,8 @@ def pick_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
         reason = str(error).splitlines()[0]
         raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error
+    if device.startswith("cuda:"):  # the generator that is saved, and every kernel launched, are the current device's
+        torch.cuda.set_device(device)
     return torch.device(device)
 
 
@@ -74,9 +77,17 @@ def about(device: torch.device) -> dict[str, str | int]:
         "commit": git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": version("triton"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.machine()}",
         "threads": torch.get_num_threads(),
     }
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def git_commit() -> str:

@@ -422,7 +422,7 @@ class Metrics:
         with open(self.folder / "samples.txt", "a", encoding="utf-8", newline="\n") as file:
             file.write(f"{header}\n{text}\n\n")
         self.say(f"{header}\n{printable(text)}\n")
-        self.wandb.sample(step, text)
+        self.wandb.sample(step, f"{header}\n{text}")
 
     def picture(self) -> Path:
         """Draw loss.png anew from metrics.jsonl and return its path."""
