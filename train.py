@@ -72,6 +72,15 @@ class Config:
         for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("name", "runs", "resume"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name}= is empty; give it a value or leave it out")
+        if self.name and (
+            self.name in (".", "..", "latest", "auto") or "/" in self.name or not self.name.isprintable()
+        ):
+            raise ValueError(
+                f"name={self.name!r} cannot name a run; use letters, digits and - (runs= chooses the folder)"
+            )
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1; null takes one pass")
         if not 0 <= self.seed < 2**63:
@@ -160,6 +169,7 @@ def main(cfg: Config) -> int:
         name = next(name for name in names if not (runs / name).exists())
     folder = runs / name
     same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
+    held = checkpoint.lock(folder)
     if folder.exists() and not same_run:
         raise ValueError(f"the run {folder} exists already: go on with it by resume=auto, or use another name=")
 
@@ -309,7 +319,6 @@ def main(cfg: Config) -> int:
                 found = evaluate()
                 val_loss = found["val_loss"]
                 metrics.log({"step": step, **found})
-                metrics.picture()
             if cfg.sample_every and cfg.sample_tokens and (step % cfg.sample_every == 0 or last):
                 try:
                     metrics.sample(step, write_sample())
@@ -318,6 +327,8 @@ def main(cfg: Config) -> int:
                     model.train()
             if step % cfg.checkpoint_every == 0 or last or stop:
                 saved = save()
+            if val_loss < math.inf:
+                metrics.picture()
             if stop and not last:
                 say(f"stopped at step {step}, saved {saved}; to go on: {again(name, cfg.steps)}")
                 code = 128 + stop[0]
@@ -336,6 +347,7 @@ def main(cfg: Config) -> int:
                 metrics.picture()
         finally:
             metrics.close(code)
+            held.close()
 
     # -----------------------------------------------------------------------------------------------------------------
     # What there is now, and what to do next.
@@ -343,7 +355,9 @@ def main(cfg: Config) -> int:
     print(f"{stamp(broken)}done: best validation loss {best_loss:.4f} at step {best_step}")
     print(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
     print(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
-    print(f"next:\n  python sample.py run={name} prompt='def '\n  {again(name, 2 * cfg.steps)}  # the rate rises again")
+    where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
+    print("next:\n  " + shlex.join(["python", "sample.py", f"run={name}", *where, "prompt=def "]))
+    print(f"  {again(name, 2 * cfg.steps)}  # the rate rises again")
     return 0
 
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
@@ -36,6 +37,8 @@ from data.tokenizer import TokenizerConfig, build, encode, to_json
 FORMAT = 1  # raise it when the files' contents change for the same text: every cached folder is then made again
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
+FILES = {"tokenizer.json", *(name for split in SPLITS for name in (f"{split}.bin", f"{split}_documents.npy"))}
+TEMPORARY = re.compile(r"(pystdlib|text)-\w+-[0-9a-f]{12}\.tmp")
 
 HEADER_INTS = 256
 MAGIC_UINT16 = (20240520, 1)  # llm.c's GPT-2 shards
@@ -105,7 +108,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
         if folder.exists():  # made by another process while this one waited
             return folder
         for stale in cache.glob("*.tmp"):  # whoever was writing these held the lock, so is dead
-            shutil.rmtree(stale)
+            if TEMPORARY.fullmatch(stale.name) and stale.is_dir():  # the cache may be a folder with other things in it
+                shutil.rmtree(stale)
 
         parts = split(documents, data.val_fraction)
         with progress_bar(quiet) as progress:
@@ -144,8 +148,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What prepare() wrote about `folder`. Raises ValueError where there is nothing readable of this format."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        version, _ = manifest["version"], manifest["sha256"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: JSON, but not ours
+        version = manifest["version"]
+        if set(manifest["sha256"]) != FILES:  # with a file left out of it, that file would go unchecked
+            raise ValueError("not the files that belong here")
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the last two: JSON, but not ours
         raise ValueError(f"{folder / MANIFEST} cannot be read: delete {folder} and run again") from error
     if version != FORMAT:
         raise ValueError(f"{folder} is of format {version}, this code reads {FORMAT}: delete it and run again")
@@ -202,6 +208,8 @@ def find(path: str) -> tuple[Path, list[Path]]:
 
     A folder gives the files in it that look like text by their suffix; a file or a glob gives whatever it names.
     """
+    if not path:
+        raise ValueError("data.path= is empty: give a file, a folder or a glob")
     named = Path(path).expanduser()
     if named.is_file():
         return named.parent, [named]

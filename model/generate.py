@@ -42,7 +42,8 @@ class Sampler:
             raise NotFinite("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits / self.temperature
+        # The largest at 0 first: divided by a tiny temperature the others go to -inf, which is right, and none to +inf.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)  # below, float32 says 0
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)

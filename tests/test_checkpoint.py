@@ -351,3 +351,14 @@ def test_the_optimizer_of_another_model_is_refused():
         checkpoint.load_optimizer_tensors(
             theirs, other.named_parameters(), {n: t for n, t in tensors.items() if n.startswith("2")}
         )
+
+
+def test_a_run_is_held_by_one_at_a_time_and_let_go(tmp_path):
+    """Two in one run mixed their metrics and deleted each other's temporary checkpoints."""
+    held = checkpoint.lock(tmp_path / "x")
+    checkpoint.lock(tmp_path / "y").close()
+    with pytest.raises(ValueError, match=r"the run .*x is being trained by another process; use another name="):
+        checkpoint.lock(tmp_path / "x")
+    held.close()
+    checkpoint.lock(tmp_path / "x").close()
+    assert list(tmp_path.iterdir()) == []

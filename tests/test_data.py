@@ -606,3 +606,21 @@ def test_byte_batches_decode_to_the_text(corpus, make):
     text = byte_encoding().decode(row[1:].tolist())
     assert row[0] == END_OF_TEXT
     assert text.startswith("Text ")
+
+
+def test_only_our_own_leftovers_are_removed_from_the_cache(corpus, make, tmp_path):
+    """data.cache=$HOME deleted every folder called *.tmp in it."""
+    (tmp_path / "cache" / "precious.tmp").mkdir(parents=True)
+    ours = tmp_path / "cache" / "text-byte-0123456789ab.tmp"
+    ours.mkdir()
+    prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "cache")), TokenizerConfig(), quiet=True)
+    assert (tmp_path / "cache" / "precious.tmp").is_dir()
+    assert not ours.exists()
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"version": 1}', '{"version": 1, "sha256": {}}', "x"])
+def test_an_edited_manifest_is_one_line(corpus, make, text):
+    folder = make(corpus)
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest.json cannot be read: delete .* and run again"):
+        open_dataset(folder)

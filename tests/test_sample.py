@@ -342,3 +342,10 @@ def test_a_single_sample_of_a_broken_model_is_stamped_on_stdout(call, tmp_path):
     """With num_samples=1 the stamp was on stderr alone: sample.py > file.txt had none."""
     save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], broken="no_max")
     assert "BROKEN[no_max]" in call(sample, f"runs={tmp_path}").out
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-40, 1e-300])
+def test_a_tiny_temperature_is_the_likeliest_token(temperature):
+    """Logits over 1e-40 are infinite, and their softmax was NaN."""
+    logits = torch.randn(5, 30)
+    assert torch.equal(Sampler(temperature=temperature).choose(logits), logits.argmax(-1))

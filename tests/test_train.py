@@ -645,3 +645,17 @@ def test_a_number_that_cannot_be_is_refused_and_leaves_nothing(call, small, tmp_
     assert ended.code == 2
     assert mistake in ended.err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["", "..", "latest", "../out", "a/b", "a\nb"])
+def test_a_name_that_is_none_is_refused(call, small, tmp_path, name):
+    ended = call(train, *small, f"runs={tmp_path / 'runs'}", f"name={name}")
+    assert ended.code == 2
+    assert "name=" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_that_looks_like_mathematics_is_drawn_as_it_is(call, small, tmp_path):
+    """Matplotlib read the title as TeX, and its error ended the run before the first checkpoint."""
+    assert call(train, *small, "steps=2", f"runs={tmp_path}", "name=a$\\bad{$b").code == 0
+    assert (tmp_path / "a$\\bad{$b" / "loss.png").exists()

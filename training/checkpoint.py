@@ -18,6 +18,7 @@ bytes written and the bytes verified are the bytes loaded; a second or so a GB f
 One run writes into one folder, from one process. Readers (sample.py) may look on at any moment.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -25,9 +26,11 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import safetensors.torch
 import torch
@@ -232,6 +235,23 @@ def _sha256(data: bytes) -> str:
 def _header_hash(header: dict) -> str:
     # Of the values, not the bytes, because the hash has to stand in the file that it protects.
     return _sha256(json.dumps(header, sort_keys=True).encode())
+
+
+def lock(run: Path) -> IO:
+    """Hold the folder `run` for as long as the returned file is open: two processes in one run would delete each
+    other's checkpoints and mix their metrics. The system lets go when the holder dies, however it dies. The file lies
+    among the temporary ones, so that it is in nobody's way; processes on other machines are not seen.
+
+    Raises ValueError when another process holds it. Linux and macOS.
+    """
+    key = _sha256(f"{os.getuid()} {run.resolve()}".encode())[:16]
+    file = open(Path(tempfile.gettempdir()) / f"tilegpt-{key}.lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(f"the run {run} is being trained by another process; use another name=") from error
+    return file
 
 
 # --- finding --------------------------------------------------------------------------------------------------------

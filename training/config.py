@@ -74,6 +74,9 @@ def run(script: Callable[[Any], int | None], schema: type, config_name: str, con
                 sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as a shell reports it
+    except BrokenPipeError:  # whoever read what we print has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try to flush once more
+        sys.exit(141)  # 128 + SIGPIPE
     except (ValueError, OSError) as error:  # OSError: a full disk, a file that may not be read; its text says which
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

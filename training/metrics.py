@@ -146,7 +146,9 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
     bad = [r["step"] for r in records if not math.isfinite(r.get("loss", 0.0))]
     if bad:
         axes.axvline(bad[0], color="red", ls="--", lw=0.8, label=f"not finite from step {bad[0]}")
-    axes.set_title(f"{title} - BROKEN: {broken}" if broken else title, color="red" if broken else "black")
+    title = title.encode("utf-8", "replace").decode()  # a name may hold bytes that are no text
+    title = f"{title} - BROKEN: {broken}" if broken else title
+    axes.set_title(title, color="red" if broken else "black", parse_math=False)
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

@@ -25,6 +25,8 @@ class OptimizerConfig:
         for name in ("min_lr_ratio", "weight_decay", "warmup_steps", "grad_clip"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0")
+        if self.min_lr_ratio > 1:
+            raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio} must be at most 1: the rate falls to its end")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is outside [0, 1); 0.9 and 0.95 are usual")
