@@ -38,6 +38,7 @@ LOG2E = math.log2(math.e)
 # Where the running maximum starts. -inf in the books; but a row whose first tile is hidden altogether would then have
 # exp(-inf - -inf), which is NaN. From the lowest float32 it has exp(-inf - LOWEST) = 0, and needs no guard.
 LOWEST = torch.finfo(torch.float32).min
+TINY = torch.finfo(torch.float32).tiny  # below any sum that holds a weight: the largest weight of a row is 1
 
 
 @dataclass
@@ -309,9 +310,8 @@ class Tiled(torch.autograd.Function):
                 if dropout_p > 0:
                     p *= dropout_factor(seed, B * H, rows, columns, dropout_p, p)  # 4
                 acc = add_product(acc.mul_(alpha), p.to(v.dtype), v_tiles[j])  # 5
-            empty = l == 0
-            put_rows(o, rows, acc / l.masked_fill(empty, 1.0))  # 6
-            lse[:, :, rows.start : rows.stop] = (m / LOG2E + l.log()).masked_fill(empty, -INF).view(B, H, len(rows))
+            put_rows(o, rows, acc / l.clamp(min=TINY))  # 6: a row that saw nothing has 0 / TINY,
+            lse[:, :, rows.start : rows.stop] = (m / LOG2E + l.log()).view(B, H, len(rows))  # and log 0 = -inf
 
         ctx.save_for_backward(qn, kn, vn, seed, o, lse)
         return o, lse
