@@ -29,7 +29,7 @@ from model.attention import AttentionConfig, BreakIt, resolve
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
-from training.machine import about, memory_gib, peak_flops, pick_device
+from training.machine import about, keep_memory, memory_gib, peak_flops, pick_device
 from training.metrics import Metrics, WandbConfig, stamp
 from training.optimizer import OptimizerConfig, base_rate, build_optimizer, learning_rate
 
@@ -97,6 +97,7 @@ class Config:
 def main(cfg: Config) -> int:
     # -----------------------------------------------------------------------------------------------------------------
     # Where it runs, and in what precision.
+    keep_memory()
     device = pick_device(cfg.device)
     dtype = cfg.dtype
     if dtype == "auto":
