@@ -8,23 +8,24 @@
 Shapes: B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H a multiple), D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
-The steps carry the same numbers in every implementation:
+The steps carry the same numbers in every implementation, and in docs/attention.md, which derives them:
 
     forward                                             backward
-    1  s = q k^T * softmax_scale                         7  delta = rowsum(do * o) - dlse
+    1  s = q k^T * softmax_scale (softcap, alibi)        7  delta = rowsum(do * o) - dlse
     2  s = -inf where the mask hides the key             8  p = exp(s - lse): the weights, computed again (1, 2)
     3  online softmax: m, l, alpha, p                    9  dv = (Z p)^T do
     4  dropout: Z p, with Z = keep / (share kept)       10  dp = Z (do v^T)
     5  acc = alpha acc + (Z p) v                        11  ds = p (dp - delta)
     6  o = acc / l, lse = m + log l                     12  dq = ds k * softmax_scale, dk = ds^T q * softmax_scale
 
-Sources: Dao et al. 2022 (arXiv 2205.14135); Dao 2023 (arXiv 2307.08691), whose loop order (queries outside, keys
-inside) and lse this follows; Milakov & Gimelshein 2018 (arXiv 1805.02867) for the online softmax.
+Sources: Dao et al. 2022 (arXiv 2205.14135), order=keys_outside; Dao 2023 (arXiv 2307.08691), order=queries_outside and
+lse; Milakov & Gimelshein 2018 (arXiv 1805.02867), the online softmax; Press et al. 2022 (arXiv 2108.12409), alibi;
+Gemma 2 (arXiv 2408.00118), softcap.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from model.dropout import drop_threshold, keep_mask, keep_scale
+from model.mask import PART, Mask, packed
 
 INF = float("inf")
 LOG2E = math.log2(math.e)
@@ -46,18 +48,59 @@ class AttentionConfig:
     impl: str = "auto"  # naive | tiled | sdpa | triton; auto is resolved once, at start-up, by resolve()
     block_m: int = 96  # query rows of a tile (tiled); 96: the fastest for short contexts on a CPU (LOG.md)
     block_n: int = 96  # key rows of a tile (tiled)
+    order: str = "queries_outside"  # of tiled's loops: queries_outside (FlashAttention-2) | keys_outside (the first)
+    softmax_scale: float | None = None  # None: 1 / sqrt(D)
+    softcap: float | None = None  # bends the scores into (-softcap, softcap); Gemma 2 has 50
+    alibi: bool = False  # takes slope * distance off the scores, a slope a head; meant for model.position=none
     window: int | None = None  # keys a query sees, itself included; None: all of the past
+    windows: list[int | None] | None = None  # the same by layer, over and over: [128,128,128,null]
+    documents: bool = False  # a token sees its own document only (text is packed: a sequence may hold several)
+    block_mask: list[str] | None = None  # blocks to leave out: a picture of the scores, rows of x (in) and . (out)
+    block_mask_size: int = 64  # tokens a block of that picture is wide and high
     dropout_p: float = 0.0  # on the weights, while training
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
             raise ValueError(f"attention.impl={self.impl} is not known; choose auto, naive, tiled, sdpa or triton")
-        for name in ("block_m", "block_n"):
+        if self.order not in ("queries_outside", "keys_outside"):
+            raise ValueError(f"attention.order={self.order} is not known; choose queries_outside or keys_outside")
+        for name in ("block_m", "block_n", "block_mask_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"attention.{name}={getattr(self, name)} must be at least 1; 64 or 128 are usual")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"attention.window={self.window} must be at least 1 (a query sees itself); null for none")
+        for name in ("softmax_scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < INF:
+                raise ValueError(f"attention.{name}={value} must be above 0 and finite; null for the usual")
+        if self.windows is not None and (self.window is not None or not self.windows):
+            raise ValueError(
+                f"attention.windows={self.windows} attention.window={self.window}: give one window, "
+                "or a list of at least one, by layer"
+            )
+        for window in self.windows or [self.window]:
+            if window is not None and window < 1:
+                raise ValueError(f"attention.window={window} must be at least 1 (a query sees itself); null for none")
+        if self.block_mask is not None:
+            widths = {len(row) for row in self.block_mask}
+            if len(widths) != 1 or not "".join(self.block_mask) or set("".join(self.block_mask)) - {"x", "."}:
+                raise ValueError(
+                    f"attention.block_mask={self.block_mask} is no picture: give rows of one length, x for a block to "
+                    "compute and . for one to leave out, as in [x..,xx.,.xx]"
+                )
         drop_threshold(self.dropout_p)
+
+    def layer(self, i: int) -> "AttentionConfig":
+        """The configuration of layer i: the one that has its window."""
+        return self if self.windows is None else replace(self, windows=None, window=self.windows[i % len(self.windows)])
+
+    def check_length(self, T: int) -> None:
+        """ValueError when block_mask is a picture of fewer than T tokens."""
+        if self.block_mask is not None:
+            covered = min(len(self.block_mask), len(self.block_mask[0])) * self.block_mask_size
+            if covered < T:
+                raise ValueError(
+                    f"attention.block_mask covers {covered} tokens of {T}: draw more blocks, "
+                    f"or use attention.block_mask_size={-(-T * self.block_mask_size // covered)}"
+                )
 
 
 @dataclass
@@ -104,15 +147,23 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = WHOLE) -> 
     dropout mask, a switch of break_it).
     Raises ValueError naming the reason and the way out.
     """
-    special = config.window is not None or config.dropout_p > 0 or not unbroken(break_it)
     if config.impl == "auto":
+        special = beyond_sdpa(config) or config.dropout_p > 0 or not unbroken(break_it)
         config = replace(config, impl="sdpa" if device.startswith("cuda") and not special else "tiled")
     if config.impl == "triton":
         raise ValueError("attention.impl=triton is not built yet; use attention=tiled (any device) or attention=sdpa")
-    if config.impl == "sdpa" and config.window is not None:
-        raise ValueError(f"attention.window={config.window}: sdpa has no sliding window; use attention=tiled")
+    if config.impl == "sdpa" and beyond_sdpa(config):
+        raise ValueError(f"{beyond_sdpa(config)}: sdpa has nothing of the kind; use attention=tiled")
+    if config.impl != "tiled" and config.order != "queries_outside":
+        raise ValueError(f"attention.order={config.order}: {config.impl} has no such loops; use attention=tiled")
     check_switches(config.impl, break_it)
     return config
+
+
+def beyond_sdpa(config: AttentionConfig) -> str:
+    """What of the configuration torch's function has no argument for, as key=value; empty when nothing is."""
+    names = ("window", "windows", "documents", "block_mask", "softcap", "alibi")
+    return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
 
 def unbroken(break_it: BreakIt) -> bool:
@@ -128,6 +179,19 @@ def check_switches(impl: str, break_it: BreakIt) -> None:
         raise ValueError(f"break_it={break_it.label}: torch's sdpa cannot be broken; use attention=tiled")
 
 
+@dataclass
+class Problem:
+    """What is to be computed from q, k and v, whoever computes it."""
+
+    scale: float
+    softcap: float | None
+    slopes: Tensor | None  # (H,): of alibi, in the dtype of sums
+    mask: Mask
+    dropout_p: float
+    seed: Tensor | None
+    break_it: BreakIt
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -137,6 +201,7 @@ def attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     seed: Tensor | None = None,
+    documents: Tensor | None = None,
     break_it: BreakIt = WHOLE,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -144,30 +209,88 @@ def attention(
 
     q (B, H, T, D); k, v (B, H_kv, T_k, D) with H a multiple of H_kv; one float dtype, any strides.
     causal: row i sees key j where j <= i + T_k - T, the diagonal aligned at the end as flash-attention has it.
-    softmax_scale: 1 / sqrt(D) when None.
+    softmax_scale: config's when None, and 1 / sqrt(D) when that is None too.
     seed: int64 scalar tensor on q's device; given, the weights are dropped with config.dropout_p by the mask of
     model/dropout.py. None: no dropout, as in evaluation. (sdpa alone draws torch's own mask, whatever the seed.)
+    documents: integers (B, T_k), the document that each token is in, as the loader gives them; a token then sees its
+    own only. The queries are the last T of the tokens. (config.documents says whether the model hands them in.)
     Returns o (B, H, T, D) in q's dtype, and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for
     float64 inputs). A row with nothing to see gives o = 0, lse = -inf and gradients 0.
     Raises ValueError on shapes, dtypes, devices or options that do not go together.
     """
     check_inputs(q, k, v)
-    check_switches(config.impl, break_it)
-    dropout_p = 0.0 if seed is None else config.dropout_p
-    scale = (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) * break_it.score_gain
+    T, T_k = q.shape[2], k.shape[2]
+    if documents is not None:
+        if documents.shape != (k.shape[0], T_k) or documents.device != q.device or T > T_k:
+            raise ValueError(
+                f"documents {tuple(documents.shape)} on {documents.device} for T={T}, T_k={T_k} on {q.device}: "
+                f"want (B, T_k) = {(k.shape[0], T_k)}, T at most T_k, and one device"
+            )
+        documents = (documents[:, T_k - T :], documents)
+    return attend(q, k, v, config, {"documents": documents}, causal, softmax_scale, seed, break_it, return_lse)
 
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    config: AttentionConfig,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    seed: Tensor | None = None,
+    break_it: BreakIt = WHOLE,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() for sequences of several lengths laid end to end, with flash_attn_varlen_func's tensors.
+
+    q (tokens_q, H, D); k, v (tokens_k, H_kv, D). cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each
+    sequence begins and, last, the number of tokens; a sequence may be empty, and its last query stands at its last key.
+    (The longest lengths that flash-attention asks for as well are not needed.) Dropout counts rows and columns through
+    the whole pack, so two sequences never share a mask.
+    Returns o (tokens_q, H, D), and with return_lse also lse (H, tokens_q). The rest is as in attention().
+    """
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: want (tokens, heads, D) each")
+    documents = packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    check_inputs(q, k, v)
+    found = attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, return_lse)
+    o, lse = found if return_lse else (found, None)
+    o = o[0].transpose(0, 1)
+    return (o, lse[0]) if return_lse else o
+
+
+def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, return_lse):
+    """What both doors come to. documents: the fields of Mask that say which tokens belong together."""
+    T, T_k, H = q.shape[2], k.shape[2], q.shape[1]
+    check_switches(config.impl, break_it)
+    config.check_length(max(T, T_k))
+    assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
+    blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
+    scale = softmax_scale or config.softmax_scale or q.shape[-1] ** -0.5
+    problem = Problem(
+        scale * break_it.score_gain,
+        config.softcap,
+        alibi_slopes(H).to(q.device, sum_dtype(q.dtype)) if config.alibi else None,
+        Mask(T, T_k, causal, config.window, blocks=blocks, block_size=config.block_mask_size, **documents),
+        0.0 if seed is None else config.dropout_p,
+        seed,
+        break_it,
+    )
     # Autocast would round the float32 running sums to bf16; the dtype of q, k and v has been chosen by now.
     with torch.autocast(q.device.type, enabled=False):
         match config.impl:
             case "naive":
-                o, lse = naive(q, k, v, scale, causal, config.window, dropout_p, seed, break_it)
+                o, lse = naive(q, k, v, problem)
             case "tiled":
-                tile = (config.block_m, config.block_n)
-                o, lse = Tiled.apply(q, k, v, seed, scale, causal, config.window, dropout_p, tile, break_it)
+                o, lse = Tiled.apply(q, k, v, problem, (config.block_m, config.block_n), config.order)
             case "sdpa":
-                if config.window is not None or return_lse:
-                    raise ValueError("sdpa has neither a sliding window nor an lse to return; use impl=tiled")
-                return sdpa(q, k, v, scale, causal, dropout_p)
+                if beyond_sdpa(config) or documents["documents"] is not None or return_lse:
+                    raise ValueError("sdpa has no windows, documents and the like, and no lse; use impl=tiled")
+                return sdpa(q, k, v, problem)
             case _:
                 raise ValueError(f"attention.impl={config.impl} cannot run here; resolve() it at start-up")
     return (o, lse) if return_lse else o
@@ -189,16 +312,17 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device}: want one device")
 
 
-def visible(rows: Tensor, columns: Tensor, offset: int, causal: bool, window: int | None) -> Tensor:
-    """The mask: may query row i see key column j? offset = T_k - T, so that row i stands at key i + offset.
+@cache
+def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
+    return torch.tensor([[block == "x" for block in row] for row in picture], device=device)
 
-    rows (R,), columns (S,) integers; returns bool (R, S).
-    """
-    i, j = rows[:, None] + offset, columns[None, :]
-    seen = j <= i if causal else torch.ones(len(rows), len(columns), dtype=torch.bool, device=rows.device)
-    if window is not None:
-        seen &= (j > i - window) & (j < i + window)
-    return seen
+
+def alibi_slopes(H: int) -> Tensor:
+    """float32 (H,): 2**(-8 / H), its square, its cube... where H is a power of two; else those of the next lower power,
+    and then every other one of the next higher."""
+    n = 1 << H.bit_length() - 1
+    slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
+    return torch.tensor(slopes[:H])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -210,18 +334,22 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 # naive: the definition. Autograd keeps several (B, H, T, T_k) tensors for the backward; that is what tiling is against.
 
 
-def naive(q, k, v, scale, causal, window, dropout_p, seed, break_it):
-    T, T_k = q.shape[2], k.shape[2]
+def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    mask, dropout_p = problem.mask, problem.dropout_p
+    rows, columns = range(q.shape[2]), range(k.shape[2])
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, dim=1)  # (B, H, T_k, D)
     v = v.repeat_interleave(groups, dim=1)
 
-    s = (q @ k.mT).to(sum_dtype(q.dtype)) * scale  # 1: (B, H, T, T_k)
-    rows, columns = torch.arange(T, device=q.device), torch.arange(T_k, device=q.device)
-    s = s.masked_fill(~visible(rows, columns, T_k - T, causal, window), -INF)  # 2
+    s = (q @ k.mT).to(sum_dtype(q.dtype)) * problem.scale  # 1: (B, H, T, T_k)
+    if problem.softcap is not None:
+        s = problem.softcap * torch.tanh(s / problem.softcap)
+    if problem.slopes is not None:
+        s = s - problem.slopes[:, None, None] * mask.distance(rows, columns, q.device)
+    s = s.masked_fill(~mask.visible(rows, columns, q.device).unsqueeze(1), -INF)  # 2
     # 3: the maximum cancels out of the fraction and of its gradient; it only keeps exp below infinity. A row with
     # nothing to see has m = -inf, and exp(-inf - -inf) would be NaN, so such a row is shifted by 0.
-    m = s.detach().amax(-1, keepdim=True) if break_it.subtract_max else torch.zeros_like(s[..., :1])
+    m = s.detach().amax(-1, keepdim=True) if problem.break_it.subtract_max else torch.zeros_like(s[..., :1])
     m = m.masked_fill(m == -INF, 0.0)
     p = torch.exp2((s - m) * LOG2E)  # exp(s - m); torch.exp takes 400 times as long for -inf, which hidden scores are
     l = p.sum(-1, keepdim=True)  # (B, H, T, 1)
@@ -229,7 +357,7 @@ def naive(q, k, v, scale, causal, window, dropout_p, seed, break_it):
     l = l.masked_fill(empty, 1.0)
     p = p / l
     if dropout_p > 0:  # 4
-        keep = keep_mask(seed, p.shape[0] * p.shape[1], range(T), range(T_k), dropout_p)
+        keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, dropout_p)
         p = p * keep.view_as(p) * keep_scale(dropout_p)
     o = p.to(v.dtype) @ v  # 5
     lse = (m + l.log()).masked_fill(empty, -INF).squeeze(-1)  # 6
@@ -237,32 +365,13 @@ def naive(q, k, v, scale, causal, window, dropout_p, seed, break_it):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tiled: the same answer without the matrix. Queries outside, keys inside; only o and lse outlive the loop.
+# tiled: the same answer without the matrix. Only o and lse outlive the loops.
+#
+# Slow memory is what has length T; a tile of it comes on chip by load() and goes back by store(), and nothing else
+# touches it, so that these two are the traffic that `python bench.py mode=traffic` counts.
 #
 # Inside, s and m are in base 2: log2(e) goes into the scale, and 2**s is e**(q k^T softmax_scale). GPU kernels do it
 # because exp2 is the instruction they have; here it saves a pass over the tile. lse leaves as a natural logarithm.
-
-
-def key_tiles(
-    rows: range, T: int, T_k: int, causal: bool, window: int | None, block_n: int
-) -> Iterator[tuple[int, range, bool]]:
-    """The key tiles that a tile of query rows has to visit: number, columns, and whether the mask hides a part.
-
-    Tiles wholly beyond the diagonal or outside the window are left out: half of the work of causal attention.
-    """
-    offset = T_k - T
-    first, last = rows.start + offset, rows.stop - 1 + offset  # the rows' own positions among the keys
-    start, stop = 0, T_k
-    if causal:
-        stop = min(stop, last + 1)
-    if window is not None:
-        start = max(start, first - window + 1)
-        stop = min(stop, last + window)
-    for j in range(start // block_n, -(-stop // block_n)):
-        columns = range(j * block_n, min((j + 1) * block_n, T_k))
-        in_the_past = not causal or columns[-1] <= first
-        in_the_window = window is None or (last - columns[0] < window and columns[-1] - first < window)
-        yield j, columns, not (in_the_past and in_the_window)
 
 
 def online_softmax(s: Tensor, m: Tensor, l: Tensor, break_it: BreakIt) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -281,95 +390,147 @@ class Tiled(torch.autograd.Function):
     """Saves q, k, v, o, lse and the seed, and computes the weights again in the backward: O(T) memory in both.
 
     Inside, the query heads that share a key head lie one below the other as more rows of the same matrix, so that
-    grouped heads need no copies of k and v:  q (N, G, T, D), k and v (N, T_k, D), with N = B * H_kv, G = H / H_kv.
+    grouped heads need no copies of k and v:  q (N, G, T, D), k and v (N, 1, T_k, D), with N = B * H_kv, G = H / H_kv.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, seed, scale, causal, window, dropout_p, tile, break_it):
+    def forward(ctx, q, k, v, problem, tile, order):
         ctx.set_materialize_grads(False)
         B, H, T, _ = q.shape
-        T_k = k.shape[2]
-        ctx.options = (scale, causal, window, dropout_p, tile)
-        ctx.k_shape = k.shape
+        wide = sum_dtype(q.dtype)
+        ctx.problem, ctx.tile, ctx.order, ctx.k_shape = problem, tile, order, k.shape
+        look = problem.mask.look
+        row_tiles, column_tiles = tiles(T, tile[0]), tiles(k.shape[2], tile[1])
         qn, kn, vn = by_key_head(q, k, v)
         o = like_heads(q.shape, q)
-        lse = torch.empty(B, H, T, dtype=sum_dtype(q.dtype), device=q.device)
+        lse = q.new_empty(B, H, T, dtype=wide)
+        on_chip = q.new_empty(B * H * len(row_tiles[0]) * len(column_tiles[0]), dtype=wide)  # one tile, for all of them
 
-        k_tiles, v_tiles = kn.split(tile[1], dim=1), vn.split(tile[1], dim=1)  # views (N, block_n, D)
-        on_chip = lse.new_empty(B * H * min(tile[0], T) * min(tile[1], T_k))  # one tile of scores, used again and again
-        for rows in tiles(T, tile[0]):
-            q_i = rows_of(qn, rows)  # (N, G*block_m, D)
-            m = torch.full((*q_i.shape[:2], 1), LOWEST, dtype=lse.dtype, device=q.device)
-            l = torch.zeros_like(m)
-            acc = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
-            for j, columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
-                s = scores(q_i, k_tiles[j], scale * LOG2E, on_chip)  # 1: (N, G*block_m, block_n)
-                if masked:
-                    hide(s, rows, columns, T_k - T, causal, window)  # 2
-                p, m, l, alpha = online_softmax(s, m, l, break_it)  # 3
-                if dropout_p > 0:
-                    p *= dropout_factor(seed, B * H, rows, columns, dropout_p, p)  # 4
-                acc = add_product(acc.mul_(alpha), p.to(v.dtype), v_tiles[j])  # 5
-            put_rows(o, rows, acc / l.clamp(min=TINY))  # 6: a row that saw nothing has 0 / TINY,
-            lse[:, :, rows.start : rows.stop] = (m / LOG2E + l.log()).view(B, H, len(rows))  # and log 0 = -inf
+        if order == "queries_outside":  # a row's state stays on chip; k and v come by again for every tile of rows
+            for rows in row_tiles:
+                q_i = load(qn, rows)  # (N, G*block_m, D)
+                state = nothing_seen(q_i, wide)
+                for columns in column_tiles:
+                    if seen := look(rows, columns):
+                        kv_j = load(kn, columns), load(vn, columns)  # (N, block_n, D)
+                        state = absorb(q_i, *kv_j, *state, rows, columns, seen, problem, on_chip)
+                finish(o, lse, rows, *state)
+        else:  # k and v come by once; the rows' state lies in slow memory, and moves in and out for every tile of keys
+            slow = [x.view(*qn.shape[:3], -1) for x in nothing_seen(qn.flatten(1, 2), wide)]
+            for columns in column_tiles:
+                kv_j = load(kn, columns), load(vn, columns)
+                for rows in row_tiles:
+                    if seen := look(rows, columns):
+                        state = (load(x, rows) for x in slow)
+                        state = absorb(load(qn, rows), *kv_j, *state, rows, columns, seen, problem, on_chip)
+                        for x, x_i in zip(slow, state, strict=True):
+                            store(x, rows, x_i)
+            # The paper divides by l in every pass, so that o is right after each; dividing once is the same at the end.
+            for rows in row_tiles:
+                finish(o, lse, rows, *(load(x, rows) for x in slow))
 
-        ctx.save_for_backward(qn, kn, vn, seed, o, lse)
+        ctx.save_for_backward(qn, kn, vn, o, lse)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, seed, o, lse = ctx.saved_tensors
-        scale, causal, window, dropout_p, tile = ctx.options
-        B, H = o.shape[:2]
-        (N, G, T, D), T_k = q.shape, k.shape[1]
+        q, k, v, o, lse = ctx.saved_tensors
+        problem, tile, look = ctx.problem, ctx.tile, ctx.problem.mask.look
+        (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], ctx.problem.scale, lse.dtype
+        row_tiles, column_tiles = tiles(T, tile[0]), tiles(T_k, tile[1])
         do = torch.zeros_like(o) if do is None else do
-        delta = (do.to(lse.dtype) * o).sum(-1, keepdim=True)  # 7: (B, H, T, 1)
+        delta = (do.to(wide) * o).sum(-1, keepdim=True)  # 7: (B, H, T, 1)
         if dlse is not None:
             delta -= dlse.unsqueeze(-1)
         # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as 2**-inf = 0.
         lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
-        delta, don = delta.view(N, G, T, 1), do.reshape(N, G, T, D)
-        dq = like_heads(o.shape, o)
-        k_tiles, v_tiles = k.split(tile[1], dim=1), v.split(tile[1], dim=1)
-        dk, dv = (like_heads(ctx.k_shape, lse).zero_() for _ in "kv")
-        on_chip = lse.new_empty(2, B * H * min(tile[0], T) * min(tile[1], T_k))  # one tile of s and one of dp
+        by_rows = (q, do.reshape(N, G, T, D), lse2, delta.view(N, G, T, 1))
+        dq, dk, dv = (like_heads(shape, lse).zero_() for shape in (o.shape, ctx.k_shape, ctx.k_shape))
+        size = N * G * len(row_tiles[0]) * len(column_tiles[0])
+        on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile of s, of dp, and of softcap's slope
 
-        for rows in tiles(T, tile[0]):
-            q_i, do_i, lse_i, delta_i = (rows_of(x, rows) for x in (q, don, lse2, delta))
-            dq_i = torch.zeros(q_i.shape, dtype=lse.dtype, device=q.device)
-            for j, columns, masked in key_tiles(rows, T, T_k, causal, window, tile[1]):
-                s = scores(q_i, k_tiles[j], scale * LOG2E, on_chip[0])
-                if masked:
-                    hide(s, rows, columns, T_k - T, causal, window)
-                p = s.sub_(lse_i).exp2_()  # 8
-                dp = scores(do_i, v_tiles[j], 1.0, on_chip[1])
-                zp = p
-                if dropout_p > 0:  # drawn again: the same bits as in the forward
-                    z = dropout_factor(seed, B * H, rows, columns, dropout_p, p)
-                    zp, dp = z * p, dp.mul_(z)  # 10
-                put_rows(dv, columns, torch.bmm(zp.to(v.dtype).mT, do_i), add=1.0)  # 9
-                ds = dp.sub_(delta_i).mul_(p).to(q.dtype)  # 11
-                add_product(dq_i, ds, k_tiles[j], scale)  # 12
-                put_rows(dk, columns, torch.bmm(ds.mT, q_i), add=scale)
-            put_rows(dq, rows, dq_i)
+        if ctx.order == "queries_outside":
+            for rows in row_tiles:
+                q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
+                dq_i = torch.zeros(q_i.shape, dtype=wide, device=q.device)
+                for columns in column_tiles:
+                    if seen := look(rows, columns):
+                        k_j, v_j = load(k, columns), load(v, columns)
+                        of_tile = (q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen)
+                        zp, ds = weights_again(*of_tile, problem, on_chip)
+                        store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)  # 9
+                        add_product(dq_i, ds, k_j, scale)  # 12
+                        store(dk, columns, torch.bmm(ds.mT, q_i), add=scale)
+                store(dq, rows, dq_i)
+        else:
+            for columns in column_tiles:
+                k_j, v_j = load(k, columns), load(v, columns)
+                dk_j, dv_j = (torch.zeros(k_j.shape, dtype=wide, device=q.device) for _ in "kv")
+                for rows in row_tiles:
+                    if seen := look(rows, columns):
+                        q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
+                        of_tile = (q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen)
+                        zp, ds = weights_again(*of_tile, problem, on_chip)
+                        add_product(dv_j, zp.mT, do_i)  # 9
+                        store(dq, rows, torch.bmm(ds, k_j), add=scale)  # 12
+                        add_product(dk_j, ds.mT, q_i, scale)
+                store(dk, columns, dk_j)
+                store(dv, columns, dv_j)
 
-        return dq, dk.to(k.dtype), dv.to(v.dtype), *[None] * 7
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def nothing_seen(q_i: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """m, l (N, R, 1) and acc (N, R, D) before the first tile."""
+    m = torch.full((*q_i.shape[:2], 1), LOWEST, dtype=dtype, device=q_i.device)
+    return m, torch.zeros_like(m), torch.zeros(q_i.shape, dtype=dtype, device=q_i.device)
+
+
+def absorb(q_i, k_j, v_j, m, l, acc, rows, columns, seen, problem, on_chip):
+    """Steps 1 to 5: what one tile of keys changes in the state m, l, acc of a tile of rows."""
+    s = scores(q_i, k_j, rows, columns, problem, on_chip)  # 1: (N, G*block_m, block_n)
+    if seen == PART:
+        hide(s, rows, columns, problem.mask)  # 2
+    p, m, l, alpha = online_softmax(s, m, l, problem.break_it)  # 3
+    if problem.dropout_p > 0:
+        p *= dropout_factor(p, rows, columns, problem)  # 4
+    return m, l, add_product(acc.mul_(alpha), p.to(v_j.dtype), v_j)  # 5
+
+
+def finish(o: Tensor, lse: Tensor, rows: range, m: Tensor, l: Tensor, acc: Tensor) -> None:
+    """Step 6. A row that saw nothing has 0 / TINY = 0, and log 0 = -inf."""
+    store(o, rows, acc / l.clamp(min=TINY))
+    store(lse.unsqueeze(-1), rows, m / LOG2E + l.log())
+
+
+def weights_again(q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen, problem, on_chip):
+    """Steps 8, 10 and 11: the weights of a tile with their dropout, Z p, and ds, both (N, G*block_m, block_n)."""
+    slope = None if problem.softcap is None else view_of(on_chip[2], q_i, k_j)
+    s = scores(q_i, k_j, rows, columns, problem, on_chip[0], slope)
+    if seen == PART:
+        hide(s, rows, columns, problem.mask)
+    p = s.sub_(lse_i).exp2_()  # 8
+    dp = product(do_i, v_j, 1.0, on_chip[1])
+    zp = p
+    if problem.dropout_p > 0:  # drawn again: the same bits as in the forward
+        z = dropout_factor(p, rows, columns, problem)
+        zp, dp = z * p, dp.mul_(z)  # 10
+    ds = dp.sub_(delta_i).mul_(p)  # 11
+    if slope is not None:
+        ds.mul_(slope)
+    return zp.to(v_j.dtype), ds.to(q_i.dtype)
 
 
 def by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, T, D) to (N, G, T, D); k and v (B, H_kv, T_k, D) to (N, T_k, D)."""
+    """q (B, H, T, D) to (N, G, T, D); k and v (B, H_kv, T_k, D) to (N, 1, T_k, D)."""
     B, H_kv, T_k, D = k.shape
     N = B * H_kv
-    return q.reshape(N, q.shape[1] // H_kv, q.shape[2], D), k.reshape(N, T_k, D), v.reshape(N, T_k, D)
+    return q.reshape(N, q.shape[1] // H_kv, q.shape[2], D), k.reshape(N, 1, T_k, D), v.reshape(N, 1, T_k, D)
 
 
 def tiles(length: int, block: int) -> list[range]:
     return [range(i, min(i + block, length)) for i in range(0, length, block)]
-
-
-def rows_of(x: Tensor, rows: range) -> Tensor:
-    return x[:, :, rows.start : rows.stop].flatten(1, 2)  # (N, G, T, ...) to (N, G*block_m, ...)
 
 
 def like_heads(shape: torch.Size, x: Tensor) -> Tensor:
@@ -378,20 +539,45 @@ def like_heads(shape: torch.Size, x: Tensor) -> Tensor:
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def put_rows(x: Tensor, rows: range, values: Tensor, add: float | None = None) -> None:
-    """Write the values of one tile, (N, G*block_m, D), to its rows of x (B, H, T, D); or add `add` times the values."""
-    B, H, _, D = x.shape
-    x, values = x[:, :, rows.start : rows.stop], values.view(B, H, len(rows), D)
-    x.copy_(values) if add is None else x.add_(values, alpha=add)
+def load(x: Tensor, tile: range) -> Tensor:
+    """One tile from slow memory: x (N, G, T, D) to (N, G*R, D), the heads of a group one below the other."""
+    return x[:, :, tile.start : tile.stop].flatten(1, 2)
 
 
-def scores(q_i: Tensor, k_j: Tensor, scale: float, memory: Tensor) -> Tensor:
-    """scale q_i k_j^T, (N, R, D) and (N, block_n, D) to (N, R, block_n): a view of memory, which has the wide dtype."""
-    N, R, C = q_i.shape[0], q_i.shape[1], k_j.shape[1]
-    s = memory[: N * R * C].view(N, R, C)
-    if s.dtype == q_i.dtype:  # baddbmm's alpha scales inside the product, which saves a pass over the tile
-        return torch.baddbmm(s, q_i, k_j.mT, beta=0, alpha=scale, out=s)
-    return s.copy_(torch.bmm(q_i, k_j.mT)).mul_(scale)  # in 16 bits alpha would cost a second rounding
+def store(x: Tensor, tile: range, values: Tensor, add: float | None = None) -> None:
+    """One tile, (N, G*R, D), to its rows of x, (B, H, T, D) or (N, G, T, D); or added to them, `add` times."""
+    x = x[:, :, tile.start : tile.stop]
+    x.copy_(values.view(x.shape)) if add is None else x.add_(values.view(x.shape), alpha=add)
+
+
+def view_of(memory: Tensor, q_i: Tensor, k_j: Tensor) -> Tensor:
+    """A matrix (N, R, S) for the scores of q_i (N, R, D) and k_j (N, S, D), in a tile's memory."""
+    N, R, S = q_i.shape[0], q_i.shape[1], k_j.shape[1]
+    return memory[: N * R * S].view(N, R, S)
+
+
+def product(a: Tensor, b: Tensor, scale: float, memory: Tensor) -> Tensor:
+    """scale a b^T, (N, R, D) and (N, S, D) to (N, R, S): a view of memory, which has the wide dtype."""
+    s = view_of(memory, a, b)
+    if s.dtype == a.dtype:  # baddbmm's alpha scales inside the product, which saves a pass over the tile
+        return torch.baddbmm(s, a, b.mT, beta=0, alpha=scale, out=s)
+    return s.copy_(torch.bmm(a, b.mT)).mul_(scale)  # in 16 bits alpha would cost a second rounding
+
+
+def scores(q_i, k_j, rows, columns, problem: Problem, memory: Tensor, slope: Tensor | None = None) -> Tensor:
+    """Step 1, in base 2. slope: memory that takes d score / d (q k^T scale) where softcap bends it: 1 - tanh^2."""
+    cap = problem.softcap
+    s = product(q_i, k_j, problem.scale * LOG2E if cap is None else problem.scale / cap, memory)
+    if cap is not None:
+        s.tanh_()
+        if slope is not None:
+            torch.mul(s, s, out=slope).neg_().add_(1.0)
+        s.mul_(cap * LOG2E)
+    if problem.slopes is not None:
+        H = len(problem.slopes)
+        distance = problem.mask.distance(rows, columns, s.device).to(s.dtype)
+        s.view(-1, H, *distance.shape).addcmul_(problem.slopes[:, None, None], distance, value=-LOG2E)
+    return s
 
 
 def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
@@ -399,29 +585,36 @@ def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor
     return acc.baddbmm_(a, b, alpha=scale) if acc.dtype == a.dtype else acc.add_(torch.bmm(a, b), alpha=scale)
 
 
-def hide(s: Tensor, rows: range, columns: range, offset: int, causal: bool, window: int | None) -> None:
-    i, j = (torch.arange(x.start, x.stop, device=s.device) for x in (rows, columns))
-    limit = torch.where(visible(i, j, offset, causal, window), INF, -INF)
+def hide(s: Tensor, rows: range, columns: range, mask: Mask) -> None:
+    """Step 2: hidden scores to -inf, in place."""
+    limit = torch.where(mask.visible(rows, columns, s.device), INF, -INF)  # (1 or B, R, S)
     # The smaller of score and limit: on a CPU masked_fill_ with a broadcast mask takes longer than the exponentials.
     # The price: a NaN score stays NaN where it is hidden, so a NaN key shows in the earlier rows of its own tile too.
-    s.unflatten(1, (-1, len(rows))).clamp_(max=limit)  # the same for each of the G heads
+    s.view(len(limit), -1, *limit.shape[1:]).clamp_(max=limit.unsqueeze(1))  # the same for all heads of a sequence
 
 
-def dropout_factor(seed: Tensor, n: int, rows: range, columns: range, dropout_p: float, p: Tensor) -> Tensor:
+def dropout_factor(p: Tensor, rows: range, columns: range, problem: Problem) -> Tensor:
     """Z of one tile, in the shape and dtype of its weights p: 0 where dropped, 1 / (share kept) elsewhere."""
-    return keep_mask(seed, n, rows, columns, dropout_p).to(p.dtype).mul_(keep_scale(dropout_p)).view_as(p)
+    batch_heads = p.shape[0] * p.shape[1] // len(rows)
+    keep = keep_mask(problem.seed, batch_heads, rows, columns, problem.dropout_p)
+    return keep.to(p.dtype).mul_(keep_scale(problem.dropout_p)).view_as(p)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # sdpa: whatever fused kernel torch picks.
 
 
-def sdpa(q, k, v, scale, causal, dropout_p):
-    T, T_k = q.shape[2], k.shape[2]
-    mask = None
-    if causal and T_k != T:  # is_causal aligns the diagonal at the start; ours is at the end
-        rows, columns = torch.arange(T, device=q.device), torch.arange(T_k, device=q.device)
-        mask = visible(rows, columns, T_k - T, True, None)
+def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    causal, mask = problem.mask.causal, None
+    if causal and k.shape[2] != q.shape[2]:  # is_causal aligns the diagonal at the start; ours is at the end
+        mask = problem.mask.visible(range(q.shape[2]), range(k.shape[2]), q.device)[0]
     return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        mask,
+        problem.dropout_p,
+        is_causal=causal and mask is None,
+        scale=problem.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )

@@ -8,6 +8,8 @@ A budget is computed, never chosen: an implementation may be twice as far from t
 plus twice the rounding of the largest result: error <= 2 * (error of naive + eps * max |reference|).
 """
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +34,10 @@ class Case:
     window: int | None = None
     dropout_p: float = 0.0
     softmax_scale: float | None = None
+    documents: tuple[int, ...] | None = None  # their lengths, T_k together; every other sequence has them backwards
+    blocks: tuple[str, ...] | None = None  # attention.block_mask, in blocks of BLOCK
+    alibi: bool = False
+    softcap: float | None = None
     sigma: float = 1.0  # of q and k: the scores' standard deviation is its square
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
@@ -51,6 +57,15 @@ class Case:
         wide = torch.promote_types(dtype, torch.float32)
         return {name: x.to(wide if name == "dlse" else dtype).to(device) for name, x in made.items()}
 
+    def document(self, b: int, j: int) -> int:
+        """The number of the document that token j of sequence b is in, from 3 on, in steps of 2."""
+        ends = itertools.accumulate(self.documents[:: -1 if b % 2 else 1])
+        return 3 + 2 * sum(end <= j for end in ends)
+
+
+BLOCK = 32
+# Neither square nor regular; one column of blocks that nothing sees, and a row of them that sees nothing.
+PICTURE = ("x......", ".......", "x.x.x..", "xx.x...", "..x.x..", "x....x.", "xxxx.xx")
 
 # Odd on purpose: one row, a prime, more keys than queries and the other way round (rows that see nothing), no tile size
 # that divides, head sizes that are no power of two.
@@ -73,7 +88,22 @@ CASES = [
     Case(113, 203, H=4, H_kv=2, window=64, dropout_p=0.5),
     Case(97, softmax_scale=0.3),
     Case(150, sigma=4.0),
-]
+    Case(130, documents=(1, 40, 0, 57, 32)),
+    Case(97, documents=(20, 77), causal=False),
+    Case(60, 130, documents=(33, 64, 33), H=4, H_kv=2),
+    Case(130, blocks=PICTURE),
+    Case(113, 203, blocks=PICTURE, causal=False, H=2, H_kv=1),
+    Case(203, 113, blocks=PICTURE, D=24),
+    Case(113, alibi=True, H=8, D=16, B=1),
+    Case(97, 150, alibi=True, H=6, H_kv=2, D=16, B=1),
+    Case(97, alibi=True, H=1, causal=False),
+    Case(130, softcap=2.0, sigma=2.0),
+    Case(113, 203, softcap=0.7, softmax_scale=0.5, dropout_p=0.2),
+    # all of it at once, as issue trackers of other kernels are full of pairs that break
+    Case(131, documents=(17, 50, 64), window=40, H=6, H_kv=2, D=24, dropout_p=0.25, alibi=True),
+    Case(77, 131, documents=(17, 50, 64), window=33, H=4, H_kv=2, D=40, dropout_p=0.1, alibi=True, softcap=3.0,
+         blocks=PICTURE),
+]  # fmt: skip
 
 
 def case_name(case: Case) -> str:
@@ -86,12 +116,25 @@ def case_name(case: Case) -> str:
 SEED = 0x1234_5678_9ABC
 
 
-def sees(i: int, j: int, case: Case) -> bool:
-    """May query row i see key j? Diagonal aligned at the end."""
+def sees(i: int, j: int, case: Case, b: int = 0) -> bool:
+    """May query row i of sequence b see key j? Diagonal aligned at the end."""
     position = i + (case.T_k or case.T) - case.T
     if case.causal and j > position:
         return False
+    if case.documents is not None and case.document(b, position) != case.document(b, j):
+        return False
+    if case.blocks is not None and case.blocks[max(position, 0) // BLOCK][j // BLOCK] != "x":
+        return False
     return case.window is None or abs(position - j) < case.window
+
+
+def slopes(H: int) -> list[float]:
+    """As the paper tells it (arXiv 2108.12409): a geometric sequence from 2**(-8/H) whose ratio is that same value; for
+    other numbers of heads, the sequence of the power of two below, then every second of the one above."""
+    if H & (H - 1) == 0:
+        return [(2 ** (-8 / H)) ** (i + 1) for i in range(H)]
+    below = 2 ** int(math.log2(H))
+    return slopes(below) + slopes(2 * below)[0::2][: H - below]
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -> list[int]:
@@ -126,8 +169,16 @@ def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     k, v = k[:, head], v[:, head]
     scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
 
-    seen = table(T, T_k, lambda i, j: sees(i, j, case))
-    s = (torch.einsum("bhid,bhjd->bhij", q, k) * scale).masked_fill(~seen, -torch.inf)
+    seen = torch.stack([table(T, T_k, lambda i, j, b=b: sees(i, j, case, b)) for b in range(B)])
+    s = torch.einsum("bhid,bhjd->bhij", q, k) * scale
+    bend = torch.ones_like(s)
+    if case.softcap is not None:
+        bend = 1 - torch.tanh(s / case.softcap) ** 2
+        s = case.softcap * torch.tanh(s / case.softcap)
+    if case.alibi:
+        far = table(T, T_k, lambda i, j: abs(i + T_k - T - j)).double()
+        s = s - torch.tensor(slopes(H), dtype=torch.float64)[:, None, None] * far
+    s = s.masked_fill(~seen[:, None], -torch.inf)
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse[..., None]).nan_to_num(0.0)  # rows that see nothing: exp(-inf - -inf)
     z = torch.ones_like(p)
@@ -140,7 +191,7 @@ def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     dv = torch.einsum("bhij,bhid->bhjd", z * p, do)
     dp = z * torch.einsum("bhid,bhjd->bhij", do, v)
     dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-    ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None])
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]) * bend
     dq = torch.einsum("bhij,bhjd->bhid", ds, k) * scale
     dk = torch.einsum("bhij,bhid->bhjd", ds, q) * scale
     group = torch.nn.functional.one_hot(head, H_kv).double()  # gradients of a shared key head add up
@@ -151,10 +202,29 @@ def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
 def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **options) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv of one of ours, through the door."""
     q, k, v = (inputs[name].detach().requires_grad_() for name in ("q", "k", "v"))
-    config = replace(config, window=case.window, dropout_p=case.dropout_p)
-    seed = torch.tensor(SEED, device=q.device)
+    config = replace(
+        config,
+        window=case.window,
+        dropout_p=case.dropout_p,
+        alibi=case.alibi,
+        softcap=case.softcap,
+        block_mask=None if case.blocks is None else list(case.blocks),
+        block_mask_size=BLOCK,
+    )
+    documents = None
+    if case.documents is not None:
+        documents = table(case.B, k.shape[2], case.document).to(q.device)
     o, lse = attention(
-        q, k, v, config, causal=case.causal, softmax_scale=case.softmax_scale, seed=seed, return_lse=True, **options
+        q,
+        k,
+        v,
+        config,
+        causal=case.causal,
+        softmax_scale=case.softmax_scale,
+        seed=torch.tensor(SEED, device=q.device),
+        documents=documents,
+        return_lse=True,
+        **options,
     )
     # lse = -inf has no gradient worth the name: where a row sees nothing it gets 0
     dlse = inputs["dlse"].masked_fill(lse == -torch.inf, 0.0)

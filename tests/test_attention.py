@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import LOG2E, AttentionConfig, BreakIt, attention, key_tiles, online_softmax, resolve, tiles
+from model.attention import LOG2E, AttentionConfig, BreakIt, attention, online_softmax, resolve, tiles
+from model.mask import EMPTY, Mask
 from tests.reference import (
     CASES,
     DTYPES,
@@ -23,6 +24,7 @@ from tests.reference import (
     run,
 )
 
+FOR_SDPA = [c for c in CASES if not (c.window or c.dropout_p or c.documents or c.blocks or c.alibi or c.softcap)]
 NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
 TILES = [(16, 16), (32, 64), (64, 32), (128, 128)]
 
@@ -60,6 +62,20 @@ def test_tiled_is_the_definition_in_float64(case, oracles):
     assert_float64_right(run(inputs, case, tiled()), reference, terms=case.T_k or case.T)
 
 
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_tiled_with_keys_outside_is_the_definition_in_float64(case, oracles):
+    inputs, reference = oracles(case, torch.float64)
+    found = run(inputs, case, tiled(order="keys_outside"))
+    assert_float64_right(found, reference, terms=case.T_k or case.T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_tiled_with_keys_outside_is_within_twice_naives_error(case, dtype, oracles):
+    inputs, reference = oracles(case, dtype)
+    assert_within_budget(run(inputs, case, tiled(32, 64, order="keys_outside")), run(inputs, case, NAIVE), reference)
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_name)
@@ -68,7 +84,7 @@ def test_tiled_is_within_twice_naives_error_at_any_tile_size(case, dtype, tile, 
     assert_within_budget(run(inputs, case, tiled(*tile)), run(inputs, case, NAIVE), reference)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.window is None and not c.dropout_p], ids=case_name)
+@pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)
 def test_sdpa_means_the_same_masks_and_scale(case, oracles):
     inputs, reference = oracles(case, torch.float32)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
@@ -247,33 +263,21 @@ def test_tiled_never_allocates_a_tensor_of_t_by_t():
     assert largest_tensor(replace(NAIVE, dropout_p=0.1), T, D) >= T * T  # the instrument sees one where there is one
 
 
+def looked(mask: Mask, block_m: int, block_n: int) -> dict[tuple[range, range], int]:
+    return {(r, c): mask.look(r, c) for r in tiles(mask.T, block_m) for c in tiles(mask.T_k, block_n)}
+
+
 def test_tiles_that_the_mask_empties_are_not_visited():
     T, block = 1024, 64
     n = T // block
 
     def visited(causal, window):
-        return sum(len(list(key_tiles(rows, T, T, causal, window, block))) for rows in tiles(T, block))
+        return sum(found != EMPTY for found in looked(Mask(T, T, causal, window), block, block).values())
 
     assert visited(causal=False, window=None) == n * n
     assert visited(causal=True, window=None) == n * (n + 1) // 2
     assert visited(causal=True, window=block + 1) == 2 * n - 1  # the diagonal tile and the one before it
     assert visited(causal=True, window=1) == n
-
-
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 20), (False, 20), (False, None)])
-@pytest.mark.parametrize(("T", "T_k"), [(50, 50), (30, 90), (90, 30)])
-def test_a_tile_called_unmasked_has_nothing_hidden_and_a_skipped_one_nothing_seen(T, T_k, causal, window):
-    case = Case(T, T_k, causal=causal, window=window)
-    from tests.reference import sees
-
-    for rows in tiles(T, 16):
-        found = {columns: masked for _, columns, masked in key_tiles(rows, T, T_k, causal, window, 8)}
-        for columns in tiles(T_k, 8):
-            seen = [sees(i, j, case) for i in rows for j in columns]
-            if columns not in found:
-                assert not any(seen)
-            elif not found[columns]:
-                assert all(seen)
 
 
 # --- the worked example ----------------------------------------------------------------------------------------------
@@ -548,5 +552,5 @@ def test_auto_is_resolved_once_and_never_to_what_lacks_something():
         attention(*torch.zeros(3, 1, 1, 8, 4), auto)
     with pytest.raises(ValueError, match=r"triton is not built yet.*tiled"):
         resolve(AttentionConfig("triton"), "cuda")
-    with pytest.raises(ValueError, match="sliding window"):
+    with pytest.raises(ValueError, match=r"window=8: sdpa has nothing of the kind.*tiled"):
         resolve(AttentionConfig("sdpa", window=8), "cuda")
