@@ -25,7 +25,7 @@ import torch
 from data.loader import Loader, open_dataset, validation_batches
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
-from model.attention import AttentionConfig, BreakIt, resolve
+from model.attention import AttentionConfig, BreakIt, beyond_sdpa, resolve
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
@@ -193,8 +193,8 @@ def main(cfg: Config) -> int:
         say(f"changed since the checkpoint: {', '.join(changes)}")
     say(" | ".join(f"{key} {value}" for key, value in facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
-    window = f", window {attention.window}" if attention.window else ""
-    say(f"attention: {attention.impl}{tile}{window} (asked for: {cfg.attention.impl}) | compiled: {compiled}")
+    special = f", {beyond_sdpa(attention)}" if beyond_sdpa(attention) else ""
+    say(f"attention: {attention.impl}{tile}{special} (asked for: {cfg.attention.impl}) | compiled: {compiled}")
     say(f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, context {T}, V {encoding.n_vocab}")
     say(
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
@@ -210,10 +210,10 @@ def main(cfg: Config) -> int:
         """Mean loss over the validation windows, in nats a token and in bits a byte."""
         model.eval()
         nats = tokens = text_bytes = 0.0
-        for x, y, _ in validation_batches(*validation):
-            x, y = x.to(device), y.to(device)
+        for batch in validation_batches(*validation):
+            x, y, documents = (part.to(device) for part in batch)
             with autocast:
-                nats += float(model(x, y)) * y.numel()
+                nats += float(model(x, y, documents)) * y.numel()
             tokens += y.numel()
             text_bytes += int(bytes_of[y].sum())
         model.train()
@@ -275,12 +275,12 @@ def main(cfg: Config) -> int:
                 group["lr"] = lr
             total, text_bytes = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
             for _ in range(accumulation):
-                x, y, _documents = loader.next()
+                batch = loader.next()
                 if device.type == "cuda":  # pinned memory lets the copy run beside the computation
-                    x, y = x.pin_memory(), y.pin_memory()
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                    batch = [part.pin_memory() for part in batch]
+                x, y, documents = (part.to(device, non_blocking=True) for part in batch)
                 with autocast:
-                    loss = loss_of(x, y) / accumulation
+                    loss = loss_of(x, y, documents) / accumulation
                 loss.backward()
                 total += loss.detach()
                 text_bytes += bytes_of[y].sum()
@@ -376,12 +376,14 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config, broken: st
                     f"{resumed.path} is of another model: {group}.{key} is {other} there and {value} here; "
                     f"use {group}.{key}={other}, or start a new run without resume="
                 )
-    window = theirs["attention"]["window"]
-    if window != cfg.attention.window:
-        raise ValueError(
-            f"{resumed.path} was trained with attention.window={window}, this run has {cfg.attention.window}; "
-            "resume with the same, or start a new run without resume="
-        )
+    for key in ("window", "windows", "softmax_scale", "softcap", "alibi", "documents", "block_mask", "block_mask_size"):
+        value = ours["attention"][key]
+        other = theirs["attention"].get(key, value)
+        if value != other:
+            raise ValueError(
+                f"{resumed.path} was trained with attention.{key}={other}, this run has {value}; "
+                "resume with the same, or start a new run without resume="
+            )
     if resumed.state["broken"] != broken:
         raise ValueError(
             f"{resumed.path} was trained with break_it: {resumed.state['broken'] or 'none'}, this run has "

@@ -28,7 +28,7 @@ class GPTConfig:
     context_length: int = 1024  # T at most
     vocab_size: int | None = None  # None: the tokenizer's, filled in by train.py
     vocab_multiple: int = 1  # rows of the embedding rounded up to this: 50,257 runs slower on a GPU than 50,304
-    position: str = "learned"  # learned | rope
+    position: str = "learned"  # learned | rope | none (alibi, which attention adds, or nothing at all)
     norm: str = "layernorm"  # layernorm | rmsnorm
     mlp: str = "gelu_tanh"  # gelu_tanh (GPT-2's approximation) | gelu (exact, and on a CPU faster) | swiglu
     mlp_hidden: int | None = None  # None: 4 C for gelu; 8/3 C rounded up to a multiple of 64 for swiglu
@@ -53,7 +53,7 @@ class GPTConfig:
         if self.n_head % self.n_kv_head:
             raise ValueError(f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}")
         choices = {
-            "position": ("learned", "rope"),
+            "position": ("learned", "rope", "none"),
             "norm": ("layernorm", "rmsnorm"),
             "mlp": ("gelu_tanh", "gelu", "swiglu"),
         }
@@ -108,13 +108,15 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
         # Split first, then into heads, (B, T, H*D) to (B, H, T, D): the other way round the backward copies once more.
         qkv = self.qkv(x).split(self.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in qkv)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        o = attention(q, k, v, self.config, seed=seed, break_it=self.break_it)  # (B, H, T, D)
+        o = attention(q, k, v, self.config, seed=seed, documents=documents, break_it=self.break_it)  # (B, H, T, D)
         return self.out(o.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -146,8 +148,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout_p)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed))
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, documents))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -157,13 +161,14 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt = WHOLE):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
+        attention.check_length(config.context_length)
         self.config, self.attention_config = config, attention
         rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
         self.embedding = nn.Embedding(rows, config.n_embd)
         if config.position == "learned":
             self.positions = nn.Embedding(config.context_length, config.n_embd)
         self.dropout = nn.Dropout(config.dropout_p)
-        self.blocks = nn.ModuleList(Block(config, attention, break_it) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, attention.layer(i), break_it) for i in range(config.n_layer))
         self.norm = norm(config)
         self.head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tie_head:
@@ -179,8 +184,11 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def hidden(self, idx: Tensor) -> Tensor:
-        """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C)."""
+    def hidden(self, idx: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C).
+
+        documents: integers (B, T), the loader's; used where attention.documents is on. None: one document.
+        """
         T = idx.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={self.config.context_length}")
@@ -188,7 +196,7 @@ class GPT(nn.Module):
         rope = None
         if self.config.position == "learned":
             x = x + self.positions.weight[:T]
-        else:
+        elif self.config.position == "rope":
             rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
         # One seed a layer, drawn here and handed down as tensors: whoever runs a block again (activation checkpointing)
         # or replays the graph (CUDA graphs) gets the same mask in the backward and a new one in the next step.
@@ -196,13 +204,18 @@ class GPT(nn.Module):
         if self.training and self.attention_config.dropout_p > 0:
             seeds = torch.randint(2**63 - 1, (self.config.n_layer,), device=idx.device).unbind()
         x = self.dropout(x)
+        if not self.attention_config.documents:
+            documents = None
         for block, seed in zip(self.blocks, seeds, strict=True):
-            x = block(x, rope, seed)
+            x = block(x, rope, seed, documents)
         return self.norm(x)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Token ids int64 (B, T) to logits (B, T, V), or with targets int64 (B, T) to the mean loss in nats a token."""
-        x = self.hidden(idx)
+    def forward(self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Token ids int64 (B, T) to logits (B, T, V), or with targets int64 (B, T) to the mean loss in nats a token.
+
+        documents: as in hidden().
+        """
+        x = self.hidden(idx, documents)
         if targets is None:
             return self.logits(x)
         return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
@@ -220,12 +233,15 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> float:
         """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), causal attention at half.
 
-        6 a parameter that multiplies (a table that is only looked up does not), and 12 L C for each key that a query
-        sees (2 products of 2 C each, and twice that backward), T / 2 of them on average.
+        6 a parameter that multiplies (a table that is only looked up does not), and for each layer 12 C for each key
+        that a query sees (2 products of 2 C each, and twice that backward): T / 2 of them on average, fewer in a
+        window. What documents and block_mask leave out is not deducted: it depends on the text and on the tiles.
         """
         tables = 0 if self.config.tie_head else self.embedding.weight.numel()
         if self.config.position == "learned":
             tables += self.positions.weight.numel()
-        window = self.attention_config.window or T
-        keys = T / 2 if window >= T else window - window**2 / (2 * T)
-        return 6 * (self.parameter_count() - tables) + 12 * self.config.n_layer * self.config.n_embd * keys
+        keys = 0.0
+        for i in range(self.config.n_layer):
+            window = min(self.attention_config.layer(i).window or T, T)
+            keys += window - window**2 / (2 * T)
+        return 6 * (self.parameter_count() - tables) + 12 * self.config.n_embd * keys

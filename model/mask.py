@@ -66,8 +66,8 @@ class Mask:
         """EMPTY, PART or WHOLE, without looking at the elements: integer arithmetic on the tile's edges.
 
         Never EMPTY where something is seen, never WHOLE where something is hidden. EMPTY wherever nothing is seen
-        too, provided that documents are numbered in order and that tiles are no larger than blocks; else a few tiles of
-        nothing are computed, which costs time and changes no bit of the result.
+        too, provided that documents are numbered in order and that no tile crosses an edge between blocks; else a few
+        tiles of nothing are computed, which costs time and changes no bit of the result.
         """
         offset = self.T_k - self.T
         first, last = rows[0] + offset, rows[-1] + offset  # the rows' positions

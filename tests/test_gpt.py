@@ -119,6 +119,54 @@ def test_flops_count_each_multiplying_weight_and_the_keys_seen(family):
     assert counter.get_total_flops() / T == model.flops_per_token(T) + naive_extra - not_products
 
 
+def test_flops_of_a_window_count_the_keys_in_it():
+    """Layer by layer, against the keys counted one by one, a row's own key at half as PaLM's T / 2 has it."""
+    T, w = 64, 16
+    full = gpt()
+    windowed = GPT(full.config, AttentionConfig("naive", windows=[w, None]))
+    keys = sum((min(i, w) + min(i + 1, w)) / 2 for i in range(T)) / T
+    assert windowed.flops_per_token(T) == full.flops_per_token(T) - 12 * 32 * (T / 2 - keys)
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_with_documents_a_token_changes_nothing_outside_its_own(position):
+    model = GPT(
+        GPTConfig(n_layer=2, n_head=4, n_embd=32, context_length=64, vocab_size=50, position=position),
+        AttentionConfig("tiled", 16, 16, documents=True),
+    ).eval()
+    idx = torch.randint(50, (2, 40))
+    documents = torch.tensor([[7] * 15 + [8] * 25, [0] * 30 + [1] * 10])
+    changed = idx.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 50
+    before, after = (model.hidden(x, documents) for x in (idx, changed))
+    assert torch.equal(before[0, 15:], after[0, 15:])
+    assert torch.equal(before[1, 30:], after[1, 30:])
+    assert not torch.equal(before[1, 15:30], after[1, 15:30])
+
+
+def test_documents_are_left_aside_where_the_configuration_does_not_ask_for_them():
+    idx = torch.randint(50, (1, 40))
+    documents = torch.tensor([[0] * 20 + [1] * 20])
+    model = gpt("tiled").eval()
+    assert torch.equal(model.hidden(idx, documents), model.hidden(idx))
+
+
+def test_without_positions_only_alibi_tells_the_order_of_the_past():
+    """The last row of a single layer without positions sums over a set: swap two earlier tokens and it stays, but for
+    rounding; with alibi it does not."""
+    change = {}
+    for alibi in (False, True):
+        torch.manual_seed(0)
+        config = GPTConfig(n_layer=1, n_head=4, n_embd=32, context_length=64, vocab_size=50, position="none")
+        model = GPT(config, AttentionConfig("tiled", 16, 16, alibi=alibi)).eval()
+        idx = torch.arange(40)[None]
+        swapped = idx.clone()
+        swapped[0, [3, 30]] = swapped[0, [30, 3]]
+        change[alibi] = error(model.hidden(idx)[0, -1], model.hidden(swapped)[0, -1].detach().double())
+    assert change[False] <= 40 * torch.finfo(torch.float32).eps
+    assert change[True] > 1000 * torch.finfo(torch.float32).eps
+
+
 def test_parameter_counts_of_the_presets():
     sizes = {}
     for path in sorted((Path(__file__).parents[1] / "conf/model").glob("*.yaml")):
