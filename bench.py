@@ -1,11 +1,16 @@
-"""Check, then weigh: the memory that each attention needs, side by side in one run.
+"""Check, then weigh: the memory that each attention needs and the words that it moves, side by side in one run.
 
     python bench.py                                              on this machine: naive and tiled up to 8,192 tokens
     python bench.py lengths=[1024,4096,16384,65536] heads=12 head_size=64 dtype=bf16 block=1024   on a GPU
+    python bench.py mode=traffic                                 words between slow memory and chip, in both loop orders
 
-Each implementation is compared with float64 first; one that is wrong is not weighed. Then, for every length, one
-forward and backward: time (median) and peak memory above the inputs. Rows go to results.csv and the
+mode=memory. Each implementation is compared with float64 first; one that is wrong is not weighed. Then, for every
+length, one forward and backward: time (median) and peak memory above the inputs. Rows go to results.csv and the
 picture to memory.png, in runs/bench (docs/ has those of out=docs).
+
+mode=traffic. One forward of one head, not causal, its loads and stores counted tile by tile as they happen, beside what
+the papers predict; to traffic.csv and traffic.png. M, the words that the chip holds, sets the tiles as the first paper
+does: block_n = M / 4D and block_m = min(block_n, D).
 """
 
 import csv
@@ -21,6 +26,7 @@ from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import model.attention
 from model.attention import AttentionConfig, attention, resolve
 from training import config
 from training.machine import about, pick_device
@@ -47,6 +53,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 @dataclass
 class Config:
+    mode: str = "memory"  # memory | traffic
     impls: list[str] = field(default_factory=lambda: ["naive", "tiled"])
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192])
     heads: int = 4
@@ -54,19 +61,28 @@ class Config:
     dtype: str = "float32"  # float32 | bf16 | fp16
     block: int = 128  # block_m and block_n of tiled
     repeats: int = 3  # timed passes after one that is not
+    on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: M, in words
     device: str = "auto"
     out: str = "runs/bench"  # folder of results.csv and memory.png
 
     def __post_init__(self):
+        if self.mode not in ("memory", "traffic"):
+            raise ValueError(f"mode={self.mode} is not known; choose memory or traffic")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
-        if not (self.lengths and self.impls):
-            raise ValueError(f"lengths={self.lengths} impls={self.impls}: nothing to weigh; give at least one of each")
+        if not (self.lengths and self.impls and self.on_chip):
+            raise ValueError(
+                f"lengths={self.lengths} impls={self.impls} on_chip={self.on_chip}: nothing to weigh; "
+                "give at least one of each"
+            )
         numbers = {"heads": self.heads, "head_size": self.head_size, "block": self.block, "repeats": self.repeats}
         numbers |= {f"lengths[{i}]": length for i, length in enumerate(self.lengths)}
         for name, value in numbers.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        for words in self.on_chip:
+            if self.mode == "traffic" and words < 4 * self.head_size:
+                raise ValueError(f"on_chip={words} holds no row of q, k, v and o: use {4 * self.head_size} or more")
 
 
 class PeakBytes(TorchDispatchMode):
@@ -181,7 +197,119 @@ def picture(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+class Traffic(TorchDispatchMode):
+    """Words that one forward moves between slow memory and chip.
+
+    tiled touches what has length T through load() and store() of model/attention.py and nowhere else, so those are
+    counted (adding to a tile reads it too). naive has no tiles: each of its operations reads its inputs from slow
+    memory and writes its result there; views move nothing.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.words = 0
+        self.load, self.store = model.attention.load, model.attention.store
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view too, under the hood
+            self.words += sum(x.numel() for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor))
+        return out
+
+    def counted_load(self, x, tile):
+        tile = self.load(x, tile)
+        self.words += tile.numel()
+        return tile
+
+    def counted_store(self, x, tile, values, add=None):
+        self.words += values.numel() * (1 if add is None else 2)
+        self.store(x, tile, values, add)
+
+
+def traffic(impl: AttentionConfig, N: int, D: int) -> int:
+    """Words moved by one forward of one head over N tokens, none of them masked."""
+    q, k, v = torch.randn(3, 1, 1, N, D)
+    counter = Traffic()
+    with torch.no_grad():
+        if impl.impl == "naive":
+            with counter:
+                attention(q, k, v, impl, causal=False)
+        else:
+            model.attention.load, model.attention.store = counter.counted_load, counter.counted_store
+            try:
+                attention(q, k, v, impl, causal=False)
+            finally:
+                model.attention.load, model.attention.store = counter.load, counter.store
+    return counter.words
+
+
+def predicted(name: str, N: int, D: int, M: int) -> float:
+    """What the papers' arithmetic gives for large N, in words (derived in docs/attention.md).
+
+    naive: its operations read and write 20 tables of N x N. keys_outside: q and o in, o out, 3 N D, for each of the
+    4 N D / M tiles of keys. queries_outside: k and v in, 2 N D, for each of the N / min(M / 4D, D) tiles of rows.
+    """
+    block = M // (4 * D)
+    passes = {"keys_outside": N / block, "queries_outside": N / min(block, D)}
+    return 20.0 * N * N if name == "naive" else passes[name] * N * D * {"keys_outside": 3, "queries_outside": 2}[name]
+
+
+def measure_traffic(cfg: Config) -> None:
+    D = cfg.head_size
+    rows = []
+    for N in sorted(cfg.lengths):
+        for M in sorted(cfg.on_chip):
+            block = M // (4 * D)
+            impls = {"naive": AttentionConfig("naive")}
+            for order in ("keys_outside", "queries_outside"):
+                impls[order] = AttentionConfig("tiled", min(block, D), block, order)
+            for name, impl in impls.items():
+                words = traffic(impl, N, D)
+                row = {"commit": about(torch.device("cpu"))["commit"], "order": name, "N": N, "D": D, "M": M}
+                rows.append(row | {"words": words, "predicted": predicted(name, N, D, M)})
+                print(
+                    f"N {N:>6}  D {D:>4}  M {M:>7}  {name:16} {words / 1e6:>10.2f} M words  predicted "
+                    f"{rows[-1]['predicted'] / 1e6:>10.2f}  words / (N N D D / M) {words / (N * N * D * D / M):>8.2f}",
+                    flush=True,
+                )
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "traffic.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    traffic_picture(rows, out / "traffic.png")
+    print(json.dumps({"results": str(out / "traffic.csv"), "picture": str(out / "traffic.png"), "rows": rows}))
+
+
+def traffic_picture(rows: list[dict], path: Path) -> None:
+    """Words over length at the largest M, and over M at the greatest length; predictions dashed."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    longest, largest = max(row["N"] for row in rows), max(row["M"] for row in rows)
+    panels = {("N", "context length N (tokens)"): ("M", largest), ("M", "words on chip M"): ("N", longest)}
+    for axes, ((x, label), (fixed, value)) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for name in dict.fromkeys(row["order"] for row in rows):
+            mine = [row for row in rows if row["order"] == name and row[fixed] == value]
+            (line,) = axes.plot([r[x] for r in mine], [r["words"] for r in mine], marker="o", label=name)
+            axes.plot([r[x] for r in mine], [r["predicted"] for r in mine], ls="--", color=line.get_color())
+        axes.set(xlabel=label, ylabel="words moved in one forward")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=10)
+        axes.set_title(f"{fixed} = {value:,}", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(f"traffic between slow memory and chip, one head, D={rows[0]['D']}; dashed: predicted", fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
 def main(cfg: Config) -> None:
+    if cfg.mode == "traffic":
+        measure_traffic(cfg)
+    else:
+        measure_memory(cfg)
+
+
+def measure_memory(cfg: Config) -> None:
     device = pick_device(cfg.device)
     dtype = DTYPES[cfg.dtype]
     impls = {name: resolve(AttentionConfig(name, cfg.block, cfg.block), device.type) for name in cfg.impls}

@@ -421,7 +421,7 @@ class Tiled(torch.autograd.Function):
                 kv_j = load(kn, columns), load(vn, columns)
                 for rows in row_tiles:
                     if seen := look(rows, columns):
-                        state = (load(x, rows) for x in slow)
+                        state = (load(x, rows).clone() for x in slow)  # a load may be a view, and acc is worked on
                         state = absorb(load(qn, rows), *kv_j, *state, rows, columns, seen, problem, on_chip)
                         for x, x_i in zip(slow, state, strict=True):
                             store(x, rows, x_i)

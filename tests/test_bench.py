@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bench
-from bench import PeakBytes, weigh
+from bench import PeakBytes, traffic, weigh
 from model import attention
 from model.attention import AttentionConfig
 
@@ -78,8 +78,56 @@ def test_a_wrong_implementation_is_not_weighed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"dtype": "int8"}, "dtype=int8"), ({"lengths": [64, 0]}, r"lengths\[1\]=0"), ({"repeats": 0}, "repeats=0")],
+    [
+        ({"dtype": "int8"}, "dtype=int8"),
+        ({"lengths": [64, 0]}, r"lengths\[1\]=0"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"mode": "speed"}, "mode=speed"),
+    ],
 )
 def test_a_bench_that_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         bench.Config(**options)
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("N", "D", "M"), [(256, 16, 2048), (512, 16, 4096), (512, 32, 8192), (512, 32, 4096)])
+def test_counted_traffic_is_the_loads_and_stores_of_the_paper_word_for_word(N, D, M):
+    block = M // (4 * D)
+    rows, passes = min(block, D), N // block
+    keys_outside = traffic(AttentionConfig("tiled", rows, block, "keys_outside"), N, D)
+    # k, v once; for every tile of keys q, o, m, l in and o, m, l out; at the end o, m, l in and o, lse out
+    assert keys_outside == 2 * N * D + passes * N * (3 * D + 4) + N * (2 * D + 3)
+    queries_outside = traffic(AttentionConfig("tiled", rows, block, "queries_outside"), N, D)
+    assert queries_outside == N * D + N // rows * 2 * N * D + N * (D + 1)  # q once, k and v each time, o and lse once
+
+
+@pytest.mark.parametrize(("N", "D", "M"), [(512, 64, 4096), (1024, 64, 4096), (1024, 64, 8192), (2048, 32, 4096)])
+def test_traffic_of_keys_outside_fits_n_n_d_d_over_m(N, D, M):
+    """12 N N D D / M words: 3 N D for each of 4 N D / M tiles of keys. m and l add 4 N to each, so 16 / D to the 12, and
+    what is moved once (4 D + 3) M / N D D."""
+    block = M // (4 * D)
+    words = traffic(AttentionConfig("tiled", min(block, D), block, "keys_outside"), N, D)
+    assert 12 < words / (N * N * D * D / M) <= 12 + 16 / D + (4 * D + 3) * M / (N * D * D) < 13.2
+
+
+def test_naive_moves_twenty_tables_of_scores():
+    N, D = 512, 16
+    assert 0 <= traffic(AttentionConfig("naive"), N, D) - 20 * N * N < 16 * N * D
+
+
+def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
+    cfg = bench.Config(mode="traffic", lengths=[64, 128], head_size=16, on_chip=[1024], out=str(tmp_path))
+    bench.main(cfg)
+    with open(tmp_path / "traffic.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["order"] for row in rows] == ["naive", "keys_outside", "queries_outside"] * 2
+    assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
+    assert attention.load.__module__ == "model.attention"  # the counters have gone
+
+
+def test_a_chip_too_small_for_a_row_is_refused():
+    with pytest.raises(ValueError, match=r"on_chip=255 .*use 256 or more"):
+        bench.Config(mode="traffic", head_size=64, on_chip=[255])
