@@ -106,8 +106,8 @@ def test_counted_traffic_is_the_loads_and_stores_of_the_paper_word_for_word(N, D
 
 @pytest.mark.parametrize(("N", "D", "M"), [(512, 64, 4096), (1024, 64, 4096), (1024, 64, 8192), (2048, 32, 4096)])
 def test_traffic_of_keys_outside_fits_n_n_d_d_over_m(N, D, M):
-    """12 N N D D / M words: 3 N D for each of 4 N D / M tiles of keys. m and l add 4 N to each, so 16 / D to the 12, and
-    what is moved once (4 D + 3) M / N D D."""
+    """12 N N D D / M words: 3 N D for each of 4 N D / M tiles of keys. m and l add 4 N to each, that is 16 / D to the
+    12, and what is moved once (4 D + 3) M / N D D."""
     block = M // (4 * D)
     words = traffic(AttentionConfig("tiled", min(block, D), block, "keys_outside"), N, D)
     assert 12 < words / (N * N * D * D / M) <= 12 + 16 / D + (4 * D + 3) * M / (N * D * D) < 13.2
