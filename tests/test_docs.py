@@ -1,0 +1,103 @@
+"""The numbers on docs/attention.md, computed again."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import traffic
+from model.attention import LOG2E, TINY, AttentionConfig, BreakIt, attention, nothing_seen, online_softmax, tiles
+from model.mask import EMPTY, Mask
+from tests.test_attention import cat
+
+PAGE = (Path(__file__).parents[1] / "docs/attention.md").read_text(encoding="utf-8")
+CODE = (Path(__file__).parents[1] / "model/attention.py").read_text(encoding="utf-8")
+
+
+def tables(first: str) -> list[list[str]]:
+    """The rows of the table whose heading begins with `first`."""
+    body = PAGE.split(f"| {first} |", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in body.splitlines()[2:]]
+
+
+def shown(values, places: int = 4) -> str:
+    return " ".join(f"{float(x):.{places}f}" for x in values)
+
+
+def test_the_state_of_the_worked_row_after_each_tile():
+    q, k, v = (x[0] for x in cat())
+    q = q[:, 3:4]  # "on"
+    m, l, acc = nothing_seen(q, torch.float64)
+    for row, columns in zip(tables("tile"), tiles(5, 2), strict=True):
+        s = q @ k[:, columns.start : columns.stop].mT * 0.5
+        p, m, l, alpha = online_softmax(s * LOG2E, m, l, BreakIt())
+        acc = alpha * acc + p @ v[:, columns.start : columns.stop]
+        assert row[1:] == [
+            shown(s[0, 0], 1), shown([m / LOG2E], 1), shown([alpha]), shown(p[0, 0]), shown([l]), shown(acc[0, 0])
+        ]  # fmt: skip
+    assert l > TINY
+
+
+def test_the_result_of_every_row_of_the_worked_example():
+    q, k, v = cat()
+    o, lse = attention(q, k, v, AttentionConfig("tiled", 2, 2), causal=False, return_lse=True)
+    m = (q @ k.mT * 0.5).amax(-1)[0, 0]
+    for i, (_, m_i, l_i, lse_i, o_i) in enumerate(tables("row")):
+        assert float(m_i) == m[i]
+        assert l_i == shown([math.exp(lse[0, 0, i] - m[i])])
+        assert lse_i == shown([lse[0, 0, i]])
+        assert o_i == shown(o[0, 0, i])
+
+
+def test_the_numbers_of_tiles():
+    n, block = 16, 64
+    T = n * block
+    for window, number in ((None, 136), (block + 1, 31)):
+        mask = Mask(T, T, window=window)
+        assert sum(mask.look(r, c) != EMPTY for r in tiles(T, block) for c in tiles(T, block)) == number
+        assert str(number) in PAGE.split("## Masks")[1].split("## Memory")[0]
+    assert "2 n - 1" in PAGE
+
+
+def test_the_numbers_of_bytes():
+    assert 8192 * 8192 * 4 == 268_435_456
+    assert "268,435,456 bytes" in PAGE
+    assert (2 * 1024 * 1024 + 1024 * 64) * 4 == 8.25 * 2**20
+
+
+def naive_words(N: int, D: int) -> int:
+    half, whole = (traffic(AttentionConfig("naive"), n, D) for n in (256, 512))
+    square = (whole - 2 * half) // (512**2 - 2 * 256**2)
+    return square * N * N + (half - square * 256**2) // 256 * N
+
+
+@pytest.mark.parametrize("row", tables("N = 4,096, D = 64"), ids=lambda row: row[0])
+def test_the_words_moved(row):
+    N, D = 4096, 64
+    name, *cells = row
+    for M, words, quotient in ((16384, *cells[:2]), (32768, *cells[2:])):
+        block = M // (4 * D)
+        impl = AttentionConfig("naive") if name == "naive" else AttentionConfig("tiled", min(block, D), block, name)
+        # naive's count is a N N + b N, so two small N give it at 4,096 without a second's wait and a GB
+        found = traffic(impl, N, D) if name != "naive" else naive_words(N, D)
+        assert words == f"{found:,}"
+        assert quotient == f"{found / (N * N * D * D / M):.2f}"
+
+
+def test_the_steps_are_in_the_code_under_their_numbers():
+    steps = {int(number) for number in re.findall(r"# (\d+)\b", CODE)}
+    assert steps >= set(range(1, 13))
+
+
+@pytest.mark.parametrize("name", re.findall(r"`(\w+)` \|", PAGE))
+def test_a_function_named_on_the_page_is_in_the_code(name):
+    assert re.search(rf"\b{name}\b", CODE)
+
+
+def test_every_link_within_the_page_leads_somewhere():
+    headings = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^## (.+)$", PAGE, re.M)}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) == headings
+    for path in re.findall(r"\]\(([\w./]+)\)", PAGE):
+        assert (Path(__file__).parents[1] / "docs" / path).exists(), path
