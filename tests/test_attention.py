@@ -13,6 +13,7 @@ from model.mask import EMPTY, Mask
 from tests.reference import (
     CASES,
     DTYPES,
+    FOR_SDPA,
     SEED,
     Case,
     assert_float64_right,
@@ -24,7 +25,6 @@ from tests.reference import (
     run,
 )
 
-FOR_SDPA = [c for c in CASES if not (c.window or c.dropout_p or c.documents or c.blocks or c.alibi or c.softcap)]
 NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
 TILES = [(16, 16), (32, 64), (64, 32), (128, 128)]
 

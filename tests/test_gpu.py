@@ -9,7 +9,7 @@ import torch
 from model.attention import AttentionConfig, attention
 from model.dropout import keep_mask
 from model.gpt import GPT, GPTConfig
-from tests.reference import CASES, DTYPES, assert_within_budget, case_name, oracle, run
+from tests.reference import CASES, DTYPES, FOR_SDPA, assert_within_budget, case_name, oracle, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,14 @@ def test_tiled_is_within_twice_naives_error(case, dtype):
     assert_within_budget(run(inputs, case, TILED), run(inputs, case, NAIVE), reference)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.window is None and not c.dropout_p], ids=case_name)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_tiled_with_keys_outside_is_within_twice_naives_error(case):
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    found = run(inputs, case, replace(TILED, order="keys_outside"))
+    assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
+
+
+@pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)
 def test_sdpa_means_the_same_masks_and_scale(case):
     inputs = case.inputs(torch.float32, "cuda")
     options = {"causal": case.causal, "softmax_scale": case.softmax_scale}
