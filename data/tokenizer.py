@@ -11,6 +11,7 @@ opening one runs whatever code it holds, and weights are files that people pass 
 
 import base64
 import codecs
+import hashlib
 import json
 import threading
 from collections.abc import Iterable
@@ -22,11 +23,14 @@ import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 DOWNLOAD_SECONDS = 30  # for GPT-2's two files, 1.5 MB together
+GPT2_URLS = [
+    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
+]
 
 
 @dataclass
 class TokenizerConfig:
-    kind: str = "byte"  # byte | bpe | gpt2
+    kind: str = "byte"  # byte | bpe | gpt2 | kept
     vocab_size: int | None = None  # bpe only, the end-of-text token included; None: 4096
 
     def __post_init__(self):
@@ -43,6 +47,8 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
             return train_bpe(texts, config.vocab_size or 4096)
         case "gpt2":
             return gpt2_encoding()
+        case "kept":
+            raise ValueError("tokenizer=kept is the tokenizer.json beside data=bin: choose tokenizer=byte, bpe or gpt2")
         case _:
             raise ValueError(f"tokenizer.kind={config.kind} is unknown: choose tokenizer=byte, bpe or gpt2")
 
@@ -102,9 +108,11 @@ def gpt2_encoding() -> tiktoken.Encoding:
     if outcome and isinstance(outcome[0], tiktoken.Encoding):
         return outcome[0]
     reason = type(outcome[0]).__name__ if outcome else f"no answer in {DOWNLOAD_SECONDS} s"
+    # tiktoken keeps a file under the SHA-1 of its address, and checks what is in it.
+    files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_URLS)
     raise ValueError(
-        f"tokenizer=gpt2 has to download its vocabulary and could not ({reason}): "
-        "set TIKTOKEN_CACHE_DIR to a folder that has it, or use tokenizer=bpe"
+        f"tokenizer=gpt2 has to download its vocabulary and could not ({reason}): put {files} into a folder "
+        "and set TIKTOKEN_CACHE_DIR to it, or use tokenizer=bpe"
     )
 
 
