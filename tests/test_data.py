@@ -15,9 +15,9 @@ import torch
 
 from data import prepare as prepare_module
 from data import text as text_module
-from data.loader import Loader, make_batch, open_data, open_dataset, validation_batches
+from data.loader import Loader, make_batch, open_dataset, validation_batches
 from data.prepare import MANIFEST, DataConfig, prepare, read_manifest
-from data.shards import Shards, join, read_tokens
+from data.shards import read_tokens
 from data.tokenizer import TokenizerConfig, byte_encoding
 
 ROOT = Path(__file__).resolve().parents[1]
