@@ -52,6 +52,8 @@ LEARN = 1 << 28  # bytes that the tokenizer learns from: more changes few merges
 # Which keys each source reads besides val_fraction and cache. One that would be ignored is refused.
 READS = {"pystdlib": (), "text": ("path",), "bin": ("path",), "shakespeare": ("url",), "fineweb": ("url", "shards")}
 
+ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
+
 
 @dataclass
 class DataConfig:
@@ -90,6 +92,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     for everything that the user can put right.
     """
     check(data)
+    assert data.source in ("text", *ORIGINS), "token files need no preparing: open_data() opens them"
     started = time.perf_counter()
     corpus = scan(data)
     cache = Path(data.cache)
@@ -169,11 +172,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 # ---- which text
-
-ORIGINS = {
-    "pystdlib": f"standard library of Python {platform.python_version()}",
-    "shakespeare": "tinyshakespeare",
-}
 
 
 def scan(data: DataConfig) -> Corpus:

@@ -188,7 +188,7 @@ def read_lines(stream: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
         try:
             if len(line) == LINE:
                 raise ValueError(f"it is over {LINE >> 20} MiB long")
-            record = json.loads(line.decode("utf-8-sig"))
+            record = json.loads(line.decode("utf-8-sig").rstrip())
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
                 raise ValueError('no field "text" with a string')
             text = record["text"].encode()

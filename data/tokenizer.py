@@ -5,6 +5,8 @@
     bpe    byte pairs merged on your own corpus (rustbpe; 12 MB take about a second), `vocab_size` symbols in all.
     gpt2   GPT-2's 50257 symbols, which tiktoken downloads once.
 
+Ready token files (data=bin) may bring a fourth, in a tokenizer.json beside them: tokenizer=kept.
+
 A tokenizer is kept as JSON beside the token files and inside each checkpoint. A pickle would be shorter to write, but
 opening one runs whatever code it holds, and weights are files that people pass around.
 """
@@ -182,6 +184,8 @@ def from_json(text: str) -> tiktoken.Encoding:
         # Checked here because tiktoken panics on these two, past every `except Exception`, with a Rust stack trace.
         if len(set(ranks.values())) < len(ranks) or not all(bytes([b]) in ranks for b in range(256)):
             raise ValueError("ranks must be distinct and hold all 256 bytes")
+        if END_OF_TEXT not in content["special_tokens"]:  # a file of someone else's: nothing works without it
+            raise ValueError(f"special_tokens must hold {END_OF_TEXT}")
         return tiktoken.Encoding(
             content["name"],
             pat_str=content["pattern"],

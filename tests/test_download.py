@@ -1,4 +1,4 @@
-"""data/download.py against servers on this machine that break off, stall, lie and redirect: a file is whole or not there.
+"""data/download.py against servers on this machine that break off, stall, lie and redirect: a file is whole or absent.
 
 Every server here stands for one habit. `content` is what it should send; a habit is a function of the request and of
 how many there were before it.
@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,10 +33,8 @@ class Request(BaseHTTPRequestHandler):
         self.number = len(self.server.asked)
         self.server.asked.append((self.path, self.headers.get("Range")))
         self.close_connection = True
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # a client that has heard enough
             self.server.habit(self)
-        except (BrokenPipeError, ConnectionResetError):  # a client that has heard enough
-            pass
 
     def head(self, status: int, **headers: object) -> None:
         self.send_response(status)
