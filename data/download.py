@@ -86,7 +86,8 @@ def download(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"), progress_bar(quiet=False) as progress, ThreadPoolExecutor(AT_ONCE) as pool:
         missing = [file for file in files if not file.exists()]  # still, after waiting for the lock
-        print(f"downloading {len(missing)} of {len(files)} files from {url} to {folder}", file=sys.stderr)
+        if missing:
+            print(f"downloading {len(missing)} of {len(files)} files from {url} to {folder}", file=sys.stderr)
         task = progress.add_task("downloading", total=at_most * len(missing))
         show, stopped = partial(progress.advance, task), Event()
         jobs = [
@@ -177,8 +178,9 @@ def ask(url: str, offset: int) -> tuple[requests.Response, dict[str, str]]:
     announced: dict[str, str] = {}
     for _ in range(REDIRECTS + 1):
         response = requests.get(url, headers=headers, stream=True, allow_redirects=False, timeout=TIMEOUT)
-        for name in {"X-Linked-Etag", "X-Linked-Size"} & set(map(str.title, response.headers)):
-            announced.setdefault(name, response.headers[name])
+        for name in ("X-Linked-Etag", "X-Linked-Size"):
+            if name in response.headers:
+                announced.setdefault(name, response.headers[name])  # the first to say so is the one that was asked
         if response.is_redirect:
             response.close()
             target = urljoin(url, response.headers["Location"])
