@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from data.loader import Loader, open_dataset, validation_batches
-from data.prepare import DataConfig, prepare
+from data.loader import Loader, open_data, validation_batches
+from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, BreakIt, beyond_sdpa, resolve
 from model.generate import NotFinite, Sampler, generate
@@ -135,7 +135,7 @@ def main(cfg: Config) -> int:
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data. Prepared at first use, cached by content.
-    dataset = open_dataset(prepare(cfg.data, cfg.tokenizer))
+    dataset = open_data(cfg.data, cfg.tokenizer)
     encoding = dataset.encoding
     if cfg.model.vocab_size not in (None, encoding.n_vocab):
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {encoding.n_vocab}; leave it out")

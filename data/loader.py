@@ -5,9 +5,12 @@ next). The order is a pure function of (seed, sample number), so all there is to
 A saved generator would have to be saved for each rank, and be wrong once the number of ranks or the batch size changes.
 """
 
+import glob
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,20 +18,23 @@ import numpy as np
 import tiktoken
 import torch
 
-from data.prepare import DTYPES, HEADER_INTS, SPLITS, read_manifest
-from data.tokenizer import from_json, token_bytes
+from data.download import fineweb
+from data.prepare import SPLITS, DataConfig, check, prepare, read_manifest
+from data.shards import Shards, inspect, join, read_tokens
+from data.text import expand, in_order
+from data.tokenizer import TokenizerConfig, build, from_json, to_json, token_bytes
 
 
 @dataclass
 class Dataset:
-    """A prepared folder, opened. The tokens stay on disk (memory-mapped): a file larger than memory is no trouble."""
+    """Token files, opened. The tokens stay on disk (memory-mapped): a file larger than memory is no trouble."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # of a prepared folder; {} for shards that others made
     encoding: tiktoken.Encoding
     token_bytes: np.ndarray  # int32 (n_vocab,): bytes of text a token stands for
-    train: np.ndarray  # uint16 or uint32 (N,), read-only
-    val: np.ndarray
+    train: np.ndarray | Shards  # uint16 or uint32 (N,), read-only
+    val: np.ndarray | Shards
     train_documents: np.ndarray  # int64 (documents,): where in the tokens each begins
     val_documents: np.ndarray
 
@@ -39,6 +45,21 @@ class Batch(NamedTuple):
     documents: torch.Tensor  # int32 (B, T): number, within the split, of the document that each token of x is in
 
 
+def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
+    """The data that the configuration names, prepared or downloaded at first use. Raises ValueError, one line, for
+    everything that the user can put right."""
+    match data.source:
+        case "bin":
+            check(data)
+            return open_shards(find_shards(data.path), tokenizer, data.val_fraction)
+        case "fineweb":
+            check(data)
+            files = fineweb(Path(data.cache), data.url, data.shards)
+            return open_shards(files, tokenizer, data.val_fraction, "delete it, and it will be downloaded again")
+        case _:
+            return open_dataset(prepare(data, tokenizer))
+
+
 def open_dataset(folder: Path) -> Dataset:
     """Open what prepare() made, and check every file of it against the manifest's SHA-256: about a second per GB.
 
@@ -47,16 +68,20 @@ def open_dataset(folder: Path) -> Dataset:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    tokens = {name: read_tokens(folder / f"{name}.bin") for name in SPLITS}  # first: its messages say more
+    way_out = f"delete {folder} and run again"
+    tokens = {}
+    for name in SPLITS:  # first: its messages say more
+        files = sorted(file for file in manifest["sha256"] if file.startswith(name) and file.endswith(".bin"))
+        tokens[name] = join([read_tokens(folder / file, way_out) for file in files])
     for name, sha256 in manifest["sha256"].items():
         try:
             with open(folder / name, "rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError as error:
-            raise ValueError(f"{folder / name} is missing: delete {folder} and run again") from error
+            raise ValueError(f"{folder / name} is missing: {way_out}") from error
         if found != sha256:
-            raise ValueError(f"{folder / name} was edited since it was made: delete {folder} and run again")
-    encoding = from_json((folder / "tokenizer.json").read_text())
+            raise ValueError(f"{folder / name} was edited since it was made: {way_out}")
+    encoding = from_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
     starts = {name: np.load(folder / f"{name}_documents.npy", allow_pickle=False) for name in SPLITS}
     return Dataset(
         folder=folder,
@@ -70,21 +95,76 @@ def open_dataset(folder: Path) -> Dataset:
     )
 
 
-def read_tokens(path: Path) -> np.ndarray:
-    """The tokens of a .bin file of ours, llm.c's or modded-nanogpt's: memory-mapped, uint16 or uint32 (N,)."""
-    try:
-        header = np.fromfile(path, "<i4", HEADER_INTS)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing: delete {path.parent} and run again") from error
-    magic = tuple(header[:2].tolist())
-    if len(header) < HEADER_INTS or magic not in DTYPES:
-        raise ValueError(f"{path} is no token file, its header begins {magic}: delete {path.parent} and run again")
-    dtype = DTYPES[magic]
-    tokens, odd_bytes = divmod(path.stat().st_size - header.nbytes, dtype.itemsize)
-    if tokens != header[2] or odd_bytes:
-        raise ValueError(f"{path} has {tokens} tokens, its header says {header[2]}: delete {path.parent} and run again")
-    # The header is mapped too and then sliced off, because a map of no bytes at all is an error and no tokens are not.
-    return np.memmap(path, dtype, mode="r")[header.nbytes // dtype.itemsize :]
+def find_shards(path: str) -> list[Path]:
+    """The token files that data.path means: a file, the .bin files of a folder, or what a glob matches."""
+    named = Path(path).expanduser()
+    found = expand(Path(glob.escape(str(named))) / "*.bin" if named.is_dir() else named)
+    if not found:
+        raise ValueError(f"data.path={path} has no .bin files of tokens: give a folder or a glob of some, or data=text")
+    return [Path(file) for file in in_order(found)]
+
+
+def open_shards(
+    files: list[Path], tokenizer: TokenizerConfig, val_fraction: float, way_out: str = "make or download it again"
+) -> Dataset:
+    """Token files as they are, in the order given, as one text. What has "val" in its name is for validation; where
+    nothing has, the last `val_fraction` of the tokens is, from where a document begins if one does.
+
+    All tokens are read once, a second per 2 GB and core, to see where documents begin and that the tokenizer knows
+    every id: one that it does not would be an unknown row of the embedding, which on a GPU ends the process without a
+    word. Raises ValueError for files and tokenizers that do not fit.
+    """
+    encoding = kept_or_named(files[0].with_name("tokenizer.json"), tokenizer)
+    files = sorted(files, key=lambda file: "val" in file.name)  # stable: training's first, else as they were
+    arrays = [read_tokens(file, way_out) for file in files]
+    with ThreadPoolExecutor() as pool:
+        found = [*pool.map(partial(inspect, end_of_text=encoding.eot_token), arrays)]
+    for file, (_, largest) in zip(files, found, strict=True):
+        if largest >= encoding.n_vocab:
+            raise ValueError(
+                f"{file} has token {largest}, tokenizer {encoding.name} has {encoding.n_vocab}: "
+                "name the tokenizer that it was made with, or put its tokenizer.json beside it"
+            )
+    tokens = Shards(arrays)
+    begins = tokens.ends - [len(array) for array in arrays]  # (files,)
+    starts = np.concatenate([begin + ends for begin, (ends, _) in zip(begins, found, strict=True)])
+
+    names = [file.name for file in files if "val" in file.name]
+    if len(names) == len(files):
+        raise ValueError(
+            f"{files[0].parent} has no shards to train on, only {', '.join(names)}: take in the others too"
+        )
+    cut = int(begins[-len(names)]) if names else int(len(tokens) * (1 - val_fraction))
+    if not names:
+        later = starts[(starts >= cut) & (starts < (cut + len(tokens)) / 2)]
+        cut = int(later[0]) if len(later) else cut
+    return Dataset(
+        folder=files[0].parent,
+        manifest={},
+        encoding=encoding,
+        token_bytes=token_bytes(encoding),
+        train=join(tokens.parts(slice(0, cut))),
+        val=join(tokens.parts(slice(cut, None))),
+        # A split may begin in the middle of a document, which is then its number 0.
+        train_documents=np.union1d([0], starts[starts < cut]),
+        val_documents=np.union1d([0], starts[starts >= cut] - cut),
+    )
+
+
+def kept_or_named(kept: Path, tokenizer: TokenizerConfig) -> tiktoken.Encoding:
+    """The tokenizer of shards: tokenizer=kept is the file beside them, any other has to agree with it if there is one.
+    Raises ValueError for what cannot be right."""
+    beside = from_json(kept.read_text(encoding="utf-8")) if kept.exists() else None
+    if tokenizer.kind == "kept":
+        if beside is None:
+            raise ValueError(f"{kept} is missing: name the tokenizer of the tokens, as in tokenizer=gpt2")
+        return beside
+    if tokenizer.kind == "bpe":
+        raise ValueError("tokenizer=bpe learns from text, and data=bin has none: use tokenizer=kept, gpt2 or byte")
+    named = build(tokenizer, [])
+    if beside and to_json(beside) != to_json(named):
+        raise ValueError(f"{kept} is of tokenizer {beside.name}, not of {named.name}: use tokenizer=kept")
+    return named
 
 
 class Loader:
@@ -100,7 +180,7 @@ class Loader:
 
     def __init__(
         self,
-        tokens: np.ndarray,  # (N,)
+        tokens: np.ndarray | Shards,  # (N,)
         documents: np.ndarray,  # int64 (documents,)
         *,
         batch_size: int,
@@ -172,7 +252,7 @@ class Loader:
 
 
 def validation_batches(
-    tokens: np.ndarray, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int
+    tokens: np.ndarray | Shards, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int
 ) -> Iterator[Batch]:
     """About `max_tokens` tokens of validation text, evenly spread over it: the same windows each time and in each run.
 
@@ -189,13 +269,14 @@ def validation_batches(
     )
 
 
-def fingerprint(tokens: np.ndarray, documents: np.ndarray) -> str:
+def fingerprint(tokens: np.ndarray | Shards, documents: np.ndarray) -> str:
     """Tells texts apart by their length, their documents and a thousand tokens, without reading the whole file."""
-    thousand = tokens[:: len(tokens) // 1000 + 1]
-    return hashlib.sha256(f"{len(tokens)} ".encode() + documents.tobytes() + thousand.tobytes()).hexdigest()[:16]
+    step = len(tokens) // 1000 + 1
+    thousand = b"".join(tokens[i : i + 1].tobytes() for i in range(0, len(tokens), step))
+    return hashlib.sha256(f"{len(tokens)} ".encode() + documents.tobytes() + thousand).hexdigest()[:16]
 
 
-def make_batch(tokens: np.ndarray, documents: np.ndarray, starts: np.ndarray, context_length: int) -> Batch:
+def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray, starts: np.ndarray, context_length: int) -> Batch:
     """The windows that begin at `starts`, int64 (B,)."""
     windows = np.stack([tokens[start : start + context_length + 1] for start in starts])  # (B, T + 1)
     positions = starts[:, None] + np.arange(context_length)  # (B, T)
@@ -207,9 +288,10 @@ def make_batch(tokens: np.ndarray, documents: np.ndarray, starts: np.ndarray, co
     )
 
 
-def check_length(tokens: np.ndarray, context_length: int, what: str) -> None:
+def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
     if len(tokens) < context_length + 1:
+        fraction = "a larger data.val_fraction, " if what == "validation" else ""
         raise ValueError(
             f"the {what} text has {len(tokens)} tokens, one window takes {context_length + 1}: "
-            "use more text or a smaller model.context_length"
+            f"use {fraction}more text or a smaller model.context_length"
         )

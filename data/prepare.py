@@ -1,18 +1,15 @@
 """Any text -> token files, made once and kept under a name computed from the text itself.
 
     data/cache/pystdlib-byte-1f0c2a9be7d4/
-        train.bin, val.bin                        tokens: 256 int32 of header, then one uint16 (or uint32) a token
+        train.bin, val.bin                        tokens, as data/shards.py has them
         train_documents.npy, val_documents.npy    where in the tokens each document starts, int64
         tokenizer.json                            what turns these tokens back into text
         manifest.json                             counts, and the SHA-256 of every file above
 
-The .bin files are in the format of llm.c and modded-nanogpt, so either side reads the other's. As in their shards, the
-end-of-text token stands BEFORE each document: it is what the model is given to start from.
+The text is read three times and never held: once to know every document by its hash, once by the tokenizer if it is
+one that learns, once to be encoded. What is held is 41 bytes a document and a few MB a thread.
 """
 
-import codecs
-import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -22,66 +19,69 @@ import shutil
 import sys
 import sysconfig
 import time
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from filelock import FileLock
+from rich.progress import Progress
 
+from data.download import progress_bar, shakespeare
+from data.shards import Writer
+from data.text import LEFT_OUT, PIECE, File, find, in_order, read, walk
 from data.tokenizer import TokenizerConfig, build, encode, to_json
 
-FORMAT = 1  # raise it when the files' contents change for the same text: every cached folder is then made again
+FORMAT = 2  # raise it when the files' contents change for the same text: every cached folder is then made again
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
+REPEATED = -1  # instead of the number of a split: the document is left out
 FILES = {"tokenizer.json", *(name for split in SPLITS for name in (f"{split}.bin", f"{split}_documents.npy"))}
-TEMPORARY = re.compile(r"(pystdlib|text)-\w+-[0-9a-f]{12}\.tmp")
+TEMPORARY = re.compile(r"(pystdlib|text|shakespeare)-\w+-[0-9a-f]{12}\.tmp")
 
-HEADER_INTS = 256
-MAGIC_UINT16 = (20240520, 1)  # llm.c's GPT-2 shards
-MAGIC_UINT32 = (20240801, 7)  # llm.c's Llama 3 shards
-DTYPES = {MAGIC_UINT16: np.dtype("<u2"), MAGIC_UINT32: np.dtype("<u4")}
+THREADS = os.cpu_count() or 1  # that encode; the result does not depend on it
+LEARN = 1 << 28  # bytes that the tokenizer learns from: more changes few merges, and rustbpe's word counts grow with it
 
-# Text is encoded in pieces of about this many bytes. It bounds the memory, moves the progress bar within a single
-# huge file, and keeps clear of the million spaces in a row at which the tokenizers' regular expressions give up.
-PIECE = 1 << 18
+# Which keys each source reads besides val_fraction and cache. One that would be ignored is refused.
+READS = {"pystdlib": (), "text": ("path",), "bin": ("path",), "shakespeare": ("url",), "fineweb": ("url", "shards")}
 
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# Prose and source. Data (.json, .csv) is text too, but seldom what a folder was named for; a glob takes it.
-TEXT_SUFFIXES = {
-    *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".html"),
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".swift", ".go", ".rs"),
-    *(".js", ".ts", ".lua", ".rb", ".pl", ".r", ".jl", ".hs", ".ml", ".sh", ".sql"),
-}
+ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
 
 
 @dataclass
 class DataConfig:
-    source: str = "pystdlib"  # pystdlib | text
-    path: str | None = None  # text only: a file, a folder or a glob
-    val_fraction: float = 0.05  # of the bytes
+    source: str = "pystdlib"  # pystdlib | text | bin | shakespeare | fineweb
+    path: str | None = None  # text, bin: a file, a folder or a glob; text: also -, standard input
+    val_fraction: float = 0.05  # of the bytes; of the tokens for a bin that has no *val* file
+    shards: int | None = None  # fineweb: how many files of 100 M tokens, of 103; None: 1
+    url: str | None = None  # shakespeare, fineweb: the folder to download from, if not the usual one
     cache: str = "data/cache"
 
 
-@dataclass(frozen=True)
-class Document:
-    """One file of the corpus, known by its content; the text itself is read when it is needed."""
+@dataclass
+class Corpus:
+    """The documents in order, each known by its content; the text itself is read again when it is needed."""
 
-    name: str  # relative to the corpus, so that moving the corpus changes nothing
-    path: Path
-    size: int  # bytes, without a byte order mark
-    sha256: str
+    files: list[File]
+    sizes: np.ndarray  # int64 (documents,): bytes
+    sha256: np.ndarray  # uint8 (documents, 32)
+    order: np.ndarray  # int64 (documents,): by hash, that is, at random but the same whatever the files are called
+    split: np.ndarray  # int8 (documents,): number of the split, or REPEATED
+    left_out: int  # documents that repeat an earlier one, and files that are not UTF-8
+    cut: tuple[int, int] | None = None  # a training document, and from which of its bytes on it is for validation
 
 
-class Part(NamedTuple):
-    """The bytes start .. end of a document that go to one split: nearly always all of them."""
-
-    document: Document
-    start: int
-    end: int
+class Piece(NamedTuple):
+    split: str
+    first: bool  # of its document, in this split
+    text: bytes
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False) -> Path:
@@ -91,65 +91,78 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     number of processes may call at once: one does the work and the others wait for it. Raises ValueError, one line,
     for everything that the user can put right.
     """
-    if not 0 < data.val_fraction <= 0.5:
-        raise ValueError(f"data.val_fraction={data.val_fraction} is outside (0, 0.5]: 0.05 is a usual choice")
+    check(data)
+    assert data.source in ("text", *ORIGINS), "token files need no preparing: open_data() opens them"
     started = time.perf_counter()
-    documents, left_out = scan(data)
+    corpus = scan(data)
     cache = Path(data.cache)
-    folder = cache / folder_name(data, tokenizer, documents)
+    folder = cache / folder_name(data, tokenizer, corpus)
     if folder.exists():
         return folder
 
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / ".lock", "w") as lock:
-        # The system lets go of the lock when its holder dies, however it dies. Names with process ids were
-        # considered: they are reused, and mean nothing in another container that shares the folder.
-        fcntl.flock(lock, fcntl.LOCK_EX)  # Linux and macOS
+    # The system lets go of the lock when its holder dies, however it dies. Names with process ids were considered: they
+    # are reused, and mean nothing in another container that shares the folder.
+    with FileLock(cache / ".lock"):
         if folder.exists():  # made by another process while this one waited
             return folder
         for stale in cache.glob("*.tmp"):  # whoever was writing these held the lock, so is dead
             if TEMPORARY.fullmatch(stale.name) and stale.is_dir():  # the cache may be a folder with other things in it
                 shutil.rmtree(stale)
 
-        parts = split(documents, data.val_fraction)
+        split(corpus, data.val_fraction)
         with progress_bar(quiet) as progress:
             # A tokenizer that had seen the validation text would flatter the bits per byte measured on it.
-            training_text = read_pieces(parts["train"], progress, "learning the tokenizer")
-            encoding = build(tokenizer, (piece.decode() for _, piece in training_text))
+            encoding = build(tokenizer, training_text(corpus, progress))
             temporary = cache / f"{folder.name}.tmp"
             temporary.mkdir()
-            manifest = {
-                "version": FORMAT,
-                "source": data.path or f"standard library of Python {platform.python_version()}",
-                "left_out": left_out,
-                "tokenizer": {"name": encoding.name, "vocab_size": encoding.n_vocab},
-            }
-            for name in SPLITS:
-                pieces = read_pieces(parts[name], progress, f"encoding {name}")
-                manifest[name] = write_split(temporary, name, pieces, encoding)
-        (temporary / "tokenizer.json").write_text(to_json(encoding))
+            counts = write(temporary, corpus, encoding, progress)
+        manifest = {
+            "version": FORMAT,
+            "source": data.path or ORIGINS[data.source],
+            "left_out": corpus.left_out,
+            "tokenizer": {"name": encoding.name, "vocab_size": encoding.n_vocab},
+            **counts,
+        }
+        (temporary / "tokenizer.json").write_text(to_json(encoding), encoding="utf-8")
         manifest["sha256"] = {file.name: sync_and_hash(file) for file in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         sync_and_hash(temporary / MANIFEST)
         temporary.rename(folder)  # complete or absent: nothing opens a folder that is still being written
 
     if not quiet:
         train, val, seconds = manifest["train"], manifest["val"], time.perf_counter() - started
-        note = f" ({left_out} files that are not UTF-8 or repeat another left out)" if left_out else ""
+        note = f" ({corpus.left_out} that are not UTF-8 or repeat another left out)" if corpus.left_out else ""
         print(
-            f"data: {len(documents)} documents{note}, {train['bytes'] + val['bytes']:,} bytes -> "
+            f"data: {(corpus.split != REPEATED).sum()} documents{note}, {train['bytes'] + val['bytes']:,} bytes -> "
             f"{train['tokens']:,} training and {val['tokens']:,} validation tokens in {seconds:.1f} s: {folder}",
             file=sys.stderr,
         )
     return folder
 
 
+def check(data: DataConfig) -> None:
+    """ValueError for a source that there is not, and for keys that it would not read."""
+    if data.source not in READS:
+        raise ValueError(f"data.source={data.source} is unknown: choose data={', '.join(READS)}")
+    for key in ("path", "url", "shards"):
+        value = getattr(data, key)
+        if value is not None and key not in READS[data.source]:
+            readers = " or ".join(f"data={source}" for source, keys in READS.items() if key in keys)
+            raise ValueError(f"data.{key}={value} is read with {readers} only: choose that, or leave it out")
+    if not 0 < data.val_fraction <= 0.5:
+        raise ValueError(f"data.val_fraction={data.val_fraction} is outside (0, 0.5]: 0.05 is a usual choice")
+    if data.path is None and "path" in READS[data.source]:
+        raise ValueError(f"data={data.source} has nothing to read: say what with data.path=FILE, a folder or a glob")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What prepare() wrote about `folder`. Raises ValueError where there is nothing readable of this format."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["version"]
-        if set(manifest["sha256"]) != FILES:  # with a file left out of it, that file would go unchecked
+        here = {file.name for file in folder.glob("*.bin")}
+        if not FILES | here <= set(manifest["sha256"]):  # with a file left out of it, that file would go unchecked
             raise ValueError("not the files that belong here")
     except (OSError, ValueError, KeyError, TypeError) as error:  # the last two: JSON, but not ours
         raise ValueError(f"{folder / MANIFEST} cannot be read: delete {folder} and run again") from error
@@ -161,221 +174,221 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 # ---- which text
 
 
-def scan(data: DataConfig) -> tuple[list[Document], int]:
-    """The corpus in order of names, and how many files were left out of it.
+def scan(data: DataConfig) -> Corpus:
+    """The corpus with every document hashed.
 
-    A file that repeats another is left out: on both sides of the split it would make validation a test of memory. Empty
-    files are passed over. What is not UTF-8 is left out of the standard library, but an error in the user's own text,
-    where it would otherwise go missing unnoticed.
+    A document that repeats another is left out: on both sides of the split it would make validation a test of memory.
+    Empty ones are passed over. What is not UTF-8 is left out of the standard library, but an error in the user's own
+    text, where it would otherwise go missing unnoticed.
     """
     match data.source:
         case "pystdlib":
-            if data.path is not None:
-                raise ValueError(f"data.path={data.path} is read with data=text only: add data=text, or leave it out")
-            root = Path(sysconfig.get_path("stdlib"))
-            files = [file for file in walk(root, LEFT_OUT) if file.suffix == ".py"]
+            root = sysconfig.get_path("stdlib")
+            found = in_order(file for file in walk(root, LEFT_OUT) if file.endswith(".py"))
         case "text":
-            if data.path is None:
-                raise ValueError("data=text has no text: say which with data.path=FILE, a folder or a glob")
-            root, files = find(data.path)
-        case _:
-            raise ValueError(f"data.source={data.source} is unknown: choose data=pystdlib or data=text")
+            found = find(data.path, Path(data.cache))
+        case "shakespeare":
+            found = [str(shakespeare(Path(data.cache), data.url))]
 
-    documents: dict[str, Document] = {}  # by content
-    left_out = 0
-    for file in sorted(files):
+    files: list[File] = []
+    hashes, sizes = bytearray(), array("q")  # of numbers: a list of a million objects would take a hundred bytes each
+    for file in found:
         try:
-            text = read_text(file)
-        except ValueError:
-            if data.source == "text":
+            for _, pieces in groupby(read(file), key=itemgetter(0)):
+                sha256, size = hashlib.sha256(), 0
+                for _, piece in pieces:
+                    sha256.update(piece)
+                    size += len(piece)
+                hashes += sha256.digest()
+                sizes.append(size)
+            files.append(file)
+        except ValueError:  # within a file's one document, so nothing of it has been counted yet
+            if data.source != "pystdlib":
                 raise
-            left_out += 1
-            continue
-        sha256 = hashlib.sha256(text).hexdigest()
-        if sha256 in documents:
-            left_out += 1
-        elif text:
-            documents[sha256] = Document(file.relative_to(root).as_posix(), file, len(text), sha256)
-    if not documents:
-        raise ValueError(
-            f"{data.path or root} holds no text, or only empty files: use data=text data.path=FILE with text"
-        )
-    return list(documents.values()), left_out
+    if not sizes:
+        raise ValueError(f"{data.path or data.source} holds no text, or only empty files: use data.path=FILE with text")
+
+    sha256 = np.frombuffer(hashes, np.uint8).reshape(-1, 32)  # (documents, 32)
+    words = sha256.view(">u8")  # (documents, 4)
+    order = np.lexsort(words.T[::-1])  # the most significant key comes last; equal hashes stay in the order of reading
+    split = np.zeros(len(sizes), np.int8)
+    split[order[1:][(words[order[1:]] == words[order[:-1]]).all(axis=1)]] = REPEATED
+    left_out = int((split == REPEATED).sum()) + len(found) - len(files)
+    return Corpus(files, np.array(sizes, np.int64), sha256, order, split, left_out)
 
 
-def find(path: str) -> tuple[Path, list[Path]]:
-    """The files that data.path means, and the folder that their names are relative to.
-
-    A folder gives the files in it that look like text by their suffix; a file or a glob gives whatever it names.
-    """
-    if not path:
-        raise ValueError("data.path= is empty: give a file, a folder or a glob")
-    named = Path(path).expanduser()
-    if named.is_file():
-        return named.parent, [named]
-    if named.is_dir():
-        files = [file for file in walk(named) if file.suffix.lower() in TEXT_SUFFIXES]
-        if not files:
-            raise ValueError(
-                f"data.path={path} has no .txt, .md, .py or the like: name other files by a glob, {path}/*.log"
-            )
-        return named, files
-    files = [Path(match) for match in glob.glob(str(named), recursive=True) if os.path.isfile(match)]
-    if not files:
-        trouble = "matches no file" if any(c in path for c in "*?[") else "does not exist"
-        raise ValueError(f"data.path={path} {trouble}, seen from {Path.cwd()}: give a file, a folder or a glob")
-    return Path(os.path.commonpath([file.parent for file in files])), files
-
-
-def walk(root: Path, left_out: Iterable[str] = ()) -> Iterator[Path]:
-    """All files below `root` but for hidden ones and folders named in `left_out`. Links to folders are not followed."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in left_out]
-        files = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from (file for file in files if file.is_file())
-
-
-def read_text(path: Path) -> bytes:
-    """UTF-8 text as it is on disk, line ends included; only a byte order mark is taken off.
-
-    The mark tells a reader of the file how it is encoded and is no part of the text; left in, the model would learn to
-    begin documents with it. Raises ValueError with the offset for what is not text.
-    """
-    raw = path.read_bytes()
-    if b"\0" in raw:
-        raise ValueError(
-            f"{path} has a zero byte at offset {raw.index(0)}, so is binary or UTF-16: save it as UTF-8 or leave it out"
-        )
-    try:
-        raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 at byte offset {error.start} (0x{raw[error.start]:02x}): "
-            f"convert it (iconv -f latin1 -t utf-8) or leave it out"
-        ) from error
-    return raw.removeprefix(codecs.BOM_UTF8)
-
-
-def folder_name(data: DataConfig, tokenizer: TokenizerConfig, documents: list[Document]) -> str:
+def folder_name(data: DataConfig, tokenizer: TokenizerConfig, corpus: Corpus) -> str:
     """Equal for equal results and different for different ones: the cache needs no dates and no invalidation."""
     label = f"bpe{tokenizer.vocab_size}" if tokenizer.kind == "bpe" else tokenizer.kind
-    content = [FORMAT, label, data.val_fraction, [(document.name, document.sha256) for document in documents]]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return f"{data.source}-{label}-{digest[:12]}"
+    digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
+    digest.update(corpus.sha256[corpus.split != REPEATED].tobytes())
+    return f"{data.source}-{label}-{digest.hexdigest()[:12]}"
 
 
 # ---- which of it is for validation
 
 
-def split(documents: list[Document], val_fraction: float) -> dict[str, list[Part]]:
-    """Each byte goes to "train" or to "val", and val_fraction of the bytes, or close to it, to "val".
+def split(corpus: Corpus, val_fraction: float) -> None:
+    """Decide for each byte whether it is for training or validation; val_fraction of them, or close to it, for the
+    latter.
 
     Whole documents in the order of their hashes, each that still fits: a choice at random that does not depend on names
     or on the order of files, and never takes more than its share. Where that leaves over half of the share open (one
     big file, or a few), the end of the largest document fills it.
     """
-    share = val_fraction * sum(document.size for document in documents)
+    share = val_fraction * int(corpus.sizes[corpus.split != REPEATED].sum())
     taken = 0
-    chosen = set()
-    for document in sorted(documents, key=lambda document: document.sha256):
-        if taken + document.size <= share:
-            taken += document.size
-            chosen.add(document)
-    whole = [Part(document, 0, document.size) for document in documents]
-    parts = {
-        "train": [part for part in whole if part.document not in chosen],
-        "val": [part for part in whole if part.document in chosen],
-    }
+    for i, size in zip(corpus.order, corpus.sizes[corpus.order], strict=True):
+        if corpus.split[i] != REPEATED and taken + size <= share:
+            taken += int(size)
+            corpus.split[i] = SPLITS.index("val")
     missing = int(share - taken)
     if missing > share / 2:
-        i, part = max(enumerate(parts["train"]), key=lambda item: item[1].end)
         # Every document left is larger than what is missing, or it would have been taken: both sides get something.
-        cut = boundary(load(part.document), part.end - missing, reach=missing // 2)
-        parts["train"][i] = part._replace(end=cut)
-        if cut < part.end:
-            parts["val"].append(part._replace(start=cut))
-    return parts
+        largest = int(np.argmax(np.where(corpus.split == SPLITS.index("train"), corpus.sizes, -1)))
+        at = int(corpus.sizes[largest]) - missing
+        pieces = (piece for number, piece in reread(corpus) if number == largest)
+        corpus.cut = largest, line_start(pieces, at, reach=missing // 2)
 
 
-def boundary(text: bytes, at: int, reach: int) -> int:
-    """Where the next line starts, at `at` or less than `reach` beyond; failing that, where the next character does."""
-    line = text.find(b"\n", at - 1, at - 1 + reach) + 1
-    if line:
-        return line
-    while at < len(text) and text[at] & 0xC0 == 0x80:  # 10xxxxxx continues a character of several bytes
-        at += 1
-    return min(at, len(text))
+def line_start(pieces: Iterable[bytes], at: int, reach: int) -> int:
+    """Where in a document the next line starts, at `at` or less than `reach` beyond; failing that, where the next
+    character does."""
+    character = at
+    start = 0  # of the piece
+    for piece in pieces:
+        if start <= at < start + len(piece):  # 10xxxxxx continues a character of several bytes, never past its piece
+            character += next(i for i, byte in enumerate(piece[at - start :] + b" ") if byte & 0xC0 != 0x80)
+        line = piece.find(b"\n", max(0, at - 1 - start), max(0, at - 1 + reach - start))
+        if line >= 0:
+            return start + line + 1
+        start += len(piece)
+        if start >= at + reach:
+            break
+    return character
 
 
 # ---- reading it, and writing tokens
 
 
-def load(document: Document) -> bytes:
-    """The text of a document. It was hashed before: what has changed since would be kept under a wrong name."""
-    text = read_text(document.path)
-    if hashlib.sha256(text).hexdigest() != document.sha256:
-        raise ValueError(f"{document.path} changed while it was being prepared: run again once it is finished")
-    return text
+def reread(corpus: Corpus) -> Iterator[tuple[int, bytes]]:
+    """(number of the document, a piece of it) for all of the corpus.
 
-
-def read_pieces(parts: list[Part], progress: Progress, what: str) -> Iterator[tuple[Part, bytes]]:
-    """All the text of `parts`, in pieces of whole characters, moving a progress bar named `what`.
-
-    Holds one document at a time. A cut costs at most a token: bpe and gpt2 would merge across it now and then.
+    Documents were hashed before; what has changed since would be kept under a wrong name, so it is a ValueError. It
+    comes after the document's pieces, since none is held: whatever was made of them has to be thrown away.
     """
-    task = progress.add_task(what, total=sum(part.end - part.start for part in parts))
-    for part in parts:
-        text = load(part.document)[part.start : part.end]
-        start = 0
-        while start < len(text):
-            end = boundary(text, start + PIECE, reach=PIECE // 4)
-            yield part, text[start:end]
-            progress.advance(task, end - start)
-            start = end
+    number = -1
+    for file in corpus.files:
+        for where, pieces in groupby(read(file), key=itemgetter(0)):
+            number += 1
+            sha256 = hashlib.sha256()
+            for _, piece in pieces:
+                if number < len(corpus.sizes):
+                    yield number, piece
+                sha256.update(piece)
+            if number >= len(corpus.sizes) or sha256.digest() != corpus.sha256[number].tobytes():
+                raise ValueError(f"{where} changed while it was being prepared: run again once it is finished")
+    if number + 1 < len(corpus.sizes):
+        raise ValueError(f"{corpus.files[-1]} changed while it was being prepared: run again once it is finished")
 
 
-def write_split(
-    folder: Path, name: str, pieces: Iterator[tuple[Part, bytes]], encoding: tiktoken.Encoding
-) -> dict[str, Any]:
-    """Write NAME.bin and NAME_documents.npy; return the manifest's entry. Raises ValueError past 2**31 - 1 tokens."""
-    magic = MAGIC_UINT16 if encoding.n_vocab <= 1 << 16 else MAGIC_UINT32
-    header = np.zeros(HEADER_INTS, "<i4")
-    header[:2] = magic
-    starts: list[int] = []
-    tokens = size = 0
-    current = None
-    with open(folder / f"{name}.bin", "wb") as file:
-        file.write(header.tobytes())
-        for part, piece in pieces:
-            ids = encode(encoding, piece.decode())
-            if part is not current:
-                current = part
-                starts.append(tokens)
-                ids = np.concatenate([[encoding.eot_token], ids])
-            file.write(ids.astype(DTYPES[magic]).tobytes())
-            tokens += len(ids)
-            size += len(piece)
-            if tokens >= 1 << 31:
-                raise ValueError(
-                    f"{name} has over {tokens:,} tokens, and the format's header counts to 2**31 - 1: "
-                    "use less text or a tokenizer with a larger vocabulary"
-                )
-        header[2] = tokens  # known only now, without holding the tokens in memory
-        file.seek(0)
-        file.write(header.tobytes())
-    np.save(folder / f"{name}_documents.npy", np.array(starts, np.int64), allow_pickle=False)
-    return {"tokens": tokens, "bytes": size, "documents": len(starts), "dtype": DTYPES[magic].name}
+def read_pieces(corpus: Corpus, progress: Progress, what: str) -> Iterator[Piece]:
+    """All the text that is for training or validation, in the order of reading, moving a progress bar named `what`.
+
+    A cut costs at most a token: bpe and gpt2 would merge across it now and then.
+    """
+    task = progress.add_task(what, total=int(corpus.sizes.sum()))
+    cut_document, cut = corpus.cut or (-1, 0)
+    document, end, shown = -1, 0, 0
+    for number, text in reread(corpus):
+        start = end if number == document else 0  # of the piece in its document
+        document, end = number, start + len(text)
+        shown += len(text)
+        if shown >= PIECE:  # not for each of a million small documents
+            progress.advance(task, shown)
+            shown = 0
+        if number == cut_document:
+            middle = min(max(cut - start, 0), len(text))
+            if middle:
+                yield Piece("train", start == 0, text[:middle])
+            if middle < len(text):
+                yield Piece("val", start + middle == cut, text[middle:])
+        elif corpus.split[number] != REPEATED:
+            yield Piece(SPLITS[corpus.split[number]], start == 0, text)
+
+
+def training_text(corpus: Corpus, progress: Progress) -> Iterator[str]:
+    """The training text for the tokenizer to learn from; of more than LEARN bytes, that much, evenly spread."""
+    total = int(corpus.sizes[corpus.split == SPLITS.index("train")].sum())
+    taken = seen = 0
+    for piece in read_pieces(corpus, progress, "learning the tokenizer"):
+        if piece.split == "train":
+            if taken * total <= LEARN * seen:
+                taken += len(piece.text)
+                yield piece.text.decode()
+            seen += len(piece.text)
+
+
+def write(folder: Path, corpus: Corpus, encoding: tiktoken.Encoding, progress: Progress) -> dict[str, dict[str, Any]]:
+    """Write the token files and document starts of all splits; return the manifest's entries."""
+    writers = {name: Writer(folder, name, encoding.n_vocab) for name in SPLITS}
+    starts = {name: array("q") for name in SPLITS}
+    sizes = dict.fromkeys(SPLITS, 0)
+    dtype = writers["train"].dtype
+    end_of_text = np.array([encoding.eot_token], dtype)
+    for piece, ids in encode_pieces(read_pieces(corpus, progress, "encoding"), encoding, dtype):
+        writer = writers[piece.split]
+        if piece.first:
+            starts[piece.split].append(writer.tokens)
+            writer.write(end_of_text)
+        writer.write(ids)
+        sizes[piece.split] += len(piece.text)
+    for name, writer in writers.items():
+        writer.close()
+        np.save(folder / f"{name}_documents.npy", np.array(starts[name], np.int64), allow_pickle=False)
+    return {
+        name: {"tokens": writer.tokens, "bytes": sizes[name], "documents": len(starts[name]), "dtype": dtype.name}
+        for name, writer in writers.items()
+    }
+
+
+def encode_pieces(
+    pieces: Iterator[Piece], encoding: tiktoken.Encoding, dtype: np.dtype
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Each piece with its tokens, in order, encoded by THREADS threads: tiktoken lets go of the interpreter meanwhile.
+
+    Small documents go together, for handing one over costs as much as encoding a hundred bytes. tiktoken's own
+    encode_ordinary_batch wants all texts in one list, and gives Python's integers back, 36 bytes a token.
+    """
+
+    def work(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
+        return [(piece, encode(encoding, piece.text.decode()).astype(dtype)) for piece in batch]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = deque()
+        for batch in batches(pieces):
+            waiting.append(pool.submit(work, batch))
+            if len(waiting) > 2 * THREADS:  # as far ahead as keeps the threads busy, and no further: it is all memory
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Lists of pieces with PIECE bytes together, or a little more."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= PIECE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def sync_and_hash(path: Path) -> str:
     """SHA-256 of a file that is on the disk by then and not only in memory."""
-    with open(path, "rb") as file:
+    with open(path, "rb+") as file:  # +: Windows flushes only what may be written to
         os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def progress_bar(quiet: bool) -> Progress:
-    """A bar over bytes on a terminal (stderr, so that output can be piped), and nothing anywhere else."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

@@ -5,12 +5,15 @@
     bpe    byte pairs merged on your own corpus (rustbpe; 12 MB take about a second), `vocab_size` symbols in all.
     gpt2   GPT-2's 50257 symbols, which tiktoken downloads once.
 
+Ready token files (data=bin) may bring a fourth, in a tokenizer.json beside them: tokenizer=kept.
+
 A tokenizer is kept as JSON beside the token files and inside each checkpoint. A pickle would be shorter to write, but
 opening one runs whatever code it holds, and weights are files that people pass around.
 """
 
 import base64
 import codecs
+import hashlib
 import json
 import threading
 from collections.abc import Iterable
@@ -22,11 +25,14 @@ import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 DOWNLOAD_SECONDS = 30  # for GPT-2's two files, 1.5 MB together
+GPT2_URLS = [
+    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
+]
 
 
 @dataclass
 class TokenizerConfig:
-    kind: str = "byte"  # byte | bpe | gpt2
+    kind: str = "byte"  # byte | bpe | gpt2 | kept
     vocab_size: int | None = None  # bpe only, the end-of-text token included; None: 4096
 
     def __post_init__(self):
@@ -43,6 +49,8 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
             return train_bpe(texts, config.vocab_size or 4096)
         case "gpt2":
             return gpt2_encoding()
+        case "kept":
+            raise ValueError("tokenizer=kept is the tokenizer.json beside data=bin: choose tokenizer=byte, bpe or gpt2")
         case _:
             raise ValueError(f"tokenizer.kind={config.kind} is unknown: choose tokenizer=byte, bpe or gpt2")
 
@@ -102,9 +110,11 @@ def gpt2_encoding() -> tiktoken.Encoding:
     if outcome and isinstance(outcome[0], tiktoken.Encoding):
         return outcome[0]
     reason = type(outcome[0]).__name__ if outcome else f"no answer in {DOWNLOAD_SECONDS} s"
+    # tiktoken keeps a file under the SHA-1 of its address, and checks what is in it.
+    files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_URLS)
     raise ValueError(
-        f"tokenizer=gpt2 has to download its vocabulary and could not ({reason}): "
-        "set TIKTOKEN_CACHE_DIR to a folder that has it, or use tokenizer=bpe"
+        f"tokenizer=gpt2 has to download its vocabulary and could not ({reason}): put {files} into a folder "
+        "and set TIKTOKEN_CACHE_DIR to it, or use tokenizer=bpe"
     )
 
 
@@ -174,6 +184,8 @@ def from_json(text: str) -> tiktoken.Encoding:
         # Checked here because tiktoken panics on these two, past every `except Exception`, with a Rust stack trace.
         if len(set(ranks.values())) < len(ranks) or not all(bytes([b]) in ranks for b in range(256)):
             raise ValueError("ranks must be distinct and hold all 256 bytes")
+        if END_OF_TEXT not in content["special_tokens"]:  # a file of someone else's: nothing works without it
+            raise ValueError(f"special_tokens must hold {END_OF_TEXT}")
         return tiktoken.Encoding(
             content["name"],
             pat_str=content["pattern"],

@@ -362,3 +362,21 @@ def test_a_run_is_held_by_one_at_a_time_and_let_go(tmp_path):
     held.close()
     checkpoint.lock(tmp_path / "x").close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_let_go_when_its_holder_is_killed(tmp_path):
+    code = "import sys; from pathlib import Path; from training.checkpoint import lock; held = lock(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{code}; print(flush=True); input()", tmp_path]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with pytest.raises(ValueError, match="is being trained by another process"):
+            checkpoint.lock(tmp_path)
+        holder.kill()
+    checkpoint.lock(tmp_path).close()
+
+
+def test_neither_data_nor_checkpoints_need_what_only_unix_has():
+    code = "import os, sys; sys.modules['fcntl'] = None; del os.getuid; import data.loader, training.checkpoint"
+    code += "; from pathlib import Path; training.checkpoint.lock(Path('x')).close()"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

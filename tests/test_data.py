@@ -14,8 +14,10 @@ import tiktoken
 import torch
 
 from data import prepare as prepare_module
-from data.loader import Loader, make_batch, open_dataset, read_tokens, validation_batches
+from data import text as text_module
+from data.loader import Loader, make_batch, open_dataset, validation_batches
 from data.prepare import MANIFEST, DataConfig, prepare, read_manifest
+from data.shards import read_tokens
 from data.tokenizer import TokenizerConfig, byte_encoding
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,6 +151,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, make):
 
 def test_text_longer_than_a_piece_is_whole(tmp_path, make, monkeypatch):
     monkeypatch.setattr(prepare_module, "PIECE", 64)
+    monkeypatch.setattr(text_module, "PIECE", 64)
     text = ("\u20ac" * 200 + "\nshort\n") * 50
     (tmp_path / "long.txt").write_bytes(text.encode())
     dataset = open_dataset(make(tmp_path / "long.txt", TokenizerConfig("bpe", 260)))
@@ -212,7 +215,7 @@ def test_a_glob_takes_what_it_matches(corpus, make):
 
 def test_prepared_text_is_not_prepared_again(corpus, make, monkeypatch):
     before = make(corpus)
-    monkeypatch.setattr(prepare_module, "write_split", None)
+    monkeypatch.setattr(prepare_module, "write", None)
     assert make(corpus) == before
 
 
@@ -307,7 +310,7 @@ def test_a_terminal_is_shown_a_bar(corpus, tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=terminal, env=environment, check=True)
     shown = os.read(reader, 1 << 16).decode()
     assert "learning the tokenizer" in shown
-    assert "encoding train" in shown
+    assert "encoding" in shown
 
 
 def test_the_standard_library_is_prepared_without_its_tests(tmp_path):
@@ -327,10 +330,10 @@ def test_preparing_needs_no_torch():
 def test_tinyshakespeare_splits_at_a_line():
     if not SHAKESPEARE.exists():
         pytest.skip(f"{SHAKESPEARE} is not there")
-    documents, _ = prepare_module.scan(DataConfig("text", str(SHAKESPEARE)))
-    (train,), (val,) = prepare_module.split(documents, 0.05).values()
-    assert (train.end, val.start, val.end) == (1_059_636, 1_059_636, 1_115_394)
-    assert SHAKESPEARE.read_bytes()[train.end - 1 : train.end] == b"\n"
+    corpus = prepare_module.scan(DataConfig("text", str(SHAKESPEARE)))
+    prepare_module.split(corpus, 0.05)
+    assert corpus.cut == (0, 1_059_636)
+    assert SHAKESPEARE.read_bytes()[1_059_635:1_059_636] == b"\n"
 
 
 # ---- what prepare refuses
@@ -440,14 +443,14 @@ def test_shards_of_llm_c_can_be_read(tmp_path):
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 1, 4
     (tmp_path / "shard.bin").write_bytes(header.tobytes() + np.array([50256, 1, 2, 3], np.uint16).tobytes())
-    assert read_tokens(tmp_path / "shard.bin").tolist() == [50256, 1, 2, 3]
+    assert read_tokens(tmp_path / "shard.bin", "").tolist() == [50256, 1, 2, 3]
 
 
 def test_a_file_of_no_tokens_can_be_read(tmp_path):
     header = np.zeros(256, np.int32)
     header[:2] = 20240520, 1
     (tmp_path / "empty.bin").write_bytes(header.tobytes())
-    assert read_tokens(tmp_path / "empty.bin").shape == (0,)
+    assert read_tokens(tmp_path / "empty.bin", "").shape == (0,)
 
 
 # ---- batches: the tokens count up from 0, so that a token is its own position

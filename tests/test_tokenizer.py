@@ -12,6 +12,10 @@ from data import tokenizer
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, build, encode, from_json, to_json, token_bytes
 
 GPT2_FILES = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken"
+FILES_OF_GPT2 = {
+    "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+    "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+}
 TEXT = 'def f(x):\r\n\treturn "caf\u00e9 \u20ac \U0001f600" * x  # <|endoftext|> is text here\n' * 20
 
 
@@ -147,7 +151,20 @@ def test_gpt2_without_a_network_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
     with pytest.raises(ValueError, match=r"ProxyError.*TIKTOKEN_CACHE_DIR.*tokenizer=bpe") as caught:
         tokenizer.gpt2_encoding()
-    one_line(caught)
+    message = one_line(caught)
+    for theirs, ours in FILES_OF_GPT2.items():
+        assert f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{theirs} as {ours}" in message
+
+
+def test_gpt2_needs_no_network_once_the_files_are_where_the_message_says(tmp_path, monkeypatch):
+    if not GPT2_FILES.exists():
+        pytest.skip(f"GPT-2's vocabulary is not in {GPT2_FILES}")
+    for name in FILES_OF_GPT2.values():
+        (tmp_path / name).write_bytes((GPT2_FILES / name).read_bytes())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tiktoken.load.read_file", None)  # the only function of tiktoken's that reads from the network
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
+    assert encode(tokenizer.gpt2_encoding(), "hello world").tolist() == [31373, 995]
 
 
 def test_gpt2_does_not_wait_for_a_download_that_hangs(monkeypatch):
@@ -179,6 +196,7 @@ def damaged(**changes: object) -> str:
         damaged(ranks=json.loads(to_json(tokenizer.byte_encoding()))["ranks"] | {"YWI=": "x"}),
         damaged(pattern="("),
         damaged(special_tokens=None),
+        damaged(special_tokens={}),  # no end of text, which everything begins with
     ],
 )
 def test_json_that_is_no_tokenizer_is_refused(text):

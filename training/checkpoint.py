@@ -18,7 +18,6 @@ bytes written and the bytes verified are the bytes loaded; a second or so a GB f
 One run writes into one folder, from one process. Readers (sample.py) may look on at any moment.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -28,12 +27,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import safetensors.torch
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -237,21 +237,21 @@ def _header_hash(header: dict) -> str:
     return _sha256(json.dumps(header, sort_keys=True).encode())
 
 
-def lock(run: Path) -> IO:
-    """Hold the folder `run` for as long as the returned file is open: two processes in one run would delete each
-    other's checkpoints and mix their metrics. The system lets go when the holder dies, however it dies. The file lies
-    among the temporary ones, so that it is in nobody's way; processes on other machines are not seen.
+def lock(run: Path) -> ExitStack:
+    """Hold the folder `run` until the returned object is closed: two processes in one run would delete each other's
+    checkpoints and mix their metrics. The system lets go when the holder dies, however it dies. The file lies among the
+    temporary ones, so that it is in nobody's way; processes on other machines are not seen.
 
-    Raises ValueError when another process holds it. Linux and macOS.
+    Raises ValueError when another process holds it.
     """
-    key = _sha256(f"{os.getuid()} {run.resolve()}".encode())[:16]
-    file = open(Path(tempfile.gettempdir()) / f"tilegpt-{key}.lock", "w")  # noqa: SIM115
+    user = os.getuid() if hasattr(os, "getuid") else ""  # Windows: a user has temporary files of their own
+    key = _sha256(f"{user} {run.resolve()}".encode())[:16]
+    held = ExitStack()
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
+        held.enter_context(FileLock(Path(tempfile.gettempdir()) / f"tilegpt-{key}.lock", timeout=0))
+    except Timeout as error:
         raise ValueError(f"the run {run} is being trained by another process; use another name=") from error
-    return file
+    return held
 
 
 # --- finding --------------------------------------------------------------------------------------------------------
