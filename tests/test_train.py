@@ -572,7 +572,7 @@ def test_a_broken_run_that_goes_on_past_nan_still_writes_its_samples(call, small
 
 
 def test_the_line_of_a_stopped_run_goes_on_to_the_same_number_of_steps(call, small, tmp_path, monkeypatch):
-    """It left steps= out, as the line for a finished run must; so a run of 5000 steps would end at the default 700."""
+    """It left steps= out, which then was the default: a run of 5000 steps would have ended at 700."""
     log = Metrics.log
 
     def log_and_stop(self, record):
@@ -582,7 +582,9 @@ def test_the_line_of_a_stopped_run_goes_on_to_the_same_number_of_steps(call, sma
 
     monkeypatch.setattr(Metrics, "log", log_and_stop)
     ended = call(train, *small, "steps=5000", f"runs={tmp_path}", "name=x")
-    assert "steps=5000" in shlex.split(ended.out.splitlines()[-1])
+    _python, _script, *printed = shlex.split(ended.out.splitlines()[-1].partition("to go on: ")[2])
+    ((cfg, _),) = config.compose(printed, train.Config, "config", ROOT / "conf", "train", train.resumed_config)
+    assert cfg.steps == 5000
 
 
 @pytest.mark.parametrize("place", ["favourite", "folder/favourite"])
@@ -623,7 +625,8 @@ def test_a_broken_runs_own_sample_does_not_end_it(call, small, tmp_path):
 def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
     there = [f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there, "steps=2", "optimizer.lr=1e-2", "attention.dropout_p=0.1").code == 0
-    ended = call(train, *small, *there, "steps=4", "resume=auto", "optimizer.lr=2e-2")
+    typed = ["steps=4", "resume=auto", "optimizer.lr=2e-2", "attention.dropout_p=0"]
+    ended = call(train, *small, *there, *typed)
     said = "changed since the checkpoint: attention.dropout_p 0.1 -> 0.0, optimizer.lr 0.01 -> 0.02, steps 2 -> 4"
     assert said in ended.out.splitlines()
 
@@ -631,7 +634,7 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
 def test_another_window_is_another_model(call, small, tmp_path):
     there = [f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there, "steps=2", "attention.window=4").code == 0
-    ended = call(train, *small, *there, "steps=4", "resume=auto")
+    ended = call(train, *small, *there, "steps=4", "resume=auto", "attention.window=null")
     assert ended.code == 2
     assert "was trained with attention.window=4, this run has None" in ended.err
 
