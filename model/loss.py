@@ -27,9 +27,9 @@ def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 
     x (N, C), weight (V, C), both float; targets int64 (N,). Products run in autocast's dtype where it is on, softmax
     and sums in float32 (float64 for float64 inputs). Returns a scalar in nats; NaN where no target counts, as torch's.
 
-    z_loss: PaLM's coefficient (arXiv 2204.02311, section 5) of the mean of lse^2, which pulls the logits' log-sum-exp to
-    0 so that they do not drift to where bf16 is coarse; 1e-4 there. The gradient has it and the value has not: what is
-    logged is the cross-entropy, and compares with every other run's.
+    z_loss: PaLM's coefficient (arXiv 2204.02311, section 5; 1e-4 there) of the mean of lse^2, which pulls the logits'
+    log-sum-exp to 0, so that they do not drift to where bf16 is coarse. The gradient has it and the value has not: what
+    is logged is the cross-entropy, and compares with every other run's.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
