@@ -79,9 +79,7 @@ def log_line(record: dict, total_steps: int) -> str:
             "mem n/a" if memory is None else f"mem {memory:.2f} GiB",
             f"eta {clock}",
         ]
-        if (
-            "loss_scale" in record
-        ):  # in fp16; a step of norm inf or nan was left out, and the next one's is half of this
+        if "loss_scale" in record:  # in fp16; a step whose norm is inf or nan was left out, and the next scale is half
             fields.insert(4, f"scale {record['loss_scale']:g}")
     return stamp(record.get("broken")) + " | ".join(fields)
 
