@@ -186,13 +186,14 @@ def main(cfg: Config) -> int:
             scaler.load_state_dict(resumed.state["scaler"])
         if step >= cfg.steps:
             raise ValueError(f"{resumed.path} is at step {step} of steps={cfg.steps}; give a larger steps= to go on")
+
     # What is validated, sampled from and kept as the model: a running average, or the weights themselves. Two lines of
     # our own for torch's AveragedModel, whose count of updates and names of weights would have to be saved as well.
     averaged = copy.deepcopy(model) if cfg.ema_decay else model
     if resumed and any(name.endswith(".trained") for name in tensors):
         with torch.no_grad():
-            for name_of, p in model.named_parameters():
-                p.copy_(tensors[f"{name_of}.trained"])
+            for weight, p in model.named_parameters():
+                p.copy_(tensors[f"{weight}.trained"])
     loss_of = torch.compile(model) if compiled else model
 
     if name is None:
