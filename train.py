@@ -5,12 +5,15 @@
     python train.py model=gpt2 tokenizer=gpt2 data=text data.path=...  GPT-2's size, for one GPU
     python train.py attention=naive                                    the same run through another attention
     python train.py break_it=no_max break_it.score_gain=100            take a line out and see what it was for
+    python train.py experiment=shakespeare                             a recipe whose result is known
+    python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
     python train.py resume=auto                                        go on where the last run stopped
     python train.py --cfg job                                          every key and its value
 
 Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """
 
+import copy
 import math
 import shlex
 import signal
@@ -30,8 +33,9 @@ from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
 from training.machine import about, keep_memory, memory_gib, peak_flops, pick_device
-from training.metrics import Metrics, WandbConfig, stamp
-from training.optimizer import OptimizerConfig, base_rate, build_optimizer, learning_rate
+from training.metrics import Metrics, WandbConfig, show, stamp
+from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
+from training.sweep import sweep
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration. The groups' dataclasses stand beside the code that they configure; conf/ only overrides.
@@ -49,12 +53,16 @@ class Config:
 
     name: str | None = None  # of the run; None: date, size and attention
     runs: str = "runs"  # the folder that runs lie in
-    resume: str | None = None  # auto: the last checkpoint of run `name`, or of the newest run; or a path
+    resume: str | None = None  # auto: the last checkpoint of run `name`, or of the newest run; or a path. It brings its
+    # configuration: what the command line does not say stays as it was
     seed: int = 1337
 
     steps: int = 700  # updates of the weights
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
     tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
+    z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
+    ema_decay: float = 0.0  # validate, sample and keep a moving average of the weights, over about 1 / (1 - ema_decay)
+    # steps; it forgets the first weights after a few times as many. 0: the weights themselves
     eval_every: int = 100  # steps
     eval_tokens: int = 65536  # about as many validation tokens, always the same ones
     sample_every: int = 200  # steps; 0: never
@@ -64,7 +72,8 @@ class Config:
     log_every: int = 1  # steps
 
     device: str = "auto"  # auto | cpu | cuda | cuda:1 | mps
-    dtype: str = "auto"  # bf16 (autocast) | float32; auto: bf16 on a GPU that has it
+    dtype: str = "auto"  # bf16 | fp16 (both autocast, fp16 with a gradient scaler) | float32; auto: bf16 on a GPU that
+    # has it
     compile: str = "auto"  # true | false; auto: on a GPU, but not for tiled, whose loop would be unrolled
     stop_on_nan: bool = True  # false lets a broken run go on, to see where it ends
 
@@ -88,8 +97,12 @@ class Config:
         for name in ("sample_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss} must be finite and at least 0; 1e-4 is usual, 0 leaves it out")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay={self.ema_decay} is outside [0, 1); 0.999 is usual, 0 averages nothing")
         self.compile = self.compile.lower()  # True, as Python and YAML spell it, is a text here
-        for name, known in {"dtype": ("auto", "bf16", "float32"), "compile": ("auto", "true", "false")}.items():
+        for name, known in {"dtype": ("auto", "bf16", "fp16", "float32"), "compile": ("auto", "true", "false")}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
 
@@ -103,8 +116,9 @@ def main(cfg: Config) -> int:
     if dtype == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = "bf16" if has_bf16 else "float32"
-    autocast = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
-    torch.set_float32_matmul_precision("high" if dtype == "bf16" else "highest")
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
+    autocast = torch.autocast(device.type, low) if low else nullcontext()
+    torch.set_float32_matmul_precision("high" if low else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda" and attention.impl != "tiled")
 
@@ -150,17 +164,36 @@ def main(cfg: Config) -> int:
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg.model, attention, cfg.break_it).to(device)
-    optimizer = build_optimizer(model, cfg.optimizer)
+    try:
+        model = GPT(cfg.model, attention, cfg.break_it).to(device)
+    except (RuntimeError, TypeError) as error:  # TypeError: a size past 2**63; torch's others are RuntimeErrors
+        raise ValueError(
+            f"a model of model.n_embd={cfg.model.n_embd}, n_layer={cfg.model.n_layer}, "
+            f"{cfg.model.vocab_size} symbols cannot be made here ({str(error).splitlines()[0]}); use smaller ones"
+        ) from error
+    optimizers = build_optimizers(model, cfg.optimizer)
+    # fp16 ends at 6e-8 below, where gradients lie. The scaler multiplies the loss by a power of two, which it doubles
+    # when all has gone well for long and halves, leaving out the step, when a gradient has become infinite.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
     step, val_loss = 0, math.inf
     if resumed:
         step, tensors = resumed.step, resumed.optimizer()
         model.load_state_dict(resumed.model)
-        checkpoint.load_optimizer_tensors(optimizer, model.named_parameters(), tensors)
+        checkpoint.load_optimizer_tensors(optimizers, model.named_parameters(), tensors)
         checkpoint.set_rng_state(tensors)
         loader.load_state_dict(resumed.state["loader"])
+        if resumed.state.get("scaler"):  # not there in a checkpoint that was trained in another dtype
+            scaler.load_state_dict(resumed.state["scaler"])
         if step >= cfg.steps:
             raise ValueError(f"{resumed.path} is at step {step} of steps={cfg.steps}; give a larger steps= to go on")
+
+    # What is validated, sampled from and kept as the model: a running average, or the weights themselves. Two lines of
+    # our own for torch's AveragedModel, whose count of updates and names of weights would have to be saved as well.
+    averaged = copy.deepcopy(model) if cfg.ema_decay else model
+    if resumed and any(name.endswith(".trained") for name in tensors):
+        with torch.no_grad():
+            for weight, p in model.named_parameters():
+                p.copy_(tensors[f"{weight}.trained"])
     loss_of = torch.compile(model) if compiled else model
 
     if name is None:
@@ -173,6 +206,7 @@ def main(cfg: Config) -> int:
     held = checkpoint.lock(folder)
     if folder.exists() and not same_run:
         raise ValueError(f"the run {folder} exists already: go on with it by resume=auto, or use another name=")
+    cfg.name = name
 
     # -----------------------------------------------------------------------------------------------------------------
     # A run explains itself: who, where, what, in its first lines and in its checkpoints.
@@ -208,40 +242,43 @@ def main(cfg: Config) -> int:
     @torch.no_grad()
     def evaluate() -> dict:
         """Mean loss over the validation windows, in nats a token and in bits a byte."""
-        model.eval()
+        averaged.eval()
         nats = tokens = text_bytes = 0.0
         for batch in validation_batches(*validation):
             x, y, documents = (part.to(device) for part in batch)
             with autocast:
-                nats += float(model(x, y, documents)) * y.numel()
+                nats += float(averaged(x, y, documents)) * y.numel()
             tokens += y.numel()
             text_bytes += int(bytes_of[y].sum())
-        model.train()
+        averaged.train()
         return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, text_bytes))}
 
     def write_sample() -> str:
         """What the model writes after an end-of-text token, that is, as the beginning of a document."""
-        model.eval()
+        averaged.eval()
         generator = torch.Generator(device).manual_seed(cfg.seed)  # its own: sampling must not disturb training's
         idx = torch.tensor([[encoding.encode_single_token(END_OF_TEXT)]], device=device)
         stream = TextStream(encoding)
         with autocast:
-            tokens = generate(model, idx, cfg.sample_tokens, Sampler(), generator)
+            tokens = generate(averaged, idx, cfg.sample_tokens, Sampler(), generator)
             text = "".join(stream.feed(int(token)) for token in tokens) + stream.flush()
-        model.train()
+        averaged.train()
         return text
 
     def save() -> Path:
+        trained = {f"{name}.trained": p for name, p in model.named_parameters()} if averaged is not model else {}
+        rng = checkpoint.rng_state()
         return checkpoint.save(
             folder / checkpoint.FOLDER,
             step,
-            model=model.state_dict(),
-            optimizer=checkpoint.optimizer_tensors(optimizer, model.named_parameters()) | checkpoint.rng_state(),
+            model=averaged.state_dict(),
+            optimizer=checkpoint.optimizer_tensors(optimizers, model.named_parameters()) | trained | rng,
             state={
                 "config": as_given,
                 "about": facts,
                 "broken": broken,
                 "loader": loader.state_dict(),
+                "scaler": scaler.state_dict(),
                 "val_loss": val_loss if math.isfinite(val_loss) else None,
             },
             tokenizer=to_json(encoding),
@@ -264,14 +301,14 @@ def main(cfg: Config) -> int:
     code = 1
     saved = resumed.path if resumed else None
     flops = model.flops_per_token(T) * tokens_per_step
-    peak = peak_flops(device) if dtype == "bf16" else None
+    peak = peak_flops(device) if low else None
     pace = None  # seconds a step, smoothed, for the time left
     model.train()
     try:
         while step < cfg.steps:
             started = time.perf_counter()
             lr = learning_rate(step + 1, cfg.steps, cfg.optimizer)
-            for group in optimizer.param_groups:
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = lr
             total, text_bytes = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
             for _ in range(accumulation):
@@ -280,19 +317,30 @@ def main(cfg: Config) -> int:
                     batch = [part.pin_memory() for part in batch]
                 x, y, documents = (part.to(device, non_blocking=True) for part in batch)
                 with autocast:
-                    loss = loss_of(x, y, documents) / accumulation
-                loss.backward()
+                    loss = loss_of(x, y, documents, z_loss=cfg.z_loss) / accumulation
+                scaler.scale(loss).backward()
                 total += loss.detach()
                 text_bytes += bytes_of[y].sum()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.grad_clip or math.inf)
 
             # Reading the loss waits for the device, once a step. That is its price for stopping before a bad update and
             # not after: from NaN weights there is no way back.
             loss, norm = float(total), float(norm)
-            spoilt = cfg.stop_on_nan and not (math.isfinite(loss) and math.isfinite(norm))
-            if not spoilt:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            # Infinite gradients are the scaler's daily work while there is a scale to blame. It is 1 without a scaler,
+            # and once it has fallen to 1 nothing is scaled and the infinity is the model's own.
+            scale = scaler.get_scale()
+            spoilt = cfg.stop_on_nan and not (math.isfinite(loss) and (math.isfinite(norm) or scale > 1))
+            # Not by scaler.step(optimizer), which of two optimizers leaves out only the one whose gradient is infinite.
+            skipped = scaler.is_enabled() and not math.isfinite(norm)
+            if not spoilt and not skipped:
+                for optimizer in optimizers:
+                    optimizer.step()
+                if averaged is not model:
+                    average(averaged, model, cfg.ema_decay)
+            scaler.update()
+            model.zero_grad(set_to_none=True)
             step += 1
 
             seconds = time.perf_counter() - started
@@ -309,6 +357,7 @@ def main(cfg: Config) -> int:
                     "mfu": flops / seconds / peak if peak else None,
                     "memory_gib": memory_gib(device),
                     "eta_s": pace * (cfg.steps - step),
+                    **({"loss_scale": scale} if scaler.is_enabled() else {}),
                 })  # fmt: skip
             if spoilt:
                 say(stamp(broken) + what_to_try(step, loss, norm, cfg, dtype, saved))
@@ -325,13 +374,13 @@ def main(cfg: Config) -> int:
                     metrics.sample(step, write_sample())
                 except NotFinite:  # of the weights that this step made; the next step's loss will say so too
                     say(f"{stamp(broken)}no sample at step {step}: the logits are NaN")
-                    model.train()
+                    averaged.train()
             if step % cfg.checkpoint_every == 0 or last or stop:
                 saved = save()
             if val_loss < math.inf:
                 metrics.picture()
             if stop and not last:
-                say(f"stopped at step {step}, saved {saved}; to go on: {again(name, cfg.steps)}")
+                say(f"stopped at step {step}, saved {saved}; to go on: {again(name, cfg.runs)}")
                 code = 128 + stop[0]
                 return code
         code = 0
@@ -353,20 +402,37 @@ def main(cfg: Config) -> int:
     # -----------------------------------------------------------------------------------------------------------------
     # What there is now, and what to do next.
     best_loss, best_step = metrics.best or (math.nan, step)
-    print(f"{stamp(broken)}done: best validation loss {best_loss:.4f} at step {best_step}")
-    print(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
-    print(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
+    show(f"{stamp(broken)}done: best validation loss {best_loss:.4f} at step {best_step}")
+    show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
+    show(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    print("next:\n  " + shlex.join(["python", "sample.py", f"run={name}", *where, "prompt=def "]))
-    print(f"  {again(name, 2 * cfg.steps)}  # the rate rises again")
+    show("next:\n  " + shlex.join(["python", "sample.py", f"run={name}", *where, "prompt=def "]))
+    show(f"  {again(name, cfg.runs)} steps={2 * cfg.steps}  # the rate rises again")
     return 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def resumed_config(cfg) -> dict | None:
+    """What a resumed run has instead of the defaults: its checkpoint's configuration, and the checkpoint's own path
+    for resume=. None for a new run. ValueError where there is nothing to resume."""
+    if cfg.resume is None:
+        return None
+    path = checkpoint.find_resume(cfg.resume, Path(cfg.runs), cfg.name)
+    # Which run this is, and where it lies, is what was asked for now: a run may have been renamed or moved.
+    found = {key: value for key, value in checkpoint.load_state(path)["config"].items() if key not in ("name", "runs")}
+    return found | {"resume": str(path)}
+
+
+@torch.no_grad()
+def average(averaged: GPT, model: GPT, decay: float) -> None:
+    """averaged = decay * averaged + (1 - decay) * model, weight by weight, in one pass over them."""
+    torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
+
+
 def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config, broken: str) -> None:
-    """ValueError when the checkpoint's model, tokenizer or faults are not this run's."""
+    """ValueError when the checkpoint's model, tokenizer, optimizer or faults are not this run's."""
     theirs, ours = resumed.state["config"], asdict(cfg)
     for group in ("model", "tokenizer"):
         for key, value in ours[group].items():
@@ -376,6 +442,12 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config, broken: st
                     f"{resumed.path} is of another model: {group}.{key} is {other} there and {value} here; "
                     f"use {group}.{key}={other}, or start a new run without resume="
                 )
+    kind = theirs["optimizer"].get("kind", "adamw")
+    if kind != cfg.optimizer.kind:
+        raise ValueError(
+            f"{resumed.path} has the state of optimizer.kind={kind}, this run has {cfg.optimizer.kind}; "
+            f"use optimizer={kind}, or start a new run without resume="
+        )
     for key in ("window", "windows", "softmax_scale", "softcap", "alibi", "documents", "block_mask", "block_mask_size"):
         value = ours["attention"][key]
         other = theirs["attention"].get(key, value)
@@ -423,11 +495,11 @@ def what_to_try(step: int, loss: float, norm: float, cfg: Config, dtype: str, sa
     )
 
 
-def again(name: str, steps: int) -> str:
-    """The command line that takes this run on to `steps`."""
-    mine = [a for a in sys.argv[1:] if a.split("=")[0] not in ("name", "resume", "steps", "-m", "--multirun")]
-    return shlex.join(["python", "train.py", *mine, f"steps={steps}", f"name={name}", "resume=auto"])
+def again(name: str, runs: str) -> str:
+    """The command line that goes on with this run; the checkpoint has the rest of its configuration."""
+    where = [] if runs == "runs" else [f"runs={runs}"]
+    return shlex.join(["python", "train.py", "resume=auto", f"name={name}", *where])
 
 
 if __name__ == "__main__":
-    config.run(main, Config, "config")
+    config.run(main, Config, "config", resumed=resumed_config, jobs_of=sweep)

@@ -73,7 +73,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
         )
     trainer = rustbpe.Tokenizer()
     # rustbpe copies buffer_size texts before it counts them; its default, 8192, could be gigabytes of long texts.
-    trainer.train_from_iterator(iter(texts), vocab_size - 1, buffer_size=256)
+    # rustbpe counts in 32 bits; no text has that many pairs, which is what is said below
+    trainer.train_from_iterator(iter(texts), min(vocab_size, 2**31) - 1, buffer_size=256)
     # A short corpus is no error to rustbpe: it stops early. A vocabulary smaller than the one asked for is one to us,
     # since the model's size and every figure quoted with it would silently be another.
     if trainer.vocab_size < vocab_size - 1:

@@ -51,7 +51,10 @@ class GPTConfig:
         if self.n_embd % self.n_head:
             raise ValueError(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}")
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}")
+            raise ValueError(
+                f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}; "
+                f"set both, or model.n_kv_head=null for as many as n_head"
+            )
         choices = {
             "position": ("learned", "rope", "none"),
             "norm": ("layernorm", "rmsnorm"),
@@ -210,15 +213,17 @@ class GPT(nn.Module):
             x = block(x, rope, seed, documents)
         return self.norm(x)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, z_loss: float = 0.0
+    ) -> Tensor:
         """Token ids int64 (B, T) to logits (B, T, V), or with targets int64 (B, T) to the mean loss in nats a token.
 
-        documents: as in hidden().
+        documents: as in hidden(). z_loss: of model/loss.py, in the gradient only.
         """
         x = self.hidden(idx, documents)
         if targets is None:
             return self.logits(x)
-        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
+        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
 
     def next_logits(self, idx: Tensor) -> Tensor:
         """Token ids int64 (B, T) to the logits (B, V) of the token after them: the head runs on one position only."""

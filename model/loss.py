@@ -7,6 +7,10 @@ again: more than the rest of a small model. So the head and the cross-entropy ru
 each chunk's gradient is taken in the forward, while its logits are still there. That costs nothing in time (the
 products are the same three) and leaves CHUNK x V as the largest table. Keeping the chunk's logits for the backward
 would bring the table back; computing them again there would cost a fourth product.
+
+In fp16 the gradient of a mean over 65,536 tokens, 1/65,536 and less, would be rounded away before a gradient scaler
+could save it, since the scale comes with the backward. So the forward keeps the gradient of the sum, whose entries are
+up to 1, and the backward multiplies by scale / count, in float32.
 """
 
 import torch
@@ -17,24 +21,32 @@ CHUNK = 8192  # tokens; 4,096 to 16,384 run at one speed on an H200
 IGNORE = -1  # a target that does not count
 
 
-def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
     """Mean of -log softmax(x weight^T)[target] over the tokens whose target is not IGNORE.
 
     x (N, C), weight (V, C), both float; targets int64 (N,). Products run in autocast's dtype where it is on, softmax
     and sums in float32 (float64 for float64 inputs). Returns a scalar in nats; NaN where no target counts, as torch's.
+
+    z_loss: PaLM's coefficient (arXiv 2204.02311, section 5; 1e-4 there) of the mean of lse^2, which pulls the logits'
+    log-sum-exp to 0, so that they do not drift to where bf16 is coarse. The gradient has it and the value has not: what
+    is logged is the cross-entropy, and compares with every other run's.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if not torch.is_grad_enabled():  # inside the Function grad mode is always off, so it has to be asked here
         x, weight = x.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
-        return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets)
+        return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets, z_loss)
 
 
 class NextTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets):
+    def forward(ctx, x, weight, targets, z_loss):
         sum_dtype = torch.promote_types(x.dtype, torch.float32)
+        # dweight sums over a chunk's tokens, and 8,192 of them pass fp16's 65,504 where x is above 8. So there x comes
+        # in smaller, by a power of two, which rounds nothing; the other dtypes have the range.
+        unit = 2.0**-7 if x.dtype == torch.float16 else 1.0
+        small_x = x if unit == 1.0 else x * unit
         want_x, want_weight = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if want_x else None
         dweight = torch.zeros(weight.shape, dtype=sum_dtype, device=x.device) if want_weight else None
@@ -43,27 +55,38 @@ class NextTokenLoss(torch.autograd.Function):
         count = counted.sum()
 
         for i in range(0, x.shape[0], CHUNK):
-            x_i, counted_i = x[i : i + CHUNK], counted[i : i + CHUNK, None]
+            x_i, small_x_i, counted_i = (part[i : i + CHUNK] for part in (x, small_x, counted[:, None]))
             target_i = targets[i : i + CHUNK, None].clamp(min=0)  # IGNORE may not be gathered with
             logits = (x_i @ weight.T).to(sum_dtype)  # (CHUNK, V)
             lse = logits.logsumexp(-1, keepdim=True)
             total += ((lse - logits.gather(-1, target_i)) * counted_i).sum()
             if not (want_x or want_weight):
                 continue
-            # d loss / d logits = (softmax - one at the target) / count
+            # d sum / d logits = softmax (1 + 2 z_loss lse) - one at the target
             dlogits = logits.sub_(lse).exp_()
+            if z_loss:
+                dlogits.mul_(1 + 2 * z_loss * lse)
             dlogits.scatter_add_(-1, target_i, -torch.ones_like(lse))
-            dlogits = dlogits.mul_(counted_i.to(sum_dtype) / count).to(x.dtype)
+            dlogits = dlogits.mul_(counted_i).to(x.dtype)
             if want_x:
                 dx[i : i + CHUNK] = dlogits @ weight
             if want_weight:
-                dweight += dlogits.T @ x_i
+                dweight += dlogits.T @ small_x_i
 
-        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
+        # dweight stays in sum_dtype until it is divided: the sum over all tokens may be too large for fp16 as well.
+        ctx.save_for_backward(dx, dweight, count)
+        ctx.unit, ctx.dtype = unit, x.dtype
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        dx, dweight = ctx.saved_tensors
-        return *(None if d is None else d * dloss.to(d.dtype) for d in (dx, dweight)), None
+        dx, dweight, count = ctx.saved_tensors
+        # With two dimensions, because a scalar would first be rounded to dx's dtype: a scale of 65,536 is infinity in
+        # fp16. out= rounds the float32 product as it is written, without a float32 copy of dx.
+        factor = (dloss / count).view(1, 1)
+        if dx is not None:
+            dx = torch.mul(dx, factor, out=torch.empty_like(dx))
+        if dweight is not None:
+            dweight = (dweight * (factor / ctx.unit)).to(ctx.dtype)
+        return dx, dweight, None, None

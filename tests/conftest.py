@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import train
 from training import config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +74,8 @@ def call():
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
                 patch.setattr(sys, "argv", [f"{name}.py", *arguments])
                 patch.delenv("HYDRA_FULL_ERROR", raising=False)
-                config.run(script.main, script.Config, "config" if name == "train" else name)
+                options = {"resumed": train.resumed_config, "jobs_of": train.sweep} if script is train else {}
+                config.run(script.main, script.Config, "config" if script is train else name, **options)
             code = 0
         except SystemExit as left:
             code = left.code

@@ -272,6 +272,14 @@ def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resu
     assert "\n" not in str(error.value)
 
 
+def test_of_many_runs_only_the_newest_few_are_named(tmp_path):
+    for age in range(7):
+        path = save(tmp_path / f"run{age}" / checkpoint.FOLDER, 1)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    with pytest.raises(ValueError, match=r"runs that have one: run0, run1, run2, run3, run4 and 2 older ones$"):
+        checkpoint.find_resume("nowhere", tmp_path, None)
+
+
 def test_nothing_to_resume_at_all(tmp_path):
     with pytest.raises(ValueError, match=r"resume=auto: no checkpoint in .*; train one first: python train.py"):
         checkpoint.find_resume("auto", tmp_path / "runs", None)
@@ -316,7 +324,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, fused):
     """Six steps against three, a checkpoint, and three more in a new optimizer whose groups stand in another order."""
     model, optimizer = make(fused)
     train(model, optimizer, 3)
-    tensors = checkpoint.optimizer_tensors(optimizer, model.named_parameters())
+    tensors = checkpoint.optimizer_tensors([optimizer], model.named_parameters())
     assert {"0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.step", "2.bias.step"} <= tensors.keys()
     path = save(tmp_path, 3, model.state_dict(), tensors | checkpoint.rng_state())
     train(model, optimizer, 3)
@@ -325,14 +333,14 @@ def test_training_goes_on_bit_for_bit(tmp_path, fused):
     again, optimizer_again = make(fused, order=-1)
     loaded = checkpoint.load(path)
     again.load_state_dict(loaded.model)
-    checkpoint.load_optimizer_tensors(optimizer_again, again.named_parameters(), loaded.optimizer())
+    checkpoint.load_optimizer_tensors([optimizer_again], again.named_parameters(), loaded.optimizer())
     checkpoint.set_rng_state(loaded.optimizer())
     train(again, optimizer_again, 3)
     for was, now in (
         (model.state_dict(), again.state_dict()),
         (
-            checkpoint.optimizer_tensors(optimizer, model.named_parameters()),
-            checkpoint.optimizer_tensors(optimizer_again, again.named_parameters()),
+            checkpoint.optimizer_tensors([optimizer], model.named_parameters()),
+            checkpoint.optimizer_tensors([optimizer_again], again.named_parameters()),
         ),
     ):
         assert was.keys() == now.keys()
@@ -342,14 +350,14 @@ def test_training_goes_on_bit_for_bit(tmp_path, fused):
 def test_the_optimizer_of_another_model_is_refused():
     model, optimizer = make(fused=False)
     train(model, optimizer, 1)
-    tensors = checkpoint.optimizer_tensors(optimizer, model.named_parameters())
+    tensors = checkpoint.optimizer_tensors([optimizer], model.named_parameters())
     other = torch.nn.Sequential(torch.nn.Linear(6, 7))
     theirs = torch.optim.AdamW(other.parameters())
     with pytest.raises(ValueError, match=r"0\.weight\.exp_avg \(5, 6\), this model has \(7, 6\) there"):
-        checkpoint.load_optimizer_tensors(theirs, other.named_parameters(), tensors)
+        checkpoint.load_optimizer_tensors([theirs], other.named_parameters(), tensors)
     with pytest.raises(ValueError, match=r"2\.weight\.\w+ .*has no such weight"):
         checkpoint.load_optimizer_tensors(
-            theirs, other.named_parameters(), {n: t for n, t in tensors.items() if n.startswith("2")}
+            [theirs], other.named_parameters(), {n: t for n, t in tensors.items() if n.startswith("2")}
         )
 
 

@@ -27,6 +27,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
         if self.n_layer % 2:
             raise ValueError(f"n_layer={self.n_layer} is odd; take an even number")
 
@@ -189,6 +191,64 @@ def test_help_lists_the_groups(launch, capsys):
 def test_another_primary_config_can_be_named(launch, complaint):
     assert complaint("-cn", "nowhere").startswith("Cannot find primary config 'nowhere'")
     assert launch("--config-name=config", "seed=1")[0].seed == 1
+
+
+# What a job starts from instead of the defaults
+
+
+@pytest.fixture
+def composed(conf):
+    """composed(base, arguments...): the jobs, where `base` answers for whatever has a `run`."""
+
+    def composed(base, *arguments):
+        def resumed(cfg):
+            return base if cfg.run else None
+
+        return [job for job, _ in config.compose([*arguments], Config, "config", conf, "test_config", resumed)]
+
+    return composed
+
+
+BASE = {"model": {"n_layer": 8, "n_head": 2, "n_kv_head": 1}, "optimizer": {"lr": 0.5, "betas": [0.1, 0.2]}, "seed": 3}
+
+
+def test_what_is_not_typed_comes_from_the_base_and_no_group_goes_over_it(composed):
+    (got,) = composed(BASE, "run=x")
+    model = ModelConfig(n_layer=8, n_head=2, n_kv_head=1)
+    assert got == Config(
+        model=model, optimizer=OptimizerConfig(lr=0.5, betas=[0.1, 0.2]), seed=3, run="x", folder="runs/x"
+    )
+
+
+def test_what_is_typed_goes_over_the_base_also_where_it_is_the_default(composed):
+    (got,) = composed(BASE, "run=x", "seed=1337", "model.n_kv_head=null", "experiment=long")
+    assert got.seed == 1337
+    assert got.optimizer == OptimizerConfig(lr=3e-4, betas=[0.1, 0.2])
+    assert got.model == ModelConfig(n_layer=12, n_head=12)  # the experiment's model=gpt2
+
+
+def test_a_key_may_be_right_only_beside_the_base(composed):
+    """n_kv_head=5 of n_head=6 is refused, unless the base has other heads: nothing may be checked before it came."""
+    (got,) = composed({"model": {"n_head": 10}}, "run=x", "model.n_kv_head=5")
+    assert got.model == ModelConfig(n_layer=6, n_head=10, n_kv_head=5)
+
+
+def test_each_job_of_a_sweep_has_its_own_base(composed):
+    got = composed(BASE, "-m", "run=null,x", "seed=1,2")
+    assert [(job.run, job.seed, job.model.n_layer) for job in got] == [
+        *[(None, 1, 4), (None, 2, 4)],
+        *[("x", 1, 8), ("x", 2, 8)],
+    ]
+
+
+@pytest.mark.parametrize("text", ["${run}", "a\\${b}", "it's, [1]", "null", ""])
+def test_text_of_the_base_arrives_as_it_was(composed, text):
+    assert composed({"prompt": text}, "run=x")[0].prompt == text
+
+
+def test_a_key_of_the_base_that_is_gone_is_named(composed):
+    with pytest.raises(ValueError, match=r"^the checkpoint's configuration: there is no key sed; did you mean seed"):
+        composed({"sed": 1}, "run=x")
 
 
 # Free text

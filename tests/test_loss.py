@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from model import loss as loss_module
 from model.loss import IGNORE, next_token_loss
-from tests.reference import assert_float64_right
+from tests.reference import assert_float64_right, assert_within_budget
 
 
 def problem(n: int, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -36,6 +36,52 @@ def test_is_cross_entropy_in_value_and_gradient(n, ignored, monkeypatch):
 def test_the_gradient_is_the_derivative():
     x, weight, targets = problem(6)
     assert torch.autograd.gradcheck(lambda x, weight: next_token_loss(x, weight, targets), (x, weight))
+
+
+@pytest.mark.parametrize("ignored", [0, 5])
+@pytest.mark.parametrize("n", [1, 40])
+def test_with_z_loss_the_gradient_has_the_penalty_and_the_value_has_not(n, ignored, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK", 16)
+    x, weight, targets = problem(n)
+    targets[: min(ignored, n - 1)] = IGNORE
+    ours = next_token_loss(x, weight, targets, z_loss=0.1)
+    assert torch.equal(ours, next_token_loss(x, weight, targets))
+
+    logits = x @ weight.T
+    penalty = 0.1 * logits.logsumexp(-1)[targets != IGNORE].square().mean()
+    theirs = F.cross_entropy(logits, targets, ignore_index=IGNORE) + penalty
+    found, reference = (
+        dict(zip(("dx", "dweight"), torch.autograd.grad(loss * 3.0, (x, weight)), strict=True))
+        for loss in (ours, theirs)
+    )
+    assert_float64_right(found, reference, terms=31)
+
+
+def test_in_fp16_a_scaled_loss_keeps_a_gradient_that_the_mean_alone_would_round_away():
+    """The gradient was divided by the number of tokens, in fp16, before the scale could come with the backward: of
+    65,536 tokens' mean every entry is below 2e-5, and most of them became 0 or the nearest of a few steps of 6e-8. The
+    scale, 65,536, was itself infinity in fp16."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(65536, 8, generator=generator).half().requires_grad_()
+    weight = torch.randn(512, 8, generator=generator).half().requires_grad_()
+    targets = torch.randint(512, (65536,), generator=generator)
+
+    def gradients(loss, *of):
+        return dict(zip(("dx", "dweight"), torch.autograd.grad(loss * 65536.0, of), strict=True))
+
+    found = gradients(next_token_loss(x, weight, targets), x, weight)
+    naive = gradients(F.cross_entropy((x @ weight.T).float(), targets), x, weight)
+    x64, weight64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    assert_within_budget(found, naive, gradients(F.cross_entropy(x64 @ weight64.T, targets), x64, weight64))
+
+
+def test_in_fp16_the_heads_gradient_does_not_overflow_in_the_sum_over_a_chunk():
+    """8,192 tokens that all want the same symbol, x of 30: their sum is 245,760, and fp16 ends at 65,504."""
+    x = torch.full((8192, 4), 30.0).half()
+    weight = torch.zeros(16, 4).half().requires_grad_()
+    loss = next_token_loss(x, weight, torch.zeros(8192, dtype=torch.int64))
+    (dweight,) = torch.autograd.grad(loss, weight)
+    assert dweight[0].tolist() == [30.0 * (1 / 16 - 1)] * 4
 
 
 def test_without_gradients_the_value_is_the_same():

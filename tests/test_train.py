@@ -1,5 +1,6 @@
 """train.py: one curve whatever the attention, one run however often it is stopped, one line for a mistake."""
 
+import ast
 import math
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 import sample
 import train
 from data.loader import Loader, open_dataset, validation_batches
+from data.prepare import prepare
 from model.attention import resolve
 from model.gpt import GPT
 from tests.reference import assert_within_budget
@@ -26,6 +28,7 @@ from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
 
 ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("model", "training", "data")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -139,7 +142,7 @@ def assert_same_run(run: Path, other: Path) -> None:
     timing = {"ms", "tokens_per_second", "eta_s", "memory_gib"}
     rows = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(r / "metrics.jsonl")]
             for r in (run, other)]  # fmt: skip
-    assert rows[0] == rows[1]
+    assert repr(rows[0]) == repr(rows[1])  # NaN, the norm of a step that fp16's scaler left out, does not equal itself
     a, b = (checkpoint.load(checkpoint.last(r / checkpoint.FOLDER)) for r in (run, other))
     assert a.step == b.step == rows[0][-1]["step"]
     assert a.state["loader"] == b.state["loader"]
@@ -225,6 +228,245 @@ def test_the_line_that_a_stopped_run_prints_goes_on_with_the_same_run(call, smal
     assert resumed.code == 0, resumed.err
     assert call(train, *small, *ENDLESS, *there, "name=unbroken").code == 0
     assert_same_run(tmp_path / run.name, tmp_path / "unbroken")
+
+
+# --- the recipes' parts ------------------------------------------------------------------------------------------
+
+# A rate that does not depend on where the end is: after the warm-up the peak, as min_lr_ratio=1 has it.
+RECIPES = {
+    "muon": ["optimizer=muon", "optimizer.schedule=wsd"],
+    "fp16": ["dtype=fp16", "model.dropout_p=0.1"],
+    "average": ["ema_decay=0.9"],
+    "all": ["optimizer=muon", "dtype=fp16", "ema_decay=0.9", "z_loss=1e-3", "tokens_per_step=256", *DROPOUT],
+}
+TEN = ["optimizer.min_lr_ratio=1", "optimizer.warmup_steps=3", "eval_every=5", "checkpoint_every=1", "keep_last=100"]
+
+
+def large_scale(monkeypatch) -> None:
+    """A scaler that begins at 2**28: the first steps overflow, as they do for hours in a model that has outgrown it."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: scaler(*a, init_scale=2.0**28, **k))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit(call, small, tmp_path, monkeypatch, recipe):
+    """In fp16 the scaler is still looking for its scale at step 5, and the resumed run's begins at another one."""
+    arguments = [*small, *TEN, *RECIPES[recipe]]
+    with monkeypatch.context() as patch:
+        large_scale(patch)
+        assert call(train, *arguments, f"runs={tmp_path}", "steps=5", "name=stopped").code == 0
+        assert call(train, *arguments, f"runs={tmp_path}", "steps=10", "name=whole").code == 0
+    resumed = call(train, f"runs={tmp_path}", "resume=stopped", "steps=10")
+    assert resumed.code == 0, resumed.err
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight(call, small, tmp_path, monkeypatch):
+    large_scale(monkeypatch)
+    ended = call(train, *small, *TEN, "dtype=fp16", "steps=20", f"runs={tmp_path}", "name=x")
+    assert ended.code == 0
+    rows = records(tmp_path / "x")
+    skipped = [row["step"] for row in rows if not math.isfinite(row["grad_norm"])]
+    assert skipped == list(range(1, len(skipped) + 1))  # the first ones, until the scale is right
+    assert 1 < len(skipped) < 18
+    assert [row["loss_scale"] for row in rows[: len(skipped) + 1]] == [2.0 ** (28 - i) for i in range(len(skipped) + 1)]
+    weights = {
+        step: checkpoint.load(tmp_path / f"x/checkpoints/step_{step:06d}").model["embedding.weight"]
+        for step in (1, len(skipped), len(skipped) + 1)
+    }
+    assert torch.equal(weights[1], weights[len(skipped)])
+    assert not torch.equal(weights[1], weights[len(skipped) + 1])
+    assert "scale 2.68435e+08 | norm nan" in ended.out
+
+
+def test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones(call, small, tmp_path, monkeypatch):
+    """Multiplying by another power of two moves no bit, but where fp16 ends."""
+    norms = []
+    for scale in (2.0**10, 2.0**14):
+        with monkeypatch.context() as patch:
+            scaler = torch.amp.GradScaler
+            patch.setattr(torch.amp, "GradScaler", lambda *a, f=scaler, s=scale, **k: f(*a, init_scale=s, **k))
+            assert call(train, *small, "dtype=fp16", "steps=1", f"runs={tmp_path}", f"name={scale}").code == 0
+        norms.append(records(tmp_path / f"{scale}")[0]["grad_norm"])
+    assert call(train, *small, "steps=1", f"runs={tmp_path}", "name=float32").code == 0
+    exact = records(tmp_path / "float32")[0]["grad_norm"]
+    assert max(norms) < 2 * exact
+    assert min(norms) > exact / 2
+
+
+def test_an_infinite_gradient_stops_the_run_once_no_scale_is_left_to_blame(call, small, tmp_path, monkeypatch):
+    def with_an_infinite_gradient(*options):
+        model = GPT(*options)
+        model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+        return model
+
+    monkeypatch.setattr(train, "GPT", with_an_infinite_gradient)
+    ended = call(train, *small, "dtype=fp16", "steps=30", f"runs={tmp_path}", "name=x")
+    assert ended.code == 1
+    assert [row["loss_scale"] for row in records(tmp_path / "x")] == [2.0 ** (16 - i) for i in range(17)]
+    assert "stopped before the optimizer step" in ended.out
+
+
+def test_a_loss_of_nan_stops_an_fp16_run_at_once(call, small, tmp_path):
+    rate = ["optimizer.lr=1e38", "optimizer.warmup_steps=0"]
+    ended = call(train, *small, *rate, "dtype=fp16", "steps=30", f"runs={tmp_path}", "name=x")
+    assert ended.code == 1
+    assert records(tmp_path / "x")[-1]["step"] == 2
+
+
+def test_what_is_kept_and_validated_is_the_moving_average_of_the_weights(call, small, tmp_path):
+    arguments = [*small, *TEN, "ema_decay=0.75", "steps=5", "eval_every=1", f"runs={tmp_path}", "name=x"]
+    assert call(train, *arguments).code == 0
+    found = [checkpoint.load(path) for path in checkpoint.all_checkpoints(tmp_path / "x" / checkpoint.FOLDER)]
+    cfg = config.from_dict(train.Config, found[0].state["config"])
+    torch.manual_seed(cfg.seed)
+    model = GPT(cfg.model, resolve(cfg.attention, "cpu"))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for one in found:
+        trained = one.optimizer()
+        for name in average:
+            average[name].lerp_(trained[f"{name}.trained"], 0.25)
+            assert torch.equal(average[name], one.model[name])
+            assert not torch.equal(average[name], trained[f"{name}.trained"])
+
+    dataset = open_dataset(prepare(cfg.data, cfg.tokenizer))
+    model.load_state_dict(found[-1].model)
+    batches = list(validation_batches(dataset.val, dataset.val_documents, 4, 32, 512))
+    with torch.no_grad():
+        nats = sum(float(model(x, y)) * y.numel() for x, y, _ in batches)
+    assert found[-1].state["val_loss"] == nats / sum(y.numel() for _, y, _ in batches)
+
+
+def test_averaging_does_not_touch_what_is_trained(call, small, tmp_path):
+    for name, decay in (("with", 0.9), ("without", 0)):
+        arguments = [*DROPOUT, f"ema_decay={decay}", "steps=10", "sample_every=5", "sample_tokens=5"]
+        assert call(train, *small, *arguments, f"runs={tmp_path}", f"name={name}").code == 0
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_logged(call, small, tmp_path):
+    for z_loss in (0, 0.1):
+        assert call(train, *small, f"z_loss={z_loss}", "steps=1", f"runs={tmp_path}", f"name={z_loss}").code == 0
+    (without,), (with_it,) = records(tmp_path / "0"), records(tmp_path / "0.1")
+    assert with_it["loss"] == without["loss"]
+    assert with_it["grad_norm"] != without["grad_norm"]
+
+
+def test_the_smoke_recipe_runs_and_learns(call, text, tmp_path):
+    data = ["data=text", f"data.path={text}", f"data.cache={tmp_path}/cache", "device=cpu"]
+    ended = call(train, "experiment=smoke", *data, f"runs={tmp_path}", "name=x")
+    assert ended.code == 0
+    assert losses(tmp_path / "x")[-1] < losses(tmp_path / "x")[0]
+    assert checkpoint.last(tmp_path / "x" / checkpoint.FOLDER).name == "step_000020"
+    assert call(sample, f"runs={tmp_path}", "max_new_tokens=5", "device=cpu").code == 0
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import sample, train
+from training import config
+script = {"train.py": train, "sample.py": sample}[sys.argv[0]]
+config.run(script.main, script.Config, "config" if script is train else "sample")
+"""
+
+
+def test_where_there_is_no_triton_a_run_trains_and_samples(start, small, tmp_path):
+    """As on Windows and on Apple's machines, for which triton is not made."""
+    commands = {
+        "train.py": [*small, "steps=3", "name=x"],
+        "sample.py": ["max_new_tokens=3", "device=cpu"],
+    }
+    for script, arguments in commands.items():
+        code = WITHOUT_TRITON.replace("sys.argv[0]", repr(script))
+        process = start("-c", code, *arguments, f"runs={tmp_path}")
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+
+
+def test_nothing_that_only_some_systems_have_is_imported_before_it_is_needed():
+    """At the top of a file such an import ends train.py on Windows or without a GPU's packages, whatever it was for."""
+    for file in [ROOT / "train.py", ROOT / "sample.py", *(p for d in LIBRARIES for p in (ROOT / d).glob("*.py"))]:
+        top = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {name.name for node in top if isinstance(node, ast.Import) for name in node.names}
+        names |= {node.module for node in top if isinstance(node, ast.ImportFrom)}
+        assert not {name.split(".")[0] for name in names} & {"triton", "resource"}, file
+
+
+def test_a_run_whose_reader_has_left_goes_on_to_its_end(start, small, tmp_path):
+    """`python train.py | head` ended a training of hours with exit code 141 and no checkpoint."""
+    process = start("train.py", *small, "steps=30", "sample_every=10", "sample_tokens=5", f"runs={tmp_path}", "name=x")
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=120) == 0, err
+    assert len(losses(tmp_path / "x")) == 30
+    assert checkpoint.last(tmp_path / "x" / checkpoint.FOLDER).name == "step_000030"
+
+
+# --- what a checkpoint brings ---------------------------------------------------------------------------------------
+
+
+def test_resume_alone_goes_on_with_the_run_as_it_was(call, small, tmp_path):
+    """Every other option had to be typed again, or was the default's."""
+    theirs = [*TEN, *RECIPES["all"], "seed=5", "optimizer.lr=2e-3", "sample_tokens=7"]
+    assert call(train, *small, *theirs, f"runs={tmp_path}", "steps=2", "name=x").code == 0
+    assert call(train, f"runs={tmp_path}", "resume=auto", "steps=3").code == 0
+    before, after = (checkpoint.load(tmp_path / f"x/checkpoints/step_{step:06d}").state["config"] for step in (2, 3))
+    assert train.changed(before, after) == ["steps 2 -> 3"]
+
+
+def test_of_a_group_that_is_typed_on_resume_its_file_goes_over_the_checkpoints(call, small, tmp_path):
+    """attention=tiled says how, and leaves the window that the model was trained with."""
+    assert call(train, *small, "attention.window=8", "steps=2", f"runs={tmp_path}", "name=x").code == 0
+    ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=3", "attention=naive")
+    assert ended.code == 0, ended.err
+    assert "changed since the checkpoint: attention.impl auto -> naive, steps 2 -> 3" in ended.out.splitlines()
+
+
+def test_a_value_that_is_typed_on_resume_wins_also_where_it_is_the_default(call, small, tmp_path):
+    theirs = ["optimizer.weight_decay=0.5", "optimizer=muon", "optimizer.momentum=0.9"]
+    assert call(train, *small, *theirs, "steps=2", f"runs={tmp_path}", "name=x").code == 0
+    typed = ["optimizer.weight_decay=0.1", "optimizer.momentum=null"]
+    ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=3", *typed)
+    said = (
+        "changed since the checkpoint: optimizer.weight_decay 0.5 -> 0.1, optimizer.momentum 0.9 -> None, steps 2 -> 3"
+    )
+    assert said in ended.out.splitlines()
+
+
+def test_another_optimizer_has_another_state(call, small, tmp_path):
+    assert call(train, *small, "steps=2", f"runs={tmp_path}", "name=x").code == 0
+    ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=4", "optimizer=muon")
+    assert ended.code == 2
+    assert "has the state of optimizer.kind=adamw, this run has muon; use optimizer=adamw" in ended.err
+
+
+def test_a_whole_model_is_not_taken_from_a_broken_runs_checkpoint(call, small, tmp_path):
+    """break_it=none has to say that nothing is broken, or typing it would change nothing and be taken for done."""
+    assert call(train, *small, "break_it=no_max", "steps=2", f"runs={tmp_path}", "name=x").code == 0
+    ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=4", "break_it=none")
+    assert ended.code == 2
+    assert "was trained with break_it: no_max, this run has none" in ended.err
+
+
+def test_text_of_any_kind_survives_the_checkpoint(call, small, tmp_path):
+    tags = ["wandb.project='${seed} ,=[x]'", "wandb.tags=[a,b]"]
+    assert call(train, *small, *tags, "steps=2", f"runs={tmp_path}", "name=x").code == 0
+    assert call(train, f"runs={tmp_path}", "resume=auto", "steps=3").code == 0
+    before, after = (checkpoint.load(tmp_path / f"x/checkpoints/step_{step:06d}").state["config"] for step in (2, 3))
+    assert after["wandb"] == before["wandb"]
+
+
+def test_a_line_that_an_editor_left_in_the_metrics_does_not_end_the_run(call, small, tmp_path):
+    """It was a JSONDecodeError at every resume, or a TypeError in the picture."""
+    assert call(train, *small, "steps=2", f"runs={tmp_path}", "name=x").code == 0
+    with open(tmp_path / "x" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 2, oops\n[]\n\n{"step": "2"}\n{"loss": 1}\n{"step": 1, "loss": null}\n\xff\n7\n')
+    ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=3")
+    assert ended.code == 0, ended.err
+    assert ended.err.endswith("metrics.jsonl: 8 lines are no records and are left out\n")
+    assert [record["step"] for record in records(tmp_path / "x")] == [1, 2, 3]
 
 
 # --- broken on purpose ----------------------------------------------------------------------------------------------
@@ -572,7 +814,7 @@ def test_a_broken_run_that_goes_on_past_nan_still_writes_its_samples(call, small
 
 
 def test_the_line_of_a_stopped_run_goes_on_to_the_same_number_of_steps(call, small, tmp_path, monkeypatch):
-    """It left steps= out, as the line for a finished run must; so a run of 5000 steps would end at the default 700."""
+    """It left steps= out, which then was the default: a run of 5000 steps would have ended at 700."""
     log = Metrics.log
 
     def log_and_stop(self, record):
@@ -582,7 +824,9 @@ def test_the_line_of_a_stopped_run_goes_on_to_the_same_number_of_steps(call, sma
 
     monkeypatch.setattr(Metrics, "log", log_and_stop)
     ended = call(train, *small, "steps=5000", f"runs={tmp_path}", "name=x")
-    assert "steps=5000" in shlex.split(ended.out.splitlines()[-1])
+    _python, _script, *printed = shlex.split(ended.out.splitlines()[-1].partition("to go on: ")[2])
+    ((cfg, _),) = config.compose(printed, train.Config, "config", ROOT / "conf", "train", train.resumed_config)
+    assert cfg.steps == 5000
 
 
 @pytest.mark.parametrize("place", ["favourite", "folder/favourite"])
@@ -623,7 +867,8 @@ def test_a_broken_runs_own_sample_does_not_end_it(call, small, tmp_path):
 def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
     there = [f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there, "steps=2", "optimizer.lr=1e-2", "attention.dropout_p=0.1").code == 0
-    ended = call(train, *small, *there, "steps=4", "resume=auto", "optimizer.lr=2e-2")
+    typed = ["steps=4", "resume=auto", "optimizer.lr=2e-2", "attention.dropout_p=0"]
+    ended = call(train, *small, *there, *typed)
     said = "changed since the checkpoint: attention.dropout_p 0.1 -> 0.0, optimizer.lr 0.01 -> 0.02, steps 2 -> 4"
     assert said in ended.out.splitlines()
 
@@ -631,19 +876,26 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
 def test_another_window_is_another_model(call, small, tmp_path):
     there = [f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there, "steps=2", "attention.window=4").code == 0
-    ended = call(train, *small, *there, "steps=4", "resume=auto")
+    ended = call(train, *small, *there, "steps=4", "resume=auto", "attention.window=null")
     assert ended.code == 2
     assert "was trained with attention.window=4, this run has None" in ended.err
 
 
 @pytest.mark.parametrize(
-    "mistake", ["tokens_per_step=-128", "tokens_per_step=0", "seed=-1", "tokenizer.vocab_size=300"]
+    "mistake",
+    [
+        *["tokens_per_step=-128", "tokens_per_step=0", "seed=-1", "tokenizer.vocab_size=300"],
+        *["z_loss=-1", "z_loss=inf", "ema_decay=1", "ema_decay=-0.1", "ema_decay=nan"],
+        # what no machine can hold, and what no 64 bits can count
+        *["model.n_embd=1000000000000", "model.n_embd=100000000000000000000000"],
+    ],
 )
 def test_a_number_that_cannot_be_is_refused_and_leaves_nothing(call, small, tmp_path, mistake):
     arguments = [a for a in small if not a.startswith(mistake.split("=")[0])]
     ended = call(train, *arguments, mistake, f"runs={tmp_path}", "name=x")
     assert ended.code == 2
     assert mistake in ended.err
+    assert ended.err.count("\n") == 1
     assert not (tmp_path / "x").exists()
 
 

@@ -1,8 +1,10 @@
 """Checkpoints: one directory a step, complete or absent, and a resumed run that is the same run, bit for bit.
 
     runs/NAME/checkpoints/step_000030/
-        model.safetensors       the weights, by the model's own names; a tied weight is stored once
-        optimizer.safetensors   NAME.exp_avg, NAME.exp_avg_sq, NAME.step for every weight; rng.cpu, rng.cuda
+        model.safetensors       the weights that were validated and speak, by the model's own names; a tied weight once
+        optimizer.safetensors   what only training needs: NAME.exp_avg, NAME.exp_avg_sq and NAME.step of AdamW or
+                                NAME.momentum_buffer of Muon; NAME.trained, where the weights above are an average of
+                                the ones being trained (ema_decay); rng.cpu, rng.cuda
         tokenizer.json          the tokenizer, so that a checkpoint can be sampled from without its data
         state.json              {"step", "state": what train.py gave, "alias", "sha256" of all the rest}
 
@@ -38,6 +40,7 @@ from torch import Tensor
 
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
+NAMED = 5  # runs at most that a message lists
 
 
 @dataclass
@@ -190,6 +193,11 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(path, header["step"], model, header["state"], found["tokenizer.json"].decode())
 
 
+def load_state(path: Path) -> dict:
+    """What `save` was given as state, without reading the weights. ValueError as in `load`."""
+    return _read(path, [])["state.json"]["state"]
+
+
 def _read(path: Path, names: Iterable[str]) -> dict:
     """{name: verified bytes} for the files asked for, with "state.json" parsed; ValueError that names an older one."""
     try:
@@ -329,7 +337,9 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
                 print(f"checkpoint {found[-1]} is damaged: resuming from {path} instead", file=sys.stderr)
             return path
     problem = "no complete checkpoint among those" if found else "no checkpoint"
-    way_out = f"runs that have one: {', '.join(have)}" if have else "train one first: python train.py"
+    newest = sorted(have, key=have.get, reverse=True)[:NAMED]
+    more = f" and {len(have) - NAMED} older ones" if len(have) > NAMED else ""
+    way_out = f"runs that have one: {', '.join(newest)}{more}" if have else "train one first: python train.py"
     raise ValueError(f"{option}={resume}: {problem} in {looked}; {way_out}")
 
 
@@ -337,9 +347,9 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
+    optimizers: list[torch.optim.Optimizer], named_parameters: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The optimizer's state as {"NAME.exp_avg": tensor, ...}, not copied.
+    """The optimizers' state as {"NAME.exp_avg": tensor, ...}, not copied; each parameter is one optimizer's.
 
     By name, where torch's own state_dict() counts parameters: a parameter that is added, or groups that are split in
     another way, would shift everything after it in silence. Learning rates and the like are not state: they are a
@@ -348,25 +358,27 @@ def optimizer_tensors(
     return {
         f"{name}.{key}": value
         for name, parameter in named_parameters
+        for optimizer in optimizers
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]], tensors: dict[str, Tensor]
+    optimizers: list[torch.optim.Optimizer],
+    named_parameters: Iterable[tuple[str, Tensor]],
+    tensors: dict[str, Tensor],
 ) -> None:
-    """Put back what optimizer_tensors took out, every bit of it; entries of rng_state() are passed over.
+    """Put back what optimizer_tensors took out, every bit of it; entries of rng_state() and NAME.trained are not its.
 
     Raises ValueError if a tensor belongs to no parameter or has another shape: a checkpoint of another model.
     """
-    fused = {
-        p for group in optimizer.param_groups if group.get("fused") or group.get("capturable") for p in group["params"]
-    }
+    owner = {p: (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
     parameters = dict(named_parameters)
-    optimizer.state.clear()
+    for optimizer in optimizers:
+        optimizer.state.clear()
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(".")
-        if name == "rng":
+        if name == "rng" or key == "trained":
             continue
         p = parameters.get(name)
         if p is None or (key != "step" and tensor.shape != p.shape):
@@ -375,10 +387,11 @@ def load_optimizer_tensors(
                 f"the checkpoint's optimizer has {full_name} {tuple(tensor.shape)}, this model {ours}: "
                 "resume with the configuration that the checkpoint was made with"
             )
+        optimizer, group = owner[p]
         # The step count lives on the host, except where one fused kernel reads it: on a GPU it would cost a
         # synchronisation a parameter. A clone, because safetensors' tensors are views into one buffer of any alignment.
-        device = "cpu" if key == "step" and p not in fused else p.device
-        optimizer.state[p][key] = tensor.to(device).clone()
+        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+        optimizer.state[p][key] = tensor.to("cpu" if on_host else p.device).clone()
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -10,6 +10,7 @@
 
     python train.py model=gpt2 optimizer.lr=3e-4                     # one run
     python train.py -m optimizer.lr=1e-4,3e-4                        # a sweep: one run after the other
+    python train.py resume=auto optimizer.lr=1e-4                    # a checkpoint's configuration, and what is typed
 
 Two decisions carry the file. Hydra only composes: its task function takes the configuration away, and the script runs
 after Hydra has returned, so no output folder, logger or error wrapper of Hydra's ever stands around a run (the price:
@@ -49,29 +50,38 @@ SWITCHES |= {"-sc", "--shell-completion"}
 VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
 VALUED |= {"-i", "--info", "--experimental-rerun"}
 
+RESUMED = "resumed"  # the primary configuration that a checkpoint's is composed as
+
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
 
 
-def run(script: Callable[[Any], int | None], schema: type, config_name: str, conf: Path | None = None) -> None:
+def run(
+    script: Callable[[Any], int | None],
+    schema: type,
+    config_name: str,
+    conf: Path | None = None,
+    *,
+    resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
+    jobs_of: Callable[[Callable, list], int] | None = None,
+) -> None:
     """Compose the configuration from sys.argv and call script with it: the last line of every script.
 
     schema: the dataclass handed to script, offered to conf/<config_name>.yaml as <config_name>_schema. conf: the folder
-    of YAML files, by default the one beside the script. Leaves through sys.exit with script's non-zero return value;
-    with 2 after a ValueError (a user's mistake: one line on stderr; HYDRA_FULL_ERROR=1 gives the traceback); with 130
-    on Ctrl-C. Any other exception is a bug and keeps its traceback. A sweep ends with the first job that fails.
+    of YAML files, by default the one beside the script. resumed: as in `compose`. jobs_of(script, jobs): runs a sweep's
+    jobs and returns the exit code; by default one after the other until one fails.
+
+    Leaves through sys.exit with script's non-zero return value; with 2 after a ValueError (a user's mistake: one line
+    on stderr; HYDRA_FULL_ERROR=1 gives the traceback); with 130 on Ctrl-C. Any other exception is a bug and keeps its
+    traceback.
     """
     file = Path(inspect.getfile(script))
     try:
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
-        jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem)
-        for number, (config, overrides) in enumerate(jobs, start=1):
-            if len(jobs) > 1:
-                print(f"job {number}/{len(jobs)}: {' '.join(overrides)}", flush=True)
-                sys.argv = [sys.argv[0], *overrides]  # what would start this job alone
-            code = script(config)
-            if code:
-                sys.exit(code)
+        jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
+        code = (jobs_of if jobs_of and len(jobs) > 1 else in_turn)(script, jobs)
+        if code:
+            sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:  # whoever read what we print has left, as `| head` does
@@ -84,11 +94,32 @@ def run(script: Callable[[Any], int | None], schema: type, config_name: str, con
         sys.exit(2)
 
 
-def compose(argv: list[str], schema: type[T], config_name: str, conf: Path, name: str) -> list[tuple[T, list[str]]]:
+def in_turn(script: Callable[[Any], int | None], jobs: list[tuple[Any, list[str]]]) -> int:
+    """The jobs one after the other; the exit code of the first that fails."""
+    for number, (config, overrides) in enumerate(jobs, start=1):
+        if len(jobs) > 1:
+            print(f"job {number}/{len(jobs)}: {' '.join(overrides)}", flush=True)
+        if code := script(config):
+            return code
+    return 0
+
+
+def compose(
+    argv: list[str],
+    schema: type[T],
+    config_name: str,
+    conf: Path,
+    name: str,
+    resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
+) -> list[tuple[T, list[str]]]:
     """Every job that the arguments ask for, as (configuration, its overrides): one, several with -m, none with --help.
 
     All jobs are composed before the first one starts, so that a sweep's last job cannot die of a typing error hours
     later. ValueError: one line naming what is wrong, where, and the nearest right name.
+
+    resumed(composed): the dictionary that a job starts from instead of the defaults, or None. The job is then composed
+    again, over it: a group or key that was typed goes on top of it, a group that was not is left out, and whatever
+    key the dictionary and the command line both give is the command line's, but for resume=, whose answer it is.
     """
     groups = groups_of(conf / f"{config_name}.yaml")
     known = dict.fromkeys(groups) | known_keys(schema)
@@ -97,10 +128,33 @@ def compose(argv: list[str], schema: type[T], config_name: str, conf: Path, name
     if not {"-sc", "--shell-completion"} & set(flags):  # its install=bash is a command, not a key
         overrides = [check_override(override, known, groups, sweep) for override in overrides]
 
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=declared(schema))
+    store = ConfigStore.instance()
+    store.store(name=f"{config_name}_schema", node=declared(schema))
+    try:
+        jobs = []
+        for cfg, typed in hydra_jobs(config_name, conf, name, overrides, flags):
+            base = resumed(cfg)
+            if base is not None:
+                defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
+                store.store(name=RESUMED, node={"defaults": defaults, **escaped(base)})
+                again = [check_override(o, known, groups, False) for o in typed if not o.startswith("resume=")]
+                ((cfg, _),) = hydra_jobs(RESUMED, conf, name, again, [])
+            jobs.append((cfg, typed))
+        plain = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(explain(error, known, conf)) from error
+    # Without the schema at the bottom nothing above would have been checked against anything.
+    assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
+    return plain
+
+
+def hydra_jobs(
+    config_name: str, conf: Path, name: str, overrides: list[str], flags: list[str]
+) -> list[tuple[DictConfig, list[str]]]:
+    """What Hydra makes of one command line, and nothing else that Hydra would do."""
     jobs = []
 
-    def take(cfg: Any) -> None:
+    def take(cfg: DictConfig) -> None:
         jobs.append((cfg, list(HydraConfig.get().overrides.task)))
 
     before = sys.argv
@@ -114,20 +168,15 @@ def compose(argv: list[str], schema: type[T], config_name: str, conf: Path, name
             # All overrides in one batch: argparse takes no second one after a flag (a=1 -m b=2).
             sys.argv = [before[0], *quiet, *overrides, *flags]
             hydra.main(config_path=str(conf.resolve()), config_name=config_name, version_base="1.3")(take)()
-        plain = [(OmegaConf.to_object(cfg), overrides) for cfg, overrides in jobs]
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ValueError(explain(error, known, conf)) from error
     finally:
         sys.argv = before
-    # Without the schema at the bottom nothing above would have been checked against anything.
-    assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
-    return plain
+    return jobs
 
 
-def groups_of(primary: Path) -> set[str]:
-    """The groups that the primary file lists in its defaults: conf/ may hold others, for other scripts."""
+def groups_of(primary: Path) -> list[str]:
+    """The groups that the primary file's defaults list, in their order: conf/ may hold others, for other scripts."""
     listed = yaml.safe_load(primary.read_text(encoding="utf-8")) if primary.exists() else {}
-    return {group for item in (listed or {}).get("defaults", []) if isinstance(item, dict) for group in item}
+    return [group for item in (listed or {}).get("defaults", []) if isinstance(item, dict) for group in item]
 
 
 def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -149,7 +198,7 @@ def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], l
     return flags, overrides
 
 
-def check_override(override: str, known: Mapping[str, Any], groups: set[str], sweep: bool) -> str:
+def check_override(override: str, known: Mapping[str, Any], groups: list[str], sweep: bool) -> str:
     """One key=value of the command line as Hydra should see it; ValueError for a key that nothing reads.
 
     Text for a str key, and the name of a group's file, is quoted, so that it arrives as the shell gave it. Left alone
@@ -175,8 +224,15 @@ def check_override(override: str, known: Mapping[str, Any], groups: set[str], sw
 
 def quote(text: str) -> str:
     """text so that Hydra's grammar, then OmegaConf's interpolation, give back exactly text."""
+    return QuotedString(escaped(text), Quote.single).with_quotes()
+
+
+def escaped(value: Any) -> Any:
+    """value, or every text in it, so that OmegaConf's interpolation gives back exactly value."""
+    if isinstance(value, Mapping):
+        return {key: escaped(inner) for key, inner in value.items()}
     # \${ is OmegaConf's way to write ${, and doubles the backslashes in front of it
-    return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -235,6 +291,8 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
     key = getattr(cause, "full_key", None) or ""
     place = re.match(r"In '(.+?)': ", str(error))
     where = f"{conf.name}/{place[1]}.yaml: " if place else ""
+    if place and place[1] == RESUMED:
+        where = "the checkpoint's configuration: "
     match error, cause:
         case MissingConfigException(options=[_, *_] as options), _:
             group, _, name = error.missing_cfg_file.rpartition("/")

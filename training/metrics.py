@@ -9,7 +9,8 @@
 
 Two kinds of record, plain dicts of Python numbers:
 
-    {"step", "loss", "bits_per_byte", "lr", "grad_norm", "ms", "tokens_per_second", "mfu", "memory_gib", "eta_s"}
+    {"step", "loss", "bits_per_byte", "lr", "grad_norm", "ms", "tokens_per_second", "mfu", "memory_gib", "eta_s",
+     and in fp16 "loss_scale"}
     {"step", "val_loss", "val_bits_per_byte"}
 
 loss in nats a token, ms and eta_s of wall clock, mfu a fraction of the peak, memory the peak so far; mfu and memory_gib
@@ -78,6 +79,8 @@ def log_line(record: dict, total_steps: int) -> str:
             "mem n/a" if memory is None else f"mem {memory:.2f} GiB",
             f"eta {clock}",
         ]
+        if "loss_scale" in record:  # in fp16; a step whose norm is inf or nan was left out, and the next scale is half
+            fields.insert(4, f"scale {record['loss_scale']:g}")
     return stamp(record.get("broken")) + " | ".join(fields)
 
 
@@ -92,6 +95,15 @@ def printable(text: str) -> str:
     return encodable("".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text))
 
 
+def show(text: str) -> None:
+    """Print a line. Where nobody reads it any more, as after `| head`, it and all that follow go nowhere: what a run
+    learns is in its files, and a run is not ended for want of a listener."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def encodable(text: str) -> str:
     """text with "?" for what the terminal's encoding lacks, where print() would raise."""
     encoding = sys.stdout.encoding or "utf-8"
@@ -104,13 +116,27 @@ SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl, "nan" and its kind floats again. A last line cut short by a kill is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            record = json.loads(line)
-            records.append({k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()})
-    return records
+    """The records of a metrics.jsonl, "nan" and its kind floats again. A last line cut short by a kill is left out, and
+    so, with a word on stderr, is a line that is no record: an editor may have been there, and a run is worth more."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    found = [record for record in map(_record, lines) if record is not None]
+    if len(found) < len(lines):
+        print(f"{path}: {len(lines) - len(found)} lines are no records and are left out", file=sys.stderr)
+    return found
+
+
+def _record(line: str) -> dict | None:
+    """The record that a line holds: a step and numbers; None where it holds anything else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
+    other = {k: v for k, v in record.items() if not isinstance(v, int | float)}
+    known = all(k == "broken" or (v is None and k in ("mfu", "memory_gib")) for k, v in other.items())
+    return record if known else None
 
 
 def _json_line(record: dict) -> str:
@@ -404,7 +430,7 @@ class Metrics:
             # soft_wrap: rich would otherwise break lines at the window's edge and they would not grep.
             self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            show(text)
 
     def log(self, record: dict) -> None:
         """Keep and show one record of either kind: file first, then the screen, wandb last."""

@@ -1,0 +1,158 @@
+"""A sweep: the jobs of `python train.py -m ...`, one after the other, and what they found in one table and one picture.
+
+    runs/SWEEP/table.csv     a row a job: what it varies, best validation loss, bits per byte, step, ms a step, status
+    runs/SWEEP/losses.png    all the curves, named after what varies
+    runs/SWEEP-1, -2, ...    the runs themselves, as any other run
+
+SWEEP is name=, or else the time. A job that fails is a row with its reason and the next one starts; Ctrl-C ends the job
+and the sweep, and leaves table and picture of what there is.
+"""
+
+import csv
+import gc
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.metrics import encodable, read_metrics, show, stamp
+
+
+def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> int:
+    """Run the jobs; returns 0 if all of them ended well, 1 if one did not, 128 + the signal if one was interrupted.
+
+    script: returns 0, 1 where a loss stopped it, or 128 + a signal; leaves the name of its run in its configuration.
+    jobs: (configuration, overrides), with `name`, `runs` in the configuration. Raises ValueError where a run of one of
+    the names exists already.
+    """
+    folder = name_jobs([config for config, _ in jobs])
+    typed = [dict(override.partition("=")[::2] for override in overrides) for _, overrides in jobs]
+    varying = [key for key in typed[0] if len({values.get(key) for values in typed}) > 1]
+    rows, curves, code = [], {}, 0
+    try:
+        for number, ((config, overrides), values) in enumerate(zip(jobs, typed, strict=True), start=1):
+            show(f"job {number}/{len(jobs)}: {' '.join(overrides)}")
+            varied = {key: values.get(key, "") for key in varying}
+            status, ended = "interrupted", 130
+            try:
+                ended = script(config)
+                status = {0: "done", 1: "stopped"}.get(ended, status)
+            except (ValueError, OSError) as error:
+                status, ended = f"failed: {error}", 2
+                print(f"job {number}/{len(jobs)} failed: {error}", file=sys.stderr)
+            finally:
+                records = records_of(config)
+                rows.append({"job": config.name, **varied, **result(records, status)})
+                if records:
+                    curves[", ".join(f"{key}={value}" for key, value in varied.items()) or config.name] = records
+            if ended >= 128:
+                return ended
+            code = 1 if ended else code
+            free_memory()
+        return code
+    finally:
+        # Also on the way out of a bug in the script: hours of finished jobs should not hang on the last one.
+        write_table(folder / "table.csv", rows)
+        if curves:
+            losses_figure(curves, folder.name).savefig(folder / "losses.png", dpi=120)
+        failed = sum(row["status"] != "done" for row in rows)
+        show(f"sweep: {len(rows)} of {len(jobs)} jobs, {failed} of them did not end well: {folder}")
+
+
+def name_jobs(configs: list[Any]) -> Path:
+    """Number the names that several jobs share and return the sweep's folder, made.
+
+    Every job is a run of its own, one that begins from a checkpoint (resume=) too: going on in the checkpoint's own
+    run, each job would begin where the one before it ended.
+    """
+    shared = {config.name for config in configs}
+    title = shared.pop() if len(shared) == 1 and None not in shared else time.strftime("%Y%m%d-%H%M%S-sweep")
+    times = Counter(config.name for config in configs)
+    for number, config in enumerate(configs, start=1):
+        if times[config.name] > 1 or config.name is None:
+            config.name = f"{config.name or title}-{number}"
+    folder = Path(configs[0].runs) / title
+    for path in (folder, *(Path(config.runs) / config.name for config in configs)):
+        if path.exists():
+            raise ValueError(f"the run {path} exists already: use another name= for the sweep")
+    folder.mkdir(parents=True)
+    return folder
+
+
+def records_of(config: Any) -> list[dict]:
+    path = Path(config.runs) / config.name / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def result(records: list[dict], status: str) -> dict:
+    """A run's row: its best evaluation, and the median of the times a step took (the first one compiles and warms)."""
+    evaluated = [r for r in records if math.isfinite(r.get("val_loss", math.nan))]
+    best = min(evaluated, key=lambda r: r["val_loss"], default={})
+    steps = [r for r in records if "loss" in r]
+    times = [r["ms"] for r in steps[1:] if "ms" in r]
+    if status in ("stopped", "interrupted") and steps:
+        status = f"{status} at step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}"
+    return {
+        "val_loss": best.get("val_loss"),
+        "bits_per_byte": best.get("val_bits_per_byte"),
+        "step": best.get("step"),
+        "ms": f"{statistics.median(times):.1f}" if times else None,
+        "status": stamp(steps[-1].get("broken") if steps else None) + status,
+    }
+
+
+def write_table(path: Path, rows: list[dict]) -> None:
+    """As CSV, every digit of it, and on the screen in columns."""
+    if not rows:
+        return
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    cells = [list(rows[0])]
+    for row in rows:
+        cells.append(["" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        show(encodable("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()))
+
+
+def losses_figure(curves: dict[str, list[dict]], title: str):
+    """{label: records} as a matplotlib Figure: a colour a run, training loss thin, validation loss with points."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    for number, (label, records) in enumerate(curves.items()):
+        # Neighbours in the sweep are neighbours in colour: a curve's place among the others is what is looked for.
+        colour = colormaps["viridis"](0.9 * number / max(1, len(curves) - 1))
+        broken = next((r["broken"] for r in records if r.get("broken")), None)
+        for key, style in (("loss", {"lw": 0.5, "alpha": 0.4}), ("val_loss", {"marker": "o", "ms": 4})):
+            points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
+            name = stamp(broken) + label if key == "val_loss" else None
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
+    axes.set_title(title.encode("utf-8", "replace").decode(), parse_math=False)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        for text in axes.legend(fontsize="small").get_texts():
+            text.set_parse_math(False)
+    return figure
+
+
+def free_memory() -> None:
+    """So that the next job has the machine as the first one had it. (What a process on a CPU used at most stays in its
+    records: the system keeps one mark for the whole process.)"""
+    gc.collect()  # model, optimizer and closures hold one another
+    if "torch._dynamo" in sys.modules:  # it keeps eight compiled versions of a function, and then compiles no more
+        torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
