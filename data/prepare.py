@@ -153,7 +153,8 @@ def check(data: DataConfig) -> None:
     if not 0 < data.val_fraction <= 0.5:
         raise ValueError(f"data.val_fraction={data.val_fraction} is outside (0, 0.5]: 0.05 is a usual choice")
     if data.path is None and "path" in READS[data.source]:
-        raise ValueError(f"data={data.source} has nothing to read: say what with data.path=FILE, a folder or a glob")
+        what = "text" if data.source == "text" else "tokens"
+        raise ValueError(f"data={data.source} has no {what}: say which with data.path=FILE, a folder or a glob")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -206,7 +207,9 @@ def scan(data: DataConfig) -> Corpus:
             if data.source != "pystdlib":
                 raise
     if not sizes:
-        raise ValueError(f"{data.path or data.source} holds no text, or only empty files: use data.path=FILE with text")
+        raise ValueError(
+            f"{data.path or data.source} holds no text, or only empty files: use data=text data.path=FILE with text"
+        )
 
     sha256 = np.frombuffer(hashes, np.uint8).reshape(-1, 32)  # (documents, 32)
     words = sha256.view(">u8")  # (documents, 4)

@@ -345,7 +345,7 @@ def test_text_without_a_path_is_refused(tmp_path):
 
 def test_a_path_that_would_be_ignored_is_refused(tmp_path):
     message = refusal(prepare, DataConfig("pystdlib", "my.txt", cache=str(tmp_path)), BYTE)
-    assert "data.path=my.txt is read with data=text only" in message
+    assert "data.path=my.txt is read with data=text or data=bin only: choose that, or leave it out" in message
 
 
 def test_an_unknown_source_is_refused(tmp_path):
@@ -384,6 +384,11 @@ def test_a_binary_file_is_refused(make, tmp_path):
 def test_text_that_is_not_utf8_is_refused_with_the_place(make, corpus):
     (corpus / "latin.txt").write_bytes("caf\u00e9 au lait".encode("latin1"))
     assert f"{corpus / 'latin.txt'} is not UTF-8 at byte offset 3 (0xe9)" in refusal(make, corpus)
+
+
+def test_offsets_are_those_in_the_file_however_long_it_is(make, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"line\n" * 200_000 + b"\xe9")
+    assert "is not UTF-8 at byte offset 1000003 (0xe9)" in refusal(make, tmp_path / "a.txt")
 
 
 def test_a_refused_tokenizer_leaves_no_folder(make, corpus, tmp_path):

@@ -172,6 +172,16 @@ def test_a_server_that_once_announces_too_much_is_asked_again(serve, folder):
     assert get(serve(habit), folder, at_most=10**6) == CONTENT
 
 
+def test_less_than_was_announced_is_not_the_end(serve, folder):
+    """Nothing else would tell, where no hash is known."""
+
+    def habit(request):
+        headers = {"X_Linked_Size": len(CONTENT)}
+        honest(request, **headers) if request.number else honest(request, CONTENT[:1000], **headers)
+
+    assert get(serve(habit), folder, sha256=None) == CONTENT
+
+
 def test_a_redirect_on_the_same_host_is_followed_and_changes_no_name(serve, folder):
     def habit(request):
         if request.path == "/folder/a.bin":

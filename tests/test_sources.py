@@ -267,23 +267,24 @@ def test_the_number_of_threads_changes_nothing(make, tmp_path, monkeypatch):
 
 
 GROWTH = """
-import resource, sys
+import re, sys
 from data import prepare
 from data.tokenizer import TokenizerConfig
 prepare.THREADS = 2
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 before = peak()
 prepare.prepare(prepare.DataConfig("text", sys.argv[1], cache=sys.argv[2]), TokenizerConfig("byte"), quiet=True)
 print(peak() - before)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="getrusage counts the parent's memory too")
 @pytest.mark.parametrize("name", ["one.txt", "many.jsonl"])
 def test_memory_is_less_than_the_text_takes(tmp_path, name):
     """A whole file was held twice over, and a kilobyte of objects for each document."""
     with open(tmp_path / name, "w", encoding="utf-8") as file:
         for i in range(1 << 17):
-            text = f"{i:>8} {'hello ' * 30}"
+            text = f"{i:>8} {'hello ' * 60}"
             file.write(json.dumps({"text": text}) + "\n" if name == "many.jsonl" else text * 3 + "\n")
     ended = subprocess.run(
         [sys.executable, "-c", GROWTH, tmp_path / name, tmp_path / "cache"], cwd=ROOT, capture_output=True, text=True
@@ -381,6 +382,14 @@ def test_without_a_val_file_the_last_documents_are_for_validation(tmp_path):
     )
     assert dataset.train_documents.tolist() == [0, 62]
     assert dataset.val_documents.tolist() == [0, 3]
+
+
+def test_files_named_val_are_for_validation_wherever_they_stand(tmp_path):
+    for name, ids in {"b_train": [256, 1, 2], "a_val": [3, 256, 4], "c_train": [5, 6], "d_val": [256, 7]}.items():
+        write_shard(tmp_path / "bin" / f"{name}.bin", ids, 257)
+    dataset = open_data(DataConfig("bin", f"{tmp_path}/**/*.bin"), BYTE)
+    assert (dataset.train[:].tolist(), dataset.val[:].tolist()) == ([256, 1, 2, 5, 6], [3, 256, 4, 256, 7])
+    assert (dataset.train_documents.tolist(), dataset.val_documents.tolist()) == ([0], [0, 1, 3])
 
 
 def test_one_long_document_is_cut_at_the_share(tmp_path):

@@ -726,7 +726,7 @@ def test_gpt2s_tokenizer_without_a_network_is_one_line(refusal, tmp_path, monkey
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
     line = refusal("tokenizer=gpt2")
     assert line.startswith("tokenizer=gpt2 has to download its vocabulary and could not (ConnectionError)")
-    assert line.endswith("and set TIKTOKEN_CACHE_DIR to it, or use tokenizer=bpe")
+    assert line.endswith("into a folder and set TIKTOKEN_CACHE_DIR to it, or use tokenizer=bpe")
 
 
 RESUME = "resume={there}/runs/done"
