@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 ROUNDS = 7
-M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
+M0, M1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32  # multipliers, less 2**32 each: see philox()
 W0, W1 = 0x9E3779B9, 0xBB67AE85  # what the key grows by each round
 LOW = 0xFFFFFFFF
 
@@ -61,14 +61,15 @@ Word = Tensor | int  # 32 random or counting bits: int64 in [0, 2**32)
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], rounds: int = ROUNDS) -> tuple[Word, ...]:
     """Philox 4x32: four counter words and two key words to four random words, all of one broadcast shape.
 
-    torch has no unsigned 32-bit multiply that gives the high half, so the words travel in int64. The product may pass
-    2**63 and come out negative; its 64 bits are right all the same, and the two masks read them as unsigned.
+    torch has no unsigned 32-bit multiply that gives the high half, so the words travel in int64. There c * M passes
+    2**63, and what comes out then is undefined to a C++ compiler: torch.compile made other masks of it. So M is taken
+    2**32 lower. c * (M - 2**32) has the same low half, its high half is c too low, and it never overflows.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
         p0, p1 = c0 * M0, c2 * M1
-        c0, c1, c2, c3 = (p1 >> 32) & LOW ^ c1 ^ k0, p1 & LOW, (p0 >> 32) & LOW ^ c3 ^ k1, p0 & LOW
+        c0, c1, c2, c3 = (p1 >> 32) + c2 ^ c1 ^ k0, p1 & LOW, (p0 >> 32) + c0 ^ c3 ^ k1, p0 & LOW
         k0, k1 = k0 + W0 & LOW, k1 + W1 & LOW
     return c0, c1, c2, c3
 
@@ -84,9 +85,10 @@ def keep_mask(seed: Tensor, n: int, rows: range, columns: range, dropout_p: floa
     row0, column0 = rows.start // 32, columns.start // 32
     row1, column1 = -(-rows.stop // 32), -(-columns.stop // 32)
     device = seed.device
-    c0 = torch.arange(row0 * 8, row1 * 8, device=device).view(1, -1, 1)  # the row, bits 3 and 4 taken out
-    c1 = torch.arange(column0 * 8, column1 * 8, device=device).view(1, 1, -1)
-    c2 = torch.arange(n, device=device).view(-1, 1, 1)
+    # seed & 0: torch.compile multiplies a bare arange as it does an index, in 32 bits, and that overflows on a GPU
+    c0 = torch.arange(row0 * 8, row1 * 8, device=device).view(1, -1, 1) ^ (seed & 0)  # the row without bits 3 and 4
+    c1 = torch.arange(column0 * 8, column1 * 8, device=device).view(1, 1, -1) ^ (seed & 0)
+    c2 = torch.arange(n, device=device).view(-1, 1, 1) ^ (seed & 0)
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)

@@ -1,6 +1,7 @@
 """The dropout mask: right bits, the same from any tile, at any place, with the right frequency."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -81,3 +82,10 @@ def test_the_survivors_are_scaled_by_the_share_actually_kept():
 def test_a_probability_that_cannot_be_had_is_refused_by_name(dropout_p):
     with pytest.raises(ValueError, match=f"dropout_p={dropout_p}"):
         drop_threshold(dropout_p)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile wants a C++ compiler")
+def test_a_compiled_mask_has_the_same_bits():
+    """Products past 2**63 are undefined in C++, and a compiled mask once had other bits than the plain one."""
+    tile = (torch.tensor(0x123456789ABCDEF), 6, range(3, 100), range(2**20, 2**20 + 130), 0.3)
+    assert torch.equal(torch.compile(keep_mask, fullgraph=True)(*tile), keep_mask(*tile))

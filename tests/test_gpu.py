@@ -50,6 +50,13 @@ def test_the_dropout_mask_has_the_bits_it_has_on_a_cpu():
     )
 
 
+def test_a_compiled_mask_has_the_same_bits():
+    """torch.compile once multiplied its counters as it does indices, in 32 bits."""
+    tile = (6, range(3, 100), range(2**20, 2**20 + 130), 0.3)
+    compiled = torch.compile(keep_mask, fullgraph=True)(torch.tensor(11, device="cuda"), *tile)
+    assert torch.equal(compiled.cpu(), keep_mask(torch.tensor(11), *tile))
+
+
 def test_tiled_memory_is_linear_and_naives_is_not():
     def peak(impl: str, T: int) -> int:
         q, k, v = (torch.randn(1, 4, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
@@ -63,14 +70,14 @@ def test_tiled_memory_is_linear_and_naives_is_not():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["naive", "sdpa"])
-def test_a_compiled_model_learns_as_the_plain_one_does(impl):
-    """Same weights, same batch, bf16: the losses of five updates agree to bf16's rounding."""
+@pytest.mark.parametrize(("impl", "dropout_p"), [("naive", 0.0), ("naive", 0.2), ("sdpa", 0.0)])
+def test_a_compiled_model_learns_as_the_plain_one_does(impl, dropout_p):
+    """Same weights, same batch, same dropout, bf16: the losses of five updates agree to bf16's rounding."""
     losses = []
     for compiled in (False, True):
         torch.manual_seed(0)
         config = GPTConfig(n_layer=2, n_head=4, n_embd=128, context_length=256, vocab_size=257)
-        model = GPT(config, AttentionConfig(impl)).cuda()
+        model = GPT(config, AttentionConfig(impl, dropout_p=dropout_p)).cuda()
         step = torch.compile(model) if compiled else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         idx = torch.randint(257, (8, 257), device="cuda")
