@@ -687,7 +687,7 @@ def refusal(call, small, there, tmp_path):
     [
         (["data.path={there}/no.txt"], "data.path={there}/no.txt does not exist", "give a file, a folder or a glob"),
         (["data.path={there}/*.csv"], "data.path={there}/*.csv matches no file", "give a file, a folder or a glob"),
-        (["data.path=null"], "data=text has no text", "say what with data.path=FILE"),
+        (["data.path=null"], "data=text has no text", "say which with data.path=FILE"),
         (["data.path={there}/empty.txt"], "{there}/empty.txt holds no text", "use data=text data.path=FILE with text"),
         (["data.path={there}/binary.txt"], "binary.txt has a zero byte at offset 4", "save it as UTF-8"),
         (["data.path={there}/latin1.txt"], "latin1.txt is not UTF-8 at byte offset 3 (0xe9)", "iconv"),
