@@ -137,18 +137,19 @@ class BreakIt:
         return "+".join(part for part in parts if part)
 
 
-WHOLE = BreakIt()
+UNBROKEN = BreakIt()
 
 
-def resolve(config: AttentionConfig, device: str, break_it: BreakIt = WHOLE) -> AttentionConfig:
+def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run, and refuses one that cannot, before any work is done.
 
     auto: torch's fused kernel on a GPU, tiled elsewhere, and tiled wherever sdpa lacks what is asked for (a window, our
-    dropout mask, a switch of break_it).
+    dropout mask, an order of loops, a switch of break_it).
     Raises ValueError naming the reason and the way out.
     """
     if config.impl == "auto":
-        special = beyond_sdpa(config) or config.dropout_p > 0 or not unbroken(break_it)
+        special = beyond_sdpa(config) or config.dropout_p > 0 or config.order != "queries_outside"
+        special = special or not unbroken(break_it)
         config = replace(config, impl="sdpa" if device.startswith("cuda") and not special else "tiled")
     if config.impl == "triton":
         raise ValueError("attention.impl=triton is not built yet; use attention=tiled (any device) or attention=sdpa")
@@ -202,7 +203,7 @@ def attention(
     softmax_scale: float | None = None,
     seed: Tensor | None = None,
     documents: Tensor | None = None,
-    break_it: BreakIt = WHOLE,
+    break_it: BreakIt = UNBROKEN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o = dropout(softmax(q k^T * softmax_scale + mask)) v, by the implementation that config.impl names.
@@ -241,7 +242,7 @@ def attention_varlen(
     causal: bool = True,
     softmax_scale: float | None = None,
     seed: Tensor | None = None,
-    break_it: BreakIt = WHOLE,
+    break_it: BreakIt = UNBROKEN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() for sequences of several lengths laid end to end, with flash_attn_varlen_func's tensors.
@@ -254,6 +255,10 @@ def attention_varlen(
     """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: want (tokens, heads, D) each")
+    if config.block_mask is not None:
+        raise ValueError(
+            "attention.block_mask is a picture of one sequence, not of a pack: leave it out, or use windows"
+        )
     documents = packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     check_inputs(q, k, v)
@@ -270,7 +275,8 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
     config.check_length(max(T, T_k))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
-    scale = softmax_scale or config.softmax_scale or q.shape[-1] ** -0.5
+    usual = q.shape[-1] ** -0.5 if config.softmax_scale is None else config.softmax_scale
+    scale = usual if softmax_scale is None else softmax_scale
     problem = Problem(
         scale * break_it.score_gain,
         config.softcap,
@@ -399,32 +405,33 @@ class Tiled(torch.autograd.Function):
         B, H, T, _ = q.shape
         wide = sum_dtype(q.dtype)
         ctx.problem, ctx.tile, ctx.order, ctx.k_shape = problem, tile, order, k.shape
-        look = problem.mask.look
+        mask = problem.mask
         row_tiles, column_tiles = tiles(T, tile[0]), tiles(k.shape[2], tile[1])
+        mask.read_edges(row_tiles, column_tiles)
         qn, kn, vn = by_key_head(q, k, v)
         o = like_heads(q.shape, q)
         lse = q.new_empty(B, H, T, dtype=wide)
-        on_chip = q.new_empty(B * H * len(row_tiles[0]) * len(column_tiles[0]), dtype=wide)  # one tile, for all of them
+        on_chip = q.new_empty(
+            B * H * min(tile[0], T) * min(tile[1], k.shape[2]), dtype=wide
+        )  # one tile, for all of them
 
         if order == "queries_outside":  # a row's state stays on chip; k and v come by again for every tile of rows
             for rows in row_tiles:
                 q_i = load(qn, rows)  # (N, G*block_m, D)
                 state = nothing_seen(q_i, wide)
-                for columns in column_tiles:
-                    if seen := look(rows, columns):
-                        kv_j = load(kn, columns), load(vn, columns)  # (N, block_n, D)
-                        state = absorb(q_i, *kv_j, *state, rows, columns, seen, problem, on_chip)
+                for columns, seen in mask.columns_for(rows, column_tiles):
+                    kv_j = load(kn, columns), load(vn, columns)  # (N, block_n, D)
+                    state = absorb(q_i, *kv_j, *state, rows, columns, seen, problem, on_chip)
                 finish(o, lse, rows, *state)
         else:  # k and v come by once; the rows' state lies in slow memory, and moves in and out for every tile of keys
-            slow = [x.view(*qn.shape[:3], -1) for x in nothing_seen(qn.flatten(1, 2), wide)]
+            slow = [x.view(*qn.shape[:3], x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide)]
             for columns in column_tiles:
                 kv_j = load(kn, columns), load(vn, columns)
-                for rows in row_tiles:
-                    if seen := look(rows, columns):
-                        state = (load(x, rows).clone() for x in slow)  # a load may be a view, and acc is worked on
-                        state = absorb(load(qn, rows), *kv_j, *state, rows, columns, seen, problem, on_chip)
-                        for x, x_i in zip(slow, state, strict=True):
-                            store(x, rows, x_i)
+                for rows, seen in mask.rows_for(columns, row_tiles):
+                    state = (load(x, rows).clone() for x in slow)  # a load may be a view, and acc is worked on
+                    state = absorb(load(qn, rows), *kv_j, *state, rows, columns, seen, problem, on_chip)
+                    for x, x_i in zip(slow, state, strict=True):
+                        store(x, rows, x_i)
             # The paper divides by l in every pass, so that o is right after each; dividing once is the same at the end.
             for rows in row_tiles:
                 finish(o, lse, rows, *(load(x, rows) for x in slow))
@@ -436,7 +443,7 @@ class Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, dlse):
         q, k, v, o, lse = ctx.saved_tensors
-        problem, tile, look = ctx.problem, ctx.tile, ctx.problem.mask.look
+        problem, tile, mask = ctx.problem, ctx.tile, ctx.problem.mask
         (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], ctx.problem.scale, lse.dtype
         row_tiles, column_tiles = tiles(T, tile[0]), tiles(T_k, tile[1])
         do = torch.zeros_like(o) if do is None else do
@@ -446,35 +453,36 @@ class Tiled(torch.autograd.Function):
         # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as 2**-inf = 0.
         lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
         by_rows = (q, do.reshape(N, G, T, D), lse2, delta.view(N, G, T, 1))
-        dq, dk, dv = (like_heads(shape, lse).zero_() for shape in (o.shape, ctx.k_shape, ctx.k_shape))
-        size = N * G * len(row_tiles[0]) * len(column_tiles[0])
+        dk, dv = (like_heads(ctx.k_shape, lse) for _ in "kv")
+        size = N * G * min(tile[0], T) * min(tile[1], T_k)
         on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile of s, of dp, and of softcap's slope
 
         if ctx.order == "queries_outside":
+            dq = like_heads(o.shape, o)
+            dk.zero_(), dv.zero_()
             for rows in row_tiles:
                 q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
                 dq_i = torch.zeros(q_i.shape, dtype=wide, device=q.device)
-                for columns in column_tiles:
-                    if seen := look(rows, columns):
-                        k_j, v_j = load(k, columns), load(v, columns)
-                        of_tile = (q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen)
-                        zp, ds = weights_again(*of_tile, problem, on_chip)
-                        store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)  # 9
-                        add_product(dq_i, ds, k_j, scale)  # 12
-                        store(dk, columns, torch.bmm(ds.mT, q_i), add=scale)
+                for columns, seen in mask.columns_for(rows, column_tiles):
+                    k_j, v_j = load(k, columns), load(v, columns)
+                    of_tile = (q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen)
+                    zp, ds = weights_again(*of_tile, problem, on_chip)
+                    store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)  # 9
+                    add_product(dq_i, ds, k_j, scale)  # 12
+                    store(dk, columns, torch.bmm(ds.mT, q_i), add=scale)
                 store(dq, rows, dq_i)
         else:
+            dq = like_heads(o.shape, lse).zero_()
             for columns in column_tiles:
                 k_j, v_j = load(k, columns), load(v, columns)
                 dk_j, dv_j = (torch.zeros(k_j.shape, dtype=wide, device=q.device) for _ in "kv")
-                for rows in row_tiles:
-                    if seen := look(rows, columns):
-                        q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
-                        of_tile = (q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen)
-                        zp, ds = weights_again(*of_tile, problem, on_chip)
-                        add_product(dv_j, zp.mT, do_i)  # 9
-                        store(dq, rows, torch.bmm(ds, k_j), add=scale)  # 12
-                        add_product(dk_j, ds.mT, q_i, scale)
+                for rows, seen in mask.rows_for(columns, row_tiles):
+                    q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
+                    of_tile = (q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen)
+                    zp, ds = weights_again(*of_tile, problem, on_chip)
+                    add_product(dv_j, zp.mT, do_i)  # 9
+                    store(dq, rows, torch.bmm(ds, k_j), add=scale)  # 12
+                    add_product(dk_j, ds.mT, q_i, scale)
                 store(dk, columns, dk_j)
                 store(dv, columns, dv_j)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import WHOLE, AttentionConfig, BreakIt, attention
+from model.attention import UNBROKEN, AttentionConfig, BreakIt, attention
 from model.loss import next_token_loss
 
 
@@ -161,7 +161,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """config: the architecture, with vocab_size set. attention: a resolved AttentionConfig (not auto)."""
 
-    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt = WHOLE):
+    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt = UNBROKEN):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         attention.check_length(config.context_length)

@@ -14,8 +14,10 @@ Two questions are asked of it. naive asks visible() once, for everything; tiled 
 nothing where the answer is EMPTY, and asks visible() only where it is PART.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +37,8 @@ class Mask:
     blocks: Tensor | None = None
     block_size: int = 64
     positions: Tensor | None = None
-    known: dict = field(default_factory=dict)  # look()'s facts about whole tiles, read off the device once
+    edges: dict[tuple[str, int], list] = field(default_factory=dict)  # read_edges()
+    blocks_here: np.ndarray | None = None  # blocks, on the host
 
     def position(self, rows: range, device: torch.device) -> Tensor:
         """Where the rows stand among the keys, int64 (R,)."""
@@ -62,17 +65,40 @@ class Mask:
         """|position - column|, int64 (R, S)."""
         return (self.position(rows, device)[:, None] - torch.arange(columns.start, columns.stop, device=device)).abs()
 
+    def columns_for(self, rows: range, column_tiles: list[range]) -> Iterator[tuple[range, int]]:
+        """The tiles of keys that a tile of rows has to visit, each with PART or WHOLE."""
+        first, last = self.span(rows)
+        start, stop = 0, self.T_k
+        if self.causal:
+            stop = min(stop, last + 1)
+        if self.window is not None:
+            start, stop = max(start, first - self.window + 1), min(stop, last + self.window)
+        for columns in within(column_tiles, start, stop):
+            if seen := self.look(rows, columns):
+                yield columns, seen
+
+    def rows_for(self, columns: range, row_tiles: list[range]) -> Iterator[tuple[range, int]]:
+        """The tiles of rows that have to visit a tile of keys, each with PART or WHOLE."""
+        start, stop = 0, self.T
+        if self.positions is None:  # those of a pack rise within a sequence only
+            offset = self.T_k - self.T
+            if self.causal:
+                start = max(start, columns[0] - offset)
+            if self.window is not None:
+                start = max(start, columns[0] - self.window + 1 - offset)
+                stop = min(stop, columns[-1] + self.window - offset)
+        for rows in within(row_tiles, start, stop):
+            if seen := self.look(rows, columns):
+                yield rows, seen
+
     def look(self, rows: range, columns: range) -> int:
         """EMPTY, PART or WHOLE, without looking at the elements: integer arithmetic on the tile's edges.
 
-        Never EMPTY where something is seen, never WHOLE where something is hidden. EMPTY wherever nothing is seen
-        too, provided that documents are numbered in order and that no tile crosses an edge between blocks; else a few
-        tiles of nothing are computed, which costs time and changes no bit of the result.
+        Never EMPTY where something is seen, never WHOLE where something is hidden. EMPTY wherever nothing is seen too,
+        but where documents are not numbered in order, a tile crosses an edge between blocks, or a window meets two
+        sequences of a pack: then a few tiles of nothing are computed, which costs time and changes no bit.
         """
-        offset = self.T_k - self.T
-        first, last = rows[0] + offset, rows[-1] + offset  # the rows' positions
-        if self.positions is not None:
-            ((first, last),) = self.edges("positions", self.positions[None], rows)
+        first, last = self.span(rows)
         left, right = columns[0], columns[-1]
         whole = True
         if self.causal:
@@ -84,29 +110,48 @@ class Mask:
                 return EMPTY
             whole &= last - left < self.window and right - first < self.window
         if self.documents is not None:
-            ours = self.edges("rows", self.documents[0], rows)
-            theirs = self.edges("keys", self.documents[1], columns)
-            pairs = list(zip(ours, theirs, strict=True))  # one of each sequence of the batch
+            pairs = list(zip(self.edges["rows", rows.start], self.edges["keys", columns.start], strict=True))
             if not any(low <= top and bottom <= high for (low, high), (bottom, top) in pairs):
                 return EMPTY
             whole &= all(low == high == bottom == top for (low, high), (bottom, top) in pairs)
         if self.blocks is not None:
-            if "blocks" not in self.known:
-                self.known["blocks"] = self.blocks.cpu().numpy()
             n = self.block_size
-            under = self.known["blocks"][max(first, 0) // n : max(last, 0) // n + 1, left // n : right // n + 1]
+            under = self.blocks_here[max(first, 0) // n : max(last, 0) // n + 1, left // n : right // n + 1]
             if not under.any():
                 return EMPTY
             whole &= bool(under.all())
         return WHOLE if whole else PART
 
-    def edges(self, name: str, x: Tensor, tile: range) -> list[tuple[int, int]]:
-        """Lowest and highest of x (B, length) within a tile, a pair for each of the batch; read off the device once."""
-        key = name, tile.start, tile.stop
-        if key not in self.known:
-            part = x[:, tile.start : tile.stop]
-            self.known[key] = torch.stack((part.amin(-1), part.amax(-1)), -1).tolist()
-        return self.known[key]
+    def span(self, rows: range) -> tuple[int, int]:
+        """Lowest and highest position of a tile of rows."""
+        if self.positions is not None:
+            return self.edges["positions", rows.start][0]
+        return rows[0] + self.T_k - self.T, rows[-1] + self.T_k - self.T
+
+    def read_edges(self, row_tiles: list[range], column_tiles: list[range]) -> "Mask":
+        """Takes from the device, at one go, what look() has to know of these tiles, before it is asked of them."""
+        if self.blocks is not None:
+            self.blocks_here = self.blocks.cpu().numpy()
+        wanted = []
+        if self.documents is not None:
+            wanted += [("rows", self.documents[0], row_tiles), ("keys", self.documents[1], column_tiles)]
+        if self.positions is not None:
+            wanted += [("positions", self.positions[None], row_tiles)]
+        keys, ends = [], []
+        for name, x, some_tiles in wanted:
+            for tile in some_tiles:
+                part = x[:, tile.start : tile.stop]
+                keys.append((name, tile.start))
+                ends.append(torch.stack((part.amin(-1), part.amax(-1)), -1).expand(len(self.documents[1]), 2))
+        # by name and tile: the lowest and highest position (document) in it, a pair for each sequence of the batch
+        self.edges = dict(zip(keys, torch.stack(ends).tolist() if ends else [], strict=True))
+        return self
+
+
+def within(tiles: list[range], start: int, stop: int) -> list[range]:
+    """Those of the tiles, equally long but for the last, that have an index in start .. stop."""
+    block = len(tiles[0]) if tiles else 1
+    return tiles[start // block : max(0, -(-stop // block))]
 
 
 def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict[str, object]:

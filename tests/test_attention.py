@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import LOG2E, AttentionConfig, BreakIt, attention, online_softmax, resolve, tiles
-from model.mask import EMPTY, Mask
 from tests.reference import (
     CASES,
     DTYPES,
@@ -156,6 +155,14 @@ def test_an_empty_batch_passes_through():
         assert torch.autograd.grad(o.sum(), q)[0].shape == q.shape
 
 
+@pytest.mark.parametrize("order", ["queries_outside", "keys_outside"])
+def test_no_queries_at_all_pass_through(order):
+    q, k = torch.empty(2, 2, 0, 16, requires_grad=True), torch.randn(2, 2, 8, 16, requires_grad=True)
+    o = attention(q, k, k, tiled(order=order))
+    assert o.shape == q.shape
+    assert not torch.autograd.grad(o.sum(), k)[0].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [Case(1), Case(1, B=3, D=64), Case(70, window=1)], ids=case_name)
 def test_a_row_that_sees_one_key_copies_its_value_and_moves_no_score(case, dtype):
@@ -261,23 +268,6 @@ def test_tiled_never_allocates_a_tensor_of_t_by_t():
     inputs = 3 * T * D  # q, k and v lie in one tensor here, and so do their gradients
     assert largest_tensor(tiled(64, 64, dropout_p=0.1), T, D) <= inputs < T * T
     assert largest_tensor(replace(NAIVE, dropout_p=0.1), T, D) >= T * T  # the instrument sees one where there is one
-
-
-def looked(mask: Mask, block_m: int, block_n: int) -> dict[tuple[range, range], int]:
-    return {(r, c): mask.look(r, c) for r in tiles(mask.T, block_m) for c in tiles(mask.T_k, block_n)}
-
-
-def test_tiles_that_the_mask_empties_are_not_visited():
-    T, block = 1024, 64
-    n = T // block
-
-    def visited(causal, window):
-        return sum(found != EMPTY for found in looked(Mask(T, T, causal, window), block, block).values())
-
-    assert visited(causal=False, window=None) == n * n
-    assert visited(causal=True, window=None) == n * (n + 1) // 2
-    assert visited(causal=True, window=block + 1) == 2 * n - 1  # the diagonal tile and the one before it
-    assert visited(causal=True, window=1) == n
 
 
 # --- the worked example ----------------------------------------------------------------------------------------------
@@ -548,6 +538,7 @@ def test_auto_is_resolved_once_and_never_to_what_lacks_something():
     assert resolve(replace(auto, window=8), "cuda").impl == "tiled"
     assert resolve(replace(auto, dropout_p=0.1), "cuda").impl == "tiled"
     assert resolve(auto, "cuda", NO_MAX).impl == "tiled"
+    assert resolve(replace(auto, order="keys_outside"), "cuda").impl == "tiled"
     with pytest.raises(ValueError, match=r"attention\.impl=auto"):
         attention(*torch.zeros(3, 1, 1, 8, 4), auto)
     with pytest.raises(ValueError, match=r"triton is not built yet.*tiled"):

@@ -11,6 +11,7 @@ from bench import traffic
 from model.attention import LOG2E, TINY, AttentionConfig, BreakIt, attention, nothing_seen, online_softmax, tiles
 from model.mask import EMPTY, Mask
 from tests.test_attention import cat
+from tests.test_mask import looked
 
 PAGE = (Path(__file__).parents[1] / "docs/attention.md").read_text(encoding="utf-8")
 CODE = (Path(__file__).parents[1] / "model/attention.py").read_text(encoding="utf-8")
@@ -55,8 +56,7 @@ def test_the_numbers_of_tiles():
     n, block = 16, 64
     T = n * block
     for window, number in ((None, 136), (block + 1, 31)):
-        mask = Mask(T, T, window=window)
-        assert sum(mask.look(r, c) != EMPTY for r in tiles(T, block) for c in tiles(T, block)) == number
+        assert sum(found != EMPTY for found in looked(Mask(T, T, window=window), block, block).values()) == number
         assert str(number) in PAGE.split("## Masks")[1].split("## Memory")[0]
     assert "2 n - 1" in PAGE
 

@@ -56,6 +56,16 @@ def mask_of(case: Case) -> Mask:
     return Mask(case.T, T_k, case.causal, case.window, documents, blocks, BLOCK)
 
 
+def looked(mask: Mask, block_m: int, block_n: int) -> dict[tuple[range, range], int]:
+    """What is said of each tile; asked by rows and by columns, which must agree. EMPTY where it is not visited."""
+    row_tiles, column_tiles = tiles(mask.T, block_m), tiles(mask.T_k, block_n)
+    mask.read_edges(row_tiles, column_tiles)
+    by_rows = {(r, c): seen for r in row_tiles for c, seen in mask.columns_for(r, column_tiles)}
+    by_columns = {(r, c): seen for c in column_tiles for r, seen in mask.rows_for(c, row_tiles)}
+    assert by_rows == by_columns
+    return {(r, c): by_rows.get((r, c), EMPTY) for r in row_tiles for c in column_tiles}
+
+
 def seen_by_hand(case: Case) -> torch.Tensor:
     T_k = case.T_k or case.T
     return torch.stack([table(case.T, T_k, lambda i, j, b=b: sees(i, j, case, b)) for b in range(case.B)])
@@ -72,23 +82,32 @@ def test_an_element_is_visible_where_every_rule_says_so(case):
 def test_a_tile_is_skipped_only_and_always_where_nothing_in_it_is_seen(case):
     """Always: documents here are in order, and tiles of 16 rows and 8 keys cross no edge between blocks of 32."""
     mask, seen = mask_of(case), seen_by_hand(case)
-    for rows in tiles(mask.T, 16):
-        for columns in tiles(mask.T_k, 8):
-            tile = seen[:, rows.start : rows.stop, columns.start : columns.stop]
-            expected = WHOLE if tile.all() else PART if tile.any() else EMPTY
-            assert mask.look(rows, columns) == expected, (rows, columns)
+    for (rows, columns), found in looked(mask, 16, 8).items():
+        tile = seen[:, rows.start : rows.stop, columns.start : columns.stop]
+        assert found == (WHOLE if tile.all() else PART if tile.any() else EMPTY), (rows, columns)
 
 
 @pytest.mark.parametrize("tile", [(7, 13), (33, 50), (100, 9)], ids=str)
 @pytest.mark.parametrize("case", MASKS, ids=case_name)
 def test_a_tile_of_any_size_is_never_skipped_with_something_seen_nor_called_whole_with_something_hidden(case, tile):
     mask, seen = mask_of(case), seen_by_hand(case)
-    for rows in tiles(mask.T, tile[0]):
-        for columns in tiles(mask.T_k, tile[1]):
-            part = seen[:, rows.start : rows.stop, columns.start : columns.stop]
-            found = mask.look(rows, columns)
-            assert not (found == EMPTY and part.any())
-            assert not (found == WHOLE and not part.all())
+    for (rows, columns), found in looked(mask, *tile).items():
+        part = seen[:, rows.start : rows.stop, columns.start : columns.stop]
+        assert not (found == EMPTY and part.any())
+        assert not (found == WHOLE and not part.all())
+
+
+def test_tiles_visited_under_the_usual_masks():
+    T, block = 1024, 64
+    n = T // block
+
+    def visited(causal, window):
+        return sum(found != EMPTY for found in looked(Mask(T, T, causal, window), block, block).values())
+
+    assert visited(causal=False, window=None) == n * n
+    assert visited(causal=True, window=None) == n * (n + 1) // 2
+    assert visited(causal=True, window=block + 1) == 2 * n - 1  # the diagonal tile and the one before it
+    assert visited(causal=True, window=1) == n
 
 
 def test_documents_in_no_order_are_told_apart_all_the_same():
@@ -225,6 +244,26 @@ def test_lengths_that_do_not_add_up_are_refused(cu_q, cu_k, message):
         attention_varlen(x, x, x, torch.tensor(cu_q), torch.tensor(cu_k), NAIVE)
     with pytest.raises(ValueError, match="want"):
         attention_varlen(x[None], x[None], x[None], torch.tensor([0, 8]), torch.tensor([0, 8]), NAIVE)
+
+
+def test_a_picture_of_blocks_is_refused_for_a_pack():
+    x = torch.zeros(8, 2, 4)
+    with pytest.raises(ValueError, match="block_mask is a picture of one sequence"):
+        attention_varlen(x, x, x, torch.tensor([0, 8]), torch.tensor([0, 8]), replace(NAIVE, block_mask=["x"]))
+
+
+def test_far_tiles_of_a_window_are_not_even_asked_for():
+    """Else a long context would cost time in the square of its tiles whatever the window."""
+    asked = []
+
+    class Counted(Mask):
+        def look(self, rows, columns):
+            asked.append(1)
+            return super().look(rows, columns)
+
+    mask = Counted(1024, 1024, window=8)
+    looked(mask, 8, 8)
+    assert len(asked) == 2 * (2 * 128 - 1)  # by rows and by columns: the diagonal and the tile before it
 
 
 def test_an_empty_sequence_owns_no_token():
