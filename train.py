@@ -21,6 +21,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -145,7 +146,6 @@ def main(cfg: Config) -> int:
         if path.resolve().parent.name == checkpoint.FOLDER:  # of a run, and not a copy that lies somewhere else
             name = name or path.resolve().parents[1].name
         refuse_another_model(resumed, cfg, broken)
-        changes = changed(resumed.state["config"], asdict(cfg))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data. Prepared at first use, cached by content.
@@ -223,7 +223,7 @@ def main(cfg: Config) -> int:
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     say = metrics.say
     say(f"run: {folder}" + (f", resumed from {resumed.path}" if resumed else ""))
-    if resumed and changes:
+    if resumed and (changes := changed(config_of(resumed), as_given)):
         say(f"changed since the checkpoint: {', '.join(changes)}")
     say(" | ".join(f"{key} {value}" for key, value in facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
@@ -257,11 +257,13 @@ def main(cfg: Config) -> int:
         """What the model writes after an end-of-text token, that is, as the beginning of a document."""
         averaged.eval()
         generator = torch.Generator(device).manual_seed(cfg.seed)  # its own: sampling must not disturb training's
-        idx = torch.tensor([[encoding.encode_single_token(END_OF_TEXT)]], device=device)
+        end = encoding.encode_single_token(END_OF_TEXT)
+        idx = torch.tensor([[end]], device=device)
         stream = TextStream(encoding)
         with autocast:
-            tokens = generate(averaged, idx, cfg.sample_tokens, Sampler(), generator)
-            text = "".join(stream.feed(int(token)) for token in tokens) + stream.flush()
+            tokens = map(int, generate(averaged, idx, cfg.sample_tokens, Sampler(), generator))
+            # It may end its document: with attention.documents on, what comes after would see what none has been shown.
+            text = "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
         averaged.train()
         return text
 
@@ -431,26 +433,30 @@ def average(averaged: GPT, model: GPT, decay: float) -> None:
     torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
 
 
+def config_of(resumed: checkpoint.Checkpoint) -> dict:
+    """The checkpoint's configuration; a key that did not exist when it was written has its default."""
+    return asdict(config.from_dict(Config, resumed.state["config"]))
+
+
 def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config, broken: str) -> None:
     """ValueError when the checkpoint's model, tokenizer, optimizer or faults are not this run's."""
-    theirs, ours = resumed.state["config"], asdict(cfg)
+    theirs, ours = config_of(resumed), asdict(cfg)
     for group in ("model", "tokenizer"):
         for key, value in ours[group].items():
-            other = theirs[group].get(key, value)
+            other = theirs[group][key]
             if value != other and key not in ("vocab_size", "dropout_p"):
                 raise ValueError(
                     f"{resumed.path} is of another model: {group}.{key} is {other} there and {value} here; "
                     f"use {group}.{key}={other}, or start a new run without resume="
                 )
-    kind = theirs["optimizer"].get("kind", "adamw")
+    kind = theirs["optimizer"]["kind"]
     if kind != cfg.optimizer.kind:
         raise ValueError(
             f"{resumed.path} has the state of optimizer.kind={kind}, this run has {cfg.optimizer.kind}; "
             f"use optimizer={kind}, or start a new run without resume="
         )
     for key in ("window", "windows", "softmax_scale", "softcap", "alibi", "documents", "block_mask", "block_mask_size"):
-        value = ours["attention"][key]
-        other = theirs["attention"].get(key, value)
+        value, other = ours["attention"][key], theirs["attention"][key]
         if value != other:
             raise ValueError(
                 f"{resumed.path} was trained with attention.{key}={other}, this run has {value}; "
@@ -468,13 +474,10 @@ def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
     where nothing that matters does."""
     found = []
     for key, value in ours.items():
-        old = theirs.get(key, value)
+        old, path = theirs[key], prefix + key
         if isinstance(value, dict):
-            found += changed(old, value, f"{prefix}{key}.")
-            continue
-        path = prefix + key
-        filled_in_later = value is None and path in ("model.vocab_size", "optimizer.lr")  # and to the same, as then
-        if value != old and not filled_in_later and path not in ("name", "runs", "resume"):
+            found += changed(old, value, f"{path}.")
+        elif value != old and path not in ("name", "runs", "resume"):
             found.append(f"{path} {old} -> {value}")
     return found
 

@@ -109,15 +109,16 @@ def complete(
     """Download `file` in as many attempts as it takes. Nothing under its name is ever less than whole and checked."""
     part = file.with_name(f"{file.name}.part")
     show(size_of(part))
-    idle = 0
+    idle, most = 0, size_of(part)
     while not stopped.is_set():
-        before = size_of(part)
         try:
             fetch(url, part, at_most, check, sha256, show, stopped)
             part.replace(file)
             return
         except requests.RequestException as error:  # what may be otherwise next time
-            idle = idle + 1 if size_of(part) <= before else 0
+            # Against the most there ever was: without ranges, or a hash to trust them by, each attempt begins anew.
+            idle = idle + 1 if size_of(part) <= most else 0
+            most = max(most, size_of(part))
             if idle == ATTEMPTS:
                 own = type(error) in (requests.RequestException, requests.HTTPError)  # the others' texts are Python
                 raise ValueError(by_hand(url, file, sha256, str(error) if own else type(error).__name__)) from error

@@ -7,6 +7,7 @@ A saved generator would have to be saved for each rank, and be wrong once the nu
 
 import glob
 import hashlib
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,10 +105,15 @@ def find_shards(path: str) -> list[Path]:
     return [Path(file) for file in in_order(found)]
 
 
+def is_validation(file: Path) -> bool:
+    """fineweb_val_000000.bin, val.bin; not retrieval_000.bin."""
+    return re.search(r"(^|[^a-z])val([^a-z]|$)", file.stem.lower()) is not None
+
+
 def open_shards(
     files: list[Path], tokenizer: TokenizerConfig, val_fraction: float, way_out: str = "make or download it again"
 ) -> Dataset:
-    """Token files as they are, in the order given, as one text. What has "val" in its name is for validation; where
+    """Token files as they are, in the order given, as one text. What is called val is for validation; where
     nothing has, the last `val_fraction` of the tokens is, from where a document begins if one does.
 
     All tokens are read once, a second per 2 GB and core, to see where documents begin and that the tokenizer knows
@@ -115,7 +121,7 @@ def open_shards(
     word. Raises ValueError for files and tokenizers that do not fit.
     """
     encoding = kept_or_named(files[0].with_name("tokenizer.json"), tokenizer)
-    files = sorted(files, key=lambda file: "val" in file.name)  # stable: training's first, else as they were
+    files = sorted(files, key=is_validation)  # stable: training's first, else as they were
     arrays = [read_tokens(file, way_out) for file in files]
     with ThreadPoolExecutor() as pool:
         found = [*pool.map(partial(inspect, end_of_text=encoding.eot_token), arrays)]
@@ -129,7 +135,7 @@ def open_shards(
     begins = tokens.ends - [len(array) for array in arrays]  # (files,)
     starts = np.concatenate([begin + ends for begin, (ends, _) in zip(begins, found, strict=True)])
 
-    names = [file.name for file in files if "val" in file.name]
+    names = [file.name for file in files if is_validation(file)]
     if len(names) == len(files):
         raise ValueError(
             f"{files[0].parent} has no shards to train on, only {', '.join(names)}: take in the others too"

@@ -209,6 +209,7 @@ class GPT(nn.Module):
         x = self.dropout(x)
         if not self.attention_config.documents:
             documents = None
+        assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
         for block, seed in zip(self.blocks, seeds, strict=True):
             x = block(x, rope, seed, documents)
         return self.norm(x)

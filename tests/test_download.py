@@ -156,6 +156,13 @@ def test_a_server_without_lengths_is_judged_by_the_hash(serve, folder):
     assert get(serve(habit), folder) == CONTENT
 
 
+def test_a_server_that_always_breaks_off_is_given_up_where_no_hash_lets_parts_be_joined(serve, folder):
+    """It once went on for ever: every second attempt begins anew, and so seemed to bring something."""
+    server = serve(lambda request: honest(request, stop=100_000 if request.start == 0 else request.start))
+    refusal(server, folder, sha256=None)
+    assert len(server.asked) < 20
+
+
 def test_a_busy_server_is_asked_again(serve, folder):
     server = serve(lambda request: request.head(503) if request.number < 2 else honest(request))
     assert get(server, folder) == CONTENT

@@ -1,6 +1,7 @@
 """train.py: one curve whatever the attention, one run however often it is stopped, one line for a mistake."""
 
 import ast
+import json
 import math
 import os
 import re
@@ -18,9 +19,9 @@ import torch
 
 import sample
 import train
-from data.loader import Loader, open_dataset, validation_batches
+from data.loader import Loader, open_data, open_dataset, validation_batches
 from data.prepare import prepare
-from model.attention import resolve
+from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
 from tests.reference import assert_within_budget
 from training import checkpoint, config, metrics
@@ -911,3 +912,74 @@ def test_a_name_that_looks_like_mathematics_is_drawn_as_it_is(call, small, tmp_p
     """Matplotlib read the title as TeX, and its error ended the run before the first checkpoint."""
     assert call(train, *small, "steps=2", f"runs={tmp_path}", "name=a$\\bad{$b").code == 0
     assert (tmp_path / "a$\\bad{$b" / "loss.png").exists()
+
+
+# --- attention's options, all the way through ------------------------------------------------------------------------
+
+ATTENTION = {
+    "documents": ["attention.documents=true"],
+    "window": ["attention.window=9"],
+    "windows": ["attention.windows=[5,null]"],
+    "alibi": ["attention.alibi=true"],
+    "softcap": ["attention.softcap=0.05"],
+    "scale": ["attention.softmax_scale=3"],
+    "blocks": ["attention.block_mask=[x...,.x..,..x.,x..x]", "attention.block_mask_size=16"],
+    "order": ["attention.order=keys_outside"],
+    "together": ["attention.documents=true", "attention.window=9", "attention.alibi=true", "attention.dropout_p=0.1"],
+}
+
+
+@pytest.mark.parametrize("option", ATTENTION)
+def test_attentions_options_reach_every_layer_in_training_and_validation(call, small, tmp_path, monkeypatch, option):
+    """What the layers hand to attention(); what that makes of it is tests/test_attention.py's and test_mask.py's."""
+    seen = []
+
+    def spy(q, k, v, given, **options):
+        seen.append((given, options["documents"]))
+        return attention(q, k, v, given, **options)
+
+    monkeypatch.setattr("model.gpt.attention", spy)
+    there = [f"runs={tmp_path}", "name=a", "steps=1", "batch_size=8", "tokens_per_step=null", "model.context_length=64"]
+    ended = call(train, *small, *there, "attention=tiled", *ATTENTION[option])
+    assert ended.code == 0, ended.err
+    cfg = config.from_dict(train.Config, checkpoint.load(tmp_path / "a/checkpoints/step_000001").state["config"])
+    assert cfg.attention != AttentionConfig("tiled")
+    assert [given for given, _ in seen] == [cfg.attention.layer(i) for i in range(2)] * (len(seen) // 2)
+    dataset = open_data(cfg.data, cfg.tokenizer)
+    loader = Loader(dataset.train, dataset.train_documents, batch_size=8, context_length=64, seed=cfg.seed)
+    batches = validation_batches(dataset.val, dataset.val_documents, 8, 64, cfg.eval_tokens)
+    for number, batch in enumerate([loader.next(), *batches]):
+        for _, documents in seen[2 * number : 2 * number + 2]:
+            assert torch.equal(documents, batch.documents) if cfg.attention.documents else documents is None
+    assert len(seen) == 2 * (number + 1)
+
+
+SHORT = ["steps=1", "model.context_length=64", "tokens_per_step=null"]
+
+
+def test_a_run_with_attentions_options_is_sampled_from(call, small, tmp_path):
+    for option in ("documents", "windows", "alibi", "blocks", "order"):
+        where = [f"runs={tmp_path}", f"name={option}"]
+        assert call(train, *small, *where, *SHORT, *ATTENTION[option]).code == 0
+        ended = call(sample, f"run={option}", f"runs={tmp_path}", "max_new_tokens=80", "device=cpu")  # past the context
+        assert ended.code == 0, ended.err
+        assert call(sample, f"run={option}", f"runs={tmp_path}", "max_new_tokens=5", "impl=naive").code == 0
+
+
+def test_a_key_that_an_old_checkpoint_lacks_has_its_default(call, small, tmp_path):
+    """Compared with itself, whatever is typed now would pass for what the run was trained with."""
+    where = [f"runs={tmp_path}", "name=a"]
+    assert call(train, *small, *where, "steps=1").code == 0
+    header = tmp_path / "a/checkpoints/step_000001/state.json"
+    content = json.loads(header.read_text())
+    del content["state"]["config"]["attention"]["alibi"], content["state"]["config"]["ema_decay"]
+    del content["sha256"]["state.json"]
+    sha256 = content.pop("sha256")
+    content["sha256"] = sha256 | {"state.json": checkpoint._header_hash(content)}
+    header.write_text(json.dumps(content))
+    ended = call(train, *small, *where, "resume=auto", "steps=2", "attention.alibi=true")
+    assert ended.code == 2
+    assert "attention.alibi=False, this run has True" in ended.err
+    ended = call(train, *small, *where, "resume=auto", "steps=2", "ema_decay=0.5", "optimizer.lr=null")
+    assert "ema_decay 0.0 -> 0.5" in ended.out
+    assert "optimizer.lr 0.001 -> 0.0144" in ended.out
