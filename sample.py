@@ -56,7 +56,7 @@ def main(cfg: Config) -> None:
     attention = config.from_dict(AttentionConfig, trained["attention"])
     break_it = config.from_dict(BreakIt, trained["break_it"])
     if cfg.impl is not None:
-        attention = replace(attention, impl=cfg.impl)
+        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # the order is tiled's own affair
     model = GPT(config.from_dict(GPTConfig, trained["model"]), resolve(attention, device.type, break_it), break_it)
     model.load_state_dict(found.model)
     model.to(device).eval()

@@ -29,7 +29,7 @@ import torch
 from data.loader import Loader, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
-from model.attention import AttentionConfig, BreakIt, beyond_sdpa, resolve
+from model.attention import AttentionConfig, BreakIt, resolve
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
@@ -63,7 +63,7 @@ class Config:
     tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
     ema_decay: float = 0.0  # validate, sample and keep a moving average of the weights, over about 1 / (1 - ema_decay)
-    # steps; it forgets the first weights after a few times as many. 0: the weights themselves
+    # steps, and the last ninth of the steps at first; 0: the weights themselves
     eval_every: int = 100  # steps
     eval_tokens: int = 65536  # about as many validation tokens, always the same ones
     sample_every: int = 200  # steps; 0: never
@@ -227,7 +227,8 @@ def main(cfg: Config) -> int:
         say(f"changed since the checkpoint: {', '.join(changes)}")
     say(" | ".join(f"{key} {value}" for key, value in facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
-    special = f", {beyond_sdpa(attention)}" if beyond_sdpa(attention) else ""
+    usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
+    special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{tile}{special} (asked for: {cfg.attention.impl}) | compiled: {compiled}")
     say(f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, context {T}, V {encoding.n_vocab}")
     say(
@@ -340,7 +341,8 @@ def main(cfg: Config) -> int:
                 for optimizer in optimizers:
                     optimizer.step()
                 if averaged is not model:
-                    average(averaged, model, cfg.ema_decay)
+                    # shorter at first: with 0.999 alone half of the first, random weights would be in it at step 700
+                    average(averaged, model, min(cfg.ema_decay, (1 + step) / (10 + step)))
             scaler.update()
             model.zero_grad(set_to_none=True)
             step += 1

@@ -37,7 +37,7 @@ from rich.progress import Progress
 from data.download import progress_bar, shakespeare
 from data.shards import Writer
 from data.text import LEFT_OUT, PIECE, File, find, in_order, read, walk
-from data.tokenizer import TokenizerConfig, build, encode, to_json
+from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, encode, to_json
 
 FORMAT = 2  # raise it when the files' contents change for the same text: every cached folder is then made again
 MANIFEST = "manifest.json"
@@ -222,7 +222,7 @@ def scan(data: DataConfig) -> Corpus:
 
 def folder_name(data: DataConfig, tokenizer: TokenizerConfig, corpus: Corpus) -> str:
     """Equal for equal results and different for different ones: the cache needs no dates and no invalidation."""
-    label = f"bpe{tokenizer.vocab_size}" if tokenizer.kind == "bpe" else tokenizer.kind
+    label = f"bpe{tokenizer.vocab_size or BPE_SYMBOLS}" if tokenizer.kind == "bpe" else tokenizer.kind
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split != REPEATED].tobytes())
     return f"{data.source}-{label}-{digest.hexdigest()[:12]}"

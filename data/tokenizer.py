@@ -24,6 +24,7 @@ import rustbpe
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
+BPE_SYMBOLS = 4096  # tokenizer=bpe's, unless tokenizer.vocab_size says otherwise
 DOWNLOAD_SECONDS = 30  # for GPT-2's two files, 1.5 MB together
 GPT2_URLS = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
@@ -46,7 +47,7 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
         case "byte":
             return byte_encoding()
         case "bpe":
-            return train_bpe(texts, config.vocab_size or 4096)
+            return train_bpe(texts, config.vocab_size or BPE_SYMBOLS)
         case "gpt2":
             return gpt2_encoding()
         case "kept":
