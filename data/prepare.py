@@ -150,6 +150,8 @@ def check(data: DataConfig) -> None:
         if value is not None and key not in READS[data.source]:
             readers = " or ".join(f"data={source}" for source, keys in READS.items() if key in keys)
             raise ValueError(f"data.{key}={value} is read with {readers} only: choose that, or leave it out")
+    if not data.cache:
+        raise ValueError("data.cache= is empty: give a folder, or leave it out")
     if not 0 < data.val_fraction <= 0.5:
         raise ValueError(f"data.val_fraction={data.val_fraction} is outside (0, 0.5]: 0.05 is a usual choice")
     if data.path is None and "path" in READS[data.source]:

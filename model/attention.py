@@ -270,7 +270,11 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
     config.check_length(max(T, T_k))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
-    scale = softmax_scale or config.softmax_scale or q.shape[-1] ** -0.5
+    scale = next(s for s in (softmax_scale, config.softmax_scale, q.shape[-1] ** -0.5) if s is not None)
+    if not 0 < scale < INF:
+        raise ValueError(f"softmax_scale={scale} must be above 0 and finite; None for the usual")
+    if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
+        raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
     problem = Problem(
         scale * break_it.score_gain,
         config.softcap,
@@ -302,7 +306,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"{shapes}: batch and head size must agree")
-    if k.shape[2] == 0:
+    if k.shape[2] == 0 or k.shape[3] == 0:
         raise ValueError(f"{shapes}: there are no keys to attend to")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}: H = {q.shape[1]} query heads are not a multiple of H_kv = {k.shape[1]}")
@@ -404,7 +408,7 @@ class Tiled(torch.autograd.Function):
         qn, kn, vn = by_key_head(q, k, v)
         o = like_heads(q.shape, q)
         lse = q.new_empty(B, H, T, dtype=wide)
-        on_chip = q.new_empty(B * H * len(row_tiles[0]) * len(column_tiles[0]), dtype=wide)  # one tile, for all of them
+        on_chip = q.new_empty(B * H * min(T, tile[0]) * len(column_tiles[0]), dtype=wide)  # one tile, for all of them
 
         if order == "queries_outside":  # a row's state stays on chip; k and v come by again for every tile of rows
             for rows in row_tiles:
@@ -416,7 +420,7 @@ class Tiled(torch.autograd.Function):
                         state = absorb(q_i, *kv_j, *state, rows, columns, seen, problem, on_chip)
                 finish(o, lse, rows, *state)
         else:  # k and v come by once; the rows' state lies in slow memory, and moves in and out for every tile of keys
-            slow = [x.view(*qn.shape[:3], -1) for x in nothing_seen(qn.flatten(1, 2), wide)]
+            slow = [x.view(*qn.shape[:3], x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide)]
             for columns in column_tiles:
                 kv_j = load(kn, columns), load(vn, columns)
                 for rows in row_tiles:
@@ -447,7 +451,7 @@ class Tiled(torch.autograd.Function):
         lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
         by_rows = (q, do.reshape(N, G, T, D), lse2, delta.view(N, G, T, 1))
         dq, dk, dv = (like_heads(shape, lse).zero_() for shape in (o.shape, ctx.k_shape, ctx.k_shape))
-        size = N * G * len(row_tiles[0]) * len(column_tiles[0])
+        size = N * G * min(T, tile[0]) * len(column_tiles[0])
         on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile of s, of dp, and of softcap's slope
 
         if ctx.order == "queries_outside":

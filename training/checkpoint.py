@@ -183,7 +183,7 @@ def load(path: Path) -> Checkpoint:
     Raises ValueError, one line, if it is not there or damaged; for the latter the line names the next older complete
     checkpoint to use instead.
     """
-    if not path.is_dir():
+    if not path.is_dir() or (_step(path) < 0 and not (path / "state.json").exists()):
         raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
     found = _read(path, ["model.safetensors", "tokenizer.json"])
     header = found["state.json"]
