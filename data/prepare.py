@@ -167,7 +167,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         here = {file.name for file in folder.glob("*.bin")}
         if not FILES | here <= set(manifest["sha256"]):  # with a file left out of it, that file would go unchecked
             raise ValueError("not the files that belong here")
-    except (OSError, ValueError, KeyError, TypeError) as error:  # the last two: JSON, but not ours
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:  # the last two: JSON, but not ours
         raise ValueError(f"{folder / MANIFEST} cannot be read: delete {folder} and run again") from error
     if version != FORMAT:
         raise ValueError(f"{folder} is of format {version}, this code reads {FORMAT}: delete it and run again")

@@ -197,5 +197,5 @@ def from_json(text: str | bytes) -> tiktoken.Encoding:
             mergeable_ranks=ranks,
             special_tokens=content["special_tokens"],
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"tokenizer.json cannot be read ({type(error).__name__}: {error}): make it again") from error

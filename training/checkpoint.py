@@ -222,7 +222,7 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
                 raise ValueError(f"{name} is not as it was written")
     except OSError as error:
         raise ValueError(f"{Path(error.filename or path).name}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         # Whatever a flipped bit can make of JSON: no JSON, a list, another key.
         raise ValueError("state.json cannot be read") from error
     return found
