@@ -68,6 +68,8 @@ class Config:
     def __post_init__(self):
         if self.mode not in ("memory", "traffic"):
             raise ValueError(f"mode={self.mode} is not known; choose memory or traffic")
+        if not self.out:
+            raise ValueError("out= is empty; give a folder or leave it out")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
         if not (self.lengths and self.impls and self.on_chip):
@@ -256,6 +258,8 @@ def predicted(name: str, N: int, D: int, M: int) -> float:
 
 def measure_traffic(cfg: Config) -> None:
     D = cfg.head_size
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
     rows = []
     for N in sorted(cfg.lengths):
         for M in sorted(cfg.on_chip):
@@ -272,8 +276,6 @@ def measure_traffic(cfg: Config) -> None:
                     f"{rows[-1]['predicted'] / 1e6:>10.2f}  words / (N N D D / M) {words / (N * N * D * D / M):>8.2f}",
                     flush=True,
                 )
-    out = Path(cfg.out)
-    out.mkdir(parents=True, exist_ok=True)
     with open(out / "traffic.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -313,6 +315,8 @@ def measure_memory(cfg: Config) -> None:
     device = pick_device(cfg.device)
     dtype = DTYPES[cfg.dtype]
     impls = {name: resolve(AttentionConfig(name, cfg.block, cfg.block), device.type) for name in cfg.impls}
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
     check(cfg, impls, device, dtype)
 
     facts = {key: value for key, value in about(device).items() if key in COLUMNS}
@@ -339,8 +343,6 @@ def measure_memory(cfg: Config) -> None:
                 print(f"T {T:>7}  {impl:6} out of memory", flush=True)
             rows.append(row)
 
-    out = Path(cfg.out)
-    out.mkdir(parents=True, exist_ok=True)
     results = out / "results.csv"
     fresh = not results.exists()
     with open(results, "a", newline="", encoding="utf-8") as file:

@@ -44,6 +44,7 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
+        Sampler(self.temperature, self.top_k, self.top_p)  # refuses its three, before the first job of a sweep starts
 
 
 def main(cfg: Config) -> None:

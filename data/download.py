@@ -45,9 +45,8 @@ def shakespeare(cache: Path, url: str | None) -> Path:
     """tinyshakespeare, downloaded at first use."""
     folder = cache / "shakespeare"
     exactly = partial(check_sha256, sha256=SHAKESPEARE_SHA256)
-    (file,) = download(
-        url or SHAKESPEARE_URL, folder, ["input.txt"], SHAKESPEARE_BYTES, exactly, sha256=SHAKESPEARE_SHA256
-    )
+    url = SHAKESPEARE_URL if url is None else url
+    (file,) = download(url, folder, ["input.txt"], SHAKESPEARE_BYTES, exactly, sha256=SHAKESPEARE_SHA256)
     exactly(file)  # one put there by hand has passed no other check, and hashing 1 MB takes a millisecond
     return file
 
@@ -64,7 +63,8 @@ def fineweb(cache: Path, url: str | None, shards: int | None) -> list[Path]:
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1))]
     check = partial(read_tokens, way_out="the server has something else under that name")
-    return download(url or f"{endpoint.rstrip('/')}/{FINEWEB}", cache / "fineweb10B", names, FINEWEB_BYTES, check)
+    url = f"{endpoint.rstrip('/')}/{FINEWEB}" if url is None else url
+    return download(url, cache / "fineweb10B", names, FINEWEB_BYTES, check)
 
 
 def download(
@@ -78,8 +78,8 @@ def download(
     Any number of processes may call at once: one downloads and the others wait. Raises ValueError, one line with the
     way to do without, for whatever the network or the server does.
     """
-    if urlsplit(url).scheme not in ("https", "http"):
-        raise ValueError(f"data.url={url} is no address to download from: it must begin with https://")
+    if not is_address(url):
+        raise ValueError(f"data.url={url} is no address to download from: it must be like https://host/folder")
     files = [folder / name for name in names]
     if all(file.exists() for file in files):
         return files
@@ -101,6 +101,15 @@ def download(
             stopped.set()
             pool.shutdown(cancel_futures=True)
     return files
+
+
+def is_address(url: str) -> bool:
+    """Of a file on a web server. Others would only be found out after all attempts."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("https", "http") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
 
 
 def complete(

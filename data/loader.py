@@ -55,6 +55,8 @@ def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
             return open_shards(find_shards(data.path), tokenizer, data.val_fraction)
         case "fineweb":
             check(data)
+            if tokenizer.kind != "gpt2":  # now, and not once hundreds of megabytes are here
+                raise ValueError(f"tokenizer={tokenizer.kind}: data=fineweb has GPT-2's tokens: use tokenizer=gpt2")
             files = fineweb(Path(data.cache), data.url, data.shards)
             return open_shards(files, tokenizer, data.val_fraction, "delete it, and it will be downloaded again")
         case _:
@@ -160,7 +162,10 @@ def open_shards(
 def kept_or_named(kept: Path, tokenizer: TokenizerConfig) -> tiktoken.Encoding:
     """The tokenizer of shards: tokenizer=kept is the file beside them, any other has to agree with it if there is one.
     Raises ValueError for what cannot be right."""
-    beside = from_json(kept.read_text(encoding="utf-8")) if kept.exists() else None
+    try:
+        beside = from_json(kept.read_bytes()) if kept.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{kept.parent}: {error}") from error
     if tokenizer.kind == "kept":
         if beside is None:
             raise ValueError(f"{kept} is missing: name the tokenizer of the tokens, as in tokenizer=gpt2")

@@ -150,6 +150,8 @@ def check(data: DataConfig) -> None:
         if value is not None and key not in READS[data.source]:
             readers = " or ".join(f"data={source}" for source, keys in READS.items() if key in keys)
             raise ValueError(f"data.{key}={value} is read with {readers} only: choose that, or leave it out")
+    if not data.cache:
+        raise ValueError("data.cache= is empty: give a folder, or leave it out")
     if not 0 < data.val_fraction <= 0.5:
         raise ValueError(f"data.val_fraction={data.val_fraction} is outside (0, 0.5]: 0.05 is a usual choice")
     if data.path is None and "path" in READS[data.source]:
@@ -165,7 +167,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         here = {file.name for file in folder.glob("*.bin")}
         if not FILES | here <= set(manifest["sha256"]):  # with a file left out of it, that file would go unchecked
             raise ValueError("not the files that belong here")
-    except (OSError, ValueError, KeyError, TypeError) as error:  # the last two: JSON, but not ours
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:  # the last two: JSON, but not ours
         raise ValueError(f"{folder / MANIFEST} cannot be read: delete {folder} and run again") from error
     if version != FORMAT:
         raise ValueError(f"{folder} is of format {version}, this code reads {FORMAT}: delete it and run again")

@@ -74,7 +74,8 @@ def read_tokens(path: Path, way_out: str) -> np.ndarray:
     dtype = DTYPES[magic]
     tokens, odd_bytes = divmod(path.stat().st_size - header.nbytes, dtype.itemsize)
     if tokens != header[2] or odd_bytes:
-        raise ValueError(f"{path} has {tokens} tokens, its header says {header[2]}: {way_out}")
+        rest = f" and {odd_bytes} bytes" if odd_bytes else ""
+        raise ValueError(f"{path} has {tokens} tokens{rest}, its header says {header[2]}: {way_out}")
     # The header is mapped too and then sliced off, because a map of no bytes at all is an error and no tokens are not.
     return np.memmap(path, dtype, mode="r")[header.nbytes // dtype.itemsize :]
 

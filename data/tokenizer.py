@@ -25,6 +25,7 @@ import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 BPE_SYMBOLS = 4096  # tokenizer=bpe's, unless tokenizer.vocab_size says otherwise
+MOST_IDS = 1 << 24  # of a vocabulary; the largest in use are 64 times smaller
 DOWNLOAD_SECONDS = 30  # for GPT-2's two files, 1.5 MB together
 GPT2_URLS = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
@@ -47,7 +48,7 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
         case "byte":
             return byte_encoding()
         case "bpe":
-            return train_bpe(texts, config.vocab_size or BPE_SYMBOLS)
+            return train_bpe(texts, BPE_SYMBOLS if config.vocab_size is None else config.vocab_size)
         case "gpt2":
             return gpt2_encoding()
         case "kept":
@@ -178,7 +179,7 @@ def to_json(encoding: tiktoken.Encoding) -> str:
     return json.dumps(content, indent=0)
 
 
-def from_json(text: str) -> tiktoken.Encoding:
+def from_json(text: str | bytes) -> tiktoken.Encoding:
     """The inverse of to_json. Raises ValueError for anything that to_json did not write."""
     try:
         content = json.loads(text)
@@ -188,11 +189,14 @@ def from_json(text: str) -> tiktoken.Encoding:
             raise ValueError("ranks must be distinct and hold all 256 bytes")
         if END_OF_TEXT not in content["special_tokens"]:  # a file of someone else's: nothing works without it
             raise ValueError(f"special_tokens must hold {END_OF_TEXT}")
+        ids = [*ranks.values(), *content["special_tokens"].values()]
+        if len(set(ids)) < len(ids) or max(ids) >= MOST_IDS:  # a table of all ids is made: a wrong one fills the memory
+            raise ValueError(f"ids must be distinct and below {MOST_IDS}")
         return tiktoken.Encoding(
             content["name"],
             pat_str=content["pattern"],
             mergeable_ranks=ranks,
             special_tokens=content["special_tokens"],
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"tokenizer.json cannot be read ({type(error).__name__}: {error}): make it again") from error

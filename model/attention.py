@@ -277,6 +277,10 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
     usual = q.shape[-1] ** -0.5 if config.softmax_scale is None else config.softmax_scale
     scale = usual if softmax_scale is None else softmax_scale
+    if not 0 < scale < INF:
+        raise ValueError(f"softmax_scale={scale} must be above 0 and finite; None for the usual")
+    if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
+        raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
     problem = Problem(
         scale * break_it.score_gain,
         config.softcap,
@@ -308,7 +312,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"{shapes}: batch and head size must agree")
-    if k.shape[2] == 0:
+    if k.shape[2] == 0 or k.shape[3] == 0:
         raise ValueError(f"{shapes}: there are no keys to attend to")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}: H = {q.shape[1]} query heads are not a multiple of H_kv = {k.shape[1]}")
@@ -411,9 +415,7 @@ class Tiled(torch.autograd.Function):
         qn, kn, vn = by_key_head(q, k, v)
         o = like_heads(q.shape, q)
         lse = q.new_empty(B, H, T, dtype=wide)
-        on_chip = q.new_empty(
-            B * H * min(tile[0], T) * min(tile[1], k.shape[2]), dtype=wide
-        )  # one tile, for all of them
+        on_chip = q.new_empty(B * H * min(tile[0], T) * min(tile[1], k.shape[2]), dtype=wide)  # one tile, for all
 
         if order == "queries_outside":  # a row's state stays on chip; k and v come by again for every tile of rows
             for rows in row_tiles:

@@ -41,10 +41,10 @@ class GPTConfig:
     def __post_init__(self):
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
-        if not self.norm_eps >= 0:
-            raise ValueError(f"model.norm_eps={self.norm_eps} must be at least 0; 1e-5 is usual")
-        if not self.rope_base > 1:
-            raise ValueError(f"model.rope_base={self.rope_base} must be above 1; 10000 is usual")
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"model.norm_eps={self.norm_eps} must be at least 0 and finite; 1e-5 is usual")
+        if not 1 < self.rope_base < math.inf:
+            raise ValueError(f"model.rope_base={self.rope_base} must be above 1 and finite; 10000 is usual")
         for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_multiple", "mlp_hidden"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")

@@ -164,7 +164,7 @@ def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict
     for name, cu, total in (("q", cu_seqlens_q, T), ("k", cu_seqlens_k, T_k)):
         if cu.ndim != 1 or len(cu) < 2 or cu.is_floating_point():
             raise ValueError(f"cu_seqlens_{name}: {cu.dtype} {tuple(cu.shape)}, want integers (sequences + 1,)")
-        if int(cu[0]) != 0 or int(cu[-1]) != total or bool((cu.diff() < 0).any()):
+        if int(cu[0]) != 0 or int(cu[-1]) != total or bool((cu.long().diff() < 0).any()):
             raise ValueError(f"cu_seqlens_{name} {cu.tolist()[:9]} must rise from 0 to {total}, the number of tokens")
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries and cu_seqlens_k {len(cu_seqlens_k)}")

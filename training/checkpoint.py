@@ -183,7 +183,7 @@ def load(path: Path) -> Checkpoint:
     Raises ValueError, one line, if it is not there or damaged; for the latter the line names the next older complete
     checkpoint to use instead.
     """
-    if not path.is_dir():
+    if not path.is_dir() or (_step(path) < 0 and not (path / "state.json").exists()):
         raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
     found = _read(path, ["model.safetensors", "tokenizer.json"])
     header = found["state.json"]
@@ -222,7 +222,7 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
                 raise ValueError(f"{name} is not as it was written")
     except OSError as error:
         raise ValueError(f"{Path(error.filename or path).name}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         # Whatever a flipped bit can make of JSON: no JSON, a list, another key.
         raise ValueError("state.json cannot be read") from error
     return found

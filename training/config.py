@@ -24,8 +24,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr
 from dataclasses import asdict, fields, is_dataclass
 from difflib import SequenceMatcher
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from types import UnionType
@@ -157,7 +159,7 @@ def hydra_jobs(
     def take(cfg: DictConfig) -> None:
         jobs.append((cfg, list(HydraConfig.get().overrides.task)))
 
-    before = sys.argv
+    before, said = sys.argv, StringIO()  # Hydra and its argparse say several lines before they raise or leave
     try:
         # A sweep writes a multirun.yaml somewhere, whatever it is told; let that be a folder which is gone afterwards.
         # HYDRA_FULL_ERROR makes Hydra raise its exceptions instead of printing them and leaving.
@@ -167,9 +169,15 @@ def hydra_jobs(
             quiet += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
             # All overrides in one batch: argparse takes no second one after a flag (a=1 -m b=2).
             sys.argv = [before[0], *quiet, *overrides, *flags]
-            hydra.main(config_path=str(conf.resolve()), config_name=config_name, version_base="1.3")(take)()
+            with redirect_stderr(said):
+                hydra.main(config_path=str(conf.resolve()), config_name=config_name, version_base="1.3")(take)()
+    except SystemExit as left:
+        if left.code != 2:
+            raise
+        raise ValueError(said.getvalue().splitlines()[-1].partition("error: ")[2]) from left
     finally:
         sys.argv = before
+    sys.stderr.write(said.getvalue())
     return jobs
 
 

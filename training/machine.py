@@ -76,7 +76,7 @@ def pick_device(device: str) -> torch.device:
         cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
         device = "cuda" if cuda else "mps" if mps else "cpu"
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).item()  # device=meta has tensors without values
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
         reason = str(error).splitlines()[0]
         raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error

@@ -129,7 +129,7 @@ def _record(line: str) -> dict | None:
     """The record that a line holds: a step and numbers; None where it holds anything else."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None

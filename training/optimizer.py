@@ -37,6 +37,8 @@ class OptimizerConfig:
         for name in ("min_lr_ratio", "weight_decay", "warmup_steps", "grad_clip"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0")
+        if self.weight_decay == math.inf:
+            raise ValueError(f"optimizer.weight_decay={self.weight_decay} must be finite; 0.1 is usual")
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio} must be at most 1: the rate falls to its end")
         for name in ("beta1", "beta2"):
