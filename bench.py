@@ -18,7 +18,7 @@ import json
 import statistics
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -72,6 +72,15 @@ class Config:
             raise ValueError("out= is empty; give a folder or leave it out")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
+        unread = {"memory": ("on_chip",), "traffic": ("impls", "heads", "dtype", "block", "repeats", "device")}[
+            self.mode
+        ]
+        for key in fields(self):
+            usual = key.default if key.default is not MISSING else key.default_factory()
+            if key.name in unread and getattr(self, key.name) != usual:
+                raise ValueError(
+                    f"{key.name}={getattr(self, key.name)}: mode={self.mode} does not read it; leave it out"
+                )
         if not (self.lengths and self.impls and self.on_chip):
             raise ValueError(
                 f"lengths={self.lengths} impls={self.impls} on_chip={self.on_chip}: nothing to weigh; "
@@ -177,17 +186,18 @@ def picture(rows: list[dict], path: Path) -> None:
             mine = [(row["T"], row["peak_mib"] / 1024) for row in rows if row["impl"] == impl]
             points = [p for p in mine if p[1]]
             (line,) = axes.plot(*zip(*points, strict=True), marker="o", label=impl)
-            if len(points) < len(mine):  # it died: mark where
-                axes.plot(*points[-1], marker="X", markersize=13, color=line.get_color())
-                axes.annotate(
-                    f"  out of memory at {mine[len(points)][0]:,}", points[-1], color=line.get_color(), va="center"
-                )
+            if len(points) < len(mine):  # it died at the next length
+                dead, colour = mine[len(points)][0], line.get_color()
+                axes.axvline(dead, color=colour, ls=":")
+                middle = axes.get_xaxis_transform()  # x in tokens, y in parts of the frame
+                axes.text(dead, 0.72, f"{impl}: out of memory ", color=colour, rotation=90, ha="right", va="center",
+                          transform=middle)  # fmt: skip
         axes.set(xlabel="context length T (tokens)", ylabel="peak memory of forward + backward (GiB)")
         axes.grid(alpha=0.3)
         if scale == "log":
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=10)
-            axes.set_title("the same on logarithmic axes: slope 2 and slope 1", fontsize=10)
+            axes.set_title("the same on logarithmic axes", fontsize=10)
         else:
             axes.set_title("naive holds T x T weights, tiled one tile of them", fontsize=10)
         axes.legend()

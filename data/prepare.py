@@ -152,6 +152,8 @@ def check(data: DataConfig) -> None:
             raise ValueError(f"data.{key}={value} is read with {readers} only: choose that, or leave it out")
     if not data.cache:
         raise ValueError("data.cache= is empty: give a folder, or leave it out")
+    if data.source == "fineweb" and data.val_fraction != DataConfig.val_fraction:
+        raise ValueError(f"data.val_fraction={data.val_fraction}: data=fineweb has a validation shard; leave it out")
     if not 0 < data.val_fraction <= 0.5:
         raise ValueError(f"data.val_fraction={data.val_fraction} is outside (0, 0.5]: 0.05 is a usual choice")
     if data.path is None and "path" in READS[data.source]:

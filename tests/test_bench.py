@@ -131,3 +131,12 @@ def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
 def test_a_chip_too_small_for_a_row_is_refused():
     with pytest.raises(ValueError, match=r"on_chip=255 .*use 256 or more"):
         bench.Config(mode="traffic", head_size=64, on_chip=[255])
+
+
+UNREAD = [{"mode": "traffic", "heads": 12}, {"mode": "traffic", "impls": ["sdpa"]}, {"on_chip": [1]}]
+
+
+@pytest.mark.parametrize("options", UNREAD)
+def test_a_key_that_the_mode_does_not_read_is_refused(options):
+    with pytest.raises(ValueError, match="does not read it"):
+        bench.Config(**options)

@@ -306,6 +306,7 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
             group, _, name = error.missing_cfg_file.rpartition("/")
             best = nearest(name, options)
             hint = f"; {did_you_mean([f'{group}={best[0]}'])}" if best else ""
+            hint = "; -m makes a sweep of several" if "," in name else hint
             return f"{group}={name}: there is no such {group}, only {', '.join(options)}{hint}"
         case OverrideParseException(), _:
             reason = error.message.splitlines()[0]
