@@ -297,6 +297,29 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
                 o, lse = naive(q, k, v, problem)
             case "tiled":
                 o, lse = Tiled.apply(q, k, v, problem, (config.block_m, config.block_n), config.order)
+            case "triton":
+                from kernels.flash import flash_attention  # here, because triton is made for Linux alone
+
+                mask = problem.mask
+                o, lse = flash_attention(
+                    q,
+                    k,
+                    v,
+                    softmax_scale=problem.scale,
+                    at_least=None if mask.window is None else 1 - mask.window,
+                    at_most=0 if causal else None if mask.window is None else mask.window - 1,
+                    softcap=problem.softcap,
+                    slopes=problem.slopes,
+                    documents=mask.documents,
+                    positions=mask.positions,
+                    blocks=mask.blocks,
+                    block_size=mask.block_size,
+                    seed=seed if problem.dropout_p > 0 else None,
+                    drop_threshold=drop_threshold(problem.dropout_p),
+                    subtract_max=break_it.subtract_max,
+                    rescale_sum=break_it.rescale_sum,
+                    rescale_output=break_it.rescale_output,
+                )
             case "sdpa":
                 if beyond_sdpa(config) or documents["documents"] is not None or return_lse:
                     raise ValueError("sdpa has no windows, documents and the like, and no lse; use impl=tiled")

@@ -1,0 +1,700 @@
+"""FlashAttention in Triton: forward, and a backward that computes the weights again. Any GPU from Ampere on.
+
+    o, lse = flash_attention(q, k, v, softmax_scale=D**-0.5, at_most=0)
+
+Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
+    q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
+    a tile of queries has BLOCK_M rows, a tile of keys BLOCK_N; BLOCK_D is D rounded up to a power of two
+
+The steps have the numbers of model/attention.py, where naive and tiled stand; docs/attention.md derives them. In the
+order in which they run:
+
+    flash_attention    the door: checks, and the op that torch.compile and autograd know
+    forward_kernel     a program for each tile of queries                     steps 1 to 6
+    delta_kernel       a row's delta, and its lse in base 2                   step 7
+    dkdv_kernel        a program for each tile of keys: its dk and dv         steps 8 to 12, transposed
+    dq_kernel          a program for each tile of queries: its dq             steps 8 and 10 to 12
+
+Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops, Triton's fused-attention tutorial for the split of the
+backward, Salmon et al. 2011 for Philox. How this differs from the paper: two passes in the backward instead of one with
+atomic additions. Scores are computed twice, seven products instead of five, but no two programs add to one number, so
+that a second run gives the same bits; and on an H200 it was the faster way (LOG.md).
+
+What is special: s and m are in base 2 (log2(e) goes into the scale, exp2 is the instruction there is); tiles that the
+mask leaves whole run in a loop without a mask; the heaviest tiles start first; tensor descriptors load the tiles, which
+the hardware (Hopper on) does by itself, strides, edges and all: what lies outside reads as 0.
+"""
+
+import math
+import os
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.tiles import visits
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+# Where the running maximum starts: from the lowest float32 a row whose first tile is hidden has exp(-inf - LOWEST) = 0;
+# from -inf it would have NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+TINY = tl.constexpr(1.1754943508222875e-38)  # below any sum that holds a weight
+
+
+class Mask(NamedTuple):
+    """What a query sees. A row stands at a position among the keys, row i at i + T_k - T; None: that rule is off."""
+
+    T: int
+    T_k: int
+    at_least: int | None  # of column - position: 1 - window
+    at_most: int | None  # 0 when causal
+    documents_q: Tensor | None  # (B, T) integers: a query sees keys of its own document
+    documents_k: Tensor | None  # (B, T_k)
+    positions: Tensor | None  # (T,) integers, for packs whose sequences are longer as queries than as keys
+    blocks: Tensor | None  # bool: the blocks of block_size x block_size elements that are computed
+    block_size: int
+    block_columns: int
+
+
+class Bend(NamedTuple):
+    """What becomes of q k^T before the softmax."""
+
+    scale: float
+    scale2: float  # scale * log2(e), rounded once: as a product of two float32 it shifts every score
+    softcap: float | None
+    slopes: Tensor | None  # (H,) float32, of alibi
+
+
+class Dropout(NamedTuple):
+    seed: Tensor | None  # int64 scalar; None: no dropout
+    threshold: int  # of 256: bytes below it drop their element
+
+
+class Visits(NamedTuple):
+    """What kernels/tiles.py says of the tiles to visit; None where arithmetic on the mask is enough."""
+
+    bounds: Tensor | None
+    tiles: Tensor | None
+    batch: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The door.
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    at_least: int | None = None,
+    at_most: int | None = None,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+    documents: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
+    blocks: Tensor | None = None,
+    block_size: int = 64,
+    seed: Tensor | None = None,
+    drop_threshold: int = 0,
+    subtract_max: bool = True,
+    rescale_sum: bool = True,
+    rescale_output: bool = True,
+    autotune: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """o = dropout(softmax(q k^T * softmax_scale + mask)) v, and the log-sum-exp of the scores, both differentiable once.
+
+    q (B, H, T, D); k, v (B, H_kv, T_k, D), float32, float16 or bfloat16, H a multiple of H_kv, D at most 256, any
+    strides. (Where a row does not begin at a multiple of 16 bytes, or its numbers lie apart, a copy is made.) float32
+    products are true float32 ones unless torch.set_float32_matmul_precision allows TF32.
+    The fields of Mask say what a query sees, with documents = (those of the rows, those of the keys). softcap bends the
+    scores, slopes (H,) float32 are alibi's. seed: int64 scalar tensor; with drop_threshold of 256 it drops weights by
+    the mask of model/dropout.py. The three switches break the algorithm, for those who want to see it fail.
+    autotune: time some tile sizes at the first call of a kind, and keep the fastest.
+    Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row with
+    nothing to see gives o = 0, lse = -inf and gradients 0.
+    Raises ValueError for what it cannot do.
+    """
+    if (refused := refusal(q.dtype, q.shape[-1], q.device.type)) is not None:
+        raise ValueError(refused)
+    of_rows, of_keys = documents or (None, None)
+    o, lse, _ = torch.ops.tilegpt.flash_forward(
+        q, k, v, softmax_scale, at_least, at_most, softcap, slopes, of_rows, of_keys, positions, blocks, block_size,
+        seed, drop_threshold, subtract_max, rescale_sum, rescale_output, autotune)  # fmt: skip
+    return o, lse
+
+
+def refusal(dtype: torch.dtype, D: int, device: str) -> str | None:
+    """Why these kernels cannot run, in a line with a way out; None when they can."""
+    if device != "cuda" and not INTERPRETED:
+        return (
+            f"attention=triton on {device}: its kernels are for a GPU; use attention=tiled, or run with "
+            "TRITON_INTERPRET=1 to step through them slowly on a CPU"
+        )
+    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability()[0] < 8:
+        return f"attention=triton on {torch.cuda.get_device_name()}: wants Ampere or newer; use attention=sdpa or tiled"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"attention=triton with {dtype}: it has float32, float16 and bfloat16; use attention=tiled"
+    if D > 256:
+        return f"attention=triton with heads of {D}: it has heads of 256 at most; use attention=tiled"
+    return None
+
+
+class Tiles(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+# (kernel, BLOCK_D at most, bytes a number) -> tiles that were the fastest on an H200 (LOG.md). Every one of them also
+# compiles without spills for sm_80, sm_90 and sm_100 (tests/test_flash_compile.py).
+MEASURED = {
+    ("forward", 64, 2): Tiles(64, 128, 4, 2),
+    ("forward", 128, 2): Tiles(128, 64, 4, 2),
+    ("forward", 256, 2): Tiles(128, 64, 8, 2),
+    ("dkdv", 64, 2): Tiles(64, 64, 4, 2),
+    ("dkdv", 128, 2): Tiles(64, 64, 4, 2),
+    ("dkdv", 256, 2): Tiles(32, 64, 8, 1),
+    ("dq", 64, 2): Tiles(128, 64, 8, 3),
+    ("dq", 128, 2): Tiles(128, 64, 8, 3),
+    ("dq", 256, 2): Tiles(64, 64, 8, 1),
+    ("forward", 64, 4): Tiles(64, 32, 4, 2),
+    ("forward", 128, 4): Tiles(32, 32, 4, 2),
+    ("forward", 256, 4): Tiles(32, 32, 8, 1),
+    ("dkdv", 64, 4): Tiles(32, 32, 4, 1),
+    ("dkdv", 128, 4): Tiles(32, 32, 8, 1),
+    ("dkdv", 256, 4): Tiles(32, 32, 8, 1),
+    ("dq", 64, 4): Tiles(32, 32, 4, 1),
+    ("dq", 128, 4): Tiles(32, 32, 8, 1),
+    ("dq", 256, 4): Tiles(32, 32, 8, 1),
+}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it when it meets @triton.jit, that is, here
+
+
+def tiles_for(kernel: str, BLOCK_D: int, itemsize: int) -> Tiles:
+    return MEASURED[kernel, max(64, BLOCK_D), itemsize]
+
+
+@torch.library.custom_op("tilegpt::flash_forward", mutates_args=())
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, at_least: int | None, at_most: int | None,
+    softcap: float | None, slopes: Tensor | None, documents_q: Tensor | None, documents_k: Tensor | None,
+    positions: Tensor | None, blocks: Tensor | None, block_size: int, seed: Tensor | None, drop_threshold: int,
+    subtract_max: bool, rescale_sum: bool, rescale_output: bool, autotune: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, lse, and lse in base 2, for the backward: there it decides how exact the weights are, all of a row by one
+    factor, and a float32 that has been to base e and back has lost a bit."""
+    o, lse, lse2 = empty_results(q)
+    if q.numel() == 0:
+        return o, lse, lse2
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    (B, H, T, D), G = q.shape, q.shape[1] // k.shape[1]
+    mask = mask_of(T, k.shape[2], at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
+    dropout, keep_scale = Dropout(seed, drop_threshold), 256 / (256 - drop_threshold)
+    BLOCK_D = block_d(D)
+
+    def launch(tile: Tiles) -> None:
+        forward_kernel[(triton.cdiv(T, tile.BLOCK_M) * B * H,)](
+            tiled(q, tile.BLOCK_M), tiled(k, tile.BLOCK_N), tiled(v, tile.BLOCK_N), tiled(o, tile.BLOCK_M), lse, lse2, mask,
+            Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes), dropout, Visits(*visits(mask, tile.BLOCK_M, tile.BLOCK_N, False)),
+            keep_scale, H, G, BLOCK_D=BLOCK_D, PRECISION=precision(), SUBTRACT_MAX=subtract_max,
+            RESCALE_SUM=rescale_sum, RESCALE_OUTPUT=rescale_output, **tile._asdict(),
+        )  # fmt: skip
+
+    with on(q.device):
+        launch(tiles_for("forward", BLOCK_D, q.itemsize))
+    return o, lse, lse2
+
+
+@torch.library.custom_op("tilegpt::flash_backward", mutates_args=())
+def flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, softmax_scale: float,
+    at_least: int | None, at_most: int | None, softcap: float | None, slopes: Tensor | None,
+    documents_q: Tensor | None, documents_k: Tensor | None, positions: Tensor | None, blocks: Tensor | None,
+    block_size: int, seed: Tensor | None, drop_threshold: int, autotune: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = like_heads(q), like_heads(k), like_heads(v)
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
+    (B, H, T, D), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
+    mask = mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
+    bend, dropout, keep_scale = (
+        Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes),
+        Dropout(seed, drop_threshold),
+        256 / (256 - drop_threshold),
+    )
+    BLOCK_D = block_d(D)
+    padded = -(-T // 128) * 128  # so that no tile of rows ends outside delta and lse2
+    delta, lse2_padded = (lse2.new_empty(B, H, padded) for _ in range(2))
+    same = {"BLOCK_D": BLOCK_D, "PRECISION": precision()}
+
+    def launch(kernel, tile: Tiles) -> None:
+        by_rows, by_keys = (
+            (tiled(q, tile.BLOCK_M), tiled(do, tile.BLOCK_M)),
+            (tiled(k, tile.BLOCK_N), tiled(v, tile.BLOCK_N)),
+        )
+        if kernel is dkdv_kernel:
+            grid, out = triton.cdiv(T_k, tile.BLOCK_N) * B * H_kv, (tiled(dk, tile.BLOCK_N), tiled(dv, tile.BLOCK_N))
+        else:
+            grid, out = triton.cdiv(T, tile.BLOCK_M) * B * H, (tiled(dq, tile.BLOCK_M),)
+        where = Visits(*visits(mask, tile.BLOCK_M, tile.BLOCK_N, kernel is dkdv_kernel))
+        kernel[(grid,)](
+            by_rows[0], *by_keys, by_rows[1], lse2_padded, delta, *out, mask, bend, dropout, where, keep_scale, H, H // H_kv,
+            padded, **same, **tile._asdict(),
+        )  # fmt: skip
+
+    with on(q.device):
+        delta_kernel[(padded // 64 * B * H,)](
+            tiled(o, 64), tiled(do, 64), dlse, lse2, delta, lse2_padded, T, padded, H, BLOCK_M=64, BLOCK_D=BLOCK_D
+        )
+        launch(dkdv_kernel, tiles_for("dkdv", BLOCK_D, q.itemsize))
+        launch(dq_kernel, tiles_for("dq", BLOCK_D, q.itemsize))
+    return dq, dk, dv
+
+
+@flash_forward.register_fake
+def _(q, k, v, *options):
+    return empty_results(q)
+
+
+@flash_backward.register_fake
+def _(q, k, v, *options):
+    return like_heads(q), like_heads(k), like_heads(v)
+
+
+def keep_for_backward(ctx, inputs, output):
+    q, k, v, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, *masks, ctx.block_size, seed, ctx.threshold = inputs[
+        :15
+    ]
+    ctx.autotune = inputs[-1]
+    o, _, lse2 = output
+    ctx.save_for_backward(q, k, v, o, lse2, *masks, seed)
+
+
+def backward(ctx, do, dlse, _):
+    q, k, v, o, lse2, slopes, documents_q, documents_k, positions, blocks, seed = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    grads = torch.ops.tilegpt.flash_backward(
+        q, k, v, o, lse2, do, dlse, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, slopes, documents_q, documents_k,
+        positions, blocks, ctx.block_size, seed, ctx.threshold, ctx.autotune)  # fmt: skip
+    return *grads, *[None] * 16
+
+
+flash_forward.register_autograd(backward, setup_context=keep_for_backward)
+
+
+def mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size) -> Mask:
+    # A window wider than everything hides nothing, and its sum with a row's number might not fit into 32 bits.
+    at_least = None if at_least is None or at_least <= -T - T_k else at_least
+    at_most = None if at_most is None or at_most >= T + T_k else at_most
+    contiguous = (None if x is None else x.contiguous() for x in (documents_q, documents_k, positions, blocks))
+    return Mask(T, T_k, at_least, at_most, *contiguous, block_size, 0 if blocks is None else blocks.shape[1])
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return like_heads(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+
+
+def block_d(D: int) -> int:
+    return max(16, triton.next_power_of_2(D))
+
+
+def precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def on(device: torch.device):
+    """Triton launches on the current device, wherever its tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def like_heads(x: Tensor) -> Tensor:
+    """An empty (B, H, T, D) that lies in memory as (B, T, H, D), which the projection after it reads without a copy;
+    with rows of a multiple of 16 bytes, which descriptors want."""
+    B, H, T, D = x.shape
+    step = 16 // x.itemsize
+    return x.new_empty(B, T, H, -(-D // step) * step)[..., :D].transpose(1, 2)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, if a descriptor can read it as it lies: neighbours in a row, rows that begin at multiples of 16 bytes."""
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s * x.itemsize % 16 == 0 for s in strides):
+        return x
+    return like_heads(x).copy_(x)
+
+
+def tiled(x: Tensor, rows: int) -> TensorDescriptor:
+    """x in tiles of rows x BLOCK_D. An axis of one element may have any stride; a descriptor may not."""
+    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block_d(x.shape[3])])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels, and first what they share.
+
+
+@triton.jit
+def visible(mask, b, i, j):
+    """May row i see column j? Index tensors that broadcast, in either order, so that it also serves transposed tiles."""
+    seen = j < mask.T_k
+    position = i + (mask.T_k - mask.T)
+    if mask.positions is not None:
+        position = tl.load(mask.positions + i, mask=i < mask.T, other=0).to(tl.int32)
+    if mask.at_most is not None:
+        seen = seen & (j <= position + mask.at_most)
+    if mask.at_least is not None:
+        seen = seen & (j >= position + mask.at_least)
+    if mask.documents_q is not None:
+        of_row = tl.load(mask.documents_q + b.to(tl.int64) * mask.T + i, mask=i < mask.T, other=0)
+        of_key = tl.load(mask.documents_k + b.to(tl.int64) * mask.T_k + j, mask=j < mask.T_k, other=0)
+        seen = seen & (of_row == of_key)
+    if mask.blocks is not None:
+        block = tl.maximum(position, 0) // mask.block_size * mask.block_columns + j // mask.block_size
+        seen = seen & tl.load(mask.blocks + block, mask=(i < mask.T) & (j < mask.T_k), other=0).to(tl.int1)
+    return seen
+
+
+@triton.jit
+def tanh(x):
+    """2 / (1 + exp(-2x)) - 1 loses the small ones to cancellation; below 0.25 the series is exact to 1e-8."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    y = x * x
+    series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, e - 1, 1 - e) / (1 + e))
+
+
+@triton.jit
+def bent(s, bend, mask, h, i, j):
+    """Steps 1b and 1c, softcap and alibi: q k^T to scores in base 2, and d score / d (q k^T scale)."""
+    s = s * bend.scale
+    slope = 1.0
+    if bend.softcap is not None:
+        t = tanh(s / bend.softcap)
+        slope = 1 - t * t
+        s = bend.softcap * t
+    if bend.slopes is not None:
+        position = i + (mask.T_k - mask.T)
+        if mask.positions is not None:
+            position = tl.load(mask.positions + i, mask=i < mask.T, other=0).to(tl.int32)
+        s = s - tl.load(bend.slopes + h) * tl.abs(position - j).to(tl.float32)
+    return s * LOG2E, slope
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Seven rounds of Philox 4x32, uint32 all. Words that are the same for a row or a column stay that small: of what
+    broadcasts late, the first three rounds cost next to nothing."""
+    for _ in tl.static_range(7):
+        c0, c1, c2, c3 = (
+            tl.umulhi(c2, 0xCD9E8D57) ^ c1 ^ k0,
+            c2 * 0xCD9E8D57,
+            tl.umulhi(c0, 0xD2511F53) ^ c3 ^ k1,
+            c0 * 0xD2511F53,
+        )
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def keep_mask(dropout, n, i, j):
+    """Step 4: the bits of model/dropout.py for rows i and columns j, drawn again by whoever needs them.
+
+    Elements 8 apart in rows and columns share a call, as they share a thread in the result of a matrix product. Written
+    so that the compiler sees it: from the same index expressions it makes the call once for all of them.
+    """
+    seed = tl.load(dropout.seed)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0 = ((i >> 5 << 3) | (i & 7)).to(tl.uint32)
+    c1 = ((j >> 5 << 3) | (j & 7)).to(tl.uint32)
+    w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
+    word = tl.where((i & 16) != 0, tl.where((i & 8) != 0, w3, w2), tl.where((i & 8) != 0, w1, w0))
+    # the byte to the top, and the compare needs no mask
+    return (word << (24 - (j & 24)).to(tl.uint32)) >= (dropout.threshold << 24).to(tl.uint32)
+
+
+@triton.jit
+def online_softmax(s, factor, m, l, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr):
+    """Step 3 for one more tile: p, and the new m, l and alpha. factor: what brings s into base 2, applied in passing."""
+    m_new = tl.maximum(m, tl.max(s, 1) * factor) if SUBTRACT_MAX else tl.zeros_like(m)
+    p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
+    alpha = tl.exp2(m - m_new)
+    l = (l * alpha if RESCALE_SUM else l) + tl.sum(p, 1)
+    return p, m_new, l, alpha
+
+
+@triton.jit
+def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
+    """Which of n tiles of BLOCK numbers x have at_least <= x - y <= at_most for some y in low .. high, and which for
+    all: the first, the first such whole one, past the last whole one, past the last."""
+    start, whole_start, whole_stop, stop = 0, 0, n_whole, n
+    if at_least is not None:
+        start = tl.maximum(low + at_least, 0) // BLOCK
+        whole_start = tl.cdiv(tl.maximum(high + at_least, 0), BLOCK)
+    if at_most is not None:
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(high + at_most + 1, 0), BLOCK))
+        whole_stop = tl.minimum(whole_stop, tl.maximum(low + at_most + 1, 0) // BLOCK)
+    whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
+    whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
+    return start, whole_start, whole_stop, stop
+
+
+@triton.jit
+def listed(visits, b, n, tile):
+    at = visits.bounds + (b * visits.batch * n + tile).to(tl.int64) * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def key_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tiles of keys that a tile of queries visits, as between() gives them."""
+    n = tl.cdiv(mask.T_k, BLOCK_N)
+    if visits.bounds is not None:
+        return listed(visits, b, tl.cdiv(mask.T, BLOCK_M), tile)
+    first = tile * BLOCK_M + mask.T_k - mask.T
+    return between(first, first + BLOCK_M - 1, mask.at_least, mask.at_most, n, mask.T_k // BLOCK_N, BLOCK_N)
+
+
+@triton.jit
+def query_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tiles of queries that a tile of keys visits. Rows past the last weigh nothing, so their tile may be whole."""
+    n = tl.cdiv(mask.T, BLOCK_M)
+    if visits.bounds is not None:
+        return listed(visits, b, tl.cdiv(mask.T_k, BLOCK_N), tile)
+    left = tile * BLOCK_N - mask.T_k + mask.T
+    at_least = None if mask.at_most is None else -mask.at_most
+    at_most = None if mask.at_least is None else -mask.at_least
+    return between(left, left + BLOCK_N - 1, at_least, at_most, n, n, BLOCK_M)
+
+
+@triton.jit
+def tile_list(visits, b, n, tile, others):
+    if visits.tiles is not None:
+        return visits.tiles + (b * visits.batch * n + tile).to(tl.int64) * others
+    return None
+
+
+@triton.jit
+def tile_at(t, gap_at, gap, tiles):
+    """The t-th tile to visit: tiles' t-th, or t itself, with a gap where the whole ones were."""
+    if tiles is not None:
+        return tl.load(tiles + t)
+    return t + tl.where(t >= gap_at, gap, 0)
+
+
+@triton.jit
+def load(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    return x.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+
+
+@triton.jit
+def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, tiles, mask, bend, dropout, H,
+                  PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                  PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
+                  RESCALE_OUTPUT: tl.constexpr):  # fmt: skip
+    i = row0 + tl.arange(0, BLOCK_M)[:, None]
+    for t in range(start, stop):
+        column0 = tile_at(t, gap_at, gap, tiles) * BLOCK_N
+        j = column0 + tl.arange(0, BLOCK_N)[None, :]
+        k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
+        s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (BLOCK_M, BLOCK_N)
+        factor = bend.scale2
+        if (bend.softcap is not None) or (bend.slopes is not None):
+            s, _ = bent(s, bend, mask, h, i, j)
+            factor = 1.0
+        if PART:
+            s = tl.where(visible(mask, b, i, j), s, -float("inf"))  # 2
+        p, m, l, alpha = online_softmax(s, factor, m, l, SUBTRACT_MAX, RESCALE_SUM)  # 3
+        if dropout.seed is not None:
+            p = tl.where(keep_mask(dropout, b * H + h, i, j), p, 0.0)  # 4, without the factor 1 / (share kept)
+        if RESCALE_OUTPUT:
+            acc = acc * alpha[:, None]
+        v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)  # 5
+    return acc, m, l
+
+
+@triton.jit
+def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scale, H, G,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+                   SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr, RESCALE_OUTPUT: tl.constexpr):  # fmt: skip
+    n_tiles = tl.cdiv(mask.T, BLOCK_M)
+    tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # under a causal mask the last rows have the most to do
+    n = tl.program_id(0) // n_tiles
+    b, h = n // H, n % H
+    row0 = tile * BLOCK_M
+    start, whole_start, whole_stop, stop = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
+    tiles = tile_list(visits, b, n_tiles, tile, tl.cdiv(mask.T_k, BLOCK_N))
+
+    q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc, m, l = forward_tiles(
+        acc, m, l, q_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, tiles, mask, bend, dropout, H,
+        False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
+    whole = whole_stop - whole_start
+    acc, m, l = forward_tiles(
+        acc, m, l, q_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, tiles, mask, bend, dropout,
+        H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
+
+    # 6: a row that saw nothing has 0 / TINY = 0, and log 0 = -inf
+    acc = acc * (keep_scale / tl.maximum(l, TINY))[:, None]
+    o.store([b, h, row0, 0], acc.to(o.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
+    i = row0 + tl.arange(0, BLOCK_M)
+    at = n.to(tl.int64) * mask.T + i
+    tl.store(lse + at, m * LN2 + tl.log(l), mask=i < mask.T)
+    tl.store(lse2 + at, m + tl.log2(l), mask=i < mask.T)
+
+
+@triton.jit
+def delta_kernel(o, do, dlse, lse2, delta, lse2_padded, T, padded, H, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Step 7 for a tile of rows. In lse2_padded a row that saw nothing has inf: all its weights are then 2**-inf = 0; and
+    so have the rows past the last, up to a multiple of the largest tile, which the backward then need not mask."""
+    n_tiles = padded // BLOCK_M
+    tile, n = tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
+    b, h = n // H, n % H
+    i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_i = load(o, b, h, tile * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+    do_i = load(do, b, h, tile * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+    at = n.to(tl.int64) * T + i
+    delta_i = tl.sum(o_i * do_i, 1)
+    if dlse is not None:
+        delta_i -= tl.load(dlse + at, mask=i < T, other=0.0)
+    lse2_i = tl.load(lse2 + at, mask=i < T, other=-float("inf"))
+    at = n.to(tl.int64) * padded + i
+    tl.store(delta + at, delta_i)
+    tl.store(lse2_padded + at, tl.where(lse2_i == -float("inf"), float("inf"), lse2_i))
+
+
+@triton.jit
+def weights_again(s, dp, lse2, delta, b, h, n, i, j, mask, bend, dropout, keep_scale, PART: tl.constexpr):
+    """Steps 8, 10 and 11 of a tile in either orientation: Z p without the factor in Z, and ds."""
+    slope = 1.0
+    factor = bend.scale2
+    if (bend.softcap is not None) or (bend.slopes is not None):
+        s, slope = bent(s, bend, mask, h, i, j)
+        factor = 1.0
+    if PART:
+        s = tl.where(visible(mask, b, i, j), s, -float("inf"))
+    p = tl.exp2(tl.fma(s, factor, -lse2))  # 8
+    zp = p
+    if dropout.seed is not None:
+        keep = keep_mask(dropout, n, i, j)
+        zp = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)  # 10
+    ds = p * (dp - delta)  # 11
+    if bend.softcap is not None:
+        ds *= slope
+    return zp, ds
+
+
+@triton.jit
+def dkdv_tiles(dk, dv, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop, gap_at, gap, tiles, mask, bend,
+               dropout, keep_scale, H, padded, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    n = b * H + h
+    j = column0 + tl.arange(0, BLOCK_N)[:, None]
+    rows = n.to(tl.int64) * padded + tl.arange(0, BLOCK_M)
+    for t in range(start, stop):
+        row0 = tile_at(t, gap_at, gap, tiles) * BLOCK_M
+        i = row0 + tl.arange(0, BLOCK_M)[None, :]
+        q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
+        s = tl.dot(k_j, q_i.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): s transposed, so that p needs not be
+        lse2_i = tl.load(lse2 + rows + row0)
+        do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
+        dp = tl.dot(v_j, do_i.T, input_precision=PRECISION)
+        delta_i = tl.load(delta + rows + row0)
+        zp, ds = weights_again(
+            s, dp, lse2_i[None, :], delta_i[None, :], b, h, n, i, j, mask, bend, dropout, keep_scale, PART
+        )
+        dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=PRECISION)  # 9
+        dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision=PRECISION)  # 12
+    return dk, dv
+
+
+@triton.jit
+def dkdv_kernel(q, k, v, do, lse2, delta, dk, dv, mask, bend, dropout, visits, keep_scale, H, G, padded,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
+    n_tiles = tl.cdiv(mask.T_k, BLOCK_N)
+    tile = tl.program_id(0) % n_tiles  # under a causal mask the first keys are seen by most
+    n = tl.program_id(0) // n_tiles
+    b, h_kv = n // (H // G), n % (H // G)
+    column0 = tile * BLOCK_N
+    start, whole_start, whole_stop, stop = query_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
+    whole = whole_stop - whole_start
+    tiles = tile_list(visits, b, n_tiles, tile, tl.cdiv(mask.T, BLOCK_M))
+
+    k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
+    v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
+    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
+        dk_j, dv_j = dkdv_tiles(
+            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop - whole, whole_start, whole, tiles,
+            mask, bend, dropout, keep_scale, H, padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+        dk_j, dv_j = dkdv_tiles(
+            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, whole_start, whole_stop, stop, 0, tiles,
+            mask, bend, dropout, keep_scale, H, padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    dk_j *= bend.scale
+    dv_j *= keep_scale
+    dk.store([b, h_kv, column0, 0], dk_j.to(dk.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
+    dv.store([b, h_kv, column0, 0], dv_j.to(dv.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
+
+
+@triton.jit
+def dq_tiles(dq, q_i, do_i, lse2_i, delta_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, tiles, mask, bend,
+             dropout, keep_scale, H, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    i = row0 + tl.arange(0, BLOCK_M)[:, None]
+    for t in range(start, stop):
+        column0 = tile_at(t, gap_at, gap, tiles) * BLOCK_N
+        j = column0 + tl.arange(0, BLOCK_N)[None, :]
+        k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
+        s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
+        dp = tl.dot(do_i, v_j.T, input_precision=PRECISION)
+        _, ds = weights_again(
+            s, dp, lse2_i[:, None], delta_i[:, None], b, h, b * H + h, i, j, mask, bend, dropout, keep_scale, PART
+        )
+        dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=PRECISION)  # 12
+    return dq
+
+
+@triton.jit
+def dq_kernel(q, k, v, do, lse2, delta, dq, mask, bend, dropout, visits, keep_scale, H, G, padded,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    n_tiles = tl.cdiv(mask.T, BLOCK_M)
+    tile = n_tiles - 1 - tl.program_id(0) % n_tiles
+    n = tl.program_id(0) // n_tiles
+    b, h = n // H, n % H
+    row0 = tile * BLOCK_M
+    start, whole_start, whole_stop, stop = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
+    whole = whole_stop - whole_start
+    tiles = tile_list(visits, b, n_tiles, tile, tl.cdiv(mask.T_k, BLOCK_N))
+
+    q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
+    do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
+    rows = n.to(tl.int64) * padded + row0 + tl.arange(0, BLOCK_M)
+    lse2_i = tl.load(lse2 + rows)
+    delta_i = tl.load(delta + rows)
+    dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq_i = dq_tiles(
+        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, tiles, mask, bend,
+        dropout, keep_scale, H, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    dq_i = dq_tiles(
+        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, tiles,
+        mask, bend, dropout, keep_scale, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    dq_i *= bend.scale
+    dq.store([b, h, row0, 0], dq_i.to(dq.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
