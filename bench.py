@@ -149,6 +149,7 @@ class Case:
 def race(cfg: Config) -> None:
     device = pick_device(cfg.device)
     facts = {key: value for key, value in about(device).items() if key in COLUMNS}
+    names = entrants(cfg, device)
     out = Path(cfg.out)
     results = out / "results.csv"
     out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
@@ -158,8 +159,8 @@ def race(cfg: Config) -> None:
                 raise ValueError(
                     f"{results} has other columns than this bench writes; move it away or use another out="
                 )
-    told: set[str] = set()  # reasons; each is printed once
-    names = check(cfg, entrants(cfg, device), device, told)
+    told: list[str] = []  # what peers cannot do; each is printed once
+    names = check(cfg, names, device, told)
 
     print(f"TFLOP/s on {facts['device']}, {cfg.dtype}, torch {facts['torch']}, triton {facts['triton']}")
     rows = []
@@ -191,7 +192,7 @@ def race(cfg: Config) -> None:
                 show(f"T {T:>7}  B {case.B:>3}  {which}", {name: cells[name][i] for name in names})
 
     if not rows:
-        raise ValueError(f"impls={cfg.impls}: none of them can do any of these cases, for the reasons above")
+        raise ValueError(f"impls={cfg.impls}: none of them can do any of these cases; {'; '.join(told)}")
     with open(results, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if not file.tell():
@@ -268,14 +269,14 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
     return flash4
 
 
-def attempt(told: set[str], action: Callable, name: str, *arguments):
+def attempt(told: list[str], action: Callable, name: str, *arguments):
     """action(name, *arguments), or a word: "memory" where that ran out, "-" where a peer cannot do it.
 
     The peer's reason is printed, once. What goes wrong in ours is a bug, and is raised.
     """
     try:
         # torch says as a warning why it has no kernel, and then raises an error that does not say it.
-        with warnings.catch_warnings(record=name not in OURS) as said:
+        with warnings.catch_warnings(record=name in SDPA) as said:
             return action(name, *arguments)
     except (ImportError, RuntimeError, AssertionError, ValueError, MemoryError) as error:
         if isinstance(error, MemoryError) or "allocate" in str(error):  # a CPU's allocator has no type of error
@@ -286,7 +287,7 @@ def attempt(told: set[str], action: Callable, name: str, *arguments):
         reason = f"{name}: {words.partition(' (Triggered')[0].partition(chr(10))[0]}"
         if reason not in told:
             print(reason, flush=True)
-        told.add(reason)
+            told.append(reason)
         return "-"
 
 
@@ -309,7 +310,7 @@ def gradients(name: str, case: Case, block: int, x: list[Tensor]) -> list[Tensor
     return forward_and_backward(attention_of(name, case, block, x[0].device), x)
 
 
-def check(cfg: Config, names: list[str], device: torch.device, told: set[str]) -> list[str]:
+def check(cfg: Config, names: list[str], device: torch.device, told: list[str]) -> list[str]:
     """The names of those that are right: each of o, dq, dk, dv within 2 * (naive's error + eps * max |reference|) of
     float64, in every series. A peer drops other weights than ours do, so it is compared without dropout only.
 
@@ -346,7 +347,7 @@ def check(cfg: Config, names: list[str], device: torch.device, told: set[str]) -
             kept.append(name)
             print(f"check {name:14} right: {worst:.2f} of the allowed error, at most", flush=True)
     if not kept:
-        raise ValueError(f"impls={cfg.impls}: none of them runs here, for the reasons above")
+        raise ValueError(f"impls={cfg.impls}: none of them runs here; {'; '.join(told)}")
     return kept
 
 
