@@ -66,7 +66,7 @@ class Config:
     impls: list[str] | None = None  # of IMPLS; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
     head_sizes: list[int] = field(default_factory=lambda: [32])
-    heads: list[int] = field(default_factory=lambda: [4])  # of each head size, or one number for all
+    heads: list[int] = field(default_factory=lambda: [2])  # of each head size, or one number for all
     tokens: int = 1  # of a batch: B = max(1, tokens // T). A GPU is not filled by one short sequence; 32768 is usual
     causal: list[bool] = field(default_factory=lambda: [True, False])
     dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])
@@ -173,6 +173,7 @@ def race(cfg: Config) -> None:
         for T in sorted(set(cfg.lengths)):
             case = Case(max(1, cfg.tokens // T), H, T, D, causal, p)
             x = problem(case, device, DTYPES[cfg.dtype])
+            fresh = []  # rows
             cells = {}  # name -> what the table says of each pass, and of memory
             for name in names:
                 if pace.get(name, 0.0) * case.flops("forward+backward") > cfg.patience:
@@ -187,22 +188,27 @@ def race(cfg: Config) -> None:
                     pace[name] = found[-1]["ms"] / 1e3 / case.flops("forward+backward")
                     cells[name] = [f"{n['tflops']:.3g}" for n in found] + [f"{found[-1]['peak_mib']:.4g}"]
                 shape = asdict(case) | {"tile": cfg.block if name == "tiled" else ""}
-                rows += [facts | {"impl": name, "dtype": cfg.dtype} | shape | numbers for numbers in found]
+                fresh += [facts | {"impl": name, "dtype": cfg.dtype} | shape | numbers for numbers in found]
             for i, which in enumerate((*PASSES, "MiB")):
                 show(f"T {T:>7}  B {case.B:>3}  {which}", {name: cells[name][i] for name in names})
+            append(results, fresh)  # now: a race that is cut short has not been run in vain
+            rows += fresh
 
     if not rows:
         raise ValueError(f"impls={cfg.impls}: none of them can do any of these cases; {'; '.join(told)}")
+    pictures = [str(speed_picture(rows, out / "speed.png"))]
+    if len({row["B"] for row in rows}) == 1:  # a smaller batch at a greater length would hide what the length takes
+        pictures.append(str(memory_picture(rows, out / "memory.png")))
+    print(json.dumps({"results": str(results), "pictures": pictures, "rows": rows}))
+
+
+def append(results: Path, rows: list[dict]) -> None:
     with open(results, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if not file.tell():
             writer.writeheader()
         for row in rows:
             writer.writerow(row | {k: f"{row[k]:.4g}" if row[k] else "" for k in ("ms", "tflops", "peak_mib")})
-    pictures = [str(speed_picture(rows, out / "speed.png"))]
-    if len({row["B"] for row in rows}) == 1:  # a smaller batch at a greater length would hide what the length takes
-        pictures.append(str(memory_picture(rows, out / "memory.png")))
-    print(json.dumps({"results": str(results), "pictures": pictures, "rows": rows}))
 
 
 def show(title: str, cells: dict[str, str]) -> None:

@@ -206,6 +206,22 @@ def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypa
     assert lengths == [32]
 
 
+def test_a_race_that_is_cut_short_keeps_the_rows_it_has(monkeypatch, tmp_path):
+    right = bench.weigh
+
+    def weigh(name, case, block, x):
+        if case.T > 16:
+            raise KeyboardInterrupt
+        return right(name, case, block, x)
+
+    monkeypatch.setattr(bench, "weigh", weigh)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(bench.Config(**SMALL | {"impls": ["naive"], "lengths": [16, 32], "out": str(tmp_path)}))
+    assert [(row["T"], row["pass"]) for row in read(tmp_path / "results.csv")] == [
+        ("16", which) for which in bench.PASSES
+    ]
+
+
 def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
     def broken(name):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
