@@ -498,7 +498,7 @@ def memory_picture(rows: list[dict], path: Path) -> Path:
             axes.axvline(T, color=colour, ls=":")
             middle = axes.get_xaxis_transform()  # x in tokens, y in parts of the frame
             died_here = f"{', '.join(impls)}: out of memory "
-            axes.text(T, 0.97, died_here, color=colour, rotation=90, ha="right", va="top", transform=middle)
+            axes.text(T, 0.97, died_here, color=colour, rotation=90, ha="right", va="top", transform=middle, size=9)
         axes.set_ylabel("peak of forward + backward (GiB)")
         if scale == "log":
             over_length(axes, sorted({row["T"] for row in rows}))
