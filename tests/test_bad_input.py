@@ -652,32 +652,45 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
 
 
 @table(r"""
-    mode=speed                      mode=speed is not known; choose memory or traffic
-    impls=[]                        impls=[]
-    impls=[flash]                   attention.impl=flash is not known
-    impls=[triton]                  attention.impl=triton is not built yet
+    mode=speed                      mode=speed is not known; choose race or traffic
+    impls=[]                        impls=[]: nothing to measure
+    impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
+    impls=[triton]                  attention.impl=triton
     impls=naive                     impls=naive: not of the type
     lengths=[]                      lengths=[]
     lengths=[0]                     lengths[0]=0 must be at least 1
     lengths=[64,-5]                 lengths[1]=-5 must be at least 1
     lengths=[x]                     lengths[0]=x: not of the type
-    heads=0                         heads=0 must be at least 1
-    head_size=0                     head_size=0 must be at least 1
-    repeats=0                       repeats=0 must be at least 1
+    heads=[0]                       heads[0]=0 must be at least 1
+    heads=4                         heads=4: not of the type
+    heads=[1,2]                     give one for each head size, or one for all
+    head_sizes=[]                   head_sizes=[]
+    head_sizes=[0]                  head_sizes[0]=0 must be at least 1
+    tokens=0                        tokens=0 must be at least 1
+    causal=[]                       causal=[]
+    causal=[maybe]                  causal[0]=maybe: not of the type
+    dropout_p=[]                    dropout_p=[]
+    dropout_p=[1]                   dropout_p=1.0 is outside [0, 1)
+    patience=0                      patience=0.0 must be above 0 seconds
+    patience=nan                    patience=nan must be above 0 seconds
+    repeats=3                       there is no key repeats
     dtype=float64                   dtype=float64 is not known; choose float32, bf16, fp16
     device=gpu                      device=gpu cannot be used here
+    on_chip=[4096]                  mode=race does not read it
     mode=traffic on_chip=[]         on_chip=[]
     mode=traffic on_chip=[1]        on_chip=1 holds no row of q, k, v and o
     mode=traffic lengths=[0]        lengths[0]=0 must be at least 1
+    mode=traffic head_sizes=[8,16]  mode=traffic counts for one
+    mode=traffic patience=2         mode=traffic does not read it
     mode=traffic out=/dev/null      /dev/null
     out=                            out= is empty
-    out=/dev/null                   /dev/null
-    out={there}/empty.txt           {there}/empty.txt
+    out=/dev/null impls=[naive]     /dev/null
+    out={there}/empty.txt impls=[naive]    {there}/empty.txt
     --lengths=[3]                   did you mean lengths=[3]?
-    -m heads=1,0                    heads=0 must be at least 1
+    -m heads=[1],[0]                heads[0]=0 must be at least 1
 """)
 def test_a_bench_that_cannot_be(refused, there, typed, answer):
     typed = typed.replace("{there}", str(there)).split()
-    small = ["lengths=[64]", "head_size=8"]
-    small += [] if "mode=traffic" in typed else ["heads=1", "repeats=1", "device=cpu"]  # which that mode refuses
+    small = ["lengths=[64]", "head_sizes=[8]"]
+    small += [] if "mode=traffic" in typed else ["heads=[1]", "device=cpu"]  # which that mode refuses
     refused(bench, there, [*small, f"out={there}/bench", *typed], answer)

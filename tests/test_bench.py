@@ -1,24 +1,33 @@
 """bench.py: its instrument is exact, memory grows as the theory says, and what is wrong is not weighed."""
 
 import csv
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import bench
-from bench import PeakBytes, traffic, weigh
+from bench import Case, PeakBytes, attempt, attention_of, forward_and_backward, peak_bytes, problem, traffic
 from model import attention
 from model.attention import AttentionConfig
 
+CPU = torch.device("cpu")
+SMALL = {"lengths": [64], "heads": [1], "head_sizes": [16], "block": 32, "device": "cpu"}
+
 
 def peak(impl: str, T: int, D: int = 64, block: int = 32, gradients: bool = True) -> int:
-    x = [torch.randn(1, 1, T, D, requires_grad=True) for _ in range(4)]
-    config = AttentionConfig(impl, block, block)
+    case = Case(1, 1, T, D, True, 0.0)
+    x = problem(case, CPU, torch.float32)
+    f = attention_of(impl, case, block, CPU)
     if gradients:
-        return weigh(x, config, repeats=1)[1]
-    with torch.no_grad(), PeakBytes() as counted:
-        attention.attention(*x[:3], config)
-    return counted.peak
+        return peak_bytes(lambda: forward_and_backward(f, x), CPU)
+    with torch.no_grad():
+        return peak_bytes(lambda: f(*x[:3]), CPU)
 
 
 def test_the_instrument_counts_what_is_alive_at_once():
@@ -51,19 +60,236 @@ def test_worked_example_of_memory():
     assert peak("tiled", 1024, gradients=False) == pytest.approx(280 * 1024, rel=0.1)
 
 
-def test_a_run_writes_rows_and_a_picture(tmp_path, capsys):
-    bench.main(bench.Config(lengths=[64, 128], heads=1, head_size=16, repeats=1, device="cpu", out=str(tmp_path)))
-    with open(tmp_path / "results.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["impl"], int(row["T"])) for row in rows] == [
-        ("naive", 64), ("tiled", 64), ("naive", 128), ("tiled", 128)
-    ]  # fmt: skip
-    assert all(float(row["ms"]) > 0 and float(row["peak_mib"]) > 0 and row["commit"] for row in rows)
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.splitlines()[-1].startswith('{"results"')
+# --- the race -------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_implementation_is_not_weighed(monkeypatch, tmp_path):
+def read(path: Path) -> list[dict]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory):
+    """A small race of naive and tiled beside a peer that has no dropout here, and one that is not here: its folder and
+    what it printed."""
+    out = tmp_path_factory.mktemp("bench")
+    lines: list[str] = []
+    impls = ["naive", "tiled", "sdpa_flash", "sdpa_cudnn"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "print", lambda line, flush=False: lines.append(line), raising=False)
+        bench.main(bench.Config(**SMALL | {"lengths": [128, 64], "impls": impls, "tokens": 128, "out": str(out)}))
+    return out, lines
+
+
+def test_every_case_has_a_row_for_each_implementation_and_pass(raced):
+    rows = read(raced[0] / "results.csv")
+    assert list(rows[0]) == bench.COLUMNS
+    assert [(row["impl"], row["pass"]) for row in rows[:9]] == [
+        (impl, which) for impl in ("naive", "tiled", "sdpa_flash") for which in bench.PASSES
+    ]
+    shapes = [("64", "2"), ("128", "1")]
+    cases = dict.fromkeys((row["dropout_p"], row["causal"], row["T"], row["B"]) for row in rows)
+    assert list(cases) == [
+        (p, causal, *shape) for p in ("0.0", "0.1") for causal in ("True", "False") for shape in shapes
+    ]
+    assert len(rows) == 4 * 9 + 4 * 6  # sdpa_flash has no dropout on a CPU
+    assert all(float(row["ms"]) > 0 and row["commit"] for row in rows)
+    assert all(bool(row["peak_mib"]) == (row["pass"] == "forward+backward") for row in rows)
+
+
+def test_the_last_line_is_json_of_the_rows(raced):
+    out, lines = raced
+    last = json.loads(lines[-1])
+    assert [row["pass"] for row in last["rows"]] == [row["pass"] for row in read(Path(last["results"]))]
+    assert Path(last["results"]).parent == out
+
+
+def test_the_table_has_a_column_an_implementation_and_a_line_a_pass(raced):
+    head = raced[1].index(next(line for line in raced[1] if line.startswith("D 16, H 1, causal, dropout_p 0.1")))
+    assert raced[1][head].split()[-3:] == ["naive", "tiled", "sdpa_flash"]
+    table = [line for line in raced[1][head:] if line.startswith("T ")][:4]
+    assert [line.split()[4] for line in table] == [*bench.PASSES, "MiB"]
+    assert all(line.split()[-1] == "-" for line in table)  # no dropout
+
+
+def test_a_peer_that_cannot_do_a_case_is_left_out_of_it_and_the_reason_printed_once(raced):
+    reasons = [line for line in raced[1] if line.startswith("sdpa_")]
+    assert [line.split(":")[0] for line in reasons] == ["sdpa_cudnn", "sdpa_flash"]
+    assert "dropout" in reasons[1]
+
+
+def test_speed_is_drawn_and_memory_only_where_the_batch_is_the_same_at_every_length(raced, tmp_path, capsys):
+    assert json.loads(raced[1][-1])["pictures"] == [str(raced[0] / "speed.png")]
+    assert not (raced[0] / "memory.png").exists()
+    bench.main(bench.Config(**SMALL | {"impls": ["tiled"], "dropout_p": [0.0], "out": str(tmp_path)}))
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["pictures"]) == 2
+    for path in (raced[0] / "speed.png", tmp_path / "speed.png", tmp_path / "memory.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_race_appends_to_the_first_but_not_below_other_columns(tmp_path, capsys):
+    cfg = bench.Config(**SMALL | {"impls": ["naive"], "causal": [True], "dropout_p": [0.0], "out": str(tmp_path)})
+    bench.main(cfg)
+    bench.main(cfg)
+    assert [row["pass"] for row in read(tmp_path / "results.csv")] == [*bench.PASSES] * 2
+    old = "commit,impl\nabc,naive\n"
+    (tmp_path / "results.csv").write_text(old)
+    with pytest.raises(ValueError, match="other columns"):
+        bench.main(cfg)
+    assert (tmp_path / "results.csv").read_text() == old
+
+
+def test_published_results_have_the_columns_of_this_bench():
+    assert list(read(Path(bench.__file__).parent / "docs/results.csv")[0]) == bench.COLUMNS
+
+
+def test_flops_are_counted_as_the_field_counts_them():
+    """FlashAttention's benchmark: 4 B H T T D forward, half of it if causal, 2.5 times that backward."""
+    whole = Case(2, 12, 16384, 64, False, 0.0)
+    assert whole.flops("forward") == 4 * 2 * 12 * 16384**2 * 64
+    assert whole.flops("backward") == 2.5 * whole.flops("forward")
+    causal = Case(2, 12, 16384, 64, True, 0.1)
+    assert causal.flops("forward+backward") == 3.5 * whole.flops("forward") / 2
+
+
+def test_both_passes_together_are_their_sum(raced):
+    last = json.loads(raced[1][-1])["rows"]
+    for forward, backward, both in zip(last[::3], last[1::3], last[2::3], strict=True):
+        assert both["ms"] == forward["ms"] + backward["ms"]
+        case = Case(*(both[name] for name in ("B", "H", "T", "D", "causal", "dropout_p")))
+        assert both["tflops"] == case.flops("forward+backward") / both["ms"] / 1e9
+
+
+def test_inputs_are_random_and_the_same_each_time():
+    case = Case(2, 1, 8, 4, True, 0.0)
+    x = problem(case, CPU, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(x, problem(case, CPU, torch.float32), strict=True))
+    assert all(t.unique().numel() == t.numel() for t in x)
+    assert not any(torch.equal(a, b) for a, b in pairwise(x))
+
+
+def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    found = [{"pass": which, "ms": 100.0, "tflops": 1.0, "peak_mib": 1.0} for which in bench.PASSES]
+    asked = []
+
+    def weigh(name, case, block, x):
+        asked.append((name, case.T))
+        return [n | {"ms": n["ms"] if name == "naive" else 1.0} for n in found]
+
+    monkeypatch.setattr(bench, "weigh", weigh)
+    options = {"impls": ["naive", "tiled"], "lengths": [16, 32, 64, 128], "causal": [True], "dropout_p": [0.0]}
+    bench.main(bench.Config(**SMALL | options | {"patience": 0.5, "out": str(tmp_path)}))
+    # 0.1 s at 16 promise 0.4 s at 32, and the 0.1 s that it takes there 0.4 s at 64, and so on: nobody is slow
+    assert asked == [(name, T) for T in (16, 32, 64, 128) for name in ("naive", "tiled")]
+    asked.clear()
+    bench.main(bench.Config(**SMALL | options | {"patience": 0.3, "out": str(tmp_path)}))
+    assert asked == [("naive", 16), *(("tiled", T) for T in (16, 32, 64, 128))]
+    assert capsys.readouterr().out.count("slow") == 3 * 4  # three lengths, four lines each
+
+
+def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypatch, tmp_path, capsys):
+    right, lengths = bench.weigh, []
+
+    def weigh(name, case, block, x):
+        if name == "naive" and case.T > 16:
+            lengths.append(case.T)
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: you tried to allocate 9999999 bytes")
+        return right(name, case, block, x)
+
+    monkeypatch.setattr(bench, "weigh", weigh)
+    options = {"impls": ["naive", "tiled"], "lengths": [16, 32, 64], "causal": [True], "dropout_p": [0.0]}
+    bench.main(bench.Config(**SMALL | options | {"out": str(tmp_path)}))
+    rows = [
+        row for row in read(tmp_path / "results.csv") if row["impl"] == "naive" and row["pass"] == "forward+backward"
+    ]
+    assert [(row["T"], bool(row["peak_mib"])) for row in rows] == [("16", True), ("32", False), ("64", False)]
+    assert lengths == [32]
+
+
+def test_a_race_that_is_cut_short_keeps_the_rows_it_has(monkeypatch, tmp_path):
+    right = bench.weigh
+
+    def weigh(name, case, block, x):
+        if case.T > 16:
+            raise KeyboardInterrupt
+        return right(name, case, block, x)
+
+    monkeypatch.setattr(bench, "weigh", weigh)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(bench.Config(**SMALL | {"impls": ["naive"], "lengths": [16, 32], "out": str(tmp_path)}))
+    assert [(row["T"], row["pass"]) for row in read(tmp_path / "results.csv")] == [
+        ("16", which) for which in bench.PASSES
+    ]
+
+
+def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
+    def broken(name):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        attempt([], broken, "tiled")
+    assert attempt([], broken, "flex") == "-"
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="triton has a place here"
+)
+def test_triton_without_a_gpu_is_left_out_unless_it_was_asked_for(capsys):
+    names = bench.entrants(bench.Config(), CPU)
+    assert names == [name for name in bench.IMPLS if name != "triton"]
+    assert capsys.readouterr().out.startswith("triton: attention.impl=triton")
+    with pytest.raises(ValueError, match=r"attention\.impl=triton"):
+        bench.entrants(bench.Config(impls=["naive", "triton"]), CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="both run on a GPU")
+@pytest.mark.parametrize(("impl", "p"), [("flex", 0.0), ("sdpa_flash", 0.1)])
+def test_a_race_without_anybody_says_why(impl, p, tmp_path):
+    cfg = bench.Config(**SMALL | {"impls": [impl], "causal": [True], "dropout_p": [p], "out": str(tmp_path)})
+    with pytest.raises(ValueError, match=f"none of them .*; {impl}: (FlexAttention|Both fused kernels) do"):
+        bench.main(cfg)
+
+
+def test_flash4_is_given_its_own_layout(monkeypatch):
+    """A stand-in: the package needs a GPU. It takes (B, T, H, D), and hands out lse as well."""
+    package = ModuleType("flash_attn.cute")
+
+    def flash_attn_func(q, k, v, causal):
+        o = attention.attention(*(x.transpose(1, 2) for x in (q, k, v)), AttentionConfig("naive"), causal=causal)
+        return o.transpose(1, 2), None
+
+    package.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
+    case = Case(2, 3, 8, 4, True, 0.0)
+    x = problem(case, CPU, torch.float32)[:3]
+    found, right = (attention_of(name, case, 4, CPU)(*x) for name in ("flash4", "naive"))
+    assert torch.equal(found, right)
+    with pytest.raises(ValueError, match="no dropout"):
+        attention_of("flash4", Case(2, 3, 8, 4, True, 0.1), 4, CPU)
+
+
+@pytest.mark.parametrize("name", bench.SDPA)
+def test_a_peer_of_torchs_runs_its_own_backend_and_no_other(monkeypatch, name):
+    asked = []
+
+    def sdpa(*args, **kwargs):
+        cuda = torch.backends.cuda
+        flags = {
+            "sdpa_flash": cuda.flash_sdp_enabled(),
+            "sdpa_cudnn": cuda.cudnn_sdp_enabled(),
+            "sdpa_efficient": cuda.mem_efficient_sdp_enabled(),
+            "math": cuda.math_sdp_enabled(),
+        }
+        asked.append([key for key, on in flags.items() if on])
+
+    monkeypatch.setattr(bench.F, "scaled_dot_product_attention", sdpa)
+    case = Case(1, 1, 8, 4, True, 0.0)
+    attention_of(name, case, 4, CPU)(*problem(case, CPU, torch.float32)[:3])
+    assert asked == [[name]]
+
+
+def test_a_wrong_implementation_of_ours_ends_the_bench(monkeypatch, tmp_path):
     right = attention.online_softmax
 
     def wrong(s, m, l, break_it):
@@ -72,8 +298,20 @@ def test_a_wrong_implementation_is_not_weighed(monkeypatch, tmp_path):
 
     monkeypatch.setattr(attention, "online_softmax", wrong)
     with pytest.raises(RuntimeError, match="tiled is further from float64"):
-        bench.main(bench.Config(lengths=[64], heads=1, device="cpu", out=str(tmp_path)))
+        bench.main(bench.Config(**SMALL | {"out": str(tmp_path)}))
     assert not (tmp_path / "results.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda q, k, v, **_: 2 * (q + k + v), lambda q, k, v, **_: q * k * v * torch.nan], ids=["sum", "NaN"]
+)
+def test_a_wrong_peer_is_left_out_with_a_line(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(bench.F, "scaled_dot_product_attention", wrong)
+    cfg = bench.Config(**SMALL | {"causal": [True], "dropout_p": [0.0]})
+    assert bench.check(cfg, ["naive", "sdpa_flash"], CPU, []) == ["naive"]
+    said = capsys.readouterr().out
+    assert "sdpa_flash is further from float64" in said
+    assert "left out" in said
 
 
 @pytest.mark.parametrize(
@@ -81,7 +319,9 @@ def test_a_wrong_implementation_is_not_weighed(monkeypatch, tmp_path):
     [
         ({"dtype": "int8"}, "dtype=int8"),
         ({"lengths": [64, 0]}, r"lengths\[1\]=0"),
-        ({"repeats": 0}, "repeats=0"),
+        ({"heads": [1, 2, 3], "head_sizes": [64, 128]}, r"heads=\[1, 2, 3\] for head_sizes=\[64, 128\]"),
+        ({"impls": ["flash5"]}, "flash5 is not known"),
+        ({"mode": "traffic", "head_sizes": [64, 128]}, "counts for one"),
         ({"mode": "speed"}, "mode=speed"),
     ],
 )
@@ -119,7 +359,7 @@ def test_naive_moves_twenty_tables_of_scores():
 
 
 def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
-    cfg = bench.Config(mode="traffic", lengths=[64, 128], head_size=16, on_chip=[1024], out=str(tmp_path))
+    cfg = bench.Config(mode="traffic", lengths=[64, 128], head_sizes=[16], on_chip=[1024], out=str(tmp_path))
     bench.main(cfg)
     with open(tmp_path / "traffic.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -130,10 +370,10 @@ def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
 
 def test_a_chip_too_small_for_a_row_is_refused():
     with pytest.raises(ValueError, match=r"on_chip=255 .*use 256 or more"):
-        bench.Config(mode="traffic", head_size=64, on_chip=[255])
+        bench.Config(mode="traffic", head_sizes=[64], on_chip=[255])
 
 
-UNREAD = [{"mode": "traffic", "heads": 12}, {"mode": "traffic", "impls": ["sdpa"]}, {"on_chip": [1]}]
+UNREAD = [{"mode": "traffic", "heads": [12]}, {"mode": "traffic", "impls": ["sdpa"]}, {"on_chip": [1]}]
 
 
 @pytest.mark.parametrize("options", UNREAD)
