@@ -73,6 +73,7 @@ class Bend(NamedTuple):
 class Dropout(NamedTuple):
     seed: Tensor | None  # int64 scalar; None: no dropout
     threshold: int  # of 256: bytes below it drop their element
+    zero: float
 
 
 class Visits(NamedTuple):
@@ -162,7 +163,7 @@ MEASURED = {
     ("dkdv", 64, 2): Tiles(64, 64, 4, 2),
     ("dkdv", 128, 2): Tiles(64, 64, 4, 2),
     ("dkdv", 256, 2): Tiles(32, 64, 8, 1),
-    ("dq", 64, 2): Tiles(128, 64, 8, 3),
+    ("dq", 64, 2): Tiles(64, 64, 4, 2),
     ("dq", 128, 2): Tiles(128, 64, 8, 3),
     ("dq", 256, 2): Tiles(64, 64, 8, 1),
     ("forward", 64, 4): Tiles(64, 32, 4, 2),
@@ -197,7 +198,7 @@ def flash_forward(
     q, k, v = aligned(q), aligned(k), aligned(v)
     (B, H, T, D), G = q.shape, q.shape[1] // k.shape[1]
     mask = mask_of(T, k.shape[2], at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
-    dropout, keep_scale = Dropout(seed, drop_threshold), 256 / (256 - drop_threshold)
+    dropout, keep_scale = Dropout(seed, drop_threshold, 0.0), 256 / (256 - drop_threshold)
     BLOCK_D = block_d(D)
 
     def launch(tile: Tiles) -> None:
@@ -226,37 +227,26 @@ def flash_backward(
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     (B, H, T, D), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     mask = mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
-    bend, dropout, keep_scale = (
-        Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes),
-        Dropout(seed, drop_threshold),
-        256 / (256 - drop_threshold),
-    )
-    BLOCK_D = block_d(D)
-    padded = -(-T // 128) * 128  # so that no tile of rows ends outside delta and lse2
+    bend, dropout = Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes), Dropout(seed, drop_threshold, 0.0)
+    BLOCK_D, keep_scale = block_d(D), 256 / (256 - drop_threshold)
+    of_rows, of_keys = tiles_for("dq", BLOCK_D, q.itemsize), tiles_for("dkdv", BLOCK_D, q.itemsize)
+    assert of_rows.BLOCK_M % of_keys.BLOCK_M == 0, "dq_kernel fills lse2 and delta for whole tiles of dkdv_kernel"
+    n_tiles = triton.cdiv(T, of_rows.BLOCK_M)
+    padded = n_tiles * of_rows.BLOCK_M
     delta, lse2_padded = (lse2.new_empty(B, H, padded) for _ in range(2))
-    same = {"BLOCK_D": BLOCK_D, "PRECISION": precision()}
-
-    def launch(kernel, tile: Tiles) -> None:
-        by_rows, by_keys = (
-            (tiled(q, tile.BLOCK_M), tiled(do, tile.BLOCK_M)),
-            (tiled(k, tile.BLOCK_N), tiled(v, tile.BLOCK_N)),
-        )
-        if kernel is dkdv_kernel:
-            grid, out = triton.cdiv(T_k, tile.BLOCK_N) * B * H_kv, (tiled(dk, tile.BLOCK_N), tiled(dv, tile.BLOCK_N))
-        else:
-            grid, out = triton.cdiv(T, tile.BLOCK_M) * B * H, (tiled(dq, tile.BLOCK_M),)
-        where = Visits(*visits(mask, tile.BLOCK_M, tile.BLOCK_N, kernel is dkdv_kernel))
-        kernel[(grid,)](
-            by_rows[0], *by_keys, by_rows[1], lse2_padded, delta, *out, mask, bend, dropout, where, keep_scale, H, H // H_kv,
-            padded, **same, **tile._asdict(),
-        )  # fmt: skip
-
     with on(q.device):
-        delta_kernel[(padded // 64 * B * H,)](
-            tiled(o, 64), tiled(do, 64), dlse, lse2, delta, lse2_padded, T, padded, H, BLOCK_M=64, BLOCK_D=BLOCK_D
-        )
-        launch(dkdv_kernel, tiles_for("dkdv", BLOCK_D, q.itemsize))
-        launch(dq_kernel, tiles_for("dq", BLOCK_D, q.itemsize))
+        M, N = of_rows[:2]
+        dq_kernel[(n_tiles * B * H,)](
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), None if dlse is None else dlse.contiguous(),
+            lse2, lse2_padded, delta, tiled(dq, M), mask, bend, dropout, Visits(*visits(mask, M, N, False)), keep_scale,
+            H, H // H_kv, BLOCK_D=BLOCK_D, PRECISION=precision(), **of_rows._asdict(),
+        )  # fmt: skip
+        M, N = of_keys[:2]
+        dkdv_kernel[(triton.cdiv(T_k, N) * B * H_kv,)](
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), lse2_padded, delta, tiled(dk, N), tiled(dv, N), mask,
+            bend, dropout, Visits(*visits(mask, M, N, True)), keep_scale, H, H // H_kv, padded, BLOCK_D=BLOCK_D,
+            PRECISION=precision(), **of_keys._asdict(),
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -394,19 +384,16 @@ def philox(c0, c1, c2, c3, k0, k1):
     """Seven rounds of Philox 4x32, uint32 all. Words that are the same for a row or a column stay that small: of what
     broadcasts late, the first three rounds cost next to nothing."""
     for _ in tl.static_range(7):
-        c0, c1, c2, c3 = (
-            tl.umulhi(c2, 0xCD9E8D57) ^ c1 ^ k0,
-            c2 * 0xCD9E8D57,
-            tl.umulhi(c0, 0xD2511F53) ^ c3 ^ k1,
-            c0 * 0xD2511F53,
-        )
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57  # one instruction for both halves
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     return c0, c1, c2, c3
 
 
 @triton.jit
-def keep_mask(dropout, n, i, j):
+def keep_mask(dropout, n, row0, column0, i, j):
     """Step 4: the bits of model/dropout.py for rows i and columns j, drawn again by whoever needs them.
 
     Elements 8 apart in rows and columns share a call, as they share a thread in the result of a matrix product. Written
@@ -414,8 +401,8 @@ def keep_mask(dropout, n, i, j):
     """
     seed = tl.load(dropout.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0 = ((i >> 5 << 3) | (i & 7)).to(tl.uint32)
-    c1 = ((j >> 5 << 3) | (j & 7)).to(tl.uint32)
+    c0 = (row0 >> 5 << 3).to(tl.uint32) + ((i >> 5 << 3) | (i & 7)).to(tl.uint32)
+    c1 = (column0 >> 5 << 3).to(tl.uint32) + ((j >> 5 << 3) | (j & 7)).to(tl.uint32)
     w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
     word = tl.where((i & 16) != 0, tl.where((i & 8) != 0, w3, w2), tl.where((i & 8) != 0, w1, w0))
     # the byte to the top, and the compare needs no mask
@@ -477,17 +464,10 @@ def query_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
-def tile_list(visits, b, n, tile, others):
+def tile_at(t, gap_at, gap, visits, listed_at):
+    """The t-th tile to visit: the t-th of those listed, or t itself, with a gap where the whole ones were."""
     if visits.tiles is not None:
-        return visits.tiles + (b * visits.batch * n + tile).to(tl.int64) * others
-    return None
-
-
-@triton.jit
-def tile_at(t, gap_at, gap, tiles):
-    """The t-th tile to visit: tiles' t-th, or t itself, with a gap where the whole ones were."""
-    if tiles is not None:
-        return tl.load(tiles + t)
+        return tl.load(visits.tiles + listed_at + t)
     return t + tl.where(t >= gap_at, gap, 0)
 
 
@@ -497,13 +477,13 @@ def load(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, tiles, mask, bend, dropout, H,
+def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, visits, listed_at, mask, bend, dropout, H,
                   PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
                   RESCALE_OUTPUT: tl.constexpr):  # fmt: skip
     i = row0 + tl.arange(0, BLOCK_M)[:, None]
     for t in range(start, stop):
-        column0 = tile_at(t, gap_at, gap, tiles) * BLOCK_N
+        column0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_N
         j = column0 + tl.arange(0, BLOCK_N)[None, :]
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (BLOCK_M, BLOCK_N)
@@ -515,7 +495,9 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, gap_at, g
             s = tl.where(visible(mask, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, SUBTRACT_MAX, RESCALE_SUM)  # 3
         if dropout.seed is not None:
-            p = tl.where(keep_mask(dropout, b * H + h, i, j), p, 0.0)  # 4, without the factor 1 / (share kept)
+            p = tl.where(
+                keep_mask(dropout, b * H + h, row0, column0, i - row0, j - column0), p, dropout.zero
+            )  # 4, without the factor 1 / (share kept)
         if RESCALE_OUTPUT:
             acc = acc * alpha[:, None]
         v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
@@ -533,18 +515,18 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     b, h = n // H, n % H
     row0 = tile * BLOCK_M
     start, whole_start, whole_stop, stop = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
-    tiles = tile_list(visits, b, n_tiles, tile, tl.cdiv(mask.T_k, BLOCK_N))
+    listed_at = (b * visits.batch * n_tiles + tile).to(tl.int64) * tl.cdiv(mask.T_k, BLOCK_N)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, tiles, mask, bend, dropout, H,
+        acc, m, l, q_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, visits, listed_at, mask, bend, dropout, H,
         False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
     whole = whole_stop - whole_start
     acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, tiles, mask, bend, dropout,
+        acc, m, l, q_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, visits, listed_at, mask, bend, dropout,
         H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
 
     # 6: a row that saw nothing has 0 / TINY = 0, and log 0 = -inf
@@ -557,28 +539,8 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
 
 
 @triton.jit
-def delta_kernel(o, do, dlse, lse2, delta, lse2_padded, T, padded, H, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Step 7 for a tile of rows. In lse2_padded a row that saw nothing has inf: all its weights are then 2**-inf = 0; and
-    so have the rows past the last, up to a multiple of the largest tile, which the backward then need not mask."""
-    n_tiles = padded // BLOCK_M
-    tile, n = tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
-    b, h = n // H, n % H
-    i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_i = load(o, b, h, tile * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
-    do_i = load(do, b, h, tile * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
-    at = n.to(tl.int64) * T + i
-    delta_i = tl.sum(o_i * do_i, 1)
-    if dlse is not None:
-        delta_i -= tl.load(dlse + at, mask=i < T, other=0.0)
-    lse2_i = tl.load(lse2 + at, mask=i < T, other=-float("inf"))
-    at = n.to(tl.int64) * padded + i
-    tl.store(delta + at, delta_i)
-    tl.store(lse2_padded + at, tl.where(lse2_i == -float("inf"), float("inf"), lse2_i))
-
-
-@triton.jit
-def weights_again(s, dp, lse2, delta, b, h, n, i, j, mask, bend, dropout, keep_scale, PART: tl.constexpr):
-    """Steps 8, 10 and 11 of a tile in either orientation: Z p without the factor in Z, and ds."""
+def weights_again(s, lse2, b, h, i, j, mask, bend, PART: tl.constexpr):
+    """Step 8 of a tile in either orientation: p, and d score / d (q k^T scale)."""
     slope = 1.0
     factor = bend.scale2
     if (bend.softcap is not None) or (bend.slopes is not None):
@@ -586,38 +548,44 @@ def weights_again(s, dp, lse2, delta, b, h, n, i, j, mask, bend, dropout, keep_s
         factor = 1.0
     if PART:
         s = tl.where(visible(mask, b, i, j), s, -float("inf"))
-    p = tl.exp2(tl.fma(s, factor, -lse2))  # 8
-    zp = p
-    if dropout.seed is not None:
-        keep = keep_mask(dropout, n, i, j)
-        zp = tl.where(keep, p, 0.0)
-        dp = tl.where(keep, dp * keep_scale, 0.0)  # 10
-    ds = p * (dp - delta)  # 11
-    if bend.softcap is not None:
-        ds *= slope
-    return zp, ds
+    return tl.exp2(tl.fma(s, factor, -lse2)), slope
 
 
 @triton.jit
-def dkdv_tiles(dk, dv, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop, gap_at, gap, tiles, mask, bend,
+def score_gradient(p, dp, delta, keep, slope, bend, dropout, keep_scale):
+    """Steps 10 and 11: ds."""
+    if dropout.seed is not None:
+        dp = tl.where(keep, dp * keep_scale, dropout.zero)
+    ds = p * (dp - delta)
+    if bend.softcap is not None:
+        ds *= slope
+    return ds
+
+
+@triton.jit
+def dkdv_tiles(dk, dv, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
                dropout, keep_scale, H, padded, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     n = b * H + h
     j = column0 + tl.arange(0, BLOCK_N)[:, None]
-    rows = n.to(tl.int64) * padded + tl.arange(0, BLOCK_M)
+    lse2 += n.to(tl.int64) * padded
+    delta += n.to(tl.int64) * padded
     for t in range(start, stop):
-        row0 = tile_at(t, gap_at, gap, tiles) * BLOCK_M
+        row0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_M
         i = row0 + tl.arange(0, BLOCK_M)[None, :]
         q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
         s = tl.dot(k_j, q_i.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): s transposed, so that p needs not be
-        lse2_i = tl.load(lse2 + rows + row0)
+        lse2_i = tl.load(lse2 + row0 + tl.arange(0, BLOCK_M))
+        p, slope = weights_again(s, lse2_i[None, :], b, h, i, j, mask, bend, PART)  # 8
+        zp, keep = p, True
+        if dropout.seed is not None:  # drawn again: the same bits as in the forward
+            keep = keep_mask(dropout, n, row0, column0, i - row0, j - column0)
+            zp = tl.where(keep, p, dropout.zero)
         do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
-        dp = tl.dot(v_j, do_i.T, input_precision=PRECISION)
-        delta_i = tl.load(delta + rows + row0)
-        zp, ds = weights_again(
-            s, dp, lse2_i[None, :], delta_i[None, :], b, h, n, i, j, mask, bend, dropout, keep_scale, PART
-        )
         dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=PRECISION)  # 9
+        dp = tl.dot(v_j, do_i.T, input_precision=PRECISION)  # 10
+        delta_i = tl.load(delta + row0 + tl.arange(0, BLOCK_M))
+        ds = score_gradient(p, dp, delta_i[None, :], keep, slope, bend, dropout, keep_scale)  # 11
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision=PRECISION)  # 12
     return dk, dv
 
@@ -633,7 +601,7 @@ def dkdv_kernel(q, k, v, do, lse2, delta, dk, dv, mask, bend, dropout, visits, k
     column0 = tile * BLOCK_N
     start, whole_start, whole_stop, stop = query_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
     whole = whole_stop - whole_start
-    tiles = tile_list(visits, b, n_tiles, tile, tl.cdiv(mask.T, BLOCK_M))
+    listed_at = (b * visits.batch * n_tiles + tile).to(tl.int64) * tl.cdiv(mask.T, BLOCK_M)
 
     k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
     v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
@@ -641,10 +609,10 @@ def dkdv_kernel(q, k, v, do, lse2, delta, dk, dv, mask, bend, dropout, visits, k
     dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
         dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop - whole, whole_start, whole, tiles,
+            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop - whole, whole_start, whole, visits, listed_at,
             mask, bend, dropout, keep_scale, H, padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
         dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, whole_start, whole_stop, stop, 0, tiles,
+            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, whole_start, whole_stop, stop, 0, visits, listed_at,
             mask, bend, dropout, keep_scale, H, padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dk_j *= bend.scale
     dv_j *= keep_scale
@@ -653,26 +621,28 @@ def dkdv_kernel(q, k, v, do, lse2, delta, dk, dv, mask, bend, dropout, visits, k
 
 
 @triton.jit
-def dq_tiles(dq, q_i, do_i, lse2_i, delta_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, tiles, mask, bend,
+def dq_tiles(dq, q_i, do_i, lse2_i, delta_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
              dropout, keep_scale, H, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     i = row0 + tl.arange(0, BLOCK_M)[:, None]
     for t in range(start, stop):
-        column0 = tile_at(t, gap_at, gap, tiles) * BLOCK_N
+        column0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_N
         j = column0 + tl.arange(0, BLOCK_N)[None, :]
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        p, slope = weights_again(s, lse2_i[:, None], b, h, i, j, mask, bend, PART)  # 8
+        keep = True
+        if dropout.seed is not None:
+            keep = keep_mask(dropout, b * H + h, row0, column0, i - row0, j - column0)
         v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
-        dp = tl.dot(do_i, v_j.T, input_precision=PRECISION)
-        _, ds = weights_again(
-            s, dp, lse2_i[:, None], delta_i[:, None], b, h, b * H + h, i, j, mask, bend, dropout, keep_scale, PART
-        )
+        dp = tl.dot(do_i, v_j.T, input_precision=PRECISION)  # 10
+        ds = score_gradient(p, dp, delta_i[:, None], keep, slope, bend, dropout, keep_scale)  # 11
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=PRECISION)  # 12
     return dq
 
 
 @triton.jit
-def dq_kernel(q, k, v, do, lse2, delta, dq, mask, bend, dropout, visits, keep_scale, H, G, padded,
+def dq_kernel(q, k, v, o, do, dlse, lse2, lse2_padded, delta, dq, mask, bend, dropout, visits, keep_scale, H, G,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T, BLOCK_M)
@@ -682,19 +652,30 @@ def dq_kernel(q, k, v, do, lse2, delta, dq, mask, bend, dropout, visits, keep_sc
     row0 = tile * BLOCK_M
     start, whole_start, whole_stop, stop = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
     whole = whole_stop - whole_start
-    tiles = tile_list(visits, b, n_tiles, tile, tl.cdiv(mask.T_k, BLOCK_N))
+    listed_at = (b * visits.batch * n_tiles + tile).to(tl.int64) * tl.cdiv(mask.T_k, BLOCK_N)
+
+    do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
+    o_i = load(o, b, h, row0, BLOCK_M, BLOCK_D)
+    i = row0 + tl.arange(0, BLOCK_M)
+    at = n.to(tl.int64) * mask.T + i
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # 7
+    if dlse is not None:
+        delta_i -= tl.load(dlse + at, mask=i < mask.T, other=0.0)
+    # A row that saw nothing gets inf: all its weights are then 2**-inf = 0. So do the rows past the last, up to the end
+    # of the tile, which dkdv_kernel then need not mask.
+    lse2_i = tl.load(lse2 + at, mask=i < mask.T, other=-float("inf"))
+    lse2_i = tl.where(lse2_i == -float("inf"), float("inf"), lse2_i)
+    at = n.to(tl.int64) * (n_tiles * BLOCK_M) + i
+    tl.store(delta + at, delta_i)
+    tl.store(lse2_padded + at, lse2_i)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
-    do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
-    rows = n.to(tl.int64) * padded + row0 + tl.arange(0, BLOCK_M)
-    lse2_i = tl.load(lse2 + rows)
-    delta_i = tl.load(delta + rows)
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq_i = dq_tiles(
-        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, tiles, mask, bend,
+        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, visits, listed_at, mask, bend,
         dropout, keep_scale, H, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dq_i = dq_tiles(
-        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, tiles,
+        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, visits, listed_at,
         mask, bend, dropout, keep_scale, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dq_i *= bend.scale
     dq.store([b, h, row0, 0], dq_i.to(dq.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
