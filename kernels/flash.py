@@ -233,17 +233,17 @@ def flash_backward(
     assert of_rows.BLOCK_M % of_keys.BLOCK_M == 0, "dq_kernel fills lse2 and delta for whole tiles of dkdv_kernel"
     n_tiles = triton.cdiv(T, of_rows.BLOCK_M)
     padded = n_tiles * of_rows.BLOCK_M
-    delta, lse2_padded = (lse2.new_empty(B, H, padded) for _ in range(2))
+    rows = lse2.new_empty(B, H, padded, 2)  # lse2 and delta of each, side by side: one load
     with on(q.device):
         M, N = of_rows[:2]
         dq_kernel[(n_tiles * B * H,)](
             tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), None if dlse is None else dlse.contiguous(),
-            lse2, lse2_padded, delta, tiled(dq, M), mask, bend, dropout, Visits(*visits(mask, M, N, False)), keep_scale,
+            lse2, rows, tiled(dq, M), mask, bend, dropout, Visits(*visits(mask, M, N, False)), keep_scale,
             H, H // H_kv, BLOCK_D=BLOCK_D, PRECISION=precision(), **of_rows._asdict(),
         )  # fmt: skip
         M, N = of_keys[:2]
         dkdv_kernel[(triton.cdiv(T_k, N) * B * H_kv,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), lse2_padded, delta, tiled(dk, N), tiled(dv, N), mask,
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), rows, tiled(dk, N), tiled(dv, N), mask,
             bend, dropout, Visits(*visits(mask, M, N, True)), keep_scale, H, H // H_kv, padded, BLOCK_D=BLOCK_D,
             PRECISION=precision(), **of_keys._asdict(),
         )  # fmt: skip
@@ -401,12 +401,20 @@ def keep_mask(dropout, n, row0, column0, i, j):
     """
     seed = tl.load(dropout.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0 = (row0 >> 5 << 3).to(tl.uint32) + ((i >> 5 << 3) | (i & 7)).to(tl.uint32)
-    c1 = (column0 >> 5 << 3).to(tl.uint32) + ((j >> 5 << 3) | (j & 7)).to(tl.uint32)
+    c0 = (row0 >> 5 << 3).to(tl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(tl.uint32)
+    c1 = (column0 >> 5 << 3).to(tl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(tl.uint32)
     w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
     word = tl.where((i & 16) != 0, tl.where((i & 8) != 0, w3, w2), tl.where((i & 8) != 0, w1, w0))
     # the byte to the top, and the compare needs no mask
     return (word << (24 - (j & 24)).to(tl.uint32)) >= (dropout.threshold << 24).to(tl.uint32)
+
+
+@triton.jit
+def dropped(p, n, row0, column0, i, j, dropout):
+    """Step 4: Z p without the factor in Z, which comes last; in the backward the same bits again."""
+    if dropout.seed is not None:
+        return tl.where(keep_mask(dropout, n, row0, column0, i, j), p, dropout.zero)
+    return p
 
 
 @triton.jit
@@ -481,10 +489,11 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, gap_at, g
                   PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
                   RESCALE_OUTPUT: tl.constexpr):  # fmt: skip
-    i = row0 + tl.arange(0, BLOCK_M)[:, None]
+    row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    i = row0 + row
     for t in range(start, stop):
         column0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_N
-        j = column0 + tl.arange(0, BLOCK_N)[None, :]
+        j = column0 + column
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (BLOCK_M, BLOCK_N)
         factor = bend.scale2
@@ -539,7 +548,7 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
 
 
 @triton.jit
-def weights_again(s, lse2, b, h, i, j, mask, bend, PART: tl.constexpr):
+def weights_again(s, minus_lse2, b, h, i, j, mask, bend, PART: tl.constexpr):
     """Step 8 of a tile in either orientation: p, and d score / d (q k^T scale)."""
     slope = 1.0
     factor = bend.scale2
@@ -548,50 +557,48 @@ def weights_again(s, lse2, b, h, i, j, mask, bend, PART: tl.constexpr):
         factor = 1.0
     if PART:
         s = tl.where(visible(mask, b, i, j), s, -float("inf"))
-    return tl.exp2(tl.fma(s, factor, -lse2)), slope
+    return tl.exp2(tl.fma(s, factor, minus_lse2)), slope
 
 
 @triton.jit
-def score_gradient(p, dp, delta, keep, slope, bend, dropout, keep_scale):
-    """Steps 10 and 11: ds."""
+def score_gradient(p, zp, dp, delta, slope, bend, dropout):
+    """Step 11, ds without the factor in Z, which delta comes divided by: (Z p) dp - p delta takes one mask for dv and ds."""
     if dropout.seed is not None:
-        dp = tl.where(keep, dp * keep_scale, dropout.zero)
-    ds = p * (dp - delta)
+        ds = tl.fma(zp, dp, -(p * delta))
+    else:
+        ds = p * (dp - delta)
     if bend.softcap is not None:
         ds *= slope
     return ds
 
 
 @triton.jit
-def dkdv_tiles(dk, dv, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
-               dropout, keep_scale, H, padded, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
+               dropout, H, padded, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     n = b * H + h
-    j = column0 + tl.arange(0, BLOCK_N)[:, None]
-    lse2 += n.to(tl.int64) * padded
-    delta += n.to(tl.int64) * padded
+    row, column = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
+    j = column0 + column
+    of_rows += n.to(tl.int64) * padded * 2
     for t in range(start, stop):
         row0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_M
-        i = row0 + tl.arange(0, BLOCK_M)[None, :]
+        i = row0 + row
         q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
         s = tl.dot(k_j, q_i.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): s transposed, so that p needs not be
-        lse2_i = tl.load(lse2 + row0 + tl.arange(0, BLOCK_M))
-        p, slope = weights_again(s, lse2_i[None, :], b, h, i, j, mask, bend, PART)  # 8
-        zp, keep = p, True
-        if dropout.seed is not None:  # drawn again: the same bits as in the forward
-            keep = keep_mask(dropout, n, row0, column0, i - row0, j - column0)
-            zp = tl.where(keep, p, dropout.zero)
         do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
-        dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=PRECISION)  # 9
         dp = tl.dot(v_j, do_i.T, input_precision=PRECISION)  # 10
-        delta_i = tl.load(delta + row0 + tl.arange(0, BLOCK_M))
-        ds = score_gradient(p, dp, delta_i[None, :], keep, slope, bend, dropout, keep_scale)  # 11
+        at = row0 + tl.arange(0, BLOCK_M)[:, None]
+        minus_lse2_i, delta_i = tl.split(tl.load(of_rows + at * 2 + tl.arange(0, 2)[None, :]))
+        p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, mask, bend, PART)  # 8
+        zp = dropped(p, n, row0, column0, row, column, dropout)
+        dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=PRECISION)  # 9
+        ds = score_gradient(p, zp, dp, delta_i[None, :], slope, bend, dropout)  # 11
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision=PRECISION)  # 12
     return dk, dv
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, do, lse2, delta, dk, dv, mask, bend, dropout, visits, keep_scale, H, G, padded,
+def dkdv_kernel(q, k, v, do, of_rows, dk, dv, mask, bend, dropout, visits, keep_scale, H, G, padded,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                 PRECISION: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T_k, BLOCK_N)
@@ -609,40 +616,39 @@ def dkdv_kernel(q, k, v, do, lse2, delta, dk, dv, mask, bend, dropout, visits, k
     dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
         dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, start, stop - whole, whole_start, whole, visits, listed_at,
-            mask, bend, dropout, keep_scale, H, padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, start, stop - whole, whole_start, whole, visits, listed_at,
+            mask, bend, dropout, H, padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
         dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, lse2, delta, b, h, column0, whole_start, whole_stop, stop, 0, visits, listed_at,
-            mask, bend, dropout, keep_scale, H, padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
-    dk_j *= bend.scale
+            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, whole_start, whole_stop, stop, 0, visits, listed_at,
+            mask, bend, dropout, H, padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    dk_j *= bend.scale * keep_scale
     dv_j *= keep_scale
     dk.store([b, h_kv, column0, 0], dk_j.to(dk.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
     dv.store([b, h_kv, column0, 0], dv_j.to(dv.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
 
 
 @triton.jit
-def dq_tiles(dq, q_i, do_i, lse2_i, delta_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
-             dropout, keep_scale, H, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
+             dropout, H, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    i = row0 + tl.arange(0, BLOCK_M)[:, None]
+    row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    i = row0 + row
     for t in range(start, stop):
         column0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_N
-        j = column0 + tl.arange(0, BLOCK_N)[None, :]
+        j = column0 + column
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-        p, slope = weights_again(s, lse2_i[:, None], b, h, i, j, mask, bend, PART)  # 8
-        keep = True
-        if dropout.seed is not None:
-            keep = keep_mask(dropout, b * H + h, row0, column0, i - row0, j - column0)
         v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
         dp = tl.dot(do_i, v_j.T, input_precision=PRECISION)  # 10
-        ds = score_gradient(p, dp, delta_i[:, None], keep, slope, bend, dropout, keep_scale)  # 11
+        p, slope = weights_again(s, minus_lse2_i[:, None], b, h, i, j, mask, bend, PART)  # 8
+        zp = dropped(p, b * H + h, row0, column0, row, column, dropout)
+        ds = score_gradient(p, zp, dp, delta_i[:, None], slope, bend, dropout)  # 11
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=PRECISION)  # 12
     return dq
 
 
 @triton.jit
-def dq_kernel(q, k, v, o, do, dlse, lse2, lse2_padded, delta, dq, mask, bend, dropout, visits, keep_scale, H, G,
+def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visits, keep_scale, H, G,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T, BLOCK_M)
@@ -661,21 +667,21 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, lse2_padded, delta, dq, mask, bend, dr
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # 7
     if dlse is not None:
         delta_i -= tl.load(dlse + at, mask=i < mask.T, other=0.0)
-    # A row that saw nothing gets inf: all its weights are then 2**-inf = 0. So do the rows past the last, up to the end
-    # of the tile, which dkdv_kernel then need not mask.
-    lse2_i = tl.load(lse2 + at, mask=i < mask.T, other=-float("inf"))
-    lse2_i = tl.where(lse2_i == -float("inf"), float("inf"), lse2_i)
-    at = n.to(tl.int64) * (n_tiles * BLOCK_M) + i
-    tl.store(delta + at, delta_i)
-    tl.store(lse2_padded + at, lse2_i)
+    delta_i = delta_i / keep_scale
+    # A row that saw nothing gets -inf, not inf: all its weights are then 2**-inf = 0. So do the rows past the last, up to
+    # the end of the tile, which dkdv_kernel then need not mask.
+    minus_lse2_i = -tl.load(lse2 + at, mask=i < mask.T, other=float("inf"))
+    minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
+    at = (n.to(tl.int64) * (n_tiles * BLOCK_M) + i[:, None]) * 2 + tl.arange(0, 2)[None, :]
+    tl.store(of_rows + at, tl.join(minus_lse2_i, delta_i))
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq_i = dq_tiles(
-        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, visits, listed_at, mask, bend,
-        dropout, keep_scale, H, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+        dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, visits, listed_at, mask, bend,
+        dropout, H, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dq_i = dq_tiles(
-        dq_i, q_i, do_i, lse2_i, delta_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, visits, listed_at,
-        mask, bend, dropout, keep_scale, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
-    dq_i *= bend.scale
+        dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, visits, listed_at,
+        mask, bend, dropout, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    dq_i *= bend.scale * keep_scale
     dq.store([b, h, row0, 0], dq_i.to(dq.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
