@@ -152,6 +152,7 @@ class Tiles(NamedTuple):
     BLOCK_N: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None  # registers a thread, where fewer let one more program onto a multiprocessor
 
 
 # (kernel, BLOCK_D at most, bytes a number) -> tiles that were the fastest on an H200 (LOG.md). Every one of them also
@@ -335,12 +336,13 @@ def tiled(x: Tensor, rows: int) -> TensorDescriptor:
 @triton.jit
 def visible(mask, b, i, j):
     """May row i see column j? Index tensors that broadcast, in either order, so that it also serves transposed tiles."""
-    seen = j < mask.T_k
     position = i + (mask.T_k - mask.T)
     if mask.positions is not None:
         position = tl.load(mask.positions + i, mask=i < mask.T, other=0).to(tl.int32)
+    last = mask.T_k - 1
     if mask.at_most is not None:
-        seen = seen & (j <= position + mask.at_most)
+        last = tl.minimum(position + mask.at_most, last)
+    seen = j <= last
     if mask.at_least is not None:
         seen = seen & (j >= position + mask.at_least)
     if mask.documents_q is not None:
