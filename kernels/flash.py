@@ -152,36 +152,43 @@ class Tiles(NamedTuple):
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # registers a thread, where fewer let one more program onto a multiprocessor
 
 
-# (kernel, BLOCK_D at most, bytes a number) -> tiles that were the fastest on an H200 (LOG.md). Every one of them also
-# compiles without spills for sm_80, sm_90 and sm_100 (tests/test_flash_compile.py).
+# (kernel, BLOCK_D up to, bytes a number, dropout) -> the tiles that were the fastest on an H200 (LOG.md).
 MEASURED = {
-    ("forward", 64, 2): Tiles(64, 128, 4, 2),
-    ("forward", 128, 2): Tiles(128, 64, 4, 2),
-    ("forward", 256, 2): Tiles(128, 64, 8, 2),
-    ("dkdv", 64, 2): Tiles(64, 64, 4, 2),
-    ("dkdv", 128, 2): Tiles(64, 64, 4, 2),
-    ("dkdv", 256, 2): Tiles(32, 64, 8, 1),
-    ("dq", 64, 2): Tiles(64, 64, 4, 2),
-    ("dq", 128, 2): Tiles(128, 64, 8, 3),
-    ("dq", 256, 2): Tiles(64, 64, 8, 1),
-    ("forward", 64, 4): Tiles(64, 32, 4, 2),
-    ("forward", 128, 4): Tiles(32, 32, 4, 2),
-    ("forward", 256, 4): Tiles(32, 32, 8, 1),
-    ("dkdv", 64, 4): Tiles(32, 32, 4, 1),
-    ("dkdv", 128, 4): Tiles(32, 32, 8, 1),
-    ("dkdv", 256, 4): Tiles(32, 32, 8, 1),
-    ("dq", 64, 4): Tiles(32, 32, 4, 1),
-    ("dq", 128, 4): Tiles(32, 32, 8, 1),
-    ("dq", 256, 4): Tiles(32, 32, 8, 1),
+    ("forward", 64, 2, False): Tiles(64, 128, 4, 2),
+    ("forward", 64, 2, True): Tiles(64, 64, 4, 3),
+    ("forward", 128, 2, False): Tiles(128, 64, 4, 2),
+    ("forward", 128, 2, True): Tiles(64, 64, 4, 3),
+    ("forward", 256, 2, False): Tiles(128, 64, 8, 2),
+    ("forward", 256, 2, True): Tiles(128, 64, 8, 2),
+    ("dq", 64, 2, False): Tiles(64, 64, 4, 3),
+    ("dq", 64, 2, True): Tiles(64, 64, 4, 2),
+    ("dq", 128, 2, False): Tiles(128, 64, 8, 3),
+    ("dq", 128, 2, True): Tiles(128, 64, 8, 3),
+    ("dq", 256, 2, False): Tiles(64, 64, 8, 1),
+    ("dq", 256, 2, True): Tiles(64, 64, 8, 1),
+    ("dkdv", 64, 2, False): Tiles(64, 64, 4, 2),
+    ("dkdv", 64, 2, True): Tiles(64, 64, 4, 3),
+    ("dkdv", 128, 2, False): Tiles(64, 64, 4, 2),
+    ("dkdv", 128, 2, True): Tiles(64, 64, 4, 2),
+    ("dkdv", 256, 2, False): Tiles(32, 64, 8, 1),
+    ("dkdv", 256, 2, True): Tiles(32, 64, 8, 1),
+    ("forward", 64, 4, False): Tiles(64, 32, 4, 2),
+    ("forward", 128, 4, False): Tiles(32, 32, 4, 2),
+    ("forward", 256, 4, False): Tiles(32, 32, 8, 1),
+    ("dq", 64, 4, False): Tiles(32, 32, 4, 1),
+    ("dq", 128, 4, False): Tiles(32, 32, 8, 1),
+    ("dq", 256, 4, False): Tiles(32, 32, 8, 1),
+    ("dkdv", 64, 4, False): Tiles(32, 32, 4, 1),
+    ("dkdv", 128, 4, False): Tiles(32, 32, 8, 1),
+    ("dkdv", 256, 4, False): Tiles(32, 32, 8, 1),
 }
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it when it meets @triton.jit, that is, here
 
 
-def tiles_for(kernel: str, BLOCK_D: int, itemsize: int) -> Tiles:
-    return MEASURED[kernel, max(64, BLOCK_D), itemsize]
+def tiles_for(kernel: str, BLOCK_D: int, itemsize: int, dropout: bool) -> Tiles:
+    return MEASURED[kernel, max(64, BLOCK_D), itemsize, dropout and itemsize == 2]
 
 
 @torch.library.custom_op("tilegpt::flash_forward", mutates_args=())
@@ -211,7 +218,7 @@ def flash_forward(
         )  # fmt: skip
 
     with on(q.device):
-        launch(tiles_for("forward", BLOCK_D, q.itemsize))
+        launch(tiles_for("forward", BLOCK_D, q.itemsize, seed is not None))
     return o, lse, lse2
 
 
@@ -230,7 +237,7 @@ def flash_backward(
     mask = mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
     bend, dropout = Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes), Dropout(seed, drop_threshold, 0.0)
     BLOCK_D, keep_scale = block_d(D), 256 / (256 - drop_threshold)
-    of_rows, of_keys = tiles_for("dq", BLOCK_D, q.itemsize), tiles_for("dkdv", BLOCK_D, q.itemsize)
+    of_rows, of_keys = tiles_for("dq", BLOCK_D, q.itemsize, seed is not None), tiles_for("dkdv", BLOCK_D, q.itemsize, seed is not None)
     assert of_rows.BLOCK_M % of_keys.BLOCK_M == 0, "dq_kernel fills lse2 and delta for whole tiles of dkdv_kernel"
     n_tiles = triton.cdiv(T, of_rows.BLOCK_M)
     padded = n_tiles * of_rows.BLOCK_M
