@@ -61,6 +61,19 @@ class Mask(NamedTuple):
     block_columns: int
 
 
+class Matrix(NamedTuple):
+    """A (B, H, T, D) tensor, as the kernels read and write it in tiles of rows: through a descriptor where the hardware
+    has them (sm_90 on), else through pointers, which are 64 bits wide as the offsets are."""
+
+    descriptor: TensorDescriptor | None
+    pointer: Tensor | None
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    rows: int
+    width: int | None  # D where it is less than BLOCK_D
+
+
 class Bend(NamedTuple):
     """What becomes of q k^T before the softmax."""
 
@@ -174,13 +187,13 @@ MEASURED = {
     ("dkdv", 128, 2, True): Tiles(64, 64, 4, 2),
     ("dkdv", 256, 2, False): Tiles(32, 64, 8, 1),
     ("dkdv", 256, 2, True): Tiles(32, 64, 8, 1),
-    ("forward", 64, 4, False): Tiles(64, 32, 4, 2),
-    ("forward", 128, 4, False): Tiles(32, 32, 4, 2),
+    ("forward", 64, 4, False): Tiles(32, 32, 8, 1),
+    ("forward", 128, 4, False): Tiles(32, 32, 8, 1),
     ("forward", 256, 4, False): Tiles(32, 32, 8, 1),
-    ("dq", 64, 4, False): Tiles(32, 32, 4, 1),
+    ("dq", 64, 4, False): Tiles(32, 32, 8, 1),
     ("dq", 128, 4, False): Tiles(32, 32, 8, 1),
     ("dq", 256, 4, False): Tiles(32, 32, 8, 1),
-    ("dkdv", 64, 4, False): Tiles(32, 32, 4, 1),
+    ("dkdv", 64, 4, False): Tiles(32, 32, 8, 1),
     ("dkdv", 128, 4, False): Tiles(32, 32, 8, 1),
     ("dkdv", 256, 4, False): Tiles(32, 32, 8, 1),
 }
@@ -235,9 +248,15 @@ def flash_backward(
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     (B, H, T, D), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     mask = mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
-    bend, dropout = Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes), Dropout(seed, drop_threshold, 0.0)
+    bend, dropout = (
+        Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes),
+        Dropout(seed, drop_threshold, 0.0),
+    )
     BLOCK_D, keep_scale = block_d(D), 256 / (256 - drop_threshold)
-    of_rows, of_keys = tiles_for("dq", BLOCK_D, q.itemsize, seed is not None), tiles_for("dkdv", BLOCK_D, q.itemsize, seed is not None)
+    of_rows, of_keys = (
+        tiles_for("dq", BLOCK_D, q.itemsize, seed is not None),
+        tiles_for("dkdv", BLOCK_D, q.itemsize, seed is not None),
+    )
     assert of_rows.BLOCK_M % of_keys.BLOCK_M == 0, "dq_kernel fills lse2 and delta for whole tiles of dkdv_kernel"
     n_tiles = triton.cdiv(T, of_rows.BLOCK_M)
     padded = n_tiles * of_rows.BLOCK_M
@@ -330,10 +349,17 @@ def aligned(x: Tensor) -> Tensor:
     return like_heads(x).copy_(x)
 
 
-def tiled(x: Tensor, rows: int) -> TensorDescriptor:
+def tiled(x: Tensor, rows: int) -> Matrix:
     """x in tiles of rows x BLOCK_D. An axis of one element may have any stride; a descriptor may not."""
+    BLOCK_D = block_d(x.shape[3])
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block_d(x.shape[3])])
+    if has_descriptors(x.device):
+        return Matrix(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, BLOCK_D]), None, 0, 0, 0, 0, None)
+    return Matrix(None, x, *strides, x.shape[2], None if x.shape[3] == BLOCK_D else x.shape[3])
+
+
+def has_descriptors(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,7 +516,32 @@ def tile_at(t, gap_at, gap, visits, listed_at):
 
 @triton.jit
 def load(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    return x.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    """A tile (ROWS, BLOCK_D) of a Matrix, 0 where it reaches beyond."""
+    if x.descriptor is not None:
+        tile = x.descriptor.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        at, inside = places(x, b, h, row, ROWS, BLOCK_D)
+        tile = tl.load(at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store(x, b, h, row, values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    if x.descriptor is not None:
+        x.descriptor.store([b, h, row, 0], values.to(x.descriptor.dtype).reshape(1, 1, ROWS, BLOCK_D))
+    else:
+        at, inside = places(x, b, h, row, ROWS, BLOCK_D)
+        tl.store(at, values.to(x.pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    i, d = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    head = x.pointer + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    inside = i < x.rows
+    if x.width is not None:
+        inside = inside & (d < x.width)
+    return head + (i.to(tl.int64) * x.stride_t + d), inside
 
 
 @triton.jit
@@ -549,7 +600,7 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
 
     # 6: a row that saw nothing has 0 / TINY = 0, and log 0 = -inf
     acc = acc * (keep_scale / tl.maximum(l, TINY))[:, None]
-    o.store([b, h, row0, 0], acc.to(o.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
+    store(o, b, h, row0, acc, BLOCK_M, BLOCK_D)
     i = row0 + tl.arange(0, BLOCK_M)
     at = n.to(tl.int64) * mask.T + i
     tl.store(lse + at, m * LN2 + tl.log(l), mask=i < mask.T)
@@ -632,8 +683,8 @@ def dkdv_kernel(q, k, v, do, of_rows, dk, dv, mask, bend, dropout, visits, keep_
             mask, bend, dropout, H, padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dk_j *= bend.scale * keep_scale
     dv_j *= keep_scale
-    dk.store([b, h_kv, column0, 0], dk_j.to(dk.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
-    dv.store([b, h_kv, column0, 0], dv_j.to(dv.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
+    store(dk, b, h_kv, column0, dk_j, BLOCK_N, BLOCK_D)
+    store(dv, b, h_kv, column0, dv_j, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
@@ -693,4 +744,4 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visi
         dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, visits, listed_at,
         mask, bend, dropout, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dq_i *= bend.scale * keep_scale
-    dq.store([b, h, row0, 0], dq_i.to(dq.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
+    store(dq, b, h, row0, dq_i, BLOCK_M, BLOCK_D)
