@@ -11,9 +11,8 @@ order in which they run:
 
     flash_attention    the door: checks, and the op that torch.compile and autograd know
     forward_kernel     a program for each tile of queries                     steps 1 to 6
-    delta_kernel       a row's delta, and its lse in base 2                   step 7
+    dq_kernel          a program for each tile of queries: its dq             steps 7, 8 and 10 to 12
     dkdv_kernel        a program for each tile of keys: its dk and dv         steps 8 to 12, transposed
-    dq_kernel          a program for each tile of queries: its dq             steps 8 and 10 to 12
 
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops, Triton's fused-attention tutorial for the split of the
 backward, Salmon et al. 2011 for Philox. How this differs from the paper: two passes in the backward instead of one with
@@ -21,13 +20,15 @@ atomic additions. Scores are computed twice, seven products instead of five, but
 that a second run gives the same bits; and on an H200 it was the faster way (LOG.md).
 
 What is special: s and m are in base 2 (log2(e) goes into the scale, exp2 is the instruction there is); tiles that the
-mask leaves whole run in a loop without a mask; the heaviest tiles start first; tensor descriptors load the tiles, which
-the hardware (Hopper on) does by itself, strides, edges and all: what lies outside reads as 0.
+mask leaves whole run in a loop without a mask; the heaviest tiles start first; from Hopper on the hardware loads tiles
+by itself, strides, edges and all, through tensor descriptors.
 """
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ class Bend(NamedTuple):
 class Dropout(NamedTuple):
     seed: Tensor | None  # int64 scalar; None: no dropout
     threshold: int  # of 256: bytes below it drop their element
-    zero: float
+    zero: float  # handed in: with a zero that it knows the compiler chooses among 16-bit halves, a fifth slower
 
 
 class Visits(NamedTuple):
@@ -122,7 +123,7 @@ def flash_attention(
     rescale_output: bool = True,
     autotune: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """o = dropout(softmax(q k^T * softmax_scale + mask)) v, and the log-sum-exp of the scores, both differentiable once.
+    """o = dropout(softmax(q k^T * softmax_scale + mask)) v, and the log-sum-exp of the scores; both have gradients.
 
     q (B, H, T, D); k, v (B, H_kv, T_k, D), float32, float16 or bfloat16, H a multiple of H_kv, D at most 256, any
     strides. (Where a row does not begin at a multiple of 16 bytes, or its numbers lie apart, a copy is made.) float32
@@ -135,7 +136,7 @@ def flash_attention(
     nothing to see gives o = 0, lse = -inf and gradients 0.
     Raises ValueError for what it cannot do.
     """
-    if (refused := refusal(q.dtype, q.shape[-1], q.device.type)) is not None:
+    if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
     of_rows, of_keys = documents or (None, None)
     o, lse, _ = torch.ops.tilegpt.flash_forward(
@@ -144,19 +145,20 @@ def flash_attention(
     return o, lse
 
 
-def refusal(dtype: torch.dtype, D: int, device: str) -> str | None:
+def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
     """Why these kernels cannot run, in a line with a way out; None when they can."""
-    if device != "cuda" and not INTERPRETED:
+    if device.type != "cuda" and not INTERPRETED:
         return (
-            f"attention=triton on {device}: its kernels are for a GPU; use attention=tiled, or run with "
-            "TRITON_INTERPRET=1 to step through them slowly on a CPU"
+            f"attention.impl=triton: its kernels run on a GPU, not on {device.type}; use attention=tiled, or set "
+            "TRITON_INTERPRET=1 to step through them, slowly, on a CPU"
         )
-    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability()[0] < 8:
-        return f"attention=triton on {torch.cuda.get_device_name()}: wants Ampere or newer; use attention=sdpa or tiled"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        name = torch.cuda.get_device_name(device)
+        return f"attention.impl=triton: wants Ampere or newer, not {name}; use attention=sdpa or attention=tiled"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"attention=triton with {dtype}: it has float32, float16 and bfloat16; use attention=tiled"
+        return f"attention.impl=triton: has float32, float16 and bfloat16, not {dtype}; use attention=tiled"
     if D > 256:
-        return f"attention=triton with heads of {D}: it has heads of 256 at most; use attention=tiled"
+        return f"attention.impl=triton: has heads of 256 at most, not {D}; use attention=tiled or more heads"
     return None
 
 
@@ -167,41 +169,72 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# (kernel, BLOCK_D up to, bytes a number, dropout) -> the tiles that were the fastest on an H200 (LOG.md).
+# (kernel, BLOCK_D up to, dropout) -> the tiles that were the fastest for 16-bit numbers on an H200 (LOG.md). The mask
+# takes registers from the products: with dropout the tiles of the forward are smaller.
 MEASURED = {
-    ("forward", 64, 2, False): Tiles(64, 128, 4, 2),
-    ("forward", 64, 2, True): Tiles(64, 64, 4, 3),
-    ("forward", 128, 2, False): Tiles(128, 64, 4, 2),
-    ("forward", 128, 2, True): Tiles(64, 64, 4, 3),
-    ("forward", 256, 2, False): Tiles(128, 64, 8, 2),
-    ("forward", 256, 2, True): Tiles(128, 64, 8, 2),
-    ("dq", 64, 2, False): Tiles(64, 64, 4, 3),
-    ("dq", 64, 2, True): Tiles(64, 64, 4, 2),
-    ("dq", 128, 2, False): Tiles(128, 64, 8, 3),
-    ("dq", 128, 2, True): Tiles(128, 64, 8, 3),
-    ("dq", 256, 2, False): Tiles(64, 64, 8, 1),
-    ("dq", 256, 2, True): Tiles(64, 64, 8, 1),
-    ("dkdv", 64, 2, False): Tiles(64, 64, 4, 2),
-    ("dkdv", 64, 2, True): Tiles(64, 64, 4, 3),
-    ("dkdv", 128, 2, False): Tiles(64, 64, 4, 2),
-    ("dkdv", 128, 2, True): Tiles(64, 64, 4, 2),
-    ("dkdv", 256, 2, False): Tiles(32, 64, 8, 1),
-    ("dkdv", 256, 2, True): Tiles(32, 64, 8, 1),
-    ("forward", 64, 4, False): Tiles(32, 32, 8, 1),
-    ("forward", 128, 4, False): Tiles(32, 32, 8, 1),
-    ("forward", 256, 4, False): Tiles(32, 32, 8, 1),
-    ("dq", 64, 4, False): Tiles(32, 32, 8, 1),
-    ("dq", 128, 4, False): Tiles(32, 32, 8, 1),
-    ("dq", 256, 4, False): Tiles(32, 32, 8, 1),
-    ("dkdv", 64, 4, False): Tiles(32, 32, 8, 1),
-    ("dkdv", 128, 4, False): Tiles(32, 32, 8, 1),
-    ("dkdv", 256, 4, False): Tiles(32, 32, 8, 1),
+    ("forward", 64, False): Tiles(64, 128, 4, 2),
+    ("forward", 64, True): Tiles(64, 64, 4, 3),
+    ("forward", 128, False): Tiles(128, 64, 4, 2),
+    ("forward", 128, True): Tiles(64, 64, 4, 3),
+    ("dq", 64, False): Tiles(64, 64, 4, 3),
+    ("dq", 64, True): Tiles(64, 64, 4, 2),
+    ("dq", 128, False): Tiles(128, 64, 8, 3),
+    ("dq", 128, True): Tiles(128, 64, 8, 3),
+    ("dkdv", 64, False): Tiles(64, 64, 4, 2),
+    ("dkdv", 64, True): Tiles(64, 64, 4, 3),
+    ("dkdv", 128, False): Tiles(64, 64, 4, 2),
+    ("dkdv", 128, True): Tiles(64, 64, 4, 2),
 }
+# (kernel, BLOCK_D up to) -> not measured but compiled: next to no spills, in the shared memory of any GPU since Ampere.
+# For heads above 128 everywhere, and for all where a program has less than 160 KiB (sm_86, sm_89, sm_120).
+LEAN = {
+    ("forward", 64): Tiles(64, 64, 4, 2),
+    ("forward", 128): Tiles(64, 64, 4, 2),
+    ("forward", 256): Tiles(64, 32, 8, 2),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 4, 2),
+    ("dq", 256): Tiles(32, 64, 8, 1),
+    ("dkdv", 64): Tiles(64, 64, 4, 2),
+    ("dkdv", 128): Tiles(32, 64, 4, 2),
+    ("dkdv", 256): Tiles(32, 32, 8, 1),
+}
+FLOAT32 = Tiles(32, 32, 8, 1)  # its products run on the plain cores, and spill: it is there to check with, not to race
+# What attention.autotune tries, besides the tiles that there would have been.
+CANDIDATES = [
+    Tiles(32, 64, 4, 2), Tiles(64, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2),
+    Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 2),
+]  # fmt: skip
+TUNED: dict[tuple, Tiles] = {}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it when it meets @triton.jit, that is, here
 
 
-def tiles_for(kernel: str, BLOCK_D: int, itemsize: int, dropout: bool) -> Tiles:
-    return MEASURED[kernel, max(64, BLOCK_D), itemsize, dropout and itemsize == 2]
+def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
+    BLOCK_D = max(64, block_d(q.shape[3]))
+    if q.dtype == torch.float32:
+        return FLOAT32
+    if BLOCK_D > 128 or shared_memory(q.device) < 160 * 1024:
+        return LEAN[kernel, BLOCK_D]
+    return MEASURED[kernel, BLOCK_D, dropout]
+
+
+def run(kernel: str, launch: Callable[[Tiles], None], q: Tensor, dropout: bool, autotune: bool, rows: int = 128) -> int:
+    """Launches a kernel with the tiles of the table or, with autotune, the fastest of CANDIDATES, timed at the first
+    call of a kind. rows: what BLOCK_M must divide. Returns BLOCK_M."""
+    tile = tiles_for(kernel, q, dropout)
+    if autotune and not INTERPRETED:
+        kind = kernel, q.shape[2:], q.dtype, q.device, dropout, rows
+
+        def milliseconds(tile: Tiles) -> float:
+            try:
+                return triton.testing.do_bench(lambda: launch(tile), return_mode="median")
+            except triton.runtime.errors.OutOfResources:  # more shared memory than this GPU has
+                return math.inf
+
+        if kind not in TUNED:
+            TUNED[kind] = min((t for t in [tile, *CANDIDATES] if rows % t.BLOCK_M == 0), key=milliseconds)
+        tile = TUNED[kind]
+    launch(tile)
+    return tile.BLOCK_M
 
 
 @torch.library.custom_op("tilegpt::flash_forward", mutates_args=())
@@ -217,21 +250,21 @@ def flash_forward(
     if q.numel() == 0:
         return o, lse, lse2
     q, k, v = aligned(q), aligned(k), aligned(v)
-    (B, H, T, D), G = q.shape, q.shape[1] // k.shape[1]
+    B, H, T, D = q.shape
     mask = mask_of(T, k.shape[2], at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
-    dropout, keep_scale = Dropout(seed, drop_threshold, 0.0), 256 / (256 - drop_threshold)
-    BLOCK_D = block_d(D)
+    bend = Bend(softmax_scale, softmax_scale * math.log2(math.e), softcap, slopes)
+    switches = {"SUBTRACT_MAX": subtract_max, "RESCALE_SUM": rescale_sum, "RESCALE_OUTPUT": rescale_output}
 
     def launch(tile: Tiles) -> None:
-        forward_kernel[(triton.cdiv(T, tile.BLOCK_M) * B * H,)](
-            tiled(q, tile.BLOCK_M), tiled(k, tile.BLOCK_N), tiled(v, tile.BLOCK_N), tiled(o, tile.BLOCK_M), lse, lse2, mask,
-            Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes), dropout, Visits(*visits(mask, tile.BLOCK_M, tile.BLOCK_N, False)),
-            keep_scale, H, G, BLOCK_D=BLOCK_D, PRECISION=precision(), SUBTRACT_MAX=subtract_max,
-            RESCALE_SUM=rescale_sum, RESCALE_OUTPUT=rescale_output, **tile._asdict(),
+        M, N = tile.BLOCK_M, tile.BLOCK_N
+        forward_kernel[(triton.cdiv(T, M) * B * H,)](
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), lse, lse2, mask, bend,
+            Dropout(seed, drop_threshold, 0.0), Visits(*visits(mask, M, N, False)), 256 / (256 - drop_threshold), H,
+            H // k.shape[1], BLOCK_D=block_d(D), PRECISION=precision(), **switches, **tile._asdict(),
         )  # fmt: skip
 
     with on(q.device):
-        launch(tiles_for("forward", BLOCK_D, q.itemsize, seed is not None))
+        run("forward", launch, q, seed is not None, autotune)
     return o, lse, lse2
 
 
@@ -248,32 +281,35 @@ def flash_backward(
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     (B, H, T, D), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     mask = mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
-    bend, dropout = (
-        Bend(softmax_scale, softmax_scale * LOG2E.value, softcap, slopes),
-        Dropout(seed, drop_threshold, 0.0),
-    )
-    BLOCK_D, keep_scale = block_d(D), 256 / (256 - drop_threshold)
-    of_rows, of_keys = (
-        tiles_for("dq", BLOCK_D, q.itemsize, seed is not None),
-        tiles_for("dkdv", BLOCK_D, q.itemsize, seed is not None),
-    )
-    assert of_rows.BLOCK_M % of_keys.BLOCK_M == 0, "dq_kernel fills lse2 and delta for whole tiles of dkdv_kernel"
-    n_tiles = triton.cdiv(T, of_rows.BLOCK_M)
-    padded = n_tiles * of_rows.BLOCK_M
-    rows = lse2.new_empty(B, H, padded, 2)  # lse2 and delta of each, side by side: one load
-    with on(q.device):
-        M, N = of_rows[:2]
-        dq_kernel[(n_tiles * B * H,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), None if dlse is None else dlse.contiguous(),
-            lse2, rows, tiled(dq, M), mask, bend, dropout, Visits(*visits(mask, M, N, False)), keep_scale,
-            H, H // H_kv, BLOCK_D=BLOCK_D, PRECISION=precision(), **of_rows._asdict(),
+    bend = Bend(softmax_scale, softmax_scale * math.log2(math.e), softcap, slopes)
+    same = mask, bend, Dropout(seed, drop_threshold, 0.0)
+    keep_scale = 256 / (256 - drop_threshold)
+    dlse = None if dlse is None else dlse.contiguous()
+    # Of every row, and of those from the last to the end of its tile: minus lse2 and delta, side by side for one load.
+    padded = -(-T // 128) * 128
+    of_rows = lse2.new_empty(B, H, padded, 2)
+
+    def launch_dq(tile: Tiles) -> None:
+        M, N = tile.BLOCK_M, tile.BLOCK_N
+        dq_kernel[(triton.cdiv(T, M) * B * H,)](
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), dlse, lse2, of_rows, tiled(dq, M), *same,
+            Visits(*visits(mask, M, N, False)), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
+            PRECISION=precision(), **tile._asdict(),
         )  # fmt: skip
-        M, N = of_keys[:2]
+
+    def launch_dkdv(tile: Tiles) -> None:
+        M, N = tile.BLOCK_M, tile.BLOCK_N
         dkdv_kernel[(triton.cdiv(T_k, N) * B * H_kv,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), rows, tiled(dk, N), tiled(dv, N), mask,
-            bend, dropout, Visits(*visits(mask, M, N, True)), keep_scale, H, H // H_kv, padded, BLOCK_D=BLOCK_D,
-            PRECISION=precision(), **of_keys._asdict(),
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), of_rows, tiled(dk, N), tiled(dv, N), *same,
+            Visits(*visits(mask, M, N, True)), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
+            PRECISION=precision(), **tile._asdict(),
         )  # fmt: skip
+
+    with on(q.device):
+        rows = run("dq", launch_dq, q, seed is not None, autotune)
+        run(
+            "dkdv", launch_dkdv, q, seed is not None, autotune, rows
+        )  # dq_kernel fills of_rows for whole tiles of its own
     return dq, dk, dv
 
 
@@ -328,6 +364,12 @@ def precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; where there is no GPU, as on the one that the kernels were measured on."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 232_448
+
+
 def on(device: torch.device):
     """Triton launches on the current device, wherever its tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -368,7 +410,7 @@ def has_descriptors(device: torch.device) -> bool:
 
 @triton.jit
 def visible(mask, b, i, j):
-    """May row i see column j? Index tensors that broadcast, in either order, so that it also serves transposed tiles."""
+    """May row i see column j? Index tensors that broadcast, in either order: it serves transposed tiles as well."""
     position = i + (mask.T_k - mask.T)
     if mask.positions is not None:
         position = tl.load(mask.positions + i, mask=i < mask.T, other=0).to(tl.int32)
@@ -454,7 +496,7 @@ def dropped(p, n, row0, column0, i, j, dropout):
 
 @triton.jit
 def online_softmax(s, factor, m, l, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr):
-    """Step 3 for one more tile: p, and the new m, l and alpha. factor: what brings s into base 2, applied in passing."""
+    """Step 3 for one more tile: p, and the new m, l and alpha. factor brings s into base 2, in passing."""
     m_new = tl.maximum(m, tl.max(s, 1) * factor) if SUBTRACT_MAX else tl.zeros_like(m)
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
@@ -479,39 +521,61 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def listed(visits, b, n, tile):
-    at = visits.bounds + (b * visits.batch * n + tile).to(tl.int64) * 4
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-
-
-@triton.jit
 def key_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tiles of keys that a tile of queries visits, as between() gives them."""
+    """The tiles of keys that a tile of queries visits: between()'s four answers, and where its list begins."""
     n = tl.cdiv(mask.T_k, BLOCK_N)
-    if visits.bounds is not None:
-        return listed(visits, b, tl.cdiv(mask.T, BLOCK_M), tile)
+    at = (b * visits.batch * tl.cdiv(mask.T, BLOCK_M) + tile).to(tl.int64)
     first = tile * BLOCK_M + mask.T_k - mask.T
-    return between(first, first + BLOCK_M - 1, mask.at_least, mask.at_most, n, mask.T_k // BLOCK_N, BLOCK_N)
+    if visits.bounds is not None:
+        found = bounds_at(visits, at)
+    else:
+        found = between(first, first + BLOCK_M - 1, mask.at_least, mask.at_most, n, mask.T_k // BLOCK_N, BLOCK_N)
+    return found[0], found[1], found[2], found[3], at * n
 
 
 @triton.jit
 def query_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The tiles of queries that a tile of keys visits. Rows past the last weigh nothing, so their tile may be whole."""
     n = tl.cdiv(mask.T, BLOCK_M)
-    if visits.bounds is not None:
-        return listed(visits, b, tl.cdiv(mask.T_k, BLOCK_N), tile)
+    at = (b * visits.batch * tl.cdiv(mask.T_k, BLOCK_N) + tile).to(tl.int64)
     left = tile * BLOCK_N - mask.T_k + mask.T
     at_least = None if mask.at_most is None else -mask.at_most
     at_most = None if mask.at_least is None else -mask.at_least
-    return between(left, left + BLOCK_N - 1, at_least, at_most, n, n, BLOCK_M)
+    if visits.bounds is not None:
+        found = bounds_at(visits, at)
+    else:
+        found = between(left, left + BLOCK_N - 1, at_least, at_most, n, n, BLOCK_M)
+    return found[0], found[1], found[2], found[3], at * n
 
 
 @triton.jit
-def tile_at(t, gap_at, gap, visits, listed_at):
-    """The t-th tile to visit: the t-th of those listed, or t itself, with a gap where the whole ones were."""
+def bounds_at(visits, at):
+    return (
+        tl.load(visits.bounds + at * 4),
+        tl.load(visits.bounds + at * 4 + 1),
+        tl.load(visits.bounds + at * 4 + 2),
+        tl.load(visits.bounds + at * 4 + 3),
+    )
+
+
+@triton.jit
+def loop_over(where, PART: tl.constexpr):
+    """The counter's range over the tiles that are whole or, with PART, over those before and after them."""
+    if PART:
+        start, stop = where[0], where[3] - (where[2] - where[1])
+    else:
+        start, stop = where[1], where[2]
+    return start, stop
+
+
+@triton.jit
+def tile_at(t, where, visits, PART: tl.constexpr):
+    """The number of the t-th tile: t itself, with a gap where the whole ones are, or the t-th of those listed."""
     if visits.tiles is not None:
-        return tl.load(visits.tiles + listed_at + t)
-    return t + tl.where(t >= gap_at, gap, 0)
+        t = tl.load(visits.tiles + where[4] + t)
+    elif PART:
+        t += tl.where(t >= where[1], where[2] - where[1], 0)
+    return t
 
 
 @triton.jit
@@ -545,14 +609,15 @@ def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, visits, listed_at, mask, bend, dropout, H,
+def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, bend, dropout, H,
                   PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
                   RESCALE_OUTPUT: tl.constexpr):  # fmt: skip
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
+    start, stop = loop_over(where, PART)
     for t in range(start, stop):
-        column0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_N
+        column0 = tile_at(t, where, visits, PART) * BLOCK_N
         j = column0 + column
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (BLOCK_M, BLOCK_N)
@@ -583,20 +648,18 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     n = tl.program_id(0) // n_tiles
     b, h = n // H, n % H
     row0 = tile * BLOCK_M
-    start, whole_start, whole_stop, stop = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
-    listed_at = (b * visits.batch * n_tiles + tile).to(tl.int64) * tl.cdiv(mask.T_k, BLOCK_N)
+    where = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, visits, listed_at, mask, bend, dropout, H,
-        False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
-    whole = whole_stop - whole_start
+        acc, m, l, q_i, k, v, b, h, h // G, row0, where, visits, mask, bend, dropout, H, False,
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
     acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, visits, listed_at, mask, bend, dropout,
-        H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
+        acc, m, l, q_i, k, v, b, h, h // G, row0, where, visits, mask, bend, dropout, H, True,
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
 
     # 6: a row that saw nothing has 0 / TINY = 0, and log 0 = -inf
     acc = acc * (keep_scale / tl.maximum(l, TINY))[:, None]
@@ -622,7 +685,7 @@ def weights_again(s, minus_lse2, b, h, i, j, mask, bend, PART: tl.constexpr):
 
 @triton.jit
 def score_gradient(p, zp, dp, delta, slope, bend, dropout):
-    """Step 11, ds without the factor in Z, which delta comes divided by: (Z p) dp - p delta takes one mask for dv and ds."""
+    """Step 11, without the factor in Z, which delta comes divided by: (Z p) dp - p delta needs no second mask."""
     if dropout.seed is not None:
         ds = tl.fma(zp, dp, -(p * delta))
     else:
@@ -633,15 +696,16 @@ def score_gradient(p, zp, dp, delta, slope, bend, dropout):
 
 
 @triton.jit
-def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
-               dropout, H, padded, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H, padded,
+               PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
     n = b * H + h
     row, column = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
     j = column0 + column
     of_rows += n.to(tl.int64) * padded * 2
+    start, stop = loop_over(where, PART)
     for t in range(start, stop):
-        row0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_M
+        row0 = tile_at(t, where, visits, PART) * BLOCK_M
         i = row0 + row
         q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
         s = tl.dot(k_j, q_i.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): s transposed, so that p needs not be
@@ -666,9 +730,7 @@ def dkdv_kernel(q, k, v, do, of_rows, dk, dv, mask, bend, dropout, visits, keep_
     n = tl.program_id(0) // n_tiles
     b, h_kv = n // (H // G), n % (H // G)
     column0 = tile * BLOCK_N
-    start, whole_start, whole_stop, stop = query_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
-    whole = whole_stop - whole_start
-    listed_at = (b * visits.batch * n_tiles + tile).to(tl.int64) * tl.cdiv(mask.T, BLOCK_M)
+    where = query_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
     v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
@@ -676,11 +738,11 @@ def dkdv_kernel(q, k, v, do, of_rows, dk, dv, mask, bend, dropout, visits, keep_
     dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
         dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, start, stop - whole, whole_start, whole, visits, listed_at,
-            mask, bend, dropout, H, padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H,
+            padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
         dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, whole_start, whole_stop, stop, 0, visits, listed_at,
-            mask, bend, dropout, H, padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H,
+            padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dk_j *= bend.scale * keep_scale
     dv_j *= keep_scale
     store(dk, b, h_kv, column0, dk_j, BLOCK_N, BLOCK_D)
@@ -688,13 +750,14 @@ def dkdv_kernel(q, k, v, do, of_rows, dk, dv, mask, bend, dropout, visits, keep_
 
 
 @triton.jit
-def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h_kv, row0, start, stop, gap_at, gap, visits, listed_at, mask, bend,
-             dropout, H, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h_kv, row0, where, visits, mask, bend, dropout, H,
+             PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+             PRECISION: tl.constexpr):  # fmt: skip
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
+    start, stop = loop_over(where, PART)
     for t in range(start, stop):
-        column0 = tile_at(t, gap_at, gap, visits, listed_at) * BLOCK_N
+        column0 = tile_at(t, where, visits, PART) * BLOCK_N
         j = column0 + column
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -708,7 +771,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h_kv, row0, start
 
 
 @triton.jit
-def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visits, keep_scale, H, G,
+def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visits, keep_scale, H, G, padded,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T, BLOCK_M)
@@ -716,9 +779,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visi
     n = tl.program_id(0) // n_tiles
     b, h = n // H, n % H
     row0 = tile * BLOCK_M
-    start, whole_start, whole_stop, stop = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
-    whole = whole_stop - whole_start
-    listed_at = (b * visits.batch * n_tiles + tile).to(tl.int64) * tl.cdiv(mask.T_k, BLOCK_N)
+    where = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
     o_i = load(o, b, h, row0, BLOCK_M, BLOCK_D)
@@ -728,20 +789,20 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visi
     if dlse is not None:
         delta_i -= tl.load(dlse + at, mask=i < mask.T, other=0.0)
     delta_i = delta_i / keep_scale
-    # A row that saw nothing gets -inf, not inf: all its weights are then 2**-inf = 0. So do the rows past the last, up to
+    # A row that saw nothing gets -inf, not inf: all its weights are then 2**-inf = 0. So do the rows past the last, to
     # the end of the tile, which dkdv_kernel then need not mask.
     minus_lse2_i = -tl.load(lse2 + at, mask=i < mask.T, other=float("inf"))
     minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
-    at = (n.to(tl.int64) * (n_tiles * BLOCK_M) + i[:, None]) * 2 + tl.arange(0, 2)[None, :]
+    at = (n.to(tl.int64) * padded + i[:, None]) * 2 + tl.arange(0, 2)[None, :]
     tl.store(of_rows + at, tl.join(minus_lse2_i, delta_i))
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq_i = dq_tiles(
-        dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h // G, row0, whole_start, whole_stop, stop, 0, visits, listed_at, mask, bend,
+        dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h // G, row0, where, visits, mask, bend,
         dropout, H, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dq_i = dq_tiles(
-        dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h // G, row0, start, stop - whole, whole_start, whole, visits, listed_at,
-        mask, bend, dropout, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+        dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h // G, row0, where, visits, mask, bend,
+        dropout, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dq_i *= bend.scale * keep_scale
     store(dq, b, h, row0, dq_i, BLOCK_M, BLOCK_D)

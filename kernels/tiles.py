@@ -1,6 +1,6 @@
 """Which tiles a tile has to visit, where data decides: documents, positions of packs, a picture of blocks.
 
-What causal masks and windows leave is arithmetic and done inside the kernels (between() in flash.py). Here it is the same
+What causal masks and windows leave is arithmetic, done inside the kernels (between() in flash.py). Here it is the same
 arithmetic on the lowest and highest number in every tile, in O(T) memory, with the same four answers: the first tile to
 visit, the first that the mask leaves whole, past the last whole one, past the last.
 """
@@ -45,8 +45,8 @@ def visits(mask, block_m: int, block_n: int, transposed: bool) -> tuple[Tensor |
     """Where a tile of queries (transposed: of keys) has to go: `bounds`, `tiles` and `batch` for the kernels.
 
     mask: flash.py's. bounds: int32 (B or 1, my tiles, 4), None where the kernels' own arithmetic does. tiles: int32
-    (B or 1, my tiles, the others), with blocks only: the numbers of the tiles, in part seen, then whole, to which bounds
-    then point. batch: 1 where each sequence has its own, else 0.
+    (B or 1, my tiles, the others), with blocks only: the numbers of the tiles, those in part seen and then the whole
+    ones, to which bounds then point. batch: 1 where each sequence has its own, else 0.
     """
     if mask.documents_q is None and mask.positions is None and mask.blocks is None:
         return None, None, 0
@@ -90,7 +90,7 @@ def visits(mask, block_m: int, block_n: int, transposed: bool) -> tuple[Tensor |
 
 
 def under_tiles(mask, rows: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of the blocks that a tile of queries and a tile of keys meet in: is any switched on, are all? bool (tiles, tiles).
+    """Of the blocks that a tile of queries and one of keys meet in: is any switched on, are all? bool (tiles, tiles).
 
     By sums over rectangles, so that blocks and tiles may be of any size. Rows before the first key are in block 0.
     """

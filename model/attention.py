@@ -1,8 +1,9 @@
-"""Causal attention, three ways behind one door, with the same names, the same masks and the same answers.
+"""Causal attention, four ways behind one door, with the same names, the same masks and the same answers.
 
     attention(q, k, v, config)      the door: chooses by config.impl
       naive                         the definition: builds the whole T x T_k matrix of weights
       tiled                         FlashAttention in plain PyTorch: never holds more than one tile of it
+      triton                        the same as GPU kernels, in kernels/flash.py
       sdpa                          torch's own, the yardstick
 
 Shapes: B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H a multiple), D head size.
@@ -58,6 +59,7 @@ class AttentionConfig:
     block_mask: list[str] | None = None  # blocks to leave out: a picture of the scores, rows of x (in) and . (out)
     block_mask_size: int = 64  # tokens a block of that picture is wide and high
     dropout_p: float = 0.0  # on the weights, while training
+    autotune: bool = False  # triton: time some tile sizes at the first call, instead of taking those of its table
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
@@ -111,7 +113,7 @@ class BreakIt:
     # inf / inf. Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled.
     subtract_max: bool = True
     # Without alpha the earlier tiles stay on the scale of an older, smaller maximum and weigh too much. Never NaN: the
-    # output stays finite and wrong, the more the larger the scores; right where one tile holds all keys. tiled.
+    # output stays finite and wrong, the more the larger the scores; right where one tile holds all keys. tiled, triton.
     rescale_sum: bool = True
     rescale_output: bool = True
     score_gain: float = 1.0  # multiplies the scores, to bring a failure on; 1 leaves attention as it is
@@ -143,22 +145,39 @@ UNBROKEN = BreakIt()
 def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run, and refuses one that cannot, before any work is done.
 
-    auto: torch's fused kernel on a GPU, tiled elsewhere, and tiled wherever sdpa lacks what is asked for (a window, our
-    dropout mask, an order of loops, a switch of break_it).
+    auto: on a GPU torch's fused kernel, and triton for what that lacks (a window, our dropout mask, a switch of
+    break_it); tiled elsewhere, and where triton cannot run.
     Raises ValueError naming the reason and the way out.
     """
     if config.impl == "auto":
-        special = beyond_sdpa(config) or config.dropout_p > 0 or config.order != "queries_outside"
-        special = special or not unbroken(break_it)
-        config = replace(config, impl="sdpa" if device.startswith("cuda") and not special else "tiled")
-    if config.impl == "triton":
-        raise ValueError("attention.impl=triton is not built yet; use attention=tiled (any device) or attention=sdpa")
+        special = beyond_sdpa(config) or config.dropout_p > 0 or not unbroken(break_it)
+        if not device.startswith("cuda") or config.order != "queries_outside":
+            config = replace(config, impl="tiled")
+        elif special:
+            config = replace(config, impl="tiled" if triton_refusal(device) else "triton")
+        else:
+            config = replace(config, impl="sdpa")
+    if config.impl == "triton" and (refused := triton_refusal(device)):
+        raise ValueError(refused)
     if config.impl == "sdpa" and beyond_sdpa(config):
         raise ValueError(f"{beyond_sdpa(config)}: sdpa has nothing of the kind; use attention=tiled")
     if config.impl != "tiled" and config.order != "queries_outside":
         raise ValueError(f"attention.order={config.order}: {config.impl} has no such loops; use attention=tiled")
+    if config.impl != "triton" and config.autotune:
+        raise ValueError(
+            f"attention.autotune=true: {config.impl} has nothing to tune; leave it out or use attention=triton"
+        )
     check_switches(config.impl, break_it)
     return config
+
+
+def triton_refusal(device: str) -> str | None:
+    """Why triton cannot run on this device, or None; a head size or dtype that it lacks shows at the first call."""
+    try:
+        from kernels.flash import refusal
+    except ModuleNotFoundError as error:  # triton is made for Linux alone
+        return f"attention.impl=triton: {error}; pip install triton (Linux), or use attention=tiled or attention=sdpa"
+    return refusal(torch.float32, 64, torch.device(device))
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:
@@ -298,7 +317,7 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
             case "tiled":
                 o, lse = Tiled.apply(q, k, v, problem, (config.block_m, config.block_n), config.order)
             case "triton":
-                from kernels.flash import flash_attention  # here, because triton is made for Linux alone
+                from kernels.flash import flash_attention  # here, because not everyone who is here has triton
 
                 mask = problem.mask
                 o, lse = flash_attention(
@@ -307,7 +326,7 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
                     v,
                     softmax_scale=problem.scale,
                     at_least=None if mask.window is None else 1 - mask.window,
-                    at_most=0 if causal else None if mask.window is None else mask.window - 1,
+                    at_most=0 if causal else mask.window and mask.window - 1,
                     softcap=problem.softcap,
                     slopes=problem.slopes,
                     documents=mask.documents,
@@ -319,6 +338,7 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
                     subtract_max=break_it.subtract_max,
                     rescale_sum=break_it.rescale_sum,
                     rescale_output=break_it.rescale_output,
+                    autotune=config.autotune,
                 )
             case "sdpa":
                 if beyond_sdpa(config) or documents["documents"] is not None or return_lse:

@@ -1,8 +1,8 @@
 """Triton's interpreter, mended where it computes otherwise than a GPU does.
 
-It keeps bfloat16 as unsigned integers: its matrix product multiplies those integers, its conversion to bfloat16 cuts
-the bits off instead of rounding. It rounds a fused multiply-add twice, and its products depend on the shape of the tile. Import this before kernels/: triton asks
-for the interpreter when it meets @triton.jit.
+It keeps bfloat16 as unsigned integers: its matrix product multiplies those integers, and its conversion to bfloat16
+cuts the bits off instead of rounding. It rounds a fused multiply-add twice, and its products depend on the shape of the
+tile. Import this before kernels/: triton asks for the interpreter when it meets @triton.jit.
 """
 
 import os
