@@ -1,6 +1,7 @@
 """naive is the definition, tiled is naive, and both fail as predicted when a line is taken out."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -531,17 +532,37 @@ def test_a_gain_that_is_none_is_refused(gain):
         BreakIt(score_gain=gain)
 
 
-def test_auto_is_resolved_once_and_never_to_what_lacks_something():
+@pytest.mark.parametrize(("capability", "special"), [((9, 0), "triton"), ((7, 5), "tiled")])
+def test_auto_is_resolved_once_and_never_to_what_lacks_something(monkeypatch, capability, special):
+    pytest.importorskip("triton", reason="triton is made for Linux")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     auto = AttentionConfig("auto")
     assert resolve(auto, "cuda").impl == "sdpa"
     assert resolve(auto, "cpu").impl == "tiled"
-    assert resolve(replace(auto, window=8), "cuda").impl == "tiled"
-    assert resolve(replace(auto, dropout_p=0.1), "cuda").impl == "tiled"
-    assert resolve(auto, "cuda", NO_MAX).impl == "tiled"
+    assert resolve(replace(auto, window=8), "cuda").impl == special
+    assert resolve(replace(auto, dropout_p=0.1), "cuda").impl == special
+    assert resolve(auto, "cuda", NO_MAX).impl == special
     assert resolve(replace(auto, order="keys_outside"), "cuda").impl == "tiled"
+
+
+def test_triton_where_it_cannot_run_is_refused(monkeypatch):
+    flash = pytest.importorskip("kernels.flash", reason="triton is made for Linux")
+    monkeypatch.setattr(flash, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=r"attention\.impl=triton: its kernels run on a GPU, not on cpu; use .*tiled"):
+        resolve(AttentionConfig("triton"), "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ValueError, match=r"attention\.impl=triton: wants Ampere or newer, not Tesla T4"):
+        resolve(AttentionConfig("triton"), "cuda")
+    monkeypatch.setitem(sys.modules, "kernels.flash", None)
+    with pytest.raises(ValueError, match=r"attention\.impl=triton: .*kernels.flash.*use attention=tiled"):
+        resolve(AttentionConfig("triton"), "cuda")
+
+
+def test_impl_auto_at_the_door_and_what_sdpa_lacks_are_refused():
+    auto = AttentionConfig("auto")
     with pytest.raises(ValueError, match=r"attention\.impl=auto"):
         attention(*torch.zeros(3, 1, 1, 8, 4), auto)
-    with pytest.raises(ValueError, match=r"triton is not built yet.*tiled"):
-        resolve(AttentionConfig("triton"), "cuda")
     with pytest.raises(ValueError, match=r"window=8: sdpa has nothing of the kind.*tiled"):
         resolve(AttentionConfig("sdpa", window=8), "cuda")

@@ -283,7 +283,7 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
 
 @table(r"""
     attention.impl=flash                                    attention.impl=flash is not known
-    attention=triton                                        attention.impl=triton is not built yet
+    attention=tiled attention.autotune=true                 attention.autotune=true: tiled has nothing to tune
     attention.block_m=0                                     attention.block_m=0 must be at least 1
     attention.order=rows                                    attention.order=rows is not known
     attention=naive attention.order=keys_outside            attention.order=keys_outside: naive has no such loops
@@ -641,7 +641,6 @@ def test_a_resume_that_cannot_be(refused_training, typed, answer):
     seed=-1                                 seed=-1 is outside [0, 2**63)
     seed=9223372036854775808                seed=9223372036854775808 is outside
     device=gpu                              device=gpu cannot be used here
-    impl=triton                             attention.impl=triton is not built yet
     temprature=1                            there is no key temprature; did you mean temperature?
     --prompt=a                              did you mean prompt=a?
     prompt                                  did you mean prompt=VALUE?
@@ -655,7 +654,6 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
     mode=speed                      mode=speed is not known; choose race or traffic
     impls=[]                        impls=[]: nothing to measure
     impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
-    impls=[triton]                  attention.impl=triton
     impls=naive                     impls=naive: not of the type
     lengths=[]                      lengths=[]
     lengths=[0]                     lengths[0]=0 must be at least 1

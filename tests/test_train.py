@@ -700,7 +700,6 @@ def refusal(call, small, there, tmp_path):
         (["attention.dropout_p=1"], "dropout_p=1.0 is outside [0, 1)", "0 switches dropout off"),
         (["attention.dropout_p=-0.1"], "dropout_p=-0.1 is outside [0, 1)", "0 switches dropout off"),
         (["model.dropout_p=1.5"], "model.dropout_p=1.5 is outside [0, 1)", "0 switches dropout off"),
-        (["attention=triton"], "attention.impl=triton", "use attention=tiled"),
         (["attention=naive", "break_it=no_rescale"], "break_it=no_rescale: naive", "use attention=tiled"),
         (["attention=sdpa", "break_it=no_max"], "break_it=no_max: torch's sdpa", "use attention=tiled"),
         (["attention=sdpa", "attention.window=8"], "attention.window=8: sdpa", "use attention=tiled"),
