@@ -63,16 +63,14 @@ class Mask(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A (B, H, T, D) tensor, as the kernels read and write it in tiles of rows: through a descriptor where the hardware
-    has them (sm_90 on), else through pointers, which are 64 bits wide as the offsets are."""
+    """A (B, H, T, D) tensor where the hardware has no descriptors (before sm_90)."""
 
-    descriptor: TensorDescriptor | None
-    pointer: Tensor | None
+    pointer: Tensor
     stride_b: int
     stride_h: int
     stride_t: int
     rows: int
-    width: int | None  # D where it is less than BLOCK_D
+    width: int  # D
 
 
 class Bend(NamedTuple):
@@ -391,13 +389,12 @@ def aligned(x: Tensor) -> Tensor:
     return like_heads(x).copy_(x)
 
 
-def tiled(x: Tensor, rows: int) -> Matrix:
+def tiled(x: Tensor, rows: int) -> TensorDescriptor | Matrix:
     """x in tiles of rows x BLOCK_D. An axis of one element may have any stride; a descriptor may not."""
-    BLOCK_D = block_d(x.shape[3])
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     if has_descriptors(x.device):
-        return Matrix(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, BLOCK_D]), None, 0, 0, 0, 0, None)
-    return Matrix(None, x, *strides, x.shape[2], None if x.shape[3] == BLOCK_D else x.shape[3])
+        return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block_d(x.shape[3])])
+    return Matrix(x, *strides, x.shape[2], x.shape[3])
 
 
 def has_descriptors(device: torch.device) -> bool:
@@ -581,8 +578,8 @@ def tile_at(t, where, visits, PART: tl.constexpr):
 @triton.jit
 def load(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """A tile (ROWS, BLOCK_D) of a Matrix, 0 where it reaches beyond."""
-    if x.descriptor is not None:
-        tile = x.descriptor.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
     else:
         at, inside = places(x, b, h, row, ROWS, BLOCK_D)
         tile = tl.load(at, mask=inside, other=0.0)
@@ -591,8 +588,8 @@ def load(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store(x, b, h, row, values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    if x.descriptor is not None:
-        x.descriptor.store([b, h, row, 0], values.to(x.descriptor.dtype).reshape(1, 1, ROWS, BLOCK_D))
+    if isinstance(x, tl.tensor_descriptor):
+        x.store([b, h, row, 0], values.to(x.dtype).reshape(1, 1, ROWS, BLOCK_D))
     else:
         at, inside = places(x, b, h, row, ROWS, BLOCK_D)
         tl.store(at, values.to(x.pointer.dtype.element_ty), mask=inside)
@@ -602,10 +599,7 @@ def store(x, b, h, row, values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     i, d = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     head = x.pointer + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
-    inside = i < x.rows
-    if x.width is not None:
-        inside = inside & (d < x.width)
-    return head + (i.to(tl.int64) * x.stride_t + d), inside
+    return head + (i.to(tl.int64) * x.stride_t + d), (i < x.rows) & (d < x.width)
 
 
 @triton.jit

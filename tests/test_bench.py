@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
