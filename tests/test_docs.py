@@ -8,13 +8,18 @@ import pytest
 import torch
 
 from bench import traffic
+from kernels.tiles import between, edges
 from model.attention import LOG2E, TINY, AttentionConfig, BreakIt, attention, nothing_seen, online_softmax, tiles
 from model.mask import EMPTY, Mask
 from tests.test_attention import cat
 from tests.test_mask import looked
 
-PAGE = (Path(__file__).parents[1] / "docs/attention.md").read_text(encoding="utf-8")
-CODE = (Path(__file__).parents[1] / "model/attention.py").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
+BEFORE, GPU = PAGE.split("## On a GPU")
+GPU = " ".join(GPU.split("\n## ")[0].split())
+CODE = (ROOT / "model/attention.py").read_text(encoding="utf-8")
+FLASH = (ROOT / "kernels/flash.py").read_text(encoding="utf-8")
 
 
 def tables(first: str) -> list[list[str]]:
@@ -86,18 +91,53 @@ def test_the_words_moved(row):
         assert quotient == f"{found / (N * N * D * D / M):.2f}"
 
 
-def test_the_steps_are_in_the_code_under_their_numbers():
-    steps = {int(number) for number in re.findall(r"# (\d+)\b", CODE)}
+@pytest.mark.parametrize("code", [CODE, FLASH], ids=["attention.py", "flash.py"])
+def test_the_steps_are_in_the_code_under_their_numbers(code):
+    steps = {int(number) for number in re.findall(r"# (\d+)\b", code)}
     assert steps >= set(range(1, 13))
 
 
-@pytest.mark.parametrize("name", re.findall(r"`(\w+)` \|", PAGE))
+@pytest.mark.parametrize("name", re.findall(r"`(\w+)` \|", BEFORE))
 def test_a_function_named_on_the_page_is_in_the_code(name):
     assert re.search(rf"\b{name}\b", CODE)
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+)`", GPU))))
+def test_a_function_named_under_on_a_gpu_is_in_the_kernels(name):
+    assert f"\ndef {name}(" in FLASH
+
+
+def test_the_products_that_the_backward_of_a_tile_takes():
+    bodies = (FLASH.split(f"\ndef {name}(")[1].split("\n@")[0] for name in ("dq_tiles", "dkdv_tiles"))
+    dq, dkdv = (body.count("tl.dot(") for body in bodies)
+    assert f"{dq + dkdv} products instead of 5 ({dq} in `dq_tiles`, {dkdv} in `dkdv_tiles`)" in GPU
+
+
+def test_the_tiles_that_a_causal_mask_leaves_whole():
+    """kernels/tiles.py has the kernels' own arithmetic in PyTorch."""
+    tokens = torch.arange(16_384)[None]
+    start, whole_start, whole_stop, stop = between(edges(tokens, 128), edges(tokens, 64), None, 0)
+    visited, whole = (stop - start).sum(), (whole_stop - whole_start).sum()
+    assert f"{visited - whole} of the {visited:,} tiles visited need the mask" in GPU
+
+
+def test_what_the_triton_forward_keeps_for_its_backward():
+    """On tensors without memory: what autograd saves has its shapes all the same."""
+    pytest.importorskip("triton")
+    import kernels.flash  # noqa: F401  (makes torch know the op)
+
+    q = torch.empty(1, 12, 65_536, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    nothing = [None] * 6  # from softcap to blocks
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda _: None):
+        torch.ops.tilegpt.flash_forward(q, q, q, 0.125, None, 0, *nothing, 64, seed, 26, True, True, True, False)
+    assert sorted(kept) == [seed.nbytes, 3 * 2**20, *[96 * 2**20] * 4]
+    assert "96 MiB for each of the four, which are there anyway, and 3 MiB for lse" in GPU
 
 
 def test_every_link_within_the_page_leads_somewhere():
     headings = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^## (.+)$", PAGE, re.M)}
     assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) == headings
     for path in re.findall(r"\]\(([\w./]+)\)", PAGE):
-        assert (Path(__file__).parents[1] / "docs" / path).exists(), path
+        assert (ROOT / "docs" / path).exists(), path

@@ -23,7 +23,9 @@ def commands() -> list[str]:
     """Every `python SCRIPT ...` in README, in blocks, tables and running text, continuation lines joined."""
     text = README.replace("\\\n", " ")
     found = re.findall(
-        r"^\s*(?:\.venv/bin/)?python (\w+\.py[^\n#`|]*)", "\n".join(blocks()).replace("\\\n", " "), re.MULTILINE
+        r"^\s*(?:[A-Z_]+=1 )?(?:\.venv/bin/)?python (\w+\.py[^\n#`|]*)",
+        "\n".join(blocks()).replace("\\\n", " "),
+        re.MULTILINE,
     )
     return sorted({line.strip() for line in found + re.findall(r"`python (\w+\.py[^`]*)`", text)})
 
@@ -59,6 +61,16 @@ def test_the_tour_is_the_tree():
     assert all((ROOT / name).exists() for name in named)
     folders = {f.split("/")[0] + "/" for f in tracked if "/" in f and not f.startswith(".")}
     assert folders <= named
+
+
+@pytest.mark.parametrize(("column", "file"), [(3, "model/attention.py"), (4, "kernels/flash.py")])
+def test_a_step_of_the_algorithm_is_found_where_readme_says(column, file):
+    table = README.split("Where to find a line", 1)[1].split("\n### ", 1)[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    names = [name for row in rows for name in re.findall(r"`(\w+)(?:\.\w+)?`", row[column])]
+    code = (ROOT / file).read_text(encoding="utf-8")
+    assert names
+    assert [name for name in names if not re.search(rf"^(?:def|class|from .* import .*\b) ?{name}\b", code, re.M)] == []
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
