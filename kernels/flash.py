@@ -35,6 +35,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import visits
@@ -137,7 +138,8 @@ def flash_attention(
     if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
     of_rows, of_keys = documents or (None, None)
-    o, lse, _ = torch.ops.tilegpt.flash_forward(
+    forward = torch.ops.tilegpt.flash_forward if torch.compiler.is_compiling() else Eager.apply
+    o, lse, _ = forward(
         q, k, v, softmax_scale, at_least, at_most, softcap, slopes, of_rows, of_keys, positions, blocks, block_size,
         seed, drop_threshold, subtract_max, rescale_sum, rescale_output, autotune)  # fmt: skip
     return o, lse
@@ -322,6 +324,7 @@ def _(q, k, v, *options):
 
 
 def keep_for_backward(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
     q, k, v, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, *masks, ctx.block_size, seed, ctx.threshold = inputs[
         :15
     ]
@@ -340,6 +343,20 @@ def backward(ctx, do, dlse, _):
 
 
 flash_forward.register_autograd(backward, setup_context=keep_for_backward)
+
+
+class Eager(torch.autograd.Function):
+    """What register_autograd has made, for those who do not compile: on its way there torch spends as long again as on
+    all the rest of a forward, 0.2 ms, which is a whole kernel at T = 1024 (LOG.md)."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = torch.ops.tilegpt.flash_forward(*inputs)
+        keep_for_backward(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    backward = staticmethod(once_differentiable(backward))
 
 
 def mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size) -> Mask:

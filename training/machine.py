@@ -107,14 +107,16 @@ def version(package: str) -> str:
 def git_commit() -> str:
     """The commit of this repository, with + where the tree was edited since.
 
-    Where the tree has travelled without its .git, the variable GIT_COMMIT can name it; else "unknown".
+    The variable GIT_COMMIT names it where the tree has travelled without its .git, or with an older one.
     """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", Path(__file__).resolve().parent, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
+    if named := os.environ.get("GIT_COMMIT"):
+        return named
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
