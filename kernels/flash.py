@@ -615,7 +615,7 @@ def store(x, b, h, row, values, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     i, d = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    head = x.pointer + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    head = x.pointer + tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h
     return head + (i.to(tl.int64) * x.stride_t + d), (i < x.rows) & (d < x.width)
 
 
