@@ -17,7 +17,7 @@ order in which they run:
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops, Triton's fused-attention tutorial for the split of the
 backward, Salmon et al. 2011 for Philox. How this differs from the paper: two passes in the backward instead of one with
 atomic additions. Scores are computed twice, seven products instead of five, but no two programs add to one number, so
-that a second run gives the same bits; and on an H200 it was the faster way (LOG.md).
+that a second run gives the same bits.
 
 What is special: s and m are in base 2 (log2(e) goes into the scale, exp2 is the instruction there is); tiles that the
 mask leaves whole run in a loop without a mask; the heaviest tiles start first; from Hopper on the hardware loads tiles
