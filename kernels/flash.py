@@ -11,7 +11,7 @@ order in which they run:
 
     flash_attention    the door: checks, and the op that torch.compile and autograd know
     forward_kernel     a program for each tile of queries                     steps 1 to 6
-    dq_kernel          a program for each tile of queries: its dq             steps 7, 8 and 10 to 12
+    dq_kernel          a program for each tile of queries: its dq, delta       steps 7, 8 and 10 to 12
     dkdv_kernel        a program for each tile of keys: its dk and dv         steps 8 to 12, transposed
 
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops, Triton's fused-attention tutorial for the split of the
@@ -20,8 +20,8 @@ atomic additions. Scores are computed twice, seven products instead of five, but
 that a second run gives the same bits.
 
 What is special: s and m are in base 2 (log2(e) goes into the scale, exp2 is the instruction there is); tiles that the
-mask leaves whole run in a loop without a mask; the heaviest tiles start first; from Hopper on the hardware loads tiles
-by itself, strides, edges and all, through tensor descriptors.
+mask leaves whole run in a loop without a mask; the heaviest tiles of a head start first; from Hopper on the hardware
+loads tiles by itself, strides, edges and all, through tensor descriptors.
 """
 
 import math
@@ -45,7 +45,6 @@ LN2 = tl.constexpr(math.log(2))
 # Where the running maximum starts: from the lowest float32 a row whose first tile is hidden has exp(-inf - LOWEST) = 0;
 # from -inf it would have NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-TINY = tl.constexpr(1.1754943508222875e-38)  # below any sum that holds a weight
 
 
 class Mask(NamedTuple):
@@ -57,7 +56,7 @@ class Mask(NamedTuple):
     at_most: int | None  # 0 when causal
     documents_q: Tensor | None  # (B, T) integers: a query sees keys of its own document
     documents_k: Tensor | None  # (B, T_k)
-    positions: Tensor | None  # (T,) integers, for packs whose sequences are longer as queries than as keys
+    positions: Tensor | None  # (T,) integers, for packs whose sequences have other lengths as queries than as keys
     blocks: Tensor | None  # bool: the blocks of block_size x block_size elements that are computed
     block_size: int
     block_columns: int
@@ -78,7 +77,7 @@ class Bend(NamedTuple):
     """What becomes of q k^T before the softmax."""
 
     scale: float
-    scale2: float  # scale * log2(e), rounded once: as a product of two float32 it shifts every score
+    scale2: float  # scale * log2(e), rounded once, and not as a product of two rounded numbers
     softcap: float | None
     slopes: Tensor | None  # (H,) float32, of alibi
 
@@ -86,7 +85,9 @@ class Bend(NamedTuple):
 class Dropout(NamedTuple):
     seed: Tensor | None  # int64 scalar; None: no dropout
     threshold: int  # of 256: bytes below it drop their element
-    zero: float  # handed in: with a zero that it knows the compiler chooses among 16-bit halves, a fifth slower
+    zero: (
+        float  # 0.0. A constant would do, but the compiler then rounds first and selects 16-bit halves: a fifth slower
+    )
 
 
 class Visits(NamedTuple):
@@ -130,10 +131,12 @@ def flash_attention(
     The fields of Mask say what a query sees, with documents = (those of the rows, those of the keys). softcap bends the
     scores, slopes (H,) float32 are alibi's. seed: int64 scalar tensor; with drop_threshold of 256 it drops weights by
     the mask of model/dropout.py. The three switches break the algorithm, for those who want to see it fail.
-    autotune: time some tile sizes at the first call of a kind, and keep the fastest.
+    autotune: time some tile sizes at the first call of a kind, and keep the fastest. Which that is may differ between
+    two runs, and with it the last bits of the results.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row with
     nothing to see gives o = 0, lse = -inf and gradients 0.
-    Raises ValueError for what it cannot do.
+    Raises ValueError for dtypes, head sizes and GPUs that it lacks. It trusts attention(), in model/attention.py, to
+    have compared shapes and devices.
     """
     if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
@@ -141,7 +144,7 @@ def flash_attention(
     forward = torch.ops.tilegpt.flash_forward if torch.compiler.is_compiling() else Eager.apply
     o, lse, _ = forward(
         q, k, v, softmax_scale, at_least, at_most, softcap, slopes, of_rows, of_keys, positions, blocks, block_size,
-        seed, drop_threshold, subtract_max, rescale_sum, rescale_output, autotune)  # fmt: skip
+        seed, 0 if seed is None else drop_threshold, subtract_max, rescale_sum, rescale_output, autotune)  # fmt: skip
     return o, lse
 
 
@@ -152,6 +155,8 @@ def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
             f"attention.impl=triton: its kernels run on a GPU, not on {device.type}; use attention=tiled, or set "
             "TRITON_INTERPRET=1 to step through them, slowly, on a CPU"
         )
+    if torch.version.hip:
+        return "attention.impl=triton: made and tested for NVIDIA's GPUs, not for AMD's; use attention=sdpa or tiled"
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         name = torch.cuda.get_device_name(device)
         return f"attention.impl=triton: wants Ampere or newer, not {name}; use attention=sdpa or attention=tiled"
@@ -198,7 +203,7 @@ LEAN = {
     ("dkdv", 128): Tiles(32, 64, 4, 2),
     ("dkdv", 256): Tiles(32, 32, 8, 1),
 }
-FLOAT32 = Tiles(32, 32, 8, 1)  # its products run on the plain cores, and spill: it is there to check with, not to race
+FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 its products run on plain cores, and spill: to check with, not to race
 # What attention.autotune tries, besides the tiles that there would have been.
 CANDIDATES = [
     Tiles(32, 64, 4, 2), Tiles(64, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2),
@@ -219,10 +224,11 @@ def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
 
 def run(kernel: str, launch: Callable[[Tiles], None], q: Tensor, dropout: bool, autotune: bool, rows: int = 128) -> int:
     """Launches a kernel with the tiles of the table or, with autotune, the fastest of CANDIDATES, timed at the first
-    call of a kind. rows: what BLOCK_M must divide. Returns BLOCK_M."""
+    call of a kind: head size, dtype, device, dropout, and a length up to the next power of two. rows: what BLOCK_M must
+    divide. Returns BLOCK_M."""
     tile = tiles_for(kernel, q, dropout)
-    if autotune and not INTERPRETED:
-        kind = kernel, q.shape[2:], q.dtype, q.device, dropout, rows
+    if autotune and not INTERPRETED and not torch.cuda.is_current_stream_capturing():
+        kind = kernel, triton.next_power_of_2(q.shape[2]), q.shape[3], q.dtype, q.device, dropout, rows
 
         def milliseconds(tile: Tiles) -> float:
             try:
@@ -233,6 +239,7 @@ def run(kernel: str, launch: Callable[[Tiles], None], q: Tensor, dropout: bool, 
         if kind not in TUNED:
             TUNED[kind] = min((t for t in [tile, *CANDIDATES] if rows % t.BLOCK_M == 0), key=milliseconds)
         tile = TUNED[kind]
+    assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "of_rows and keep_mask lean on it"
     launch(tile)
     return tile.BLOCK_M
 
@@ -244,8 +251,8 @@ def flash_forward(
     positions: Tensor | None, blocks: Tensor | None, block_size: int, seed: Tensor | None, drop_threshold: int,
     subtract_max: bool, rescale_sum: bool, rescale_output: bool, autotune: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, lse, and lse in base 2, for the backward: there it decides how exact the weights are, all of a row by one
-    factor, and a float32 that has been to base e and back has lost a bit."""
+    """o, lse, and lse in base 2 for the backward: what is lost on the way to base e and back would put the same factor
+    on all weights of a row."""
     o, lse, lse2 = empty_results(q)
     if q.numel() == 0:
         return o, lse, lse2
@@ -260,7 +267,7 @@ def flash_forward(
         forward_kernel[(triton.cdiv(T, M) * B * H,)](
             tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), lse, lse2, mask, bend,
             Dropout(seed, drop_threshold, 0.0), Visits(*visits(mask, M, N, False)), 256 / (256 - drop_threshold), H,
-            H // k.shape[1], BLOCK_D=block_d(D), PRECISION=precision(), **switches, **tile._asdict(),
+            H // k.shape[1], BLOCK_D=block_d(D), PRECISION=precision(q.dtype), **switches, **tile._asdict(),
         )  # fmt: skip
 
     with on(q.device):
@@ -294,7 +301,7 @@ def flash_backward(
         dq_kernel[(triton.cdiv(T, M) * B * H,)](
             tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), dlse, lse2, of_rows, tiled(dq, M), *same,
             Visits(*visits(mask, M, N, False)), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
-            PRECISION=precision(), **tile._asdict(),
+            PRECISION=precision(q.dtype), **tile._asdict(),
         )  # fmt: skip
 
     def launch_dkdv(tile: Tiles) -> None:
@@ -302,7 +309,7 @@ def flash_backward(
         dkdv_kernel[(triton.cdiv(T_k, N) * B * H_kv,)](
             tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), of_rows, tiled(dk, N), tiled(dv, N), *same,
             Visits(*visits(mask, M, N, True)), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
-            PRECISION=precision(), **tile._asdict(),
+            PRECISION=precision(q.dtype), **tile._asdict(),
         )  # fmt: skip
 
     with on(q.device):
@@ -325,6 +332,7 @@ def _(q, k, v, *options):
 
 def keep_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
+    assert len(inputs) == 19, "backward() counts on their order"
     q, k, v, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, *masks, ctx.block_size, seed, ctx.threshold = inputs[
         :15
     ]
@@ -346,8 +354,8 @@ flash_forward.register_autograd(backward, setup_context=keep_for_backward)
 
 
 class Eager(torch.autograd.Function):
-    """What register_autograd has made, for those who do not compile: on its way there torch spends as long again as on
-    all the rest of a forward, 0.2 ms, which is a whole kernel at T = 1024 (LOG.md)."""
+    """The same as register_autograd made of the op. Its wrapper takes as long as the rest of a call from Python does
+    (LOG.md), so that one is for torch.compile, which leaves no wrapper, and this one for everybody else."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -363,6 +371,9 @@ def mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, bloc
     # A window wider than everything hides nothing, and its sum with a row's number might not fit into 32 bits.
     at_least = None if at_least is None or at_least <= -T - T_k else at_least
     at_most = None if at_most is None or at_most >= T + T_k else at_most
+    documents_q, documents_k, positions = (
+        None if x is None else x.long() for x in (documents_q, documents_k, positions)
+    )
     contiguous = (None if x is None else x.contiguous() for x in (documents_q, documents_k, positions, blocks))
     return Mask(T, T_k, at_least, at_most, *contiguous, block_size, 0 if blocks is None else blocks.shape[1])
 
@@ -375,8 +386,9 @@ def block_d(D: int) -> int:
     return max(16, triton.next_power_of_2(D))
 
 
-def precision() -> str:
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def precision(dtype: torch.dtype) -> str:
+    """Of the products: that of the numbers but for float32, which has TF32 where torch is allowed it."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 @cache
@@ -487,8 +499,10 @@ def philox(c0, c1, c2, c3, k0, k1):
 def keep_mask(dropout, n, row0, column0, i, j):
     """Step 4: the bits of model/dropout.py for rows i and columns j, drawn again by whoever needs them.
 
-    Elements 8 apart in rows and columns share a call, as they share a thread in the result of a matrix product. Written
-    so that the compiler sees it: from the same index expressions it makes the call once for all of them.
+    i and j count from row0 and column0, the corner of the tile, which are multiples of 32. Elements 8 apart in rows and
+    columns share a call, as they share a thread in the result of a matrix product, and the compiler makes it once for
+    all of them where it can prove their counters equal. Hence the local numbers, and `i & 6 | i & 1` for `i & 7`: with
+    that the proof fails for odd columns, and the transposed tiles take 126 instructions more (LOG.md).
     """
     seed = tl.load(dropout.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -497,7 +511,7 @@ def keep_mask(dropout, n, row0, column0, i, j):
     w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
     word = tl.where((i & 16) != 0, tl.where((i & 8) != 0, w3, w2), tl.where((i & 8) != 0, w1, w0))
     # the byte to the top, and the compare needs no mask
-    return (word << (24 - (j & 24)).to(tl.uint32)) >= (dropout.threshold << 24).to(tl.uint32)
+    return (word << (24 - (j & 24)).to(tl.uint32)) >= tl.cast(dropout.threshold << 24, tl.uint32)
 
 
 @triton.jit
@@ -639,10 +653,7 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, b
         if PART:
             s = tl.where(visible(mask, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, SUBTRACT_MAX, RESCALE_SUM)  # 3
-        if dropout.seed is not None:
-            p = tl.where(
-                keep_mask(dropout, b * H + h, row0, column0, i - row0, j - column0), p, dropout.zero
-            )  # 4, without the factor 1 / (share kept)
+        p = dropped(p, b * H + h, row0, column0, row, column, dropout)  # 4
         if RESCALE_OUTPUT:
             acc = acc * alpha[:, None]
         v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
@@ -672,8 +683,8 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
         acc, m, l, q_i, k, v, b, h, h // G, row0, where, visits, mask, bend, dropout, H, True,
         BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
 
-    # 6: a row that saw nothing has 0 / TINY = 0, and log 0 = -inf
-    acc = acc * (keep_scale / tl.maximum(l, TINY))[:, None]
+    # 6: a row that saw nothing has 0 / 1 = 0, and log 0 = -inf
+    acc = acc * (keep_scale / tl.where(l == 0, 1.0, l))[:, None]
     store(o, b, h, row0, acc, BLOCK_M, BLOCK_D)
     i = row0 + tl.arange(0, BLOCK_M)
     at = n.to(tl.int64) * mask.T + i
@@ -704,60 +715,6 @@ def score_gradient(p, zp, dp, delta, slope, bend, dropout):
     if bend.softcap is not None:
         ds *= slope
     return ds
-
-
-@triton.jit
-def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H, padded,
-               PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-               PRECISION: tl.constexpr):  # fmt: skip
-    n = b * H + h
-    row, column = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
-    j = column0 + column
-    of_rows += n.to(tl.int64) * padded * 2
-    start, stop = loop_over(where, PART)
-    for t in range(start, stop):
-        row0 = tile_at(t, where, visits, PART) * BLOCK_M
-        i = row0 + row
-        q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
-        s = tl.dot(k_j, q_i.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): s transposed, so that p needs not be
-        do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
-        dp = tl.dot(v_j, do_i.T, input_precision=PRECISION)  # 10
-        at = row0 + tl.arange(0, BLOCK_M)[:, None]
-        minus_lse2_i, delta_i = tl.split(tl.load(of_rows + at * 2 + tl.arange(0, 2)[None, :]))
-        p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, mask, bend, PART)  # 8
-        zp = dropped(p, n, row0, column0, row, column, dropout)
-        dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=PRECISION)  # 9
-        ds = score_gradient(p, zp, dp, delta_i[None, :], slope, bend, dropout)  # 11
-        dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision=PRECISION)  # 12
-    return dk, dv
-
-
-@triton.jit
-def dkdv_kernel(q, k, v, do, of_rows, dk, dv, mask, bend, dropout, visits, keep_scale, H, G, padded,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                PRECISION: tl.constexpr):  # fmt: skip
-    n_tiles = tl.cdiv(mask.T_k, BLOCK_N)
-    tile = tl.program_id(0) % n_tiles  # under a causal mask the first keys are seen by most
-    n = tl.program_id(0) // n_tiles
-    b, h_kv = n // (H // G), n % (H // G)
-    column0 = tile * BLOCK_N
-    where = query_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
-
-    k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
-    v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
-    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
-        dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H,
-            padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
-        dk_j, dv_j = dkdv_tiles(
-            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H,
-            padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
-    dk_j *= bend.scale * keep_scale
-    dv_j *= keep_scale
-    store(dk, b, h_kv, column0, dk_j, BLOCK_N, BLOCK_D)
-    store(dv, b, h_kv, column0, dv_j, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
@@ -817,3 +774,57 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visi
         dropout, H, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
     dq_i *= bend.scale * keep_scale
     store(dq, b, h, row0, dq_i, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H, padded,
+               PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
+    n = b * H + h
+    row, column = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
+    j = column0 + column
+    of_rows += n.to(tl.int64) * padded * 2
+    start, stop = loop_over(where, PART)
+    for t in range(start, stop):
+        row0 = tile_at(t, where, visits, PART) * BLOCK_M
+        i = row0 + row
+        q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
+        s = tl.dot(k_j, q_i.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): s transposed, so that p needs not be
+        do_i = load(do, b, h, row0, BLOCK_M, BLOCK_D)
+        dp = tl.dot(v_j, do_i.T, input_precision=PRECISION)  # 10
+        at = row0 + tl.arange(0, BLOCK_M)[:, None]
+        minus_lse2_i, delta_i = tl.split(tl.load(of_rows + at * 2 + tl.arange(0, 2)[None, :]))
+        p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, mask, bend, PART)  # 8
+        zp = dropped(p, n, row0, column0, row, column, dropout)
+        dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=PRECISION)  # 9
+        ds = score_gradient(p, zp, dp, delta_i[None, :], slope, bend, dropout)  # 11
+        dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision=PRECISION)  # 12
+    return dk, dv
+
+
+@triton.jit
+def dkdv_kernel(q, k, v, do, of_rows, dk, dv, mask, bend, dropout, visits, keep_scale, H, G, padded,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                PRECISION: tl.constexpr):  # fmt: skip
+    n_tiles = tl.cdiv(mask.T_k, BLOCK_N)
+    tile = tl.program_id(0) % n_tiles  # under a causal mask the first keys are seen by most
+    n = tl.program_id(0) // n_tiles
+    b, h_kv = n // (H // G), n % (H // G)
+    column0 = tile * BLOCK_N
+    where = query_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
+
+    k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
+    v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
+    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
+        dk_j, dv_j = dkdv_tiles(
+            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H,
+            padded, True, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+        dk_j, dv_j = dkdv_tiles(
+            dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, mask, bend, dropout, H,
+            padded, False, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION)  # fmt: skip
+    dk_j *= bend.scale * keep_scale
+    dv_j *= keep_scale
+    store(dk, b, h_kv, column0, dk_j, BLOCK_N, BLOCK_D)
+    store(dv, b, h_kv, column0, dv_j, BLOCK_N, BLOCK_D)

@@ -2,7 +2,8 @@
 
 What causal masks and windows leave is arithmetic, done inside the kernels (between() in flash.py). Here it is the same
 arithmetic on the lowest and highest number in every tile, in O(T) memory, with the same four answers: the first tile to
-visit, the first that the mask leaves whole, past the last whole one, past the last.
+visit, the first that the mask leaves whole, past the last whole one, past the last. A picture of blocks takes lists as
+well, (T / BLOCK)**2 numbers, as the picture itself does. All of it is a dozen small launches a kernel, in every layer.
 """
 
 import torch

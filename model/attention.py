@@ -110,7 +110,7 @@ class BreakIt:
     """Takes a line out of the algorithm, to see what it was for. True is whole; every switch stands where it acts."""
 
     # Without the maximum exp(s) overflows once a score passes 88.7 (log of the largest float32): l = inf, and o is
-    # inf / inf. Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled.
+    # inf / inf. Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled, triton.
     subtract_max: bool = True
     # Without alpha the earlier tiles stay on the scale of an older, smaller maximum and weigh too much. Never NaN: the
     # output stays finite and wrong, the more the larger the scores; right where one tile holds all keys. tiled, triton.
@@ -146,7 +146,8 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
     """Turns impl=auto into the implementation that will run, and refuses one that cannot, before any work is done.
 
     auto: on a GPU torch's fused kernel, and triton for what that lacks (a window, our dropout mask, a switch of
-    break_it); tiled elsewhere, and where triton cannot run.
+    break_it); tiled elsewhere, and where triton cannot run. (Heads above 256 and float64, which triton lacks, it learns
+    of at the first call only.)
     Raises ValueError naming the reason and the way out.
     """
     if config.impl == "auto":
@@ -160,7 +161,9 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
     if config.impl == "triton" and (refused := triton_refusal(device)):
         raise ValueError(refused)
     if config.impl == "sdpa" and beyond_sdpa(config):
-        raise ValueError(f"{beyond_sdpa(config)}: sdpa has nothing of the kind; use attention=tiled")
+        raise ValueError(
+            f"{beyond_sdpa(config)}: sdpa has nothing of the kind; use attention=tiled or attention=triton"
+        )
     if config.impl != "tiled" and config.order != "queries_outside":
         raise ValueError(f"attention.order={config.order}: {config.impl} has no such loops; use attention=tiled")
     if config.impl != "triton" and config.autotune:
@@ -194,9 +197,13 @@ def check_switches(impl: str, break_it: BreakIt) -> None:
     """A switch that an implementation has nothing to remove from is an error, never ignored."""
     rescales = break_it.rescale_sum and break_it.rescale_output
     if impl == "naive" and not rescales:
-        raise ValueError(f"break_it={break_it.label}: naive rescales nothing, it has one pass; use attention=tiled")
+        raise ValueError(
+            f"break_it={break_it.label}: naive rescales nothing, it has one pass; use attention=tiled or triton"
+        )
     if impl == "sdpa" and not unbroken(break_it):
-        raise ValueError(f"break_it={break_it.label}: torch's sdpa cannot be broken; use attention=tiled")
+        raise ValueError(
+            f"break_it={break_it.label}: torch's sdpa cannot be broken; use attention=tiled or attention=triton"
+        )
 
 
 @dataclass
@@ -303,7 +310,7 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
     problem = Problem(
         scale * break_it.score_gain,
         config.softcap,
-        alibi_slopes(H).to(q.device, sum_dtype(q.dtype)) if config.alibi else None,
+        alibi_slopes(H, q.device).to(sum_dtype(q.dtype)) if config.alibi else None,
         Mask(T, T_k, causal, config.window, blocks=blocks, block_size=config.block_mask_size, **documents),
         0.0 if seed is None else config.dropout_p,
         seed,
@@ -370,12 +377,13 @@ def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
     return torch.tensor([[block == "x" for block in row] for row in picture], device=device)
 
 
-def alibi_slopes(H: int) -> Tensor:
+@cache
+def alibi_slopes(H: int, device: torch.device) -> Tensor:
     """float32 (H,): 2**(-8 / H), its square, its cube... where H is a power of two; else those of the next lower power,
     and then every other one of the next higher."""
     n = 1 << H.bit_length() - 1
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
-    return torch.tensor(slopes[:H])
+    return torch.tensor(slopes[:H], device=device)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
