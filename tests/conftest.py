@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,11 @@ import torch
 
 import train
 from training import config
+
+# A kernel is for the interpreter or for a GPU from the moment kernels/ is imported, so it is said before anything does.
+# Where there is a GPU, tests/test_gpu.py runs the kernels themselves.
+if find_spec("triton") and not torch.cuda.is_available():
+    import tests.interpreter  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 

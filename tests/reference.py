@@ -234,6 +234,35 @@ def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **option
     return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
+def drawn(
+    config: AttentionConfig, T: int, dropout_p: float, D: int | None = None, dtype=torch.float32, device="cpu"
+) -> dict[str, Tensor]:
+    """The keep-masks, bool (2, T, T), as the forward, dv and dq had them, drawn with SEED for two heads.
+
+    Scores are all 0, so every weight is 1 / T. With D columns of the identity for v (do), o (dv) shows D columns (rows)
+    of Z p. With ones for v do^T and the identity for k, dq shows ds = p (Z - delta), where delta, the mean of Z over
+    the row, lies between 0 and what Z is for a kept weight: what was dropped is below 0.
+    """
+    D = D or T
+    identity = torch.eye(T, dtype=dtype, device=device)
+    zero = torch.zeros(1, 2, T, D, dtype=dtype, device=device)
+    one = torch.nn.functional.pad(zero[..., 1:], (1, 0), value=1.0)  # v do^T is 1 for every pair
+    config = replace(config, dropout_p=dropout_p)
+    found = {"o": [], "dv": [], "dq": []}
+    for start in range(0, T, D):
+        part = identity[:, start : start + D]
+        part = torch.nn.functional.pad(part, (0, D - part.shape[1])).expand(1, 2, T, D)
+        q, k, v = (x.clone().requires_grad_() for x in (zero, zero, part))
+        options = {"causal": False, "softmax_scale": 1.0, "seed": torch.tensor(SEED, device=device)}
+        o = attention(q, k, v, config, **options)
+        (dv,) = torch.autograd.grad(o, v, part)
+        (dq,) = torch.autograd.grad(attention(q, part, one, config, **options), q, one)
+        for name, mask in (("o", o != 0), ("dv", dv != 0), ("dq", dq >= 0)):
+            found[name].append(mask[0, :, :, : T - start])
+    found = {name: torch.cat(parts, -1) for name, parts in found.items()}
+    return found | {"dv": found["dv"].mT}  # dv = (Z p)^T
+
+
 def error(found: Tensor, reference: Tensor) -> float:
     """Largest absolute difference; infinities must stand in the same places, and NaN never passes."""
     found = found.detach().cpu().double()

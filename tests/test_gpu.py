@@ -1,5 +1,6 @@
 """The same cases on a CUDA GPU: pytest -m gpu. Where there is none, every test here says so and is skipped."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,21 +10,22 @@ import torch
 from model.attention import AttentionConfig, attention
 from model.dropout import keep_mask
 from model.gpt import GPT, GPTConfig
-from tests.reference import CASES, DTYPES, FOR_SDPA, assert_within_budget, case_name, oracle, run
+from tests.reference import CASES, DTYPES, FOR_SDPA, SEED, Case, assert_within_budget, case_name, drawn, oracle, run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-NAIVE, TILED = AttentionConfig("naive"), AttentionConfig("tiled", 32, 64)
+NAIVE, TILED, TRITON = AttentionConfig("naive"), AttentionConfig("tiled", 32, 64), AttentionConfig("triton")
 
 
+@pytest.mark.parametrize("config", [TILED, TRITON], ids=["tiled", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_tiled_is_within_twice_naives_error(case, dtype):
+def test_tiled_and_triton_are_within_twice_naives_error(case, dtype, config):
     inputs = case.inputs(dtype, "cuda")
     reference = oracle(inputs, case)
-    assert_within_budget(run(inputs, case, TILED), run(inputs, case, NAIVE), reference)
+    assert_within_budget(run(inputs, case, config), run(inputs, case, NAIVE), reference)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
@@ -69,8 +71,225 @@ def test_tiled_memory_is_linear_and_naives_is_not():
     assert peak("tiled", 8192) < 2.1 * peak("tiled", 4096)
 
 
+# --- triton ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash():
+    return pytest.importorskip("kernels.flash", reason="triton is made for Linux")
+
+
+def in_float64(inputs: dict) -> dict:
+    return {name: x.double() for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1024, D=16, H=4),
+        Case(1500, D=40, H=4, H_kv=1),
+        Case(2048, D=64, dropout_p=0.1),
+        Case(4096, D=64, B=1, H=4, H_kv=2),
+        Case(4096, D=128, B=1),
+        Case(1024, 3000, D=80, dropout_p=0.3),
+        Case(2049, D=256, B=1),
+        Case(2048, D=256, B=1, H_kv=1, dropout_p=0.1),
+        Case(3001, D=128, window=700, H=4, H_kv=2),
+        Case(2500, 1700, D=64, causal=False, window=300),
+        Case(4000, D=80, documents=(1000, 1, 1500, 1499), dropout_p=0.1),
+    ],
+    ids=case_name,
+)
+def test_triton_is_within_twice_naives_error_at_length(case):
+    """The oracle draws masks element by element, too slowly for this. tests/test_attention.py has naive equal to it."""
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    reference = {name: x.cpu() for name, x in run(in_float64(inputs), case, NAIVE).items()}
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), reference)
+
+
+def test_more_heads_than_a_grids_second_axis_has_places():
+    """65,535: where others put batch and heads on that axis, they fail."""
+    case = Case(5, B=33_000, D=16)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    reference = {name: x.cpu() for name, x in run(in_float64(inputs), case, NAIVE).items()}
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), reference)
+
+
+def test_rows_past_two_to_the_31_numbers_are_found():
+    """A million tokens of a packed projection with GPT-2's row stride of 2,304. For the window's sake the last rows can
+    be checked by themselves."""
+    T, last, window = 2**20 + 100, 256, 128
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(1, T, 2304, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+    do = torch.randn(1, 12, last, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    def results(qkv, config) -> dict:
+        q, k, v = (x.unflatten(-1, (12, 64)).transpose(1, 2) for x in qkv.split(768, dim=-1))
+        o = attention(q, k, v, replace(config, window=window))[:, :, -last:]
+        (gradient,) = torch.autograd.grad(o, qkv, do.to(o.dtype))
+        return {"o": o.detach(), "dqkv": gradient[:, -last:]}
+
+    end = qkv.detach()[:, -last - window :].requires_grad_()
+    reference = {name: x.cpu() for name, x in results(end.double(), NAIVE).items()}
+    assert_within_budget(results(qkv, TRITON), results(end, NAIVE), reference)
+
+
+def test_triton_gives_the_same_bits_two_hundred_times():
+    case = Case(1024, D=64, H=4, H_kv=2, dropout_p=0.1)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    first = run(inputs, case, TRITON)
+    for _ in range(200):
+        again = run(inputs, case, TRITON)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("tile", [None, (64, 64, 4, 2), (128, 32, 4, 2), (32, 128, 4, 1)], ids=str)
+def test_every_triton_kernel_draws_the_bits_of_the_definition(tile, flash, monkeypatch):
+    if tile is not None:
+        monkeypatch.setattr(flash, "tiles_for", lambda *_: flash.Tiles(*tile))
+    found = drawn(TRITON, 2048, 0.1, D=64, dtype=torch.bfloat16, device="cuda")
+    definition = keep_mask(torch.tensor(SEED), 2, range(2048), range(2048), 0.1)
+    assert all(torch.equal(mask.cpu(), definition) for mask in found.values())
+
+
+def test_triton_drops_the_share_that_was_asked_for_everywhere():
+    """Kept weights are counted over 4,096 heads and 64 seeds: overall, and at each place, within five deviations of
+    what coins of 230 in 256 give."""
+    T, seeds = 64, 64
+    q = torch.zeros(64, 64, T, T, device="cuda", dtype=torch.bfloat16)
+    v = torch.eye(T, device="cuda", dtype=torch.bfloat16).expand_as(q)
+    kept = torch.zeros(T, T, device="cuda", dtype=torch.int64)
+    for seed in range(seeds):
+        options = {"causal": False, "seed": torch.tensor(seed, device="cuda")}
+        kept += (attention(q, q, v, replace(TRITON, dropout_p=0.1), **options) != 0).sum((0, 1))
+    draws, share = seeds * 64 * 64, 230 / 256
+    for counted, n in ((kept, draws), (kept.sum(), draws * T * T)):
+        assert ((counted - n * share).abs() <= 5 * math.sqrt(n * share * (1 - share))).all()
+
+
+def test_the_triton_op_is_registered_as_torch_wants_it(flash):
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16))
+    seed = torch.tensor(SEED, device="cuda")
+    arguments = (q, k, v, 0.125, -50, 0, *[None] * 6, 64, seed, 26, True, True, True, False)
+    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, arguments)
+
+
+def test_compiled_triton_is_one_graph_and_gives_the_same_bits():
+    case = Case(300, D=64, H=4, H_kv=2, window=200, dropout_p=0.1)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    config, seed = replace(TRITON, window=200, dropout_p=0.1), torch.tensor(SEED, device="cuda")
+
+    def plain(q, k, v):
+        return attention(q, k, v, config, seed=seed)
+
+    found = [f(q, k, v) for f in (plain, torch.compile(plain, fullgraph=True))]
+    gradients = [torch.autograd.grad(o, (q, k, v), inputs["do"]) for o in found]
+    assert torch.equal(*found)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_replayed_cuda_graph_draws_a_new_mask_when_the_seed_changes():
+    q, k, v = torch.randn(3, 2, 2, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    config, seed = replace(TRITON, dropout_p=0.1), torch.tensor(1, device="cuda")
+    first = attention(q, k, v, config, seed=seed)  # compiled by now: a capture may not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention(q, k, v, config, seed=seed)
+    graph.replay()
+    assert torch.equal(o, first)
+    seed.fill_(2)
+    graph.replay()
+    assert not torch.equal(o, first)
+    assert torch.equal(o, attention(q, k, v, config, seed=torch.tensor(2, device="cuda")))
+
+
+def test_triton_runs_on_the_current_stream():
+    """On another it would read q before the copy that waits in front of it has been made."""
+    q, new = torch.randn(2, 1, 2, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    expected = attention(new, new, new, TRITON)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)  # clock cycles
+        q.copy_(new)
+        o = attention(q, q, q, TRITON)
+    torch.cuda.synchronize()
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_triton_runs_where_its_tensors_are_whatever_the_current_device():
+    case = Case(200, D=64, dropout_p=0.1)
+    here, there = (run(case.inputs(torch.bfloat16, f"cuda:{i}"), case, TRITON) for i in range(2))
+    assert all(torch.equal(here[name].cpu(), there[name].cpu()) for name in here)
+
+
+def test_autocast_does_not_reach_into_triton():
+    q = torch.randn(1, 2, 100, 64, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        inside = attention(q, q, q, TRITON)
+    assert torch.equal(inside, attention(q, q, q, TRITON))
+
+
+def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients():
+    shape = (1, 12, 65_536, 64)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    o = attention(*(x.requires_grad_() for x in (q, k, v)), TRITON)
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    held = sum(x.nbytes for x in (q, k, v, do, o, *gradients))
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * held
+
+
+def tiles_of(flash, T: int, **mask) -> int:
+    """How many tiles of 64 x 64 are visited. With positions given, kernels/tiles.py counts windows too."""
+    from kernels.tiles import visits
+
+    usual = {"at_least": None, "documents_q": None, "documents_k": None, "blocks": None, "block_size": 1024}
+    positions = torch.arange(T, device="cuda")
+    bounds, _, _ = visits(flash.mask_of(T, T, at_most=0, positions=positions, **usual | mask), 64, 64, False)
+    return int((bounds[..., 3] - bounds[..., 0]).sum())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("impl", "dropout_p"), [("naive", 0.0), ("naive", 0.2), ("sdpa", 0.0)])
+@pytest.mark.parametrize("kind", ["window", "documents", "block_mask"])
+def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, flash):
+    """Half of the tiles, at most 60 % of the time, forward and backward together, at T = 16,384."""
+    T = 16_384
+    documents, config, mask = None, TRITON, {}
+    if kind == "window":
+        window = round(T * (1 - 0.5**0.5))  # what it leaves out is a triangle of half the area
+        config, mask = replace(TRITON, window=window), {"at_least": 1 - window}
+    elif kind == "documents":
+        documents = (torch.arange(T, device="cuda") // (T // 2))[None]
+        mask = {"documents_q": documents, "documents_k": documents}
+    else:  # a chessboard: the diagonal, and every second block below it
+        picture = ["".join("x" if (i - j) % 2 == 0 else "." for j in range(16)) for i in range(16)]
+        config = replace(TRITON, block_mask=picture, block_mask_size=1024)
+        mask = {"blocks": torch.tensor([[block == "x" for block in row] for row in picture], device="cuda")}
+    kept = tiles_of(flash, T, **mask) / tiles_of(flash, T)
+    assert round(kept, 2) == 0.5
+    q, k, v, do = torch.randn(4, 1, 12, T, 64, device="cuda", dtype=torch.bfloat16).unbind()
+
+    def milliseconds(config, documents) -> float:
+        def step():
+            o = attention(*(x.detach().requires_grad_() for x in (q, k, v)), config, documents=documents)
+            o.backward(do)
+
+        return flash.triton.testing.do_bench(step, return_mode="median")
+
+    assert milliseconds(config, documents) <= 0.6 * milliseconds(TRITON, None)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("impl", "dropout_p"), [("naive", 0.0), ("naive", 0.2), ("sdpa", 0.0), ("triton", 0.0), ("triton", 0.2)]
+)
 def test_a_compiled_model_learns_as_the_plain_one_does(impl, dropout_p):
     """Same weights, same batch, same dropout, bf16: the losses of five updates agree to bf16's rounding."""
     losses = []

@@ -1,0 +1,86 @@
+"""Compiles the Triton kernels for a GPU that need not be there.
+
+    python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
+
+ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
+JSON. SOURCE: a copy of kernels/flash.py to take instead. Prints a JSON list: for each kernel what came out of it.
+
+tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
+through the ordinary door with tensors of the CPU, and end where a kernel would start.
+"""
+
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+ARCH, SHARED, CASES = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+SOURCE = sys.argv[4] if len(sys.argv) > 4 else ROOT / "kernels" / "flash.py"
+
+
+class NoDriver:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", ARCH, 32)
+
+
+def compile_only(self, *args, grid, warmup, **options):
+    with redirect_stdout(StringIO()) as log:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    ptx, log = kernel.asm["ptx"], log.getvalue()
+    found.append(
+        {
+            "kernel": self.__name__,
+            "dtype": dtype,
+            "D": D,
+            "dropout": dropout,
+            "tiles": [options[name] for name in flash.Tiles._fields],
+            "shared": kernel.metadata.shared,
+            "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+            "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]),
+            "wgmma": "wgmma" in ptx,
+            "warnings": [line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
+            "ptx": hashlib.sha256(ptx.encode()).hexdigest(),
+        }
+    )
+    return kernel
+
+
+triton.runtime.driver.set_active(NoDriver())
+triton.knobs.nvidia.dump_ptxas_log = True  # to stdout: registers, spills, warnings, with the options that Triton gives
+triton.knobs.compilation.disable_line_info = True  # PTX without the lines that it came from
+launch, JITFunction.run = JITFunction.run, compile_only
+spec = importlib.util.spec_from_file_location("kernels.flash", SOURCE)
+flash = importlib.util.module_from_spec(spec)
+sys.modules["kernels.flash"] = flash
+spec.loader.exec_module(flash)
+flash.INTERPRETED = True  # or it refuses tensors of the CPU
+flash.has_descriptors = lambda device: ARCH >= 90
+flash.shared_memory = lambda device: SHARED
+
+found = []
+for dtype, D, dropout in CASES:
+    q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
+    seed = torch.tensor(1) if dropout else None
+    o, _ = flash.flash_attention(q, k, v, softmax_scale=0.125, at_most=0, seed=seed, drop_threshold=26 * dropout)
+    torch.autograd.grad(o, (q, k, v), torch.randn_like(o))
+print(json.dumps(found))

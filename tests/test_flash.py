@@ -1,0 +1,514 @@
+"""The Triton kernels in the interpreter: their values, their dropout bits, and what they read and may not read.
+
+A few milliseconds a tile, whatever its size: so there are few of them, and heads and batches are few as well.
+"""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kernels.tiles import visits
+from model.attention import AttentionConfig, BreakIt, attention, attention_varlen
+from model.dropout import keep_mask
+from model.mask import packed
+from tests.reference import (
+    CASES,
+    PICTURE,
+    SEED,
+    Case,
+    assert_within_budget,
+    case_name,
+    drawn,
+    error,
+    largest,
+    oracle,
+    run,
+)
+from tests.test_attention import LIMIT, NO_MAX, broken_rescale, one_big_score
+
+triton = pytest.importorskip("triton", reason="triton is made for Linux")
+from triton import language as tl  # noqa: E402
+
+from kernels import flash  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py runs the kernels themselves"),
+    # the interpreter's log(0) of a row that sees nothing, which is -inf and meant to be
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
+]
+NAIVE, TRITON = AttentionConfig("naive"), AttentionConfig("triton")
+RESULTS = ("o", "lse", "dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    """tiles(M, N, M of dkdv) sets the tiles of every kernel. Before it is called: 64 x 64, for the price of one tile of
+    32 x 32, of which float32 would have four."""
+
+    def tiles(M: int, N: int, of_dkdv: int | None = None) -> None:
+        chosen = {"dkdv": flash.Tiles(of_dkdv or M, N, 4, 1)}
+        monkeypatch.setattr(flash, "tiles_for", lambda kernel, *_: chosen.get(kernel, flash.Tiles(M, N, 4, 1)))
+
+    tiles(64, 64)
+    return tiles
+
+
+def same_bits(found: dict, expected: dict) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in RESULTS)
+
+
+# --- exactness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_float32_is_within_twice_naives_error(case, tiles):
+    if case.dropout_p:  # whose bits the interpreter draws in half a hundred steps a tile
+        tiles(128, 128)
+    inputs = case.inputs(torch.float32)
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.bfloat16) for case in CASES[1::3]] + [(case, torch.float16) for case in CASES[2::6]],
+    ids=lambda x: case_name(x) if isinstance(x, Case) else str(x),
+)
+def test_16_bits_are_within_twice_naives_error(case, dtype, tiles):
+    if case.dropout_p:
+        tiles(128, 128)
+    inputs = case.inputs(dtype)
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
+
+
+@pytest.mark.parametrize("tile", [(32, 32, 32), (32, 128, 32), (128, 32, 64)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(203, 150, B=1, H=2, H_kv=1, D=24, window=90),
+        Case(113, 170, B=1, H=1, D=16, dropout_p=0.3),
+        Case(150, H=1, D=16, documents=(17, 100, 33), blocks=PICTURE),
+    ],
+    ids=case_name,
+)
+def test_the_answer_is_right_at_any_tile_size(case, tile, tiles):
+    tiles(*tile)
+    inputs = case.inputs(torch.float32)
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
+
+
+def test_the_gradient_of_lse_alone_is_right():
+    """What a z-loss on attention would ask for: no gradient of o comes at all."""
+    case = Case(70, 90, B=1, H=2, H_kv=1)
+    inputs = case.inputs(torch.float32)
+    inputs["do"] = torch.zeros_like(inputs["do"])
+    expected = oracle(inputs, case)
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    found, naive = (
+        dict(zip(("dq", "dk"), torch.autograd.grad(lse, (q, k), inputs["dlse"], allow_unused=True), strict=True))
+        for _, lse in (attention(q, k, v, config, return_lse=True) for config in (TRITON, NAIVE))
+    )
+    assert_within_budget(found, naive, {name: expected[name] for name in ("dq", "dk")})
+
+
+def test_rows_with_nothing_to_see_give_zero_and_no_gradient():
+    case = Case(40, 24, B=1)  # the first 16 rows lie before the first key
+    found = run(case.inputs(torch.float32), case, TRITON)
+    assert torch.equal(found["o"][:, :, :16], torch.zeros(1, 2, 16, 32))
+    assert torch.equal(found["lse"][:, :, :16], torch.full((1, 2, 16), -torch.inf))
+    assert torch.equal(found["dq"][:, :, :16], torch.zeros(1, 2, 16, 32))
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (2, 2, 0, 16)], ids=["no batch", "no queries"])
+def test_nothing_to_compute_passes_through(shape):
+    q = torch.empty(shape, requires_grad=True)
+    k = torch.randn(shape[0], 2, 8, 16, requires_grad=True)
+    o, lse = attention(q, k, k, TRITON, return_lse=True)
+    assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
+    dq, dk = torch.autograd.grad(o.sum(), (q, k))
+    assert dq.shape == q.shape
+    assert not dk.any()
+
+
+def packed_run(inputs: dict, cu_q, cu_k, config: AttentionConfig, **options) -> dict:
+    """run() for attention_varlen; inputs as of a batch of one."""
+    q, k, v, do = (inputs[name][0].transpose(0, 1).detach().requires_grad_() for name in ("q", "k", "v", "do"))
+    o, lse = attention_varlen(q, k, v, cu_q, cu_k, config, return_lse=True, **options)
+    dlse = inputs["dlse"][0].masked_fill(lse == -torch.inf, 0.0)
+    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (do, dlse))
+    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+@pytest.mark.parametrize(
+    ("of_queries", "of_keys"),
+    [([30, 0, 41, 1, 58], [30, 0, 41, 1, 58]), ([30, 20, 1, 79], [70, 0, 33, 50])],
+    ids=["empty sequences", "other lengths as keys"],
+)
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": False}], ids=["causal", "full"])
+def test_packed_sequences_are_right(of_queries, of_keys, options):
+    """A sequence of no tokens, one whose queries have no keys, ones longer as queries than as keys."""
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (of_queries, of_keys))
+    case = Case(sum(of_queries), sum(of_keys), B=1, H=2, H_kv=1, D=16)
+    inputs = case.inputs(torch.float32)
+    double = {name: x.double() for name, x in inputs.items()}
+    found, naive, reference = (
+        packed_run(x, cu_q, cu_k, replace(config, window=25), **options)
+        for x, config in ((inputs, TRITON), (inputs, NAIVE), (double, NAIVE))
+    )
+    assert_within_budget(found, naive, reference)
+
+
+def test_two_runs_give_the_same_bits():
+    case = Case(70, B=1, H=2, H_kv=1, window=50, dropout_p=0.1)
+    inputs = case.inputs(torch.float32)
+    assert same_bits(run(inputs, case, TRITON), run(inputs, case, TRITON))
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [(32, 32, 32), (128, 64, 64)], ids=str)
+def test_every_kernel_draws_the_bits_of_the_definition(tile, tiles):
+    tiles(*tile)
+    found = drawn(TRITON, 90, 0.3, D=96)
+    definition = keep_mask(torch.tensor(SEED), 2, range(90), range(90), 0.3)
+    assert all(torch.equal(mask, definition) for mask in found.values())
+
+
+@triton.jit
+def bits_kernel(out, seed, n, row0, column0, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    mask = flash.keep_mask(flash.Dropout(seed, threshold, 0.0), n, row0, column0, i, j)
+    tl.store(out + i * COLUMNS + j, mask)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345])
+def test_rows_and_columns_past_two_to_the_twenty_have_the_bits_of_the_definition(seed):
+    seed = torch.tensor(seed)
+    for n, row0, column0 in ((0, 0, 0), (3, 2**20 + 32, 64), (1, 96, 2**20 + 32), (700, 2**21, 2**30)):
+        out = torch.empty(64, 128, dtype=torch.bool)
+        bits_kernel[(1,)](out, seed, n, row0, column0, 77, 64, 128)
+        right = keep_mask(seed, n + 1, range(row0, row0 + 64), range(column0, column0 + 128), 77 / 256)[n]
+        assert torch.equal(out, right)
+
+
+def test_no_seed_means_no_dropout():
+    q = torch.randn(1, 1, 40, 16)
+    assert torch.equal(attention(q, q, q, replace(TRITON, dropout_p=0.5)), attention(q, q, q, TRITON))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["descriptors", "pointers"])
+def reading(request, monkeypatch):
+    """Both ways to a tile: Hopper's descriptors, and the pointers of older GPUs."""
+    monkeypatch.setattr(flash, "has_descriptors", lambda device: request.param == "descriptors")
+
+
+@pytest.mark.parametrize("D", [16, 24])
+def test_pointers_and_descriptors_give_the_same_bits(D, monkeypatch):
+    case = Case(97, 130, B=1, H=2, H_kv=1, D=D)
+    inputs = case.inputs(torch.bfloat16)
+    through_descriptors = run(inputs, case, TRITON)
+    monkeypatch.setattr(flash, "has_descriptors", lambda device: False)
+    assert same_bits(run(inputs, case, TRITON), through_descriptors)
+
+
+def interleaved(shape: tuple[int, ...], inputs: dict) -> list[torch.Tensor]:
+    """q, k, v as views of one projection (B, T, 3 H D)."""
+    B, H, T, D = shape
+    qkv = torch.stack([inputs[name] for name in "qkv"], 2).permute(0, 3, 2, 1, 4).reshape(B, T, 3 * H * D)
+    return [x.unflatten(-1, (H, D)).transpose(1, 2) for x in qkv.split(H * D, dim=-1)]
+
+
+def test_an_interleaved_view_is_read_where_it_lies_and_gives_the_same_bits(reading):
+    case = Case(70, D=24)
+    inputs = case.inputs(torch.float16)
+    views = dict(zip("qkv", interleaved((2, 2, 70, 24), inputs), strict=True))
+    assert all(flash.aligned(x) is x for x in views.values())
+    assert same_bits(run(inputs | views, case, TRITON), run(inputs, case, TRITON))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view(x.shape),  # rows off their 16 bytes
+        lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],  # rows of an odd length
+        lambda x: x.mT.contiguous().mT,  # neighbours that lie apart
+        lambda x: x[:, :, :1].expand(x.shape),  # every row the same
+        lambda x: x[:, :1].expand(x.shape),  # every head the same
+    ],
+    ids=["odd offset", "odd rows", "columns first", "expanded rows", "expanded heads"],
+)
+def test_any_strides_give_the_same_bits(layout, reading):
+    case = Case(50, B=1, H=2, D=16)
+    inputs = {name: layout(x) if x.ndim == 4 else x for name, x in case.inputs(torch.float16).items()}
+    plain = {name: x.clone(memory_format=torch.contiguous_format) for name, x in inputs.items()}
+    assert same_bits(run(inputs, case, TRITON), run(plain, case, TRITON))
+
+
+def test_a_gradient_that_is_one_number_everywhere_is_right():
+    """out.sum().backward() hands in a gradient of stride 0, which other projects' kernels read past the end of."""
+    case = Case(50, B=1, H=2, D=16)
+    q, k, v = (case.inputs(torch.float32)[name].requires_grad_() for name in "qkv")
+    summed = torch.autograd.grad(attention(q, k, v, TRITON).sum(), (q, k, v))
+    plain = torch.autograd.grad(attention(q, k, v, TRITON), (q, k, v), torch.ones_like(q))
+    assert all(torch.equal(a, b) for a, b in zip(summed, plain, strict=True))
+
+
+def test_what_lies_around_the_tensors_does_not_leak_in(reading):
+    """Rows before and after, and the columns between D and its power of two, are full of NaN; 0 * NaN is NaN."""
+    case = Case(70, 50, B=2, H=2, H_kv=1, D=24)
+    inputs = case.inputs(torch.bfloat16)
+    guarded = dict(inputs)
+    for name in ("q", "k", "v", "do"):
+        x = inputs[name]
+        around = torch.full((*x.shape[:2], x.shape[2] + 128, 32), torch.nan, dtype=x.dtype)
+        guarded[name] = around[:, :, 64:-64, :24]
+        guarded[name].copy_(x)
+        assert flash.aligned(guarded[name]) is guarded[name]
+    assert same_bits(run(guarded, case, TRITON), run(inputs, case, TRITON))
+
+
+def test_rows_that_begin_past_two_to_the_31_numbers_are_found(reading):
+    """A packed projection's row stride of 2,304 passes 32 bits at 932,067 tokens; here 2**25 does at 64.
+
+    torch.empty maps pages as they are touched, so the 9 GB cost next to nothing. The rows begin 2**31 numbers into
+    them: an offset that wraps then reads zeros, and fails the comparison instead of ending the process.
+    """
+    case = Case(70, B=1, H=1, D=16)
+    inputs = case.inputs(torch.float16)
+    far = dict(inputs)
+    for name in ("q", "k", "v", "do"):
+        lazily = torch.empty(2**31 + 70 * 2**25, dtype=torch.float16)
+        far[name] = lazily.as_strided((1, 1, 70, 16), (16, 16, 2**25, 1), 2**31)
+        far[name].copy_(inputs[name])
+        assert flash.aligned(far[name]) is far[name]
+    assert same_bits(run(far, case, TRITON), run(inputs, case, TRITON))
+
+
+# --- autograd, torch.compile ------------------------------------------------------------------------------------------
+
+
+def test_a_second_derivative_is_refused():
+    q = torch.randn(1, 1, 8, 16, requires_grad=True)
+    (dq,) = torch.autograd.grad(attention(q, q, q, TRITON).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_autocast_does_not_reach_inside():
+    q = torch.randn(1, 1, 40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attention(q, q, q, TRITON)
+    assert torch.equal(inside, attention(q, q, q, TRITON))
+
+
+def of_the_op(dtype: torch.dtype) -> tuple:
+    """Arguments of the op in its own order: causal, a window, dropout."""
+    inputs = Case(8, B=1, H=1, D=16).inputs(dtype)
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    return (
+        q,
+        k,
+        v,
+        0.25,
+        -20,
+        0,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        64,
+        torch.tensor(SEED),
+        77,
+        True,
+        True,
+        True,
+        False,
+    )
+
+
+def test_the_op_is_registered_as_torch_wants_it():
+    """Its schema, its fake (shapes and strides), its autograd, and all of that traced with symbolic shapes."""
+    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, of_the_op(torch.float32))
+
+
+def test_a_compiled_graph_gives_the_bits_of_the_eager_one():
+    case = Case(40, B=1, H=2, H_kv=1, D=16)
+    q, k, v = (case.inputs(torch.float32)[name].requires_grad_() for name in "qkv")
+    config, seed = replace(TRITON, window=30, dropout_p=0.2), torch.tensor(SEED)
+
+    def both(q, k, v):
+        o, lse = attention(q, k, v, config, seed=seed, return_lse=True)
+        return o.sin().sum() + lse.sum()
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    plain, traced = (torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (both, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
+
+
+def test_activation_checkpointing_draws_the_same_mask_again():
+    case = Case(40, B=1, H=1, D=16)
+    q, k, v = (case.inputs(torch.float32)[name].requires_grad_() for name in "qkv")
+    config, seed = replace(TRITON, dropout_p=0.3), torch.tensor(SEED)
+    plain = attention(q, k, v, config, seed=seed)
+    again = checkpoint(lambda q, k, v: attention(q, k, v, config, seed=seed), q, k, v, use_reentrant=False)
+    assert torch.equal(plain, again)
+    for a, b in zip(*(torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (plain, again)), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- broken on purpose -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(("score", "finite"), [(LIMIT - 0.01, True), (LIMIT + 0.01, False), (200.0, False)])
+def test_without_the_maximum_nan_comes_once_a_score_passes_the_limit_and_not_before(score, finite):
+    q, k, v = one_big_score(score)
+    o = attention(q, k, v, TRITON, softmax_scale=1.0, break_it=NO_MAX)
+    assert o[0, 0, 63].isfinite().all() == finite
+    assert o[0, 0, 63].isnan().all() != finite
+    assert o[0, 0, :63].isfinite().all()  # the other rows never see the score
+
+
+@pytest.mark.parametrize(("rescale_sum", "rescale_output"), [(False, False), (True, False), (False, True)])
+def test_without_the_rescaling_the_output_is_wrong_by_just_what_was_left_out(rescale_sum, rescale_output, tiles):
+    """Within the usual budget of what the theory predicts, where tiled with the same fault stands in for naive."""
+    case = Case(256, D=64, sigma=2.0, B=1)
+    inputs = case.inputs(torch.float32)
+    broken = BreakIt(rescale_sum=rescale_sum, rescale_output=rescale_output)
+    o, of_tiled = (
+        attention(inputs["q"], inputs["k"], inputs["v"], config, break_it=broken)
+        for config in (TRITON, AttentionConfig("tiled", 64, 64))
+    )
+    predicted = broken_rescale(inputs, case, 64, rescale_sum, rescale_output)
+    assert_within_budget({"o": o}, {"o": of_tiled}, {"o": predicted})
+    assert error(o, oracle(inputs, case)["o"]) > 0.1 * largest(o)
+
+
+def test_without_the_rescaling_one_tile_of_all_keys_is_right():
+    inputs = Case(60, B=1, sigma=4.0).inputs(torch.float32)
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    broken = BreakIt(rescale_sum=False, rescale_output=False)
+    assert torch.equal(attention(q, k, v, TRITON, break_it=broken), attention(q, k, v, TRITON))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((1, 1, 8, 16), torch.float64, r"has float32, float16 and bfloat16, not torch.float64; use attention=tiled"),
+        ((1, 1, 8, 257), torch.float32, r"has heads of 256 at most, not 257; use attention=tiled"),
+    ],
+)
+def test_what_the_kernels_lack_is_refused_in_one_line(shape, dtype, message):
+    q = torch.zeros(shape, dtype=dtype)
+    with pytest.raises(ValueError, match=message) as refused:
+        attention(q, q, q, TRITON)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_cpu_without_the_interpreter_is_refused_in_one_line():
+    with patch.object(flash, "INTERPRETED", False), pytest.raises(ValueError, match="on a GPU, not on cpu") as refused:
+        attention(*torch.zeros(3, 1, 1, 8, 16), TRITON)
+    assert "\n" not in str(refused.value)
+
+
+# --- kernels/tiles.py ------------------------------------------------------------------------------------------------
+
+
+def seen_pairs(mask: flash.Mask) -> torch.Tensor:
+    """Which pairs a mask lets see each other, bool (B, T, T_k), one by one."""
+    position = torch.arange(mask.T) + mask.T_k - mask.T if mask.positions is None else mask.positions
+    far = torch.arange(mask.T_k) - position[:, None]
+    seen = torch.ones(1, mask.T, mask.T_k, dtype=torch.bool)
+    if mask.at_least is not None:
+        seen = seen & (far >= mask.at_least)
+    if mask.at_most is not None:
+        seen = seen & (far <= mask.at_most)
+    if mask.documents_q is not None:
+        seen = seen & (mask.documents_q[:, :, None] == mask.documents_k[:, None])
+    if mask.blocks is not None:
+        rows, columns = position.clamp(min=0) // mask.block_size, torch.arange(mask.T_k) // mask.block_size
+        seen = seen & mask.blocks[rows[:, None], columns]
+    return seen
+
+
+def answers(mask: flash.Mask, M: int, N: int, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of visits(): which tiles are visited, which of them are called whole. bool (B or 1, row tiles, key tiles)."""
+    bounds, tiles, _ = visits(mask, M, N, transposed)
+    others = -(-mask.T // M) if transposed else -(-mask.T_k // N)
+    visited, whole = (torch.zeros(*bounds.shape[:2], others, dtype=torch.bool) for _ in range(2))
+    for at in torch.cartesian_prod(*(torch.arange(n) for n in bounds.shape[:2])).tolist():
+        start, whole_start, whole_stop, stop = bounds[tuple(at)].tolist()
+        order = torch.arange(others) if tiles is None else tiles[tuple(at)].long()
+        visited[(*at, order[start:stop])] = True
+        whole[(*at, order[whole_start:whole_stop])] = True
+    return (visited.mT, whole.mT) if transposed else (visited, whole)
+
+
+def in_tiles(seen: torch.Tensor, M: int, N: int, beyond: bool) -> torch.Tensor:
+    """bool (B, T, T_k) to (B, row tiles, key tiles, M, N), `beyond` where a tile reaches past the end."""
+    T, T_k = seen.shape[1:]
+    padded = torch.nn.functional.pad(seen, (0, -T_k % N, 0, -T % M), value=beyond)
+    return padded.unflatten(1, (-1, M)).unflatten(3, (-1, N)).transpose(2, 3)
+
+
+def random_mask(draw: torch.Generator, kind: str) -> flash.Mask:
+    T, T_k = torch.randint(40, 300, (2,), generator=draw).tolist()
+    if kind == "sorted documents" and torch.rand((), generator=draw) < 0.5:
+        T_k = T
+    window = int(torch.randint(1, 150, (), generator=draw))
+    at_least, at_most = [(None, 0), (1 - window, 0), (1 - window, window - 1), (None, None)][
+        int(torch.randint(4, (), generator=draw))
+    ]
+    of_rows = of_keys = positions = blocks = None
+    if "documents" in kind:
+        numbers = torch.randint(6, (2, max(T, T_k)), generator=draw)
+        numbers = numbers.sort(-1).values if "sorted" in kind else numbers
+        of_rows, of_keys = numbers[:, -T:], numbers[:, -T_k:]
+    if kind == "pack":
+        cu_q, cu_k = (torch.randint(n + 1, (3,), generator=draw).sort().values.tolist() for n in (T, T_k))
+        pack = packed(torch.tensor([0, *cu_q, T]), torch.tensor([0, *cu_k, T_k]), T, T_k)
+        (of_rows, of_keys), positions = pack["documents"], pack["positions"]
+    if "blocks" in kind:
+        blocks = torch.rand(12, 12, generator=draw) < 0.4
+    return flash.mask_of(T, T_k, at_least, at_most, of_rows, of_keys, positions, blocks, 32)
+
+
+KINDS = ["sorted documents", "unsorted documents", "pack", "blocks", "blocks and documents"]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["of queries", "of keys"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_pair_is_missed_and_no_tile_called_whole_that_hides_one(kind, transposed):
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        mask, (M, N) = random_mask(draw, kind), 2 ** torch.randint(4, 8, (2,), generator=draw)
+        visited, whole = answers(mask, int(M), int(N), transposed)
+        seen = seen_pairs(mask)
+        assert not (in_tiles(seen, M, N, False).any(-1).any(-1) & ~visited).any()
+        # Columns past the last must be hidden one by one; rows past the last weigh nothing, and need not be.
+        real = in_tiles(torch.ones_like(seen), M, N, False).any(3, keepdim=True)
+        hides = ~in_tiles(seen, M, N, True) & real if transposed else ~(in_tiles(seen, M, N, True))
+        assert not (hides.any(-1).any(-1) & whole).any()
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["of queries", "of keys"])
+def test_documents_in_order_cost_no_tile_too_many(transposed):
+    """Without a window: where one meets the documents' edges, a tile may hold a pair for each and none for both."""
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        mask, (M, N) = random_mask(draw, "sorted documents"), 2 ** torch.randint(4, 8, (2,), generator=draw)
+        mask = mask._replace(at_least=None)
+        visited, _ = answers(mask, int(M), int(N), transposed)
+        assert torch.equal(visited, in_tiles(seen_pairs(mask), M, N, False).any(-1).any(-1))

@@ -1,0 +1,112 @@
+"""The Triton kernels compiled for GPUs that are not here: what they take of registers and shared memory, and from what.
+
+Every tile size of kernels/flash.py's tables, as Triton and its ptxas would compile it at the first call.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is made for Linux")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+# Bytes of shared memory that a program may have, which the compiler does not check.
+SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
+ALL = [["bfloat16", D, dropout] for D in (64, 128, 256) for dropout in (False, True)]
+# float32 takes half a minute a case: the widest, which takes the most memory. sm_86 has the same tiles with dropout and
+# without.
+CASES = {
+    80: [*ALL, ["float32", 256, True]],
+    86: [*ALL[1::2], ["float32", 256, True]],
+    90: [*ALL, ["float32", 64, True], ["float32", 256, True]],
+    100: ALL,
+}
+
+
+def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
+    """A process without the interpreter, which the other tests have switched on, and with nothing compiled yet."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, "tests/compile_flash.py", str(arch), str(SHARED[arch]), json.dumps(cases), *source],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process: subprocess.Popen) -> list[dict]:
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What came out of every kernel, by architecture; they are compiled side by side."""
+    processes = {arch: start(arch, cases, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()}
+    return {arch: result(process) for arch, process in processes.items()}
+
+
+def beyond(kernels: list[dict], limit) -> list[dict]:
+    return [kernel for kernel in kernels if not limit(kernel)]
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_every_kernel_compiles_for_the_door_that_asks_for_it(compiled, arch):
+    names = ("forward_kernel", "dq_kernel", "dkdv_kernel")
+    expected = [(name, *case) for case in CASES[arch] for name in names]
+    assert [(found["kernel"], found["dtype"], found["D"], found["dropout"]) for found in compiled[arch]] == expected
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_every_kernel_fits_into_shared_memory(compiled, arch):
+    assert not beyond(compiled[arch], lambda found: found["shared"] <= SHARED[arch])
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_16_bit_kernels_keep_next_to_everything_in_registers(compiled, arch):
+    """float32 is left out: its products run on the plain cores, whose operands fill the registers and more."""
+    kernels = [found for found in compiled[arch] if found["dtype"] != "float32"]
+    assert not beyond(kernels, lambda found: found["registers"] <= 255 and found["spills"] <= 512)
+
+
+def test_heads_of_64_spill_nothing_on_hopper(compiled):
+    kernels = [found for found in compiled[90] if found["dtype"] != "float32" and found["D"] == 64]
+    assert kernels
+    assert not beyond(kernels, lambda found: found["spills"] == 0)
+
+
+def test_16_bit_products_are_hoppers_asynchronous_ones(compiled):
+    """Of heads up to 128: the backward of wider ones has tiles of 32 rows, and the instruction wants 64."""
+    kernels = [found for found in compiled[90] if found["dtype"] != "float32" and found["D"] <= 128]
+    assert kernels
+    assert not beyond(kernels, lambda found: found["wgmma"])
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_ptxas_has_nothing_to_complain_of(compiled, arch):
+    """C7510 and its like say that asynchronous products were made to wait for each other, at half the speed."""
+    assert not beyond(compiled[arch], lambda found: not found["warnings"])
+
+
+def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
+    """The default path is the same code, instruction for instruction, as if they had never been written."""
+    source = (ROOT / "kernels" / "flash.py").read_text(encoding="utf-8")
+    for with_switch, without in (
+        (" if SUBTRACT_MAX else tl.zeros_like(m)", ""),
+        ("(l * alpha if RESCALE_SUM else l)", "l * alpha"),
+        ("        if RESCALE_OUTPUT:\n            acc = acc", "        acc = acc"),
+    ):
+        assert source.count(with_switch) == 1
+        source = source.replace(with_switch, without)
+    (tmp_path / "flash.py").write_text(source, encoding="utf-8")
+    cases = ALL[:2]
+    plain = result(start(90, cases, tmp_path / "cache", str(tmp_path / "flash.py")))
+    assert plain == compiled[90][: len(plain)]
