@@ -400,7 +400,7 @@ def block_d(D: int) -> int:
 
 def precision(dtype: torch.dtype) -> str:
     """Of the products: that of the numbers but for float32, which has TF32 where torch is allowed it."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @cache
