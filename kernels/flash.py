@@ -36,9 +36,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.tiles import visits
+from kernels.tiles import edges, listed
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -91,11 +93,14 @@ class Dropout(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """What kernels/tiles.py says of the tiles to visit; None where arithmetic on the mask is enough."""
+    """What kernels/tiles.py says of the tiles, where data decides which are visited; None where arithmetic on the mask
+    is enough. The first three are pairs: the lowest and the highest number in every tile."""
 
-    bounds: Tensor | None
-    tiles: Tensor | None
-    batch: int
+    positions: tuple[Tensor, Tensor] | None  # of row tiles
+    of_rows: tuple[Tensor, Tensor] | None  # (B, row tiles): documents
+    of_keys: tuple[Tensor, Tensor] | None  # (B, key tiles)
+    bounds: Tensor | None  # (tiles, 4), of a picture of blocks: between()'s answers, but of places in `tiles`
+    tiles: Tensor | None  # (tiles, others)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,8 +146,9 @@ def flash_attention(
     if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
     of_rows, of_keys = documents or (None, None)
-    forward = torch.ops.tilegpt.flash_forward if torch.compiler.is_compiling() else Eager.apply
-    o, lse, _ = forward(
+    # The op's way through PyTorch takes as long as all the rest of a call: whom nobody traces goes around it.
+    traced = torch.compiler.is_compiling() or type(q) not in (Tensor, Parameter) or _get_current_dispatch_mode()
+    o, lse, _ = (torch.ops.tilegpt.flash_forward if traced else Eager.apply)(
         q, k, v, softmax_scale, at_least, at_most, softcap, slopes, of_rows, of_keys, positions, blocks, block_size,
         seed, 0 if seed is None else drop_threshold, subtract_max, rescale_sum, rescale_output, autotune)  # fmt: skip
     return o, lse
@@ -256,8 +262,7 @@ def run(kernel: str, launch: Callable[[Tiles], None], q: Tensor, dropout: bool, 
     return tile.BLOCK_M
 
 
-@torch.library.custom_op("tilegpt::flash_forward", mutates_args=())
-def flash_forward(
+def forward(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, at_least: int | None, at_most: int | None,
     softcap: float | None, slopes: Tensor | None, documents_q: Tensor | None, documents_k: Tensor | None,
     positions: Tensor | None, blocks: Tensor | None, block_size: int, seed: Tensor | None, drop_threshold: int,
@@ -276,9 +281,9 @@ def flash_forward(
 
     def launch(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        forward_kernel[(triton.cdiv(T, M) * B * H,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), lse, lse2, mask, bend,
-            Dropout(seed, drop_threshold, 0.0), Visits(*visits(mask, M, N, False)), 256 / (256 - drop_threshold), H,
+        forward_kernel[(-(-T // M) * B * H,)](
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, mask, bend,
+            Dropout(seed, drop_threshold, 0.0), visits(mask, M, N, False), 256 / (256 - drop_threshold), H,
             H // k.shape[1], BLOCK_D=block_d(D), PRECISION=precision(q.dtype), **switches, **tile._asdict(),
         )  # fmt: skip
 
@@ -287,8 +292,7 @@ def flash_forward(
     return o, lse, lse2
 
 
-@torch.library.custom_op("tilegpt::flash_backward", mutates_args=())
-def flash_backward(
+def gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, softmax_scale: float,
     at_least: int | None, at_most: int | None, softcap: float | None, slopes: Tensor | None,
     documents_q: Tensor | None, documents_k: Tensor | None, positions: Tensor | None, blocks: Tensor | None,
@@ -308,28 +312,33 @@ def flash_backward(
     padded = -(-T // 128) * 128
     of_rows = lse2.new_empty(B, H, padded, 2)
 
+    tiled = cache(in_tiles)  # a descriptor takes 10 us to make, and both kernels may have the same tiles
+
     def launch_dq(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        dq_kernel[(triton.cdiv(T, M) * B * H,)](
+        dq_kernel[(-(-T // M) * B * H,)](
             tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), dlse, lse2, of_rows, tiled(dq, M), *same,
-            Visits(*visits(mask, M, N, False)), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
+            visits(mask, M, N, False), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
             PRECISION=precision(q.dtype), **tile._asdict(),
         )  # fmt: skip
 
     def launch_dkdv(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        dkdv_kernel[(triton.cdiv(T_k, N) * B * H_kv,)](
+        dkdv_kernel[(-(-T_k // N) * B * H_kv,)](
             tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), of_rows, tiled(dk, N), tiled(dv, N), *same,
-            Visits(*visits(mask, M, N, True)), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
+            visits(mask, M, N, True), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
             PRECISION=precision(q.dtype), **tile._asdict(),
         )  # fmt: skip
 
     with on(q.device):
         rows = run("dq", launch_dq, q, seed is not None, autotune)
-        run(
-            "dkdv", launch_dkdv, q, seed is not None, autotune, rows
-        )  # dq_kernel fills of_rows for whole tiles of its own
+        # dq_kernel has filled of_rows for whole tiles of its own, and no further
+        run("dkdv", launch_dkdv, q, seed is not None, autotune, rows)
     return dq, dk, dv
+
+
+flash_forward = torch.library.custom_op("tilegpt::flash_forward", forward, mutates_args=())
+flash_backward = torch.library.custom_op("tilegpt::flash_backward", gradients, mutates_args=())
 
 
 @flash_forward.register_fake
@@ -344,19 +353,16 @@ def _(q, k, v, *options):
 
 def keep_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    assert len(inputs) == 19, "backward() counts on their order"
-    q, k, v, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, *masks, ctx.block_size, seed, ctx.threshold = inputs[
-        :15
-    ]
-    ctx.autotune = inputs[-1]
+    q, k, v, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, *more = inputs
+    *masks, ctx.block_size, seed, ctx.threshold, _, _, _, ctx.autotune = more
     o, _, lse2 = output
     ctx.save_for_backward(q, k, v, o, lse2, *masks, seed)
 
 
-def backward(ctx, do, dlse, _):
+def backward(ctx, do, dlse, _, gradients=flash_backward):
     q, k, v, o, lse2, slopes, documents_q, documents_k, positions, blocks, seed = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    grads = torch.ops.tilegpt.flash_backward(
+    grads = gradients(
         q, k, v, o, lse2, do, dlse, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, slopes, documents_q, documents_k,
         positions, blocks, ctx.block_size, seed, ctx.threshold, ctx.autotune)  # fmt: skip
     return *grads, *[None] * 16
@@ -366,28 +372,41 @@ flash_forward.register_autograd(backward, setup_context=keep_for_backward)
 
 
 class Eager(torch.autograd.Function):
-    """The same as register_autograd made of the op. Its wrapper takes as long as the rest of a call from Python does
-    (LOG.md), so that one is for torch.compile, which leaves no wrapper, and this one for everybody else."""
+    """The same without the op."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        output = torch.ops.tilegpt.flash_forward(*inputs)
+        output = forward(*inputs)
         keep_for_backward(ctx, inputs, output)
         ctx.mark_non_differentiable(output[2])
         return output
 
-    backward = staticmethod(once_differentiable(backward))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return backward(ctx, *grads, gradients=gradients)
 
 
 def mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size) -> Mask:
     # A window wider than everything hides nothing, and its sum with a row's number might not fit into 32 bits.
     at_least = None if at_least is None or at_least <= -T - T_k else at_least
     at_most = None if at_most is None or at_most >= T + T_k else at_most
-    documents_q, documents_k, positions = (
-        None if x is None else x.long() for x in (documents_q, documents_k, positions)
-    )
     contiguous = (None if x is None else x.contiguous() for x in (documents_q, documents_k, positions, blocks))
     return Mask(T, T_k, at_least, at_most, *contiguous, block_size, 0 if blocks is None else blocks.shape[1])
+
+
+def visits(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
+    """For tiles of M queries and N keys; transposed: of a tile of keys, which visits tiles of queries."""
+    positions = of_rows = of_keys = bounds = tiles = None
+    if mask.blocks is not None:
+        bounds, tiles = listed(
+            mask.blocks, mask.block_size, mask.T, mask.T_k, mask.at_least, mask.at_most, M, N, transposed
+        )
+    else:
+        positions = None if mask.positions is None else edges(mask.positions[None], M)
+        if mask.documents_q is not None:
+            of_rows, of_keys = edges(mask.documents_q, M), edges(mask.documents_k, N)
+    return Visits(positions, of_rows, of_keys, bounds, tiles)
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -395,7 +414,7 @@ def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def block_d(D: int) -> int:
-    return max(16, triton.next_power_of_2(D))
+    return max(16, 1 << (D - 1).bit_length())  # triton.next_power_of_2 takes 8 us
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -411,7 +430,8 @@ def shared_memory(device: torch.device) -> int:
 
 def on(device: torch.device):
     """Triton launches on the current device, wherever its tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    there = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if there else torch.cuda.device(device)
 
 
 def like_heads(x: Tensor) -> Tensor:
@@ -430,7 +450,7 @@ def aligned(x: Tensor) -> Tensor:
     return like_heads(x).copy_(x)
 
 
-def tiled(x: Tensor, rows: int) -> TensorDescriptor | Matrix:
+def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Matrix:
     """x in tiles of rows x BLOCK_D. An axis of one element may have any stride; a descriptor may not."""
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     if has_descriptors(x.device):
@@ -438,6 +458,7 @@ def tiled(x: Tensor, rows: int) -> TensorDescriptor | Matrix:
     return Matrix(x, *strides, x.shape[2], x.shape[3])
 
 
+@cache
 def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
@@ -555,47 +576,97 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
     if at_most is not None:
         stop = tl.minimum(stop, tl.cdiv(tl.maximum(high + at_most + 1, 0), BLOCK))
         whole_stop = tl.minimum(whole_stop, tl.maximum(low + at_most + 1, 0) // BLOCK)
+    return in_order(start, whole_start, whole_stop, stop)
+
+
+@triton.jit
+def looked_up(edges, at, low, high, at_least, at_most, n, CHUNK: tl.constexpr):
+    """The same for any n tiles, whose lowest and highest numbers stand in edges from `at` on. Where those are in no
+    order, tiles between the first and the last may be visited in vain."""
+    start, whole_start, whole_stop, stop = n, n, n, 0
+    for first in range(0, n, CHUNK):
+        t = first + tl.arange(0, CHUNK)
+        x_low = tl.load(edges[0] + at + t, mask=t < n, other=0).to(tl.int64)
+        x_high = tl.load(edges[1] + at + t, mask=t < n, other=0).to(tl.int64)
+        some = t < n
+        whole = some
+        if at_least is not None:
+            some = some & (x_high - low >= at_least)
+            whole = whole & (x_low - high >= at_least)
+        if at_most is not None:
+            some = some & (x_low - high <= at_most)
+            whole = whole & (x_high - low <= at_most)
+        start = tl.minimum(start, tl.min(tl.where(some, t, n), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(some, t + 1, 0), 0))
+        whole_start = tl.minimum(whole_start, tl.min(tl.where(whole, t, n), 0))
+        whole_stop = tl.minimum(whole_stop, tl.min(tl.where((t > whole_start) & (whole == 0), t, n), 0))
+    return start, whole_start, whole_stop, stop
+
+
+@triton.jit
+def in_order(start, whole_start, whole_stop, stop):
+    stop = tl.maximum(stop, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
     whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
     return start, whole_start, whole_stop, stop
 
 
 @triton.jit
+def within(found, mine, others, b, tile, n_mine, n):
+    """found, less the tiles that hold none of my tile's documents."""
+    at = b.to(tl.int64) * n_mine + tile
+    low, high = tl.load(mine[0] + at).to(tl.int64), tl.load(mine[1] + at).to(tl.int64)
+    more = looked_up(others, b.to(tl.int64) * n, low, high, 0, 0, n, 512)
+    return in_order(
+        tl.maximum(found[0], more[0]), tl.maximum(found[1], more[1]),
+        tl.minimum(found[2], more[2]), tl.minimum(found[3], more[3]))  # fmt: skip
+
+
+@triton.jit
 def key_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The tiles of keys that a tile of queries visits: between()'s four answers, and where its list begins."""
     n = tl.cdiv(mask.T_k, BLOCK_N)
-    at = (b * visits.batch * tl.cdiv(mask.T, BLOCK_M) + tile).to(tl.int64)
-    first = tile * BLOCK_M + mask.T_k - mask.T
-    if visits.bounds is not None:
-        found = bounds_at(visits, at)
+    if visits.tiles is not None:
+        found = of_list(mask, visits, tile)
     else:
-        found = between(first, first + BLOCK_M - 1, mask.at_least, mask.at_most, n, mask.T_k // BLOCK_N, BLOCK_N)
-    return found[0], found[1], found[2], found[3], at * n
+        low = tile * BLOCK_M + mask.T_k - mask.T
+        high = low + BLOCK_M - 1
+        if visits.positions is not None:
+            low = tl.load(visits.positions[0] + tile).to(tl.int32)
+            high = tl.load(visits.positions[1] + tile).to(tl.int32)
+        found = between(low, high, mask.at_least, mask.at_most, n, mask.T_k // BLOCK_N, BLOCK_N)
+        if visits.of_rows is not None:
+            found = within(found, visits.of_rows, visits.of_keys, b, tile, tl.cdiv(mask.T, BLOCK_M), n)
+    return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
 
 
 @triton.jit
 def query_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The tiles of queries that a tile of keys visits. Rows past the last weigh nothing, so their tile may be whole."""
     n = tl.cdiv(mask.T, BLOCK_M)
-    at = (b * visits.batch * tl.cdiv(mask.T_k, BLOCK_N) + tile).to(tl.int64)
-    left = tile * BLOCK_N - mask.T_k + mask.T
     at_least = None if mask.at_most is None else -mask.at_most
     at_most = None if mask.at_least is None else -mask.at_least
-    if visits.bounds is not None:
-        found = bounds_at(visits, at)
+    left = tile * BLOCK_N
+    if visits.tiles is not None:
+        found = of_list(mask, visits, tile)
     else:
-        found = between(left, left + BLOCK_N - 1, at_least, at_most, n, n, BLOCK_M)
-    return found[0], found[1], found[2], found[3], at * n
+        if visits.positions is not None:
+            found = looked_up(visits.positions, 0, left, left + BLOCK_N - 1, at_least, at_most, n, 512)
+        else:
+            left += mask.T - mask.T_k
+            found = between(left, left + BLOCK_N - 1, at_least, at_most, n, n, BLOCK_M)
+        if visits.of_rows is not None:
+            found = within(found, visits.of_keys, visits.of_rows, b, tile, tl.cdiv(mask.T_k, BLOCK_N), n)
+    return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
 
 
 @triton.jit
-def bounds_at(visits, at):
-    return (
-        tl.load(visits.bounds + at * 4),
-        tl.load(visits.bounds + at * 4 + 1),
-        tl.load(visits.bounds + at * 4 + 2),
-        tl.load(visits.bounds + at * 4 + 3),
-    )
+def of_list(mask, visits, tile):
+    start, whole_start = tl.load(visits.bounds + tile * 4), tl.load(visits.bounds + tile * 4 + 1)
+    whole_stop, stop = tl.load(visits.bounds + tile * 4 + 2), tl.load(visits.bounds + tile * 4 + 3)
+    if mask.documents_q is not None:  # which may cut any tile, and are not in the list
+        whole_start = whole_stop
+    return start, whole_start, whole_stop, stop
 
 
 @triton.jit

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from bench import traffic
-from kernels.tiles import between, edges
 from model.attention import LOG2E, TINY, AttentionConfig, BreakIt, attention, nothing_seen, online_softmax, tiles
-from model.mask import EMPTY, Mask
+from model.mask import EMPTY, PART, Mask
 from tests.test_attention import cat
 from tests.test_mask import looked
 
@@ -114,11 +113,10 @@ def test_the_products_that_the_backward_of_a_tile_takes():
 
 
 def test_the_tiles_that_a_causal_mask_leaves_whole():
-    """kernels/tiles.py has the kernels' own arithmetic in PyTorch."""
-    tokens = torch.arange(16_384)[None]
-    start, whole_start, whole_stop, stop = between(edges(tokens, 128), edges(tokens, 64), None, 0)
-    visited, whole = (stop - start).sum(), (whole_stop - whole_start).sum()
-    assert f"{visited - whole} of the {visited:,} tiles visited need the mask" in GPU
+    T = 16_384
+    mask = Mask(T, T, True, None)
+    seen = [mask.look(range(i, i + 128), range(j, j + 64)) for i in range(0, T, 128) for j in range(0, T, 64)]
+    assert f"{seen.count(PART)} of the {len(seen) - seen.count(EMPTY):,} tiles visited need the mask" in GPU
 
 
 def test_what_the_triton_forward_keeps_for_its_backward():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kernels.tiles import visits
 from model.attention import AttentionConfig, BreakIt, attention, attention_varlen
 from model.dropout import keep_mask
 from model.mask import packed
@@ -423,7 +422,7 @@ def test_a_cpu_without_the_interpreter_is_refused_in_one_line():
     assert "\n" not in str(refused.value)
 
 
-# --- kernels/tiles.py ------------------------------------------------------------------------------------------------
+# --- which tiles are visited -----------------------------------------------------------------------------------------
 
 
 def seen_pairs(mask: flash.Mask) -> torch.Tensor:
@@ -443,14 +442,27 @@ def seen_pairs(mask: flash.Mask) -> torch.Tensor:
     return seen
 
 
+@triton.jit
+def tiles_kernel(out, mask, visits, n_mine, TRANSPOSED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    b, tile = tl.program_id(0) // n_mine, tl.program_id(0) % n_mine
+    found = (
+        flash.query_tiles(mask, visits, b, tile, M, N) if TRANSPOSED else flash.key_tiles(mask, visits, b, tile, M, N)
+    )
+    for i in tl.static_range(5):
+        tl.store(out + tl.program_id(0) * 5 + i, found[i])
+
+
 def answers(mask: flash.Mask, M: int, N: int, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of visits(): which tiles are visited, which of them are called whole. bool (B or 1, row tiles, key tiles)."""
-    bounds, tiles, _ = visits(mask, M, N, transposed)
-    others = -(-mask.T // M) if transposed else -(-mask.T_k // N)
-    visited, whole = (torch.zeros(*bounds.shape[:2], others, dtype=torch.bool) for _ in range(2))
-    for at in torch.cartesian_prod(*(torch.arange(n) for n in bounds.shape[:2])).tolist():
-        start, whole_start, whole_stop, stop = bounds[tuple(at)].tolist()
-        order = torch.arange(others) if tiles is None else tiles[tuple(at)].long()
+    """Of the kernels: which tiles are visited, which of them are called whole. bool (B, row tiles, key tiles)."""
+    B = 1 if mask.documents_q is None else len(mask.documents_q)
+    mine, others = -(-mask.T // M), -(-mask.T_k // N)
+    mine, others = (others, mine) if transposed else (mine, others)
+    visits, out = flash.visits(mask, M, N, transposed), torch.empty(B, mine, 5, dtype=torch.int64)
+    tiles_kernel[(B * mine,)](out, mask, visits, mine, transposed, M, N)
+    visited, whole = (torch.zeros(B, mine, others, dtype=torch.bool) for _ in range(2))
+    for at in torch.cartesian_prod(torch.arange(B), torch.arange(mine)).tolist():
+        start, whole_start, whole_stop, stop, first = out[tuple(at)].tolist()
+        order = torch.arange(others) if visits.tiles is None else visits.tiles.flatten()[first : first + others].long()
         visited[(*at, order[start:stop])] = True
         whole[(*at, order[whole_start:whole_stop])] = True
     return (visited.mT, whole.mT) if transposed else (visited, whole)
@@ -485,7 +497,7 @@ def random_mask(draw: torch.Generator, kind: str) -> flash.Mask:
     return flash.mask_of(T, T_k, at_least, at_most, of_rows, of_keys, positions, blocks, 32)
 
 
-KINDS = ["sorted documents", "unsorted documents", "pack", "blocks", "blocks and documents"]
+KINDS = ["no data", "sorted documents", "unsorted documents", "pack", "blocks", "blocks and documents"]
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["of queries", "of keys"])

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention import AttentionConfig, attention
+from model.attention import AttentionConfig, attention, tiles
 from model.dropout import keep_mask
 from model.gpt import GPT, GPTConfig
+from model.mask import Mask
 from tests.reference import CASES, DTYPES, FOR_SDPA, SEED, Case, assert_within_budget, case_name, drawn, oracle, run
 
 pytestmark = [
@@ -243,14 +244,14 @@ def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients(
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * held
 
 
-def tiles_of(flash, T: int, **mask) -> int:
-    """How many tiles of 64 x 64 are visited. With positions given, kernels/tiles.py counts windows too."""
-    from kernels.tiles import visits
-
-    usual = {"at_least": None, "documents_q": None, "documents_k": None, "blocks": None, "block_size": 1024}
-    positions = torch.arange(T, device="cuda")
-    bounds, _, _ = visits(flash.mask_of(T, T, at_most=0, positions=positions, **usual | mask), 64, 64, False)
-    return int((bounds[..., 3] - bounds[..., 0]).sum())
+def tiles_kept(config: AttentionConfig, documents: torch.Tensor | None, T: int) -> int:
+    """How many tiles of 64 x 64 the mask leaves to compute."""
+    blocks = config.block_mask and torch.tensor([[block == "x" for block in row] for row in config.block_mask])
+    of_both = None if documents is None else (documents.cpu(), documents.cpu())
+    mask = Mask(T, T, True, config.window, documents=of_both, blocks=blocks, block_size=config.block_mask_size)
+    rows = tiles(T, 64)
+    mask.read_edges(rows, rows)
+    return sum(1 for i in rows for _ in mask.columns_for(i, rows))
 
 
 @pytest.mark.slow
@@ -258,19 +259,16 @@ def tiles_of(flash, T: int, **mask) -> int:
 def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, flash):
     """Half of the tiles, at most 60 % of the time, forward and backward together, at T = 16,384."""
     T = 16_384
-    documents, config, mask = None, TRITON, {}
+    documents, config = None, TRITON
     if kind == "window":
         window = round(T * (1 - 0.5**0.5))  # what it leaves out is a triangle of half the area
-        config, mask = replace(TRITON, window=window), {"at_least": 1 - window}
+        config = replace(TRITON, window=window)
     elif kind == "documents":
         documents = (torch.arange(T, device="cuda") // (T // 2))[None]
-        mask = {"documents_q": documents, "documents_k": documents}
     else:  # a chessboard: the diagonal, and every second block below it
         picture = ["".join("x" if (i - j) % 2 == 0 else "." for j in range(16)) for i in range(16)]
         config = replace(TRITON, block_mask=picture, block_mask_size=1024)
-        mask = {"blocks": torch.tensor([[block == "x" for block in row] for row in picture], device="cuda")}
-    kept = tiles_of(flash, T, **mask) / tiles_of(flash, T)
-    assert round(kept, 2) == 0.5
+    assert round(tiles_kept(config, documents, T) / tiles_kept(TRITON, None, T), 2) == 0.5
     q, k, v, do = torch.randn(4, 1, 12, T, 64, device="cuda", dtype=torch.bfloat16).unbind()
 
     def milliseconds(config, documents) -> float:
