@@ -191,7 +191,7 @@ MEASURED = {
     ("forward", 64, True): Tiles(64, 64, 4, 3),
     ("forward", 128, False): Tiles(128, 64, 4, 2),
     ("forward", 128, True): Tiles(64, 64, 4, 3),
-    ("dq", 64, False): Tiles(64, 64, 4, 3),
+    ("dq", 64, False): Tiles(64, 64, 4, 2),
     ("dq", 64, True): Tiles(64, 64, 4, 2),
     ("dq", 128, False): Tiles(128, 64, 8, 3),
     ("dq", 128, True): Tiles(128, 64, 8, 3),
@@ -282,7 +282,7 @@ def forward(
     def launch(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         forward_kernel[(-(-T // M) * B * H,)](
-            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, mask, bend,
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, inside_tiles(mask, M, N), bend,
             Dropout(seed, drop_threshold, 0.0), visits(mask, M, N, False), 256 / (256 - drop_threshold), H,
             H // k.shape[1], BLOCK_D=block_d(D), PRECISION=precision(q.dtype), **switches, **tile._asdict(),
         )  # fmt: skip
@@ -305,29 +305,28 @@ def gradients(
     (B, H, T, D), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     mask = mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
     bend = Bend(softmax_scale, softmax_scale * math.log2(math.e), softcap, slopes)
-    same = mask, bend, Dropout(seed, drop_threshold, 0.0)
+    same = bend, Dropout(seed, drop_threshold, 0.0)
     keep_scale = 256 / (256 - drop_threshold)
     dlse = None if dlse is None else dlse.contiguous()
     # Of every row, and of those from the last to the end of its tile: minus lse2 and delta, side by side for one load.
     padded = -(-T // 128) * 128
     of_rows = lse2.new_empty(B, H, padded, 2)
-
     tiled = cache(in_tiles)  # a descriptor takes 10 us to make, and both kernels may have the same tiles
 
     def launch_dq(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         dq_kernel[(-(-T // M) * B * H,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), dlse, lse2, of_rows, tiled(dq, M), *same,
-            visits(mask, M, N, False), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
-            PRECISION=precision(q.dtype), **tile._asdict(),
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), dlse, lse2, of_rows, tiled(dq, M),
+            inside_tiles(mask, M, N), *same, visits(mask, M, N, False), keep_scale, H, H // H_kv, padded,
+            BLOCK_D=block_d(D), PRECISION=precision(q.dtype), **tile._asdict(),
         )  # fmt: skip
 
     def launch_dkdv(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         dkdv_kernel[(-(-T_k // N) * B * H_kv,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), of_rows, tiled(dk, N), tiled(dv, N), *same,
-            visits(mask, M, N, True), keep_scale, H, H // H_kv, padded, BLOCK_D=block_d(D),
-            PRECISION=precision(q.dtype), **tile._asdict(),
+            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), of_rows, tiled(dk, N), tiled(dv, N),
+            inside_tiles(mask, M, N), *same, visits(mask, M, N, True), keep_scale, H, H // H_kv, padded,
+            BLOCK_D=block_d(D), PRECISION=precision(q.dtype), **tile._asdict(),
         )  # fmt: skip
 
     with on(q.device):
@@ -407,6 +406,12 @@ def visits(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
         if mask.documents_q is not None:
             of_rows, of_keys = edges(mask.documents_q, M), edges(mask.documents_k, N)
     return Visits(positions, of_rows, of_keys, bounds, tiles)
+
+
+def inside_tiles(mask: Mask, M: int, N: int) -> Mask:
+    """What is left of the mask to look at within a tile: of a picture nothing where each tile lies in one block."""
+    in_one = mask.block_size % M == mask.block_size % N == (mask.T_k - mask.T) % M == 0
+    return mask._replace(blocks=None) if in_one else mask
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -680,13 +685,23 @@ def loop_over(where, PART: tl.constexpr):
 
 
 @triton.jit
-def tile_at(t, where, visits, PART: tl.constexpr):
-    """The number of the t-th tile: t itself, with a gap where the whole ones are, or the t-th of those listed."""
+def read_list(t, stop, where, visits):
     if visits.tiles is not None:
-        t = tl.load(visits.tiles + where[4] + t)
-    elif PART:
-        t += tl.where(t >= where[1], where[2] - where[1], 0)
+        t = tl.load(visits.tiles + where[4] + t, mask=t < stop, other=0)
     return t
+
+
+@triton.jit
+def tile_at(t, stop, ahead, where, visits, PART: tl.constexpr):
+    """The number of the t-th tile: t itself with a gap where the whole ones are, or the t-th of those listed, which was
+    read a turn of the loop ahead, as loads wait for it; and the next."""
+    if visits.tiles is not None:
+        tile, ahead = ahead, read_list(t + 1, stop, where, visits)
+    elif PART:
+        tile = t + tl.where(t >= where[1], where[2] - where[1], 0)
+    else:
+        tile = t
+    return tile, ahead
 
 
 @triton.jit
@@ -724,8 +739,10 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, b
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
     start, stop = loop_over(where, PART)
+    ahead = read_list(start, stop, where, visits)
     for t in range(start, stop):
-        column0 = tile_at(t, where, visits, PART) * BLOCK_N
+        tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
+        column0 = tile * BLOCK_N
         j = column0 + column
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (BLOCK_M, BLOCK_N)
@@ -807,8 +824,10 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h_kv, row0, where
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
     start, stop = loop_over(where, PART)
+    ahead = read_list(start, stop, where, visits)
     for t in range(start, stop):
-        column0 = tile_at(t, where, visits, PART) * BLOCK_N
+        tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
+        column0 = tile * BLOCK_N
         j = column0 + column
         k_j = load(k, b, h_kv, column0, BLOCK_N, BLOCK_D)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -868,8 +887,10 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, m
     j = column0 + column
     of_rows += n.to(tl.int64) * padded * 2
     start, stop = loop_over(where, PART)
+    ahead = read_list(start, stop, where, visits)
     for t in range(start, stop):
-        row0 = tile_at(t, where, visits, PART) * BLOCK_M
+        tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
+        row0 = tile * BLOCK_M
         i = row0 + row
         q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
         s = tl.dot(k_j, q_i.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M): s transposed, so that p needs not be
