@@ -46,7 +46,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 # Where the running maximum starts: from the lowest float32 a row whose first tile is hidden has exp(-inf - LOWEST) = 0;
 # from -inf it would have NaN.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOWEST = -torch.finfo(torch.float32).max
 
 
 class Mask(NamedTuple):
@@ -62,6 +62,8 @@ class Mask(NamedTuple):
     blocks: Tensor | None  # bool: the blocks of block_size x block_size elements that are computed
     block_size: int
     block_columns: int
+    local_m: int | None  # without global_mask: the causal mask compares places within tiles of local_m x local_n
+    local_n: int | None
 
 
 class Matrix(NamedTuple):
@@ -123,9 +125,7 @@ def flash_attention(
     block_size: int = 64,
     seed: Tensor | None = None,
     drop_threshold: int = 0,
-    subtract_max: bool = True,
-    rescale_sum: bool = True,
-    rescale_output: bool = True,
+    without: str = "",
     autotune: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """o = dropout(softmax(q k^T * softmax_scale + mask)) v, and the log-sum-exp of the scores; both have gradients.
@@ -135,7 +135,9 @@ def flash_attention(
     products are true float32 ones unless torch.set_float32_matmul_precision allows TF32.
     The fields of Mask say what a query sees, with documents = (those of the rows, those of the keys). softcap bends the
     scores, slopes (H,) float32 are alibi's. seed: int64 scalar tensor; with drop_threshold of 256 it drops weights by
-    the mask of model/dropout.py. The three switches break the algorithm, for those who want to see it fail.
+    the mask of model/dropout.py.
+    without: what to leave out of the algorithm, for those who want to see it fail, with + between: of subtract_max,
+    start_low, rescale_sum, rescale_output, global_mask, guard_empty_rows, same_seed (BreakIt in model/attention.py).
     autotune: time some tile sizes at the first call of a kind, and keep the fastest. Which that is may differ between
     two runs, and with it the last bits of the results.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row with
@@ -145,12 +147,14 @@ def flash_attention(
     """
     if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
+    if autotune and "global_mask" in without:
+        raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
     of_rows, of_keys = documents or (None, None)
     # The op's way through PyTorch takes as long as all the rest of a call: whom nobody traces goes around it.
     traced = torch.compiler.is_compiling() or type(q) not in (Tensor, Parameter) or _get_current_dispatch_mode()
     o, lse, _ = (torch.ops.tilegpt.flash_forward if traced else Eager.apply)(
         q, k, v, softmax_scale, at_least, at_most, softcap, slopes, of_rows, of_keys, positions, blocks, block_size,
-        seed, 0 if seed is None else drop_threshold, subtract_max, rescale_sum, rescale_output, autotune)  # fmt: skip
+        seed, 0 if seed is None else drop_threshold, without, autotune)  # fmt: skip
     return o, lse
 
 
@@ -266,7 +270,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, at_least: int | None, at_most: int | None,
     softcap: float | None, slopes: Tensor | None, documents_q: Tensor | None, documents_k: Tensor | None,
     positions: Tensor | None, blocks: Tensor | None, block_size: int, seed: Tensor | None, drop_threshold: int,
-    subtract_max: bool, rescale_sum: bool, rescale_output: bool, autotune: bool,
+    without: str, autotune: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, lse, and lse in base 2 for the backward: what is lost on the way to base e and back would put the same factor
     on all weights of a row."""
@@ -276,8 +280,16 @@ def forward(
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H, T, D = q.shape
     mask = mask_of(T, k.shape[2], at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
+    mask = local(mask, q, seed) if "global_mask" in without else mask
     bend = Bend(softmax_scale, softmax_scale * math.log2(math.e), softcap, slopes)
-    switches = {"SUBTRACT_MAX": subtract_max, "RESCALE_SUM": rescale_sum, "RESCALE_OUTPUT": rescale_output}
+    guard = "guard_empty_rows" not in without
+    switches = {
+        "START": 0.0 if "start_low" in without else LOWEST if guard else -math.inf,
+        "SUBTRACT_MAX": "subtract_max" not in without,
+        "RESCALE_SUM": "rescale_sum" not in without,
+        "RESCALE_OUTPUT": "rescale_output" not in without,
+        "GUARD": guard,
+    }
 
     def launch(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
@@ -296,7 +308,7 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, softmax_scale: float,
     at_least: int | None, at_most: int | None, softcap: float | None, slopes: Tensor | None,
     documents_q: Tensor | None, documents_k: Tensor | None, positions: Tensor | None, blocks: Tensor | None,
-    block_size: int, seed: Tensor | None, drop_threshold: int, autotune: bool,
+    block_size: int, seed: Tensor | None, drop_threshold: int, without: str, autotune: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = like_heads(q), like_heads(k), like_heads(v)
     if q.numel() == 0:
@@ -304,6 +316,8 @@ def gradients(
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     (B, H, T, D), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     mask = mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size)
+    mask = local(mask, q, seed) if "global_mask" in without else mask
+    seed = seed + 1 if seed is not None and "same_seed" in without else seed
     bend = Bend(softmax_scale, softmax_scale * math.log2(math.e), softcap, slopes)
     same = bend, Dropout(seed, drop_threshold, 0.0)
     keep_scale = 256 / (256 - drop_threshold)
@@ -318,7 +332,7 @@ def gradients(
         dq_kernel[(-(-T // M) * B * H,)](
             tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), dlse, lse2, of_rows, tiled(dq, M),
             inside_tiles(mask, M, N), *same, visits(mask, M, N, False), keep_scale, H, H // H_kv, padded,
-            BLOCK_D=block_d(D), PRECISION=precision(q.dtype), **tile._asdict(),
+            BLOCK_D=block_d(D), PRECISION=precision(q.dtype), GUARD="guard_empty_rows" not in without, **tile._asdict(),
         )  # fmt: skip
 
     def launch_dkdv(tile: Tiles) -> None:
@@ -353,7 +367,7 @@ def _(q, k, v, *options):
 def keep_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     q, k, v, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, *more = inputs
-    *masks, ctx.block_size, seed, ctx.threshold, _, _, _, ctx.autotune = more
+    *masks, ctx.block_size, seed, ctx.threshold, ctx.without, ctx.autotune = more
     o, _, lse2 = output
     ctx.save_for_backward(q, k, v, o, lse2, *masks, seed)
 
@@ -363,8 +377,8 @@ def backward(ctx, do, dlse, _, gradients=flash_backward):
     do = torch.zeros_like(o) if do is None else do
     grads = gradients(
         q, k, v, o, lse2, do, dlse, ctx.scale, ctx.at_least, ctx.at_most, ctx.softcap, slopes, documents_q, documents_k,
-        positions, blocks, ctx.block_size, seed, ctx.threshold, ctx.autotune)  # fmt: skip
-    return *grads, *[None] * 16
+        positions, blocks, ctx.block_size, seed, ctx.threshold, ctx.without, ctx.autotune)  # fmt: skip
+    return *grads, *[None] * 14
 
 
 flash_forward.register_autograd(backward, setup_context=keep_for_backward)
@@ -391,7 +405,14 @@ def mask_of(T, T_k, at_least, at_most, documents_q, documents_k, positions, bloc
     at_least = None if at_least is None or at_least <= -T - T_k else at_least
     at_most = None if at_most is None or at_most >= T + T_k else at_most
     contiguous = (None if x is None else x.contiguous() for x in (documents_q, documents_k, positions, blocks))
-    return Mask(T, T_k, at_least, at_most, *contiguous, block_size, 0 if blocks is None else blocks.shape[1])
+    columns = 0 if blocks is None else blocks.shape[1]
+    return Mask(T, T_k, at_least, at_most, *contiguous, block_size, columns, local_m=None, local_n=None)
+
+
+def local(mask: Mask, q: Tensor, seed: Tensor | None) -> Mask:
+    """The causal mask broken: in the forward's tiles, in the backward as well."""
+    tile = tiles_for("forward", q, seed is not None)
+    return mask._replace(at_most=None, local_m=tile.BLOCK_M, local_n=tile.BLOCK_N)
 
 
 def visits(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
@@ -484,6 +505,8 @@ def visible(mask, b, i, j):
     seen = j <= last
     if mask.at_least is not None:
         seen = seen & (j >= position + mask.at_least)
+    if mask.local_m is not None:
+        seen = seen & (j % mask.local_n <= i % mask.local_m)
     if mask.documents_q is not None:
         of_row = tl.load(mask.documents_q + b.to(tl.int64) * mask.T + i, mask=i < mask.T, other=0)
         of_key = tl.load(mask.documents_k + b.to(tl.int64) * mask.T_k + j, mask=j < mask.T_k, other=0)
@@ -642,6 +665,8 @@ def key_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
         found = between(low, high, mask.at_least, mask.at_most, n, mask.T_k // BLOCK_N, BLOCK_N)
         if visits.of_rows is not None:
             found = within(found, visits.of_rows, visits.of_keys, b, tile, tl.cdiv(mask.T, BLOCK_M), n)
+        if mask.local_m is not None:
+            found = in_order(0, n, n, n)
     return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
 
 
@@ -662,6 +687,8 @@ def query_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
             found = between(left, left + BLOCK_N - 1, at_least, at_most, n, n, BLOCK_M)
         if visits.of_rows is not None:
             found = within(found, visits.of_keys, visits.of_rows, b, tile, tl.cdiv(mask.T_k, BLOCK_N), n)
+        if mask.local_m is not None:
+            found = in_order(0, n, n, n)
     return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
 
 
@@ -764,7 +791,8 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, b
 @triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scale, H, G,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-                   SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr, RESCALE_OUTPUT: tl.constexpr):  # fmt: skip
+                   START: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
+                   RESCALE_OUTPUT: tl.constexpr, GUARD: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T, BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # under a causal mask the last rows have the most to do
     n = tl.program_id(0) // n_tiles
@@ -773,7 +801,7 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     where = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
-    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    m = tl.full([BLOCK_M], START, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m, l = forward_tiles(
@@ -784,7 +812,8 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
         BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
 
     # 6: a row that saw nothing has 0 / 1 = 0, and log 0 = -inf
-    acc = acc * (keep_scale / tl.where(l == 0, 1.0, l))[:, None]
+    divisor = tl.where(l == 0, 1.0, l) if GUARD else l
+    acc = acc * (keep_scale / divisor)[:, None]
     store(o, b, h, row0, acc, BLOCK_M, BLOCK_D)
     i = row0 + tl.arange(0, BLOCK_M)
     at = n.to(tl.int64) * mask.T + i
@@ -843,7 +872,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h_kv, row0, where
 @triton.jit
 def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visits, keep_scale, H, G, padded,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
+              PRECISION: tl.constexpr, GUARD: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T, BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
     n = tl.program_id(0) // n_tiles
@@ -862,7 +891,8 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, mask, bend, dropout, visi
     # A row that saw nothing gets -inf, not inf: all its weights are then 2**-inf = 0. So do the rows past the last, to
     # the end of the tile, which dkdv_kernel then need not mask.
     minus_lse2_i = -tl.load(lse2 + at, mask=i < mask.T, other=float("inf"))
-    minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
+    if GUARD:
+        minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
     at = (n.to(tl.int64) * padded + i[:, None]) * 2 + tl.arange(0, 2)[None, :]
     tl.store(of_rows + at, tl.join(minus_lse2_i, delta_i))
 

@@ -342,9 +342,7 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
                     block_size=mask.block_size,
                     seed=seed if problem.dropout_p > 0 else None,
                     drop_threshold=drop_threshold(problem.dropout_p),
-                    subtract_max=break_it.subtract_max,
-                    rescale_sum=break_it.rescale_sum,
-                    rescale_output=break_it.rescale_output,
+                    without="+".join(name for name, whole in vars(break_it).items() if whole is False),
                     autotune=config.autotune,
                 )
             case "sdpa":

@@ -129,7 +129,7 @@ def test_what_the_triton_forward_keeps_for_its_backward():
     nothing = [None] * 6  # from softcap to blocks
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda _: None):
-        torch.ops.tilegpt.flash_forward(q, q, q, 0.125, None, 0, *nothing, 64, seed, 26, True, True, True, False)
+        torch.ops.tilegpt.flash_forward(q, q, q, 0.125, None, 0, *nothing, 64, seed, 26, "", False)
     assert sorted(kept) == [seed.nbytes, 3 * 2**20, *[96 * 2**20] * 4]
     assert "96 MiB for each of the four, which are there anyway, and 3 MiB for lse" in GPU
 

@@ -327,9 +327,7 @@ def of_the_op(dtype: torch.dtype) -> tuple:
         64,
         torch.tensor(SEED),
         77,
-        True,
-        True,
-        True,
+        "",
         False,
     )
 

@@ -171,7 +171,7 @@ def test_triton_drops_the_share_that_was_asked_for_everywhere():
 def test_the_triton_op_is_registered_as_torch_wants_it(flash):
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16))
     seed = torch.tensor(SEED, device="cuda")
-    arguments = (q, k, v, 0.125, -50, 0, *[None] * 6, 64, seed, 26, True, True, True, False)
+    arguments = (q, k, v, 0.125, -50, 0, *[None] * 6, 64, seed, 26, "", False)
     torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, arguments)
 
 
