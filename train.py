@@ -446,7 +446,7 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config, broken: st
     for group in ("model", "tokenizer"):
         for key, value in ours[group].items():
             other = theirs[group][key]
-            if value != other and key not in ("vocab_size", "dropout_p"):
+            if value != other and key not in ("vocab_size", "dropout_p", "activation_checkpointing"):
                 raise ValueError(
                     f"{resumed.path} is of another model: {group}.{key} is {other} there and {value} here; "
                     f"use {group}.{key}={other}, or start a new run without resume="

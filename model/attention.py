@@ -112,10 +112,32 @@ class BreakIt:
     # Without the maximum exp(s) overflows once a score passes 88.7 (log of the largest float32): l = inf, and o is
     # inf / inf. Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled, triton.
     subtract_max: bool = True
+    # Without a low start, at 0, the running maximum never falls below 0. Right while each row has a score above -87;
+    # below that its sum is under the smallest normal float32 and o shrinks, and under -104 every exp(s) is 0, and o
+    # with it: the row sees nothing, and learns nothing. tiled (naive has no running maximum).
+    start_low: bool = True
     # Without alpha the earlier tiles stay on the scale of an older, smaller maximum and weigh too much. Never NaN: the
     # output stays finite and wrong, the more the larger the scores; right where one tile holds all keys. tiled, triton.
     rescale_sum: bool = True
     rescale_output: bool = True
+    # Without 1 / sqrt(D) the scores of normal q and k have deviation sqrt(D), not 1: softmax picks one key and passes
+    # on hardly a gradient. Nothing is NaN or wrong, the loss falls later or not at all. All implementations.
+    scale_scores: bool = True
+    # Without the tile's place a causal mask compares row and column within their tile, in every tile: a row sees keys
+    # of the future and misses keys of the past. Right in the first tile only, and so right where one tile holds all.
+    # The training loss falls below what the text allows and samples are rubbish, the more rows lie as deep in their
+    # tile as its keys reach (block_m above block_n). Gradients are those of the wrong mask. tiled (naive has no tiles).
+    global_mask: bool = True
+    # Without guards a row that sees nothing has m = -inf, and exp(-inf - -inf) is NaN; in tiles so has one whose first
+    # tile is hidden from it altogether, as under a window. Its NaN enters dk and dv of every key that was computed with
+    # it. Harmless where each row sees a key of its first tile: causal with T = T_k and nothing else. naive, tiled.
+    guard_empty_rows: bool = True
+    # Without the same seed the backward drops other weights than the forward did: the first loss is right to the last
+    # bit, its gradients are not, and training is slow or goes astray. tiled (naive keeps its mask).
+    same_seed: bool = True
+    # Without restoring it, activation checkpointing draws a new mask when it computes a block again (model/gpt.py): the
+    # first loss is right, its gradients belong to another network than the one it came from. All implementations.
+    restore_seed: bool = True
     score_gain: float = 1.0  # multiplies the scores, to bring a failure on; 1 leaves attention as it is
 
     def __post_init__(self):
@@ -125,20 +147,33 @@ class BreakIt:
     @property
     def label(self) -> str:
         """Names what is broken, for banners, run names and tags; empty when nothing is."""
-        rescale = {
-            (True, True): "",
-            (False, False): "no_rescale",
-            (False, True): "no_rescale_sum",
-            (True, False): "no_rescale_output",
-        }
-        parts = [
-            "" if self.subtract_max else "no_max",
-            rescale[self.rescale_sum, self.rescale_output],
-            "" if self.score_gain == 1.0 else f"gain_{self.score_gain:g}",
-        ]
-        return "+".join(part for part in parts if part)
+        parts = [name for switch, name in FAULTS.items() if not getattr(self, switch)]
+        parts += [] if self.score_gain == 1.0 else [f"gain_{self.score_gain:g}"]
+        return "+".join(parts).replace("no_rescale_sum+no_rescale_output", "no_rescale")
 
 
+FAULTS = {  # what is wrong when a switch of BreakIt is off; conf/break_it has a file for each
+    "subtract_max": "no_max",
+    "start_low": "zero_init_max",
+    "rescale_sum": "no_rescale_sum",
+    "rescale_output": "no_rescale_output",
+    "scale_scores": "no_scale",
+    "global_mask": "local_mask",
+    "guard_empty_rows": "unguarded_mask",
+    "same_seed": "stale_seed",
+    "restore_seed": "unrestored_seed",
+}
+LACKS = {  # the switches that an implementation has nothing to remove for, and why
+    "naive": {
+        "start_low": "naive has no running maximum",
+        "rescale_sum": "naive rescales nothing, it has one pass",
+        "rescale_output": "naive rescales nothing, it has one pass",
+        "global_mask": "naive has no tiles",
+        "same_seed": "naive keeps its dropout mask for the backward",
+    },
+    "triton": dict.fromkeys(("start_low", "global_mask", "guard_empty_rows", "same_seed"), "triton has it not yet"),
+    "sdpa": dict.fromkeys(FAULTS.keys() - {"scale_scores", "restore_seed"}, "torch's sdpa cannot be broken"),
+}
 UNBROKEN = BreakIt()
 
 
@@ -170,7 +205,7 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
         raise ValueError(
             f"attention.autotune=true: {config.impl} has nothing to tune; leave it out or use attention=triton"
         )
-    check_switches(config.impl, break_it)
+    check_switches(config, break_it)
     return config
 
 
@@ -190,20 +225,36 @@ def beyond_sdpa(config: AttentionConfig) -> str:
 
 
 def unbroken(break_it: BreakIt) -> bool:
-    return break_it.subtract_max and break_it.rescale_sum and break_it.rescale_output
+    return all(getattr(break_it, switch) for switch in FAULTS)
 
 
-def check_switches(impl: str, break_it: BreakIt) -> None:
-    """A switch that an implementation has nothing to remove from is an error, never ignored."""
-    rescales = break_it.rescale_sum and break_it.rescale_output
-    if impl == "naive" and not rescales:
-        raise ValueError(
-            f"break_it={break_it.label}: naive rescales nothing, it has one pass; use attention=tiled or triton"
-        )
-    if impl == "sdpa" and not unbroken(break_it):
-        raise ValueError(
-            f"break_it={break_it.label}: torch's sdpa cannot be broken; use attention=tiled or attention=triton"
-        )
+def check_switches(
+    config: AttentionConfig,
+    break_it: BreakIt,
+    causal: bool = True,
+    documents: bool = False,
+    softmax_scale: float | None = None,
+) -> None:
+    """A switch that has nothing to remove, from an implementation or from a problem, is an error, never ignored."""
+    if unbroken(break_it):
+        return
+    scale = config.softmax_scale if softmax_scale is None else softmax_scale
+    elsewhere = config.window or config.windows or config.documents or config.block_mask or documents
+    dry = config.dropout_p == 0 and "there is no dropout to draw; use attention.dropout_p=0.1"
+    idle = {
+        "scale_scores": scale is not None and f"softmax_scale={scale} is no 1 / sqrt(D); leave it out",
+        "global_mask": (not causal and "there is no causal mask to break; use causal=True")
+        or (elsewhere and "only the causal mask can be broken; leave out window, windows, documents and block_mask"),
+        "same_seed": dry,
+        "restore_seed": dry,
+    }
+    for switch in (switch for switch in FAULTS if not getattr(break_it, switch)):
+        why = idle.get(switch)
+        if switch in LACKS.get(config.impl, ()):
+            able = [f"attention={impl}" for impl in ("tiled", "triton") if switch not in LACKS.get(impl, ())]
+            why = f"{LACKS[config.impl][switch]}; use {' or '.join(able)}"
+        if why:
+            raise ValueError(f"break_it={break_it.label}: {why}")
 
 
 @dataclass
@@ -297,11 +348,12 @@ def attention_varlen(
 def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, return_lse):
     """What both doors come to. documents: the fields of Mask that say which tokens belong together."""
     T, T_k, H = q.shape[2], k.shape[2], q.shape[1]
-    check_switches(config.impl, break_it)
+    check_switches(config, break_it, causal, documents["documents"] is not None, softmax_scale)
     config.check_length(max(T, T_k))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
-    usual = q.shape[-1] ** -0.5 if config.softmax_scale is None else config.softmax_scale
+    usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
+    usual = usual if config.softmax_scale is None else config.softmax_scale
     scale = usual if softmax_scale is None else softmax_scale
     if not 0 < scale < INF:
         raise ValueError(f"softmax_scale={scale} must be above 0 and finite; None for the usual")
@@ -311,7 +363,16 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
         scale * break_it.score_gain,
         config.softcap,
         alibi_slopes(H, q.device).to(sum_dtype(q.dtype)) if config.alibi else None,
-        Mask(T, T_k, causal, config.window, blocks=blocks, block_size=config.block_mask_size, **documents),
+        Mask(
+            T,
+            T_k,
+            causal and break_it.global_mask,
+            config.window,
+            local=causal and not break_it.global_mask,
+            blocks=blocks,
+            block_size=config.block_mask_size,
+            **documents,
+        ),
         0.0 if seed is None else config.dropout_p,
         seed,
         break_it,
@@ -409,11 +470,12 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     # 3: the maximum cancels out of the fraction and of its gradient; it only keeps exp below infinity. A row with
     # nothing to see has m = -inf, and exp(-inf - -inf) would be NaN, so such a row is shifted by 0.
     m = s.detach().amax(-1, keepdim=True) if problem.break_it.subtract_max else torch.zeros_like(s[..., :1])
-    m = m.masked_fill(m == -INF, 0.0)
+    guard = problem.break_it.guard_empty_rows
+    m = m.masked_fill(m == -INF, 0.0) if guard else m
     p = torch.exp2((s - m) * LOG2E)  # exp(s - m); torch.exp takes 400 times as long for -inf, which hidden scores are
     l = p.sum(-1, keepdim=True)  # (B, H, T, 1)
     empty = l == 0
-    l = l.masked_fill(empty, 1.0)
+    l = l.masked_fill(empty, 1.0) if guard else l
     p = p / l
     if dropout_p > 0:  # 4
         keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, dropout_p)
@@ -469,13 +531,13 @@ class Tiled(torch.autograd.Function):
         if order == "queries_outside":  # a row's state stays on chip; k and v come by again for every tile of rows
             for rows in row_tiles:
                 q_i = load(qn, rows)  # (N, G*block_m, D)
-                state = nothing_seen(q_i, wide)
+                state = nothing_seen(q_i, wide, problem.break_it)
                 for columns, seen in mask.columns_for(rows, column_tiles):
                     kv_j = load(kn, columns), load(vn, columns)  # (N, block_n, D)
                     state = absorb(q_i, *kv_j, *state, rows, columns, seen, problem, on_chip)
-                finish(o, lse, rows, *state)
+                finish(o, lse, rows, *state, problem.break_it)
         else:  # k and v come by once; the rows' state lies in slow memory, and moves in and out for every tile of keys
-            slow = [x.view(*qn.shape[:3], x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide)]
+            slow = [x.view(*qn.shape[:3], x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide, problem.break_it)]
             for columns in column_tiles:
                 kv_j = load(kn, columns), load(vn, columns)
                 for rows, seen in mask.rows_for(columns, row_tiles):
@@ -485,16 +547,18 @@ class Tiled(torch.autograd.Function):
                         store(x, rows, x_i)
             # The paper divides by l in every pass, so that o is right after each; dividing once is the same at the end.
             for rows in row_tiles:
-                finish(o, lse, rows, *(load(x, rows) for x in slow))
+                finish(o, lse, rows, *(load(x, rows) for x in slow), problem.break_it)
 
-        ctx.save_for_backward(qn, kn, vn, o, lse)
+        ctx.save_for_backward(qn, kn, vn, o, lse, problem.seed)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, o, lse = ctx.saved_tensors
-        problem, tile, mask = ctx.problem, ctx.tile, ctx.problem.mask
+        q, k, v, o, lse, seed = ctx.saved_tensors
+        if seed is not None and not ctx.problem.break_it.same_seed:
+            seed = seed + 1
+        problem, tile, mask = replace(ctx.problem, seed=seed), ctx.tile, ctx.problem.mask
         (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], ctx.problem.scale, lse.dtype
         row_tiles, column_tiles = tiles(T, tile[0]), tiles(T_k, tile[1])
         do = torch.zeros_like(o) if do is None else do
@@ -502,8 +566,10 @@ class Tiled(torch.autograd.Function):
         if dlse is not None:
             delta -= dlse.unsqueeze(-1)
         # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as 2**-inf = 0.
-        lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
-        by_rows = (q, do.reshape(N, G, T, D), lse2, delta.view(N, G, T, 1))
+        lse2 = lse * LOG2E
+        if problem.break_it.guard_empty_rows:
+            lse2 = lse2.masked_fill(lse == -INF, INF)
+        by_rows = (q, do.reshape(N, G, T, D), lse2.view(N, G, T, 1), delta.view(N, G, T, 1))
         dk, dv = (like_heads(ctx.k_shape, lse) for _ in "kv")
         size = N * G * min(tile[0], T) * min(tile[1], T_k)
         on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile of s, of dp, and of softcap's slope
@@ -540,9 +606,10 @@ class Tiled(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def nothing_seen(q_i: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def nothing_seen(q_i: Tensor, dtype: torch.dtype, break_it: BreakIt = UNBROKEN) -> tuple[Tensor, Tensor, Tensor]:
     """m, l (N, R, 1) and acc (N, R, D) before the first tile."""
-    m = torch.full((*q_i.shape[:2], 1), LOWEST, dtype=dtype, device=q_i.device)
+    start = 0.0 if not break_it.start_low else LOWEST if break_it.guard_empty_rows else -INF
+    m = torch.full((*q_i.shape[:2], 1), start, dtype=dtype, device=q_i.device)
     return m, torch.zeros_like(m), torch.zeros(q_i.shape, dtype=dtype, device=q_i.device)
 
 
@@ -557,9 +624,9 @@ def absorb(q_i, k_j, v_j, m, l, acc, rows, columns, seen, problem, on_chip):
     return m, l, add_product(acc.mul_(alpha), p.to(v_j.dtype), v_j)  # 5
 
 
-def finish(o: Tensor, lse: Tensor, rows: range, m: Tensor, l: Tensor, acc: Tensor) -> None:
+def finish(o: Tensor, lse: Tensor, rows: range, m: Tensor, l: Tensor, acc: Tensor, break_it: BreakIt) -> None:
     """Step 6. A row that saw nothing has 0 / TINY = 0, and log 0 = -inf."""
-    store(o, rows, acc / l.clamp(min=TINY))
+    store(o, rows, acc / (l.clamp(min=TINY) if break_it.guard_empty_rows else l))
     store(lse.unsqueeze(-1), rows, m / LOG2E + l.log())
 
 

@@ -8,10 +8,12 @@ Attention itself is not here: a block projects to q, k, v and goes through the d
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model.attention import UNBROKEN, AttentionConfig, BreakIt, attention
 from model.loss import next_token_loss
@@ -19,7 +21,12 @@ from model.loss import next_token_loss
 
 @dataclass
 class GPTConfig:
-    """The defaults are GPT-2's architecture; conf/model/ has the sizes and the modern family."""
+    """The defaults are GPT-2's architecture; conf/model/ has the sizes and the modern family.
+
+    activation_checkpointing keeps of each block its input alone, (B, T, C), and computes the rest again when the
+    backward comes to it, so that depth costs little memory. Of conf/model/nano.yaml with batch_size=16 a block keeps
+    2 MiB instead of 42 (float32, attention=tiled), and a step on a CPU takes a third longer: a second forward.
+    """
 
     n_layer: int = 12
     n_head: int = 12
@@ -37,6 +44,7 @@ class GPTConfig:
     dropout_p: float = 0.0  # after the embedding and on what each block adds; attention.dropout_p is the weights'
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
+    activation_checkpointing: bool = False  # in training, compute blocks again instead of keeping what is in them
 
     def __post_init__(self):
         if self.n_kv_head is None:
@@ -158,6 +166,13 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def draw_and_run(
+    block: Block, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: None, documents: Tensor | None
+) -> Tensor:
+    """Where break_it.restore_seed is off: the seed is drawn here, and so once more when the block is computed again."""
+    return block(x, rope, torch.randint(2**63 - 1, (), device=x.device), documents)
+
+
 class GPT(nn.Module):
     """config: the architecture, with vocab_size set. attention: a resolved AttentionConfig (not auto)."""
 
@@ -165,7 +180,14 @@ class GPT(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         attention.check_length(config.context_length)
-        self.config, self.attention_config = config, attention
+        if not break_it.restore_seed:
+            if not config.activation_checkpointing:
+                raise ValueError(
+                    f"break_it={break_it.label}: no block is computed again; use model.activation_checkpointing=true"
+                )
+            # A compiled graph would keep the seed instead of drawing it again.
+            self.draw_and_run = torch.compiler.disable(draw_and_run)
+        self.config, self.attention_config, self.break_it = config, attention, break_it
         rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
         self.embedding = nn.Embedding(rows, config.n_embd)
         if config.position == "learned":
@@ -204,14 +226,19 @@ class GPT(nn.Module):
         # One seed a layer, drawn here and handed down as tensors: whoever runs a block again (activation checkpointing)
         # or replays the graph (CUDA graphs) gets the same mask in the backward and a new one in the next step.
         seeds = [None] * self.config.n_layer
-        if self.training and self.attention_config.dropout_p > 0:
+        if self.training and self.attention_config.dropout_p > 0 and self.break_it.restore_seed:
             seeds = torch.randint(2**63 - 1, (self.config.n_layer,), device=idx.device).unbind()
         x = self.dropout(x)
         if not self.attention_config.documents:
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
         for block, seed in zip(self.blocks, seeds, strict=True):
-            x = block(x, rope, seed, documents)
+            if self.training and self.config.activation_checkpointing:
+                restore = self.break_it.restore_seed  # the same for what torch draws: model.dropout_p, sdpa's mask
+                block = block if restore else partial(self.draw_and_run, block)
+                x = checkpoint(block, x, rope, seed, documents, use_reentrant=False, preserve_rng_state=restore)
+            else:
+                x = block(x, rope, seed, documents)
         return self.norm(x)
 
     def forward(

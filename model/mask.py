@@ -37,6 +37,7 @@ class Mask:
     blocks: Tensor | None = None
     block_size: int = 64
     positions: Tensor | None = None
+    local: bool = False  # causal, as break_it.global_mask=False has it: row and column each counted within their tile
     edges: dict[tuple[str, int], list] = field(default_factory=dict)  # read_edges()
     blocks_here: np.ndarray | None = None  # blocks, on the host
 
@@ -51,6 +52,8 @@ class Mask:
         i = self.position(rows, device)[:, None]
         j = torch.arange(columns.start, columns.stop, device=device)
         seen = j <= i if self.causal else torch.ones(len(rows), len(columns), dtype=torch.bool, device=device)
+        if self.local:
+            seen &= j - columns.start <= i - i[0]
         if self.window is not None:
             seen &= (j > i - self.window) & (j < i + self.window)
         if self.blocks is not None:  # a row before the first key (T > T_k) stands in the first block
@@ -100,7 +103,7 @@ class Mask:
         """
         first, last = self.span(rows)
         left, right = columns[0], columns[-1]
-        whole = True
+        whole = not self.local
         if self.causal:
             if left > last:
                 return EMPTY

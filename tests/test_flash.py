@@ -26,7 +26,7 @@ from tests.reference import (
     oracle,
     run,
 )
-from tests.test_attention import LIMIT, NO_MAX, broken_rescale, one_big_score
+from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
 
 triton = pytest.importorskip("triton", reason="triton is made for Linux")
 from triton import language as tl  # noqa: E402

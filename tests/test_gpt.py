@@ -92,6 +92,47 @@ def test_dropout_is_drawn_anew_each_step_and_never_in_evaluation():
     assert torch.equal(model(idx, targets), model(idx, targets))
 
 
+@pytest.mark.parametrize(
+    ("impl", "backend"),
+    [("naive", None), ("tiled", None), ("sdpa", None), ("naive", "aot_eager")],
+    ids=["naive", "tiled", "sdpa", "compiled"],
+)
+def test_activation_checkpointing_changes_no_bit_with_dropout_in_attention_and_blocks(impl, backend):
+    idx, targets = torch.randint(50, (2, 2, 40))
+    found = []
+    for checkpointing in (False, True):
+        model = gpt(impl, dropout_p=0.3, activation_checkpointing=checkpointing, **MODERN)
+        model.dropout.p = 0.1
+        for block in model.blocks:
+            block.dropout.p = 0.1
+        step = torch.compile(model, backend=backend) if backend else model
+        torch.manual_seed(7)
+        losses = [step(idx, targets) for _ in range(2)]
+        sum(losses).backward()
+        found.append([*losses, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(plain, again) for plain, again in zip(*found, strict=True))
+
+
+def test_activation_checkpointing_keeps_little_more_than_the_input_of_each_block():
+    """Of a layer more, what autograd keeps: (B, T, C) and the seed."""
+    kept = []
+    for n_layer in (2, 3):
+        model = gpt("tiled", n_layer=n_layer, dropout_p=0.3, activation_checkpointing=True)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages = {}
+
+        def pack(x, own=own, storages=storages):
+            if x.untyped_storage().data_ptr() not in own:
+                storages[x.untyped_storage().data_ptr()] = x  # held, so that no other takes its place
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(*torch.randint(50, (2, 2, 40)))
+        kept.append(sum(x.untyped_storage().nbytes() for x in storages.values()))
+        del loss
+    assert kept[1] - kept[0] <= 2 * 40 * 32 * 4 + 8
+
+
 def test_one_seed_gives_naive_and_tiled_the_same_dropout():
     losses = []
     idx, targets = torch.randint(50, (2, 2, 40), generator=torch.Generator().manual_seed(1))
