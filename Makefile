@@ -1,5 +1,5 @@
 # make train    set up .venv, prepare the default data, train the default model, draw the loss, write a sample
-# make test     the same set-up, then ruff and every test that needs no GPU
+# make test     the same set-up, then ruff and every test that needs no GPU, a file to a core at a time
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
 
@@ -14,7 +14,7 @@ train: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # Made anew only when requirements.txt changes. The stamp comes last, so an installation cut short is begun again.
 .venv/installed: requirements.txt

@@ -1,6 +1,11 @@
 """The scripts as the tests run them: in this process where they can be, on one small text and one small model."""
 
 import os
+
+# Models and tiles so small are slower on two threads than on one, ten times so when another process wants a core, and
+# bits may depend on how many there are. Libraries read it when they are loaded, and processes that tests start inherit.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import random
 import subprocess
 import sys
@@ -13,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 
 import train
 from training import config
@@ -34,6 +40,14 @@ class Ended(NamedTuple):
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once():
+    """Hydra composes twice, first only to look for hydra.mode, which no test sets: a third of a mistake's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda self, **_: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -60,15 +74,6 @@ def small(text, tmp_path_factory) -> list[str]:
     return [*data, *MODEL, *RUN, *RATE, "wandb.mode=disabled", "device=cpu"]
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """So small a model is ten times slower on two busy cores than on one, and bits may depend on how many there are."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def call():
     """call(train, "steps=3") is `python train.py steps=3` without the two seconds that a process takes to start."""
@@ -92,14 +97,14 @@ def call():
 
 @pytest.fixture(scope="session")
 def start():
-    """start("train.py", "steps=3") begins a real process, with one thread, as `one_thread` has it here."""
+    """start("train.py", "steps=3") begins a real process."""
 
     def start(*command: str) -> subprocess.Popen:
         environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
         return subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

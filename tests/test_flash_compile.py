@@ -35,7 +35,7 @@ def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen
     return subprocess.Popen(
         [sys.executable, "tests/compile_flash.py", str(arch), str(SHARED[arch]), json.dumps(cases), *source],
         cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
         stdout=subprocess.PIPE,
         text=True,
     )

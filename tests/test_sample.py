@@ -17,8 +17,6 @@ from model.gpt import GPT, GPTConfig
 from tests.test_train import OVERFLOW, OVERFLOW_NAME
 from training import checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 END = 256  # end of text, in the byte tokenizer
 CHARACTERS = "a\u00e9\u20ac\U0001f600 \u4f60\u597d, gr\u00fc\u00dfe\n\u0434\u0430 \u3042"  # of one to four bytes
 

@@ -504,7 +504,7 @@ def train_and_sample(call, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.py", "a.md.gz", "a.jsonl", "a.jsonl.gz"])
-def test_text_of_every_kind_trains_and_samples(train_and_sample, one_thread, tmp_path, name):
+def test_text_of_every_kind_trains_and_samples(train_and_sample, tmp_path, name):
     if ".jsonl" in name:
         content = write_jsonl(tmp_path / "plain", DOCUMENTS).read_bytes()
     else:
@@ -513,19 +513,19 @@ def test_text_of_every_kind_trains_and_samples(train_and_sample, one_thread, tmp
     train_and_sample("data=text", f"data.path={tmp_path / name}", "tokenizer=bpe", "tokenizer.vocab_size=300")
 
 
-def test_standard_input_trains_and_samples(train_and_sample, one_thread, tmp_path, monkeypatch):
+def test_standard_input_trains_and_samples(train_and_sample, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("".join(DOCUMENTS), encoding="utf-8")
     with open(tmp_path / "a.txt", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdin", file)
         train_and_sample("data=text", "data.path=-")
 
 
-def test_shards_train_and_sample(train_and_sample, one_thread, make, tmp_path):
+def test_shards_train_and_sample(train_and_sample, make, tmp_path):
     folder = make(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     train_and_sample("data=bin", f"data.path={folder}")
 
 
-def test_fineweb_trains_and_samples(train_and_sample, one_thread, server, gpt2_files, monkeypatch, tmp_path):
+def test_fineweb_trains_and_samples(train_and_sample, server, gpt2_files, monkeypatch, tmp_path):
     served, url = server
     folder = served / "datasets/kjj0/fineweb10B-gpt2/resolve/main"
     folder.mkdir(parents=True)
@@ -565,7 +565,7 @@ def shakespeare(server):
     return url
 
 
-def test_shakespeare_trains_and_samples(train_and_sample, one_thread, shakespeare):
+def test_shakespeare_trains_and_samples(train_and_sample, shakespeare):
     train_and_sample("data=shakespeare", f"data.url={shakespeare}")
 
 

@@ -12,8 +12,6 @@ from training import checkpoint
 from training.metrics import Metrics
 from training.sweep import losses_figure
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def table(folder) -> list[dict]:
     with open(folder / "table.csv", newline="") as file:

@@ -30,7 +30,6 @@ from training.optimizer import OptimizerConfig, learning_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("model", "training", "data")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def records(run: Path, key: str = "loss") -> list[dict]:
@@ -190,13 +189,14 @@ def signalled(start, small, tmp_path_factory):
     for number in (signal.SIGTERM, signal.SIGINT):
         name = f"name={number.name}"
         started[number] = start("train.py", *small, *ENDLESS, "steps=100000", f"runs={runs}", name)
-    ended = {}
     for number, process in started.items():
         lines = runs / number.name / "metrics.jsonl"
         until = time.monotonic() + 120
         while not (lines.exists() and lines.read_text().count("\n") >= 5) and time.monotonic() < until:
             time.sleep(0.01)
         process.send_signal(number)
+    ended = {}
+    for number, process in started.items():
         out, err = process.communicate(timeout=120)
         assert f"{number.name}: saving after this step" in err
         ended[number] = (process.returncode, out, runs / number.name)
