@@ -24,6 +24,7 @@ THE_CAT = {
     "v": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]],
 }
 
+ORDERS = ("queries_outside", "keys_outside")
 # What can be taken out, and the switches that are off then.
 FAILURES = {
     "none": [],
@@ -157,7 +158,8 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
         return words + "All of this tile is hidden from it: nothing changes."
     if not break_it.subtract_max:
         words += f"No maximum is taken off: the largest weight is exp({top:.4g}) = {p.max():.4g}"
-        return words + (f", past the largest {p.dtype}, and acc / l is NaN." if np.isnan(tile.o[r]).any() else ".")
+        words += f", past the largest {p.dtype}" if np.isinf(p.max()) else ""
+        return words + ("; acc / l is NaN." if np.isnan(tile.o[r]).any() else ".")
     if m > top and not break_it.start_low and m == 0:
         return (
             words
@@ -171,7 +173,7 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
     left_out = [name for name, kept in (("l", break_it.rescale_sum), ("acc", break_it.rescale_output)) if not kept]
     if not left_out:
         return words + f"and alpha = {alpha:.4g} takes l and acc onto the new scale."
-    return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, which stays on the old scale."
+    return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, on the old scale still."
 
 
 def keys_wrongly_seen(tile: Tile, r: int, offset: int) -> tuple[int, int]:
