@@ -123,7 +123,6 @@ def test_taking_the_heads_changes_nothing_at_the_door(runs, told):
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ([], "nothing to do: say trace=true"),
         (["trace=true", "failure=no_luck"], "failure=no_luck is not known; choose none, no_max, no_rescale"),
         (["trace=true", "failure=local_mask"], "local_mask breaks the causal mask, and there is none: use causal=true"),
         (["trace=true", "order=diagonal"], "order=diagonal is not known; choose queries_outside, keys_outside"),
@@ -132,7 +131,7 @@ def test_taking_the_heads_changes_nothing_at_the_door(runs, told):
         (["trace=true", "row=5"], "row=5: there are 5 rows, counted from 0"),
         (["trace=true", "score_gain=0"], "score_gain=0.0 must be above 0 and finite"),
         (["trace=true", "layer=1"], "layer=1: the worked example has no such choice; add run=NAME"),
-        (["trace=true", "out=trace.txt"], "out=trace.txt: the trace is JSON; name a file that ends in .json"),
+        (["trace=true", "out=trace.txt"], "out=trace.txt: name a file that ends in .json"),
         (["trace=true", "run=taught", "layer=3"], "layer=3: .*step_.* has 3, counted from 0"),
         (["trace=true", "run=taught", "head=4"], "head=4: .*step_.* has 4, counted from 0"),
         (["trace=true", "run=taught", "tokens=33"], "tokens=33: the model's context is 32"),
