@@ -106,9 +106,9 @@ def story(
             p, m_i, l_i, alpha = online_softmax(s, m[i], l[i], break_it)  # 3
             acc_i = (alpha * acc[i] if break_it.rescale_output else acc[i]) + p @ v[j]  # 5
             state = (x[:, 0].copy() for x in (m[i], l[i], m_i, l_i, alpha))
-            told.append(Tile(rows, columns, scores, s, p, *state, acc_i, acc_i / np.maximum(l_i, TINY)))
+            told.append(Tile(rows, columns, scores, s, p, *state, acc_i, divided(acc_i, l_i, break_it)))
             m[i], l[i], acc[i] = m_i, l_i, acc_i
-        return told, acc / np.maximum(l, TINY), (m + np.log(l))[:, 0]  # 6
+        return told, divided(acc, l, break_it), (m + np.log(l))[:, 0]  # 6
 
 
 def online_softmax(s, m, l, break_it) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -120,6 +120,11 @@ def online_softmax(s, m, l, break_it) -> tuple[np.ndarray, np.ndarray, np.ndarra
     alpha = np.exp(m - shift)  # what the earlier tiles' scale has shrunk by
     l_new = (alpha * l if break_it.rescale_sum else l) + p.sum(-1, keepdims=True)
     return p, m_new, l_new, alpha
+
+
+def divided(acc: np.ndarray, l: np.ndarray, break_it) -> np.ndarray:
+    """o = acc / l (R, D); a row that saw nothing has 0 / TINY = 0, and unguarded 0 / 0."""
+    return acc / (np.maximum(l, TINY) if break_it.guard_empty_rows else l)
 
 
 def visits(row_tiles: list[range], column_tiles: list[range], order: str) -> list[tuple[range, range]]:
@@ -134,10 +139,10 @@ def visits(row_tiles: list[range], column_tiles: list[range], order: str) -> lis
 
 def visible(rows: range, columns: range, offset: int, causal: bool, break_it) -> np.ndarray:
     """Which keys the rows may see, bool (R, S). offset: T_k - T."""
-    row, column = np.array(rows)[:, None], np.array(columns)
-    if not break_it.global_mask:  # where the tile begins is forgotten
-        row, column = row - rows.start, column - columns.start
-    return column <= row + offset if causal else np.ones((len(rows), len(columns)), bool)
+    position, column = np.array(rows)[:, None] + offset, np.array(columns)
+    if not break_it.global_mask:  # where the tile stands is forgotten
+        position, column = np.arange(len(rows))[:, None], np.arange(len(columns))
+    return column <= position if causal else np.ones((len(rows), len(columns)), bool)
 
 
 def sentence(tile: Tile, row: int, offset: int, break_it) -> str:

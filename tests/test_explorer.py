@@ -268,15 +268,19 @@ def test_a_failure_that_shows_nothing_here_leads_to_where_it_does(view):
 
 
 @in_a_browser
-def test_no_view_is_wider_than_a_phone(page, view):
-    page.window(375)
+@pytest.mark.parametrize("width", [375, 1280])
+def test_no_view_is_wider_than_its_window_nor_a_part_of_it_than_its_card(page, view, width):
+    page.window(width)
     view()
     try:
         for data in INPUTS:
-            for failure in ("none", "no_rescale", "local_mask", "no_scale"):
+            for failure in FAILURES:
                 page.run(GO, f"data={data}&causal=1&failure={failure}&tile=5&step=end")
                 wide = page.run("return [document.documentElement.scrollWidth, window.innerWidth]")
-                assert wide == [375, 375], (data, failure)
+                assert wide[0] <= width == wide[1], (data, failure)  # a phone's window grows with what is too wide
+                over = page.run("""return [...document.querySelectorAll(".card")].filter(
+                    card => card.scrollWidth > card.clientWidth).map(card => card.id)""")
+                assert over == [], (data, failure)
     finally:
         page.window(1280)
 
