@@ -12,7 +12,7 @@ from training import config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SCRIPTS = {"train.py": "config", "sample.py": "sample", "bench.py": "bench"}
+SCRIPTS = {"train.py": "config", "sample.py": "sample", "bench.py": "bench", "breakit.py": "breakit"}
 
 
 def blocks() -> list[str]:

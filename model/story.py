@@ -1,0 +1,188 @@
+"""Tiled attention of one head, told tile by tile: NumPy that reads like the paper, and keeps what it saw.
+
+Not for speed and not for training: a second, slow account of what `tiled` in model/attention.py does, with the same
+steps, numbers and names, for `python breakit.py` to print and for the explorer page to show. It has no step 4 (dropout)
+and takes the natural base, as the papers write it.
+
+Shapes: T query rows, T_k keys, D head size; of a tile, R query rows and S keys.
+
+Sources: Dao 2023 (arXiv 2307.08691), algorithm 1; Dao et al. 2022 (arXiv 2205.14135) for order=keys_outside.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from model.attention import TINY, tiles
+
+# Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2.
+THE_CAT = {
+    "tokens": ["The", "cat", "sat", "on", "mat"],
+    "q": [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
+    "k": [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
+    "v": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]],
+}
+
+ORDERS = ("queries_outside", "keys_outside")
+# What can be taken out, and the switches that are off then.
+FAILURES = {
+    "none": [],
+    "no_max": ["subtract_max"],
+    "no_rescale": ["rescale_sum", "rescale_output"],
+    "no_rescale_sum": ["rescale_sum"],
+    "no_rescale_output": ["rescale_output"],
+    "zero_init_max": ["start_low"],
+    "local_mask": ["global_mask"],
+    "no_scale": ["scale_scores"],
+    "unguarded_mask": ["guard_empty_rows"],
+}
+
+
+def switches(failure: str, score_gain: float = 1.0) -> SimpleNamespace:
+    """The switches of a failure: True is whole."""
+    if failure not in FAILURES:
+        raise ValueError(f"failure={failure} is not known; choose {', '.join(FAILURES)}")
+    names = [name for off in FAILURES.values() for name in off]
+    return SimpleNamespace(score_gain=score_gain, **{name: name not in FAILURES[failure] for name in names})
+
+
+class Tile(NamedTuple):
+    """What one tile saw, and what it left behind. o is what the row would give if no more tiles came."""
+
+    rows: range  # of queries
+    columns: range  # of keys
+    scores: np.ndarray  # (R, S): step 1
+    s: np.ndarray  # (R, S): step 2, -inf where hidden
+    p: np.ndarray  # (R, S): step 3
+    m_old: np.ndarray  # (R,): before the tile
+    l_old: np.ndarray  # (R,)
+    m: np.ndarray  # (R,): after it
+    l: np.ndarray  # (R,)
+    alpha: np.ndarray  # (R,): exp(m_old - m), also where a broken step leaves it out
+    acc: np.ndarray  # (R, D): step 5
+    o: np.ndarray  # (R, D): acc / l
+
+
+def story(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    block_m: int,
+    block_n: int,
+    break_it,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    order: str = "queries_outside",
+) -> tuple[list[Tile], np.ndarray, np.ndarray]:
+    """Every tile in the order of its visit, then o (T, D) and lse (T,), the natural logarithm.
+
+    q (T, D); k, v (T_k, D), in one float dtype, which is the one that it computes in: float64 for exact numbers,
+    float32 to see what overflows there. causal: row i sees key j where j <= i + T_k - T. softmax_scale: None for
+    1 / sqrt(D). break_it: the switches of BreakIt in model/attention.py. A row with nothing to see has o = 0 and
+    lse = -inf. Raises ValueError on shapes that do not go together, and where break_it has no causal mask to break.
+    """
+    (T, D), T_k = q.shape, len(k)
+    if k.shape != v.shape or k.shape[1] != D or not T_k:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: want q (T, D) and k, v both (T_k, D)")
+    if not causal and not break_it.global_mask:
+        raise ValueError("failure=local_mask breaks the causal mask, and there is none: use causal=true")
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+    scale = (scale if break_it.scale_scores else 1.0) * break_it.score_gain
+
+    m = np.full((T, 1), -np.inf if break_it.start_low else 0.0, q.dtype)
+    l = np.zeros((T, 1), q.dtype)
+    acc = np.zeros((T, D), q.dtype)
+    told = []
+    with np.errstate(all="ignore"):  # overflow, and inf - inf, are what a broken story is about
+        for rows, columns in visits(tiles(T, block_m), tiles(T_k, block_n), order):
+            seen = visible(rows, columns, T_k - T, causal, break_it)
+            if break_it.global_mask and not seen.any():
+                continue
+            i, j = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+            scores = q[i] @ k[j].T * scale  # 1
+            s = np.where(seen, scores, -np.inf)  # 2
+            p, m_i, l_i, alpha = online_softmax(s, m[i], l[i], break_it)  # 3
+            acc_i = (alpha * acc[i] if break_it.rescale_output else acc[i]) + p @ v[j]  # 5
+            state = (x[:, 0].copy() for x in (m[i], l[i], m_i, l_i, alpha))
+            told.append(Tile(rows, columns, scores, s, p, *state, acc_i, divided(acc_i, l_i, break_it)))
+            m[i], l[i], acc[i] = m_i, l_i, acc_i
+        return told, divided(acc, l, break_it), (m + np.log(l))[:, 0]  # 6
+
+
+def online_softmax(s, m, l, break_it) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Step 3 for one more tile of scores: s (R, S); m, l (R, 1), of the tiles so far. Returns p, and m, l, alpha."""
+    m_new = np.maximum(m, s.max(-1, keepdims=True)) if break_it.subtract_max else np.zeros_like(m)
+    # A row that has seen nothing yet is shifted by 0 instead: exp(-inf - -inf) is NaN.
+    shift = np.where(m_new == -np.inf, 0.0, m_new) if break_it.guard_empty_rows else m_new
+    p = np.exp(s - shift)
+    alpha = np.exp(m - shift)  # what the earlier tiles' scale has shrunk by
+    l_new = (alpha * l if break_it.rescale_sum else l) + p.sum(-1, keepdims=True)
+    return p, m_new, l_new, alpha
+
+
+def divided(acc: np.ndarray, l: np.ndarray, break_it) -> np.ndarray:
+    """o = acc / l (R, D); a row that saw nothing has 0 / TINY = 0, and unguarded 0 / 0."""
+    return acc / (np.maximum(l, TINY) if break_it.guard_empty_rows else l)
+
+
+def visits(row_tiles: list[range], column_tiles: list[range], order: str) -> list[tuple[range, range]]:
+    """Every pair of tiles, in the order of the two loops."""
+    match order:
+        case "queries_outside":
+            return [(rows, columns) for rows in row_tiles for columns in column_tiles]
+        case "keys_outside":
+            return [(rows, columns) for columns in column_tiles for rows in row_tiles]
+    raise ValueError(f"order={order} is not known; choose queries_outside or keys_outside")
+
+
+def visible(rows: range, columns: range, offset: int, causal: bool, break_it) -> np.ndarray:
+    """Which keys the rows may see, bool (R, S). offset: T_k - T."""
+    position, column = np.array(rows)[:, None] + offset, np.array(columns)
+    if not break_it.global_mask:  # where the tile stands is forgotten
+        position, column = np.arange(len(rows))[:, None], np.arange(len(columns))
+    return column <= position if causal else np.ones((len(rows), len(columns)), bool)
+
+
+def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
+    """What the tile changed for one of its rows, in words. offset: T_k - T."""
+    r = row - tile.rows.start
+    s, p, m_old, l_old, m, l, alpha = (
+        x[r] for x in (tile.s, tile.p, tile.m_old, tile.l_old, tile.m, tile.l, tile.alpha)
+    )
+    seen, top = s > -np.inf, s.max()
+    leaks, misses = keys_wrongly_seen(tile, r, offset) if not break_it.global_mask else (0, 0)
+    words = f"Sees {leaks} of the future's keys. " if leaks else ""
+    words += f"Misses {misses} that it may see. " if misses else ""
+    if np.isnan(l_old):
+        return words + "NaN it was and NaN it stays."
+    if not seen.any():
+        if np.isnan(l):
+            return words + "All is hidden, as before: m is -inf still, and exp(-inf - -inf) is NaN."
+        return words + "All of this tile is hidden from it: nothing changes."
+    if not break_it.subtract_max:
+        words += f"No maximum is taken off: the largest weight is exp({top:.4g}) = {p.max():.4g}"
+        words += f", past the largest {p.dtype}" if np.isinf(p.max()) else ""
+        return words + ("; acc / l is NaN." if np.isnan(tile.o[r]).any() else ".")
+    if m > top and not break_it.start_low and m == 0:
+        return (
+            words
+            + f"m stays at the 0 it began at, above every score: the largest weight is exp({top:.4g}) = {p.max():.4g}."
+        )
+    if l_old == 0:
+        return words + f"The first keys that it sees: m = {m:.4g}, and nothing yet to rescale."
+    if m == m_old:
+        return words + f"No score above m = {m:.4g}: alpha is 1, and the new weights are added as they are."
+    words += f"A larger score: m grows from {m_old:.4g} to {m:.4g}, "
+    left_out = [name for name, kept in (("l", break_it.rescale_sum), ("acc", break_it.rescale_output)) if not kept]
+    if not left_out:
+        return words + f"and alpha = {alpha:.4g} takes l and acc onto the new scale."
+    return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, on the old scale still."
+
+
+def keys_wrongly_seen(tile: Tile, r: int, offset: int) -> tuple[int, int]:
+    """Of a causal tile's row r: how many keys it sees that it may not, and how many it does not that it may."""
+    may = np.array(tile.columns) <= tile.rows[r] + offset
+    seen = tile.s[r] > -np.inf
+    return int((seen & ~may).sum()), int((may & ~seen).sum())

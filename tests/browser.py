@@ -1,0 +1,78 @@
+"""A headless Chromium, driven through its own driver's HTTP: no library, and nothing to install where both are."""
+
+import json
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+BROWSER = next(
+    (path for name in ("chromium", "google-chrome", "chromium-browser") if (path := shutil.which(name))), None
+)
+DRIVER = shutil.which("chromedriver")
+MISSING = "" if BROWSER and DRIVER else "no Chromium and its driver here: apt-get install chromium chromium-driver"
+
+KEYS = {"Tab": "\ue004", "Enter": "\ue007", "ArrowLeft": "\ue012", "ArrowRight": "\ue014", "End": "\ue010"}
+KEYS |= {"Home": "\ue011", "Shift": "\ue008"}
+
+
+class Browser:
+    """One page. Paths and commands are those of https://www.w3.org/TR/webdriver/."""
+
+    def __init__(self, port: int):
+        self.root = f"http://127.0.0.1:{port}"
+        options = {
+            "binary": BROWSER,
+            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+        }
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        session = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        self.root += f"/session/{session}"
+
+    def call(self, method: str, path: str, body: dict | None = None):
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.root + path, data, headers, method=method)
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+                return json.loads(answer.read())["value"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(json.loads(error.read())["value"]["message"]) from error
+
+    def open(self, url: str) -> None:
+        self.call("POST", "/url", {"url": "about:blank"})  # or a new hash would be the old page's
+        self.call("POST", "/url", {"url": url})
+
+    def run(self, script: str, *arguments):
+        return self.call("POST", "/execute/sync", {"script": script, "args": arguments})
+
+    def press(self, *keys: str) -> None:
+        """Each key, down and up, wherever the focus is."""
+        strokes = [{"type": kind, "value": KEYS[key]} for key in keys for kind in ("keyDown", "keyUp")]
+        self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": strokes}]})
+
+    def command(self, name: str, **parameters):
+        return self.call("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
+
+    def window(self, width: int, height: int = 800) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.command("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def log(self, kind: str) -> list[dict]:
+        return self.call("POST", "/se/log", {"type": kind})
+
+
+@contextmanager
+def browser():
+    driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        port = next(
+            int(line.split("port ")[1].rstrip(".\n")) for line in driver.stdout if "successfully on port" in line
+        )
+        page = Browser(port)
+        yield page
+        page.call("DELETE", "")
+    finally:
+        driver.terminate()
+        driver.wait()

@@ -1,0 +1,314 @@
+"""docs/explorer.html: the page is what its stories make it, and a browser shows what they say."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import breakit
+from model.story import FAILURES, ORDERS, sentence, story, switches
+from tests.browser import MISSING, browser
+from tests.test_attention import CAT_OUTPUT
+from tests.test_story import the_cat
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "explorer.html"
+
+
+def split(page: str) -> tuple[str, dict]:
+    """What stands around the stories, and the stories."""
+    begin, rest = page.split('<script type="application/json" id="stories">')
+    told, end = rest.split("</script>", 1)
+    return begin + end, json.loads(told)
+
+
+@pytest.fixture(scope="module")
+def committed() -> tuple[str, dict]:
+    return split(PAGE.read_text(encoding="utf-8"))
+
+
+def told_alike(a, b) -> bool:
+    """The same, but for one unit in the last of the six digits: exp is not the same to the last bit everywhere."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(told_alike(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(told_alike(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a != b:
+        return abs(a - b) <= 1.001 * 10.0 ** (np.floor(np.log10(max(abs(a), abs(b)))) - 5)
+    return a == b
+
+
+def test_the_committed_page_is_what_breakit_writes(call, committed, tmp_path):
+    ended = call(breakit, "explorer=true", f"out={tmp_path}/explorer.html")
+    assert ended.code == 0, ended.err
+    around, told = split((tmp_path / "explorer.html").read_text(encoding="utf-8"))
+    again = "python breakit.py explorer=true writes it anew"
+    assert around == committed[0], again
+    assert told_alike(told, committed[1]), again
+
+
+def test_the_page_is_small_and_plain():
+    assert PAGE.stat().st_size < 3 * 2**20
+    assert PAGE.read_bytes().isascii()
+
+
+def test_every_view_of_the_worked_example_has_its_story(committed):
+    example = committed[1]["inputs"][0]
+    views = {f"{c}/{n}/{f}" for c in (0, 1) for n in range(1, 6) for f in FAILURES if c or f != "local_mask"}
+    assert example["stories"].keys() == views
+    assert all(list(one["visits"]) == list(ORDERS) for one in example["stories"].values())
+
+
+def test_the_numbers_of_a_tile_are_those_of_the_story(committed):
+    """The third of the worked example's tiles of 2, no_rescale, straight from model/story.py."""
+    example, fields, sentences = (committed[1]["inputs"][0], committed[1]["fields"], committed[1]["sentences"])
+    broken = switches("no_rescale")
+    tile = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=broken)[0][4]
+    kept = dict(zip(fields, example["stories"]["0/2/no_rescale"]["tiles"][4], strict=True))
+    assert [sentences[i] for i in kept.pop("says")] == [sentence(tile, row, 0, broken) for row in (2, 3)]
+    assert told_alike(kept, breakit.plain(tile._asdict()))
+
+
+def test_each_failure_goes_wrong_somewhere_on_the_page(committed):
+    """Each switch has data with which it shows: in the final output of some view."""
+    for failure in set(FAILURES) - {"none"}:
+        outputs = [
+            (one["o"], entry["stories"][key.replace(failure, "none")]["o"])
+            for entry in committed[1]["inputs"]
+            for key, one in entry["stories"].items()
+            if key.endswith(f"/{failure}")
+        ]
+        assert any(not told_alike(broken, right) for broken, right in outputs), failure
+
+
+def test_a_page_of_ones_own_trace_has_it(call, tmp_path):
+    """Any trace will do, that of the worked example too; and what its tokens say cannot end the script."""
+    trace = tmp_path / "trace.json"
+    assert call(breakit, "trace=true", f"out={trace}").code == 0
+    kept = json.loads(trace.read_text())
+    kept["labels"][0] = "</script>"
+    trace.write_text(json.dumps(kept))
+    ended = call(breakit, "explorer=true", f"real={trace}", f"out={tmp_path}/mine.html")
+    assert ended.code == 0, ended.err
+    _, told = split((tmp_path / "mine.html").read_text())
+    assert told["inputs"][-1]["labels"] == ["</script>", "cat", "sat", "on", "mat"]
+
+
+def test_a_trace_too_long_for_a_page_is_refused(call, tmp_path):
+    head = breakit.worked_example()
+    long = head._replace(**{name: np.ones((65, 4)) for name in "qkv"}, labels=["x"] * 65)
+    (tmp_path / "long.json").write_text(json.dumps(breakit.plain(long._asdict())))
+    ended = call(breakit, "explorer=true", f"real={tmp_path}/long.json", f"out={tmp_path}/long.html")
+    assert "65 tokens are more than a page can show; keep a trace with tokens=64" in ended.err
+    assert not (tmp_path / "long.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ([], "say what to do, one of two: trace=true or explorer=true"),
+        (["explorer=true", "trace=true"], "one of two: trace=true or explorer=true"),
+        (["explorer=true", "failure=no_max"], "failure=no_max: explorer=true does not read it"),
+        (["trace=true", "real=x.json"], "real=x.json: trace=true does not read it"),
+        (["explorer=true", "out=x.json"], "out=x.json: name a file that ends in .html"),
+        (["explorer=true", "real=nowhere.json"], "real=nowhere.json: No such file .*trace=true run=NAME out="),
+        (["explorer=true", f"real={ROOT}/README.md"], "README.md is no trace; trace=true run=NAME out=PATH.json"),
+    ],
+)
+def test_a_page_that_cannot_be_made_is_refused_in_one_line(call, typed, answer):
+    ended = call(breakit, *typed)
+    assert ended.code == 2
+    assert re.fullmatch(f"breakit: .*{answer}.*\n", ended.err)
+
+
+# --- in a browser ---------------------------------------------------------------------------------------------------
+
+INPUTS = ("cat", "large", "low", "few", "head")
+GO = "location.hash = arguments[0]; fromAddress()"  # another view, without the second that opening takes
+in_a_browser = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+OUTPUT = """return [...document.querySelectorAll("#rows tbody tr")].map(row =>
+    [...row.querySelectorAll("td")].slice(2).map(cell => cell.firstElementChild?.textContent ?? ""))"""
+
+
+@pytest.fixture(scope="module")
+def page():
+    with browser() as page:
+        page.window(1280)
+        yield page
+
+
+@pytest.fixture
+def view(page):
+    """view("step=3&tile=2") opens the page there."""
+
+    def view(address: str = ""):
+        page.open(f"{PAGE.as_uri()}#{address}")
+        return page
+
+    return view
+
+
+def text(page, id: str) -> str:
+    return page.run("return document.getElementById(arguments[0]).textContent", id)
+
+
+def output(page) -> list[list[float]]:
+    return [[float(x.replace("\u2212", "-")) for x in row] for row in page.run(OUTPUT)]
+
+
+@in_a_browser
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tile", [1, 2, 3, 4, 5])
+def test_stepping_to_the_end_shows_the_published_output(view, tile, order):
+    page = view(f"step=1&tile={tile}&order={order}")
+    steps = int(text(page, "count").split("/")[1])
+    assert steps == (-(-5 // tile)) ** 2
+    page.press(*["ArrowRight"] * (steps - 1))
+    assert text(page, "count") == f"{steps} / {steps}"
+    assert output(page) == CAT_OUTPUT
+
+
+@in_a_browser
+def test_without_the_rescaling_the_end_shows_the_wrong_output_and_the_right_one_below_it(view):
+    page = view("step=end&failure=no_rescale")
+    wrong = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=switches("no_rescale"))[1]
+    assert output(page) == np.round(wrong, 4).tolist()
+    below = page.run('return [...document.querySelectorAll("#rows td.wrong small")].map(x => x.textContent)')
+    assert [float(x) for x in below if float(x) < 1] == CAT_OUTPUT[3] + CAT_OUTPUT[4]  # and l, which is above 1
+    assert "At the end it is wrong in rows on, mat." in text(page, "wrong")
+
+
+@in_a_browser
+def test_the_sentence_is_the_storys(view):
+    page = view("step=5&row=3")
+    assert text(page, "says") == (
+        "Tile 5 of 9, row on: A larger score: m grows from 0.5 to 1, and alpha = 0.6065 takes l and acc onto the new "
+        "scale."
+    )
+    assert page.run('return document.getElementById("says").getAttribute("aria-live")') == "polite"
+
+
+@in_a_browser
+def test_what_is_right_is_not_marked(view):
+    """With infinities among it, and a failure that changes nothing here."""
+    page = view("step=end&causal=1&tile=3&failure=unguarded_mask")
+    assert "\u2212\u221e" in text(page, "matrix")
+    assert page.run('return document.querySelectorAll(".wrong").length') == 0
+    assert text(page, "wrong").startswith("The output is right so far. At the end it is right in every row.")
+
+
+@in_a_browser
+def test_infinities_and_nan_are_shown_as_such_and_marked(view):
+    page = view("data=large&failure=no_max&step=end")
+    cells = page.run('return [...document.querySelectorAll("#rows tbody tr:nth-child(4) td")].map(x => [x.className, '
+                     'x.firstElementChild.textContent])')  # fmt: skip
+    assert cells == [["wrong", x] for x in ("0.0000", "\u221e", *["NaN"] * 4)]
+
+
+@in_a_browser
+def test_the_arrow_keys_home_and_end_step(view):
+    page = view("step=5")
+    counts = []
+    for key in ("ArrowRight", "ArrowLeft", "ArrowLeft", "Home", "ArrowLeft", "End", "ArrowRight"):
+        page.press(key)
+        counts.append(int(text(page, "count").split()[0]))
+    assert counts == [6, 5, 4, 1, 1, 9, 9]
+
+
+@in_a_browser
+def test_the_keyboard_alone_reaches_and_works_every_control(view):
+    page = view("step=5")
+    reached = []
+    for _ in range(40):
+        page.press("Tab")
+        id, outline = page.run("const x = document.activeElement; return [x.id, getComputedStyle(x).outlineStyle]")
+        if not id:
+            break
+        reached.append(id)
+        assert outline == "solid", f"the focus on {id} is not to be seen"
+    wanted = {"data", "row", "causal-0", "causal-1", "order-keys_outside", "first", "back", "forward", "last", "slider"}
+    assert wanted | {f"failure-{name}" for name in FAILURES} | {f"tile-{n}" for n in range(1, 6)} <= set(reached)
+
+    page = view("step=5")
+    page.press(*["Tab"] * (1 + reached.index("failure-no_rescale")), "Enter")
+    assert "failure=no_rescale" in page.run("return location.hash")
+    assert page.run("return document.activeElement.id") == "failure-no_rescale"  # drawn anew, and focused again
+    page.press("ArrowRight")
+    assert text(page, "count") == "6 / 9"
+
+
+@in_a_browser
+def test_the_address_holds_the_view(view):
+    page = view("data=few&causal=1&tile=3&order=keys_outside&failure=unguarded_mask&step=2&row=1")
+    assert text(page, "count") == "2 / 2"
+    page.press("Home")
+    address = page.run("return location.hash")
+    assert address == "#data=few&causal=1&tile=3&order=keys_outside&failure=unguarded_mask&step=1&row=1"
+    shown = page.run("return document.body.innerText")
+    assert view(address[1:]).run("return document.body.innerText") == shown
+
+
+@in_a_browser
+@pytest.mark.parametrize("address", ["data=none&tile=9&step=99", "failure=luck&order=up&step=x&row=-3", "%%%&=&step"])
+def test_an_address_that_means_nothing_shows_something_whole(view, address):
+    page = view(address)
+    assert re.fullmatch(r"\d / 9", text(page, "count"))
+    assert text(page, "says").startswith("Tile ")
+
+
+@in_a_browser
+def test_a_failure_that_shows_nothing_here_leads_to_where_it_does(view):
+    page = view("failure=no_max&step=end")
+    assert "At the end it is right in every row." in text(page, "wrong")
+    page.run('document.getElementById("elsewhere").click()')
+    assert "data=large" in page.run("return location.hash")
+    assert "At the end it is wrong in" in text(page, "wrong")
+
+
+@in_a_browser
+@pytest.mark.parametrize("width", [375, 1280])
+def test_no_view_is_wider_than_its_window_nor_a_part_of_it_than_its_card(page, view, width):
+    page.window(width)
+    view()
+    try:
+        for data in INPUTS:
+            for failure in FAILURES:
+                page.run(GO, f"data={data}&causal=1&failure={failure}&tile=5&step=end")
+                wide = page.run("return [document.documentElement.scrollWidth, window.innerWidth]")
+                assert wide[0] <= width == wide[1], (data, failure)  # a phone's window grows with what is too wide
+                over = page.run("""return [...document.querySelectorAll(".card")].filter(
+                    card => card.scrollWidth > card.clientWidth).map(card => card.id)""")
+                assert over == [], (data, failure)
+    finally:
+        page.window(1280)
+
+
+@in_a_browser
+def test_it_follows_the_systems_light_and_dark(page, view):
+    seen = []
+    for scheme in ("light", "dark"):
+        page.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        page = view()
+        seen.append(page.run("const x = getComputedStyle(document.body); return [x.backgroundColor, x.color]"))
+    page.command("Emulation.setEmulatedMedia", features=[])
+    (paper, ink), (dark_paper, dark_ink) = ([sum(map(int, re.findall(r"\d+", c))) for c in pair] for pair in seen)
+    assert paper > 3 * 220 > 3 * 60 > dark_paper
+    assert ink < 3 * 80 < 3 * 200 < dark_ink
+
+
+@in_a_browser
+def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(page, view):
+    page.log("performance")
+    page.log("browser")
+    view()
+    for data in INPUTS:
+        for failure in FAILURES:
+            page.run(GO, f"data={data}&causal=1&failure={failure}&step=end")
+            page.press("Home")
+    events = [json.loads(entry["message"])["message"] for entry in page.log("performance")]
+    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    assert PAGE.as_uri() in {url.split("#")[0] for url in asked}
+    assert [url for url in asked if not url.startswith((PAGE.as_uri(), "data:", "about:"))] == []
+    assert page.log("browser") == []
