@@ -114,7 +114,7 @@ class BreakIt:
     subtract_max: bool = True
     # Without a low start, at 0, the running maximum never falls below 0. Right while each row has a score above -87;
     # below that its sum is under the smallest normal float32 and o shrinks, and under -104 every exp(s) is 0, and o
-    # with it: the row sees nothing, and learns nothing. tiled (naive has no running maximum).
+    # with it: the row sees nothing, and learns nothing. tiled, triton (naive has no running maximum).
     start_low: bool = True
     # Without alpha the earlier tiles stay on the scale of an older, smaller maximum and weigh too much. Never NaN: the
     # output stays finite and wrong, the more the larger the scores; right where one tile holds all keys. tiled, triton.
@@ -126,14 +126,15 @@ class BreakIt:
     # Without the tile's place a causal mask compares row and column within their tile, in every tile: a row sees keys
     # of the future and misses keys of the past. Right in the first tile only, and so right where one tile holds all.
     # The training loss falls below what the text allows and samples are rubbish, the more rows lie as deep in their
-    # tile as its keys reach (block_m above block_n). Gradients are those of the wrong mask. tiled (naive has no tiles).
+    # tile as its keys reach (block_m above block_n). Gradients are those of the wrong mask. tiled, triton (naive has no
+    # tiles).
     global_mask: bool = True
     # Without guards a row that sees nothing has m = -inf, and exp(-inf - -inf) is NaN; in tiles so has one whose first
     # tile is hidden from it altogether, as under a window. Its NaN enters dk and dv of every key that was computed with
-    # it. Harmless where each row sees a key of its first tile: causal with T = T_k and nothing else. naive, tiled.
+    # it. Harmless where each row sees a key of its first tile: causal with T = T_k and nothing else. All three.
     guard_empty_rows: bool = True
     # Without the same seed the backward drops other weights than the forward did: the first loss is right to the last
-    # bit, its gradients are not, and training is slow or goes astray. tiled (naive keeps its mask).
+    # bit, its gradients are not, and training is slow or goes astray. tiled, triton (naive keeps its mask).
     same_seed: bool = True
     # Without restoring it, activation checkpointing draws a new mask when it computes a block again (model/gpt.py): the
     # first loss is right, its gradients belong to another network than the one it came from. All implementations.
@@ -143,6 +144,8 @@ class BreakIt:
     def __post_init__(self):
         if not 0 < self.score_gain <= 1e30:
             raise ValueError(f"break_it.score_gain={self.score_gain} is outside (0, 1e30]; 1 changes nothing")
+        # The switches that are off, as kernels/ takes them. Here, because torch.compile need not follow the loop.
+        self.without = "+".join(switch for switch in FAULTS if not getattr(self, switch))
 
     @property
     def label(self) -> str:
@@ -171,7 +174,6 @@ LACKS = {  # the switches that an implementation has nothing to remove for, and 
         "global_mask": "naive has no tiles",
         "same_seed": "naive keeps its dropout mask for the backward",
     },
-    "triton": dict.fromkeys(("start_low", "global_mask", "guard_empty_rows", "same_seed"), "triton has it not yet"),
     "sdpa": dict.fromkeys(FAULTS.keys() - {"scale_scores", "restore_seed"}, "torch's sdpa cannot be broken"),
 }
 UNBROKEN = BreakIt()
@@ -186,7 +188,7 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
     Raises ValueError naming the reason and the way out.
     """
     if config.impl == "auto":
-        special = beyond_sdpa(config) or config.dropout_p > 0 or not unbroken(break_it)
+        special = beyond_sdpa(config) or config.dropout_p > 0 or break_it.without
         if not device.startswith("cuda") or config.order != "queries_outside":
             config = replace(config, impl="tiled")
         elif special:
@@ -224,10 +226,6 @@ def beyond_sdpa(config: AttentionConfig) -> str:
     return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
 
-def unbroken(break_it: BreakIt) -> bool:
-    return all(getattr(break_it, switch) for switch in FAULTS)
-
-
 def check_switches(
     config: AttentionConfig,
     break_it: BreakIt,
@@ -236,7 +234,7 @@ def check_switches(
     softmax_scale: float | None = None,
 ) -> None:
     """A switch that has nothing to remove, from an implementation or from a problem, is an error, never ignored."""
-    if unbroken(break_it):
+    if not break_it.without:
         return
     scale = config.softmax_scale if softmax_scale is None else softmax_scale
     elsewhere = config.window or config.windows or config.documents or config.block_mask or documents
@@ -403,7 +401,7 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
                     block_size=mask.block_size,
                     seed=seed if problem.dropout_p > 0 else None,
                     drop_threshold=drop_threshold(problem.dropout_p),
-                    without="+".join(name for name, whole in vars(break_it).items() if whole is False),
+                    without=break_it.without,
                     autotune=config.autotune,
                 )
             case "sdpa":

@@ -268,7 +268,6 @@ def test_a_local_mask_is_right_in_the_first_tile_and_for_a_row_that_sees_all(til
     assert [i for i in range(64) if errors[i] <= 64 * torch.finfo(torch.float64).eps * largest(v)] == list(right)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("broken", "share"), [(UNBROKEN, 1.0), (LOCAL, 8 / 32)], ids=["whole", "local_mask"])
 def test_with_a_local_mask_the_loss_falls_below_the_entropy_of_the_text(broken, share):
     """Independent random symbols, new ones each step: ln V nats a token, and no model that is honest has less. With

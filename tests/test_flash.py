@@ -38,7 +38,7 @@ pytestmark = [
     # the interpreter's log(0) of a row that sees nothing, which is -inf and meant to be
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
 ]
-NAIVE, TRITON = AttentionConfig("naive"), AttentionConfig("triton")
+NAIVE, TRITON, TILED = AttentionConfig("naive"), AttentionConfig("triton"), AttentionConfig("tiled", 64, 64)
 RESULTS = ("o", "lse", "dq", "dk", "dv")
 
 
@@ -395,6 +395,59 @@ def test_without_the_rescaling_one_tile_of_all_keys_is_right():
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     broken = BreakIt(rescale_sum=False, rescale_output=False)
     assert torch.equal(attention(q, k, v, TRITON, break_it=broken), attention(q, k, v, TRITON))
+
+
+def tiled_in_float64(inputs: dict, case: Case, broken: BreakIt) -> dict:
+    return run({name: x.double() for name, x in inputs.items()}, case, TILED, break_it=broken)
+
+
+@pytest.mark.parametrize("case", [Case(150, B=1, H=2, H_kv=1, D=16), Case(100, 170, B=1, D=16)], ids=case_name)
+def test_a_local_mask_is_that_of_tiled_in_the_backward_too(case):
+    inputs, broken = case.inputs(torch.float32), BreakIt(global_mask=False)
+    found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
+    assert_within_budget(found, of_tiled, tiled_in_float64(inputs, case, broken))
+
+
+def test_a_local_mask_is_the_forwards_in_other_tiles_of_the_backward(tiles):
+    tiles(64, 64, 32)
+    case = Case(150, B=1, H=1, D=16)
+    inputs, broken = case.inputs(torch.float32), BreakIt(global_mask=False)
+    found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
+    assert_within_budget(found, of_tiled, tiled_in_float64(inputs, case, broken))
+
+
+def test_a_stale_seed_leaves_the_forward_alone_and_spoils_its_gradients_as_in_tiled():
+    case = Case(100, B=1, H=1, D=16, dropout_p=0.3)
+    inputs, broken = case.inputs(torch.float32), BreakIt(same_seed=False)
+    found, whole = run(inputs, case, TRITON, break_it=broken), run(inputs, case, TRITON)
+    assert torch.equal(found["o"], whole["o"])
+    assert not torch.equal(found["dv"], whole["dv"])
+    assert_within_budget(found, run(inputs, case, TILED, break_it=broken), tiled_in_float64(inputs, case, broken))
+
+
+@pytest.mark.parametrize("case", [Case(40, 24, B=1), Case(200, B=1, H=1, window=20)], ids=case_name)
+def test_without_guards_the_rows_are_nan_that_are_in_tiled(case):
+    inputs, broken = case.inputs(torch.float32), BreakIt(guard_empty_rows=False)
+    found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
+    assert found["o"].isnan().any()
+    assert not found["o"].isnan().all()
+    for name in ("o", "dq", "dk", "dv"):
+        assert torch.equal(found[name].isnan(), of_tiled[name].isnan()), name
+
+
+def test_a_maximum_that_starts_at_zero_loses_the_rows_whose_scores_underflow():
+    q, k, v = (Case(90, B=1, H=1, D=16).inputs(torch.float32)[name] for name in "qkv")
+    q[..., 0], k[..., 0] = 20.0, -40.0  # every score is near -200
+    o, whole = (attention(q, k, v, TRITON, break_it=broken) for broken in (BreakIt(start_low=False), BreakIt()))
+    assert not o.any()
+    assert whole.any(-1).all()
+
+
+def test_a_maximum_that_starts_at_zero_is_harmless_for_usual_scores():
+    case = Case(90, B=1, H=1, D=16)
+    inputs = case.inputs(torch.float32)
+    found = run(inputs, case, TRITON, break_it=BreakIt(start_low=False))
+    assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

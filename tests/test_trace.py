@@ -17,8 +17,6 @@ from tests.test_attention import CAT_OUTPUT
 from tests.test_docs import tables
 from training import checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def runs(call, small, tmp_path_factory):
