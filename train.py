@@ -32,6 +32,7 @@ from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, BreakIt, resolve
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
+from model.probe import ProbeConfig, find, reading, record
 from training import checkpoint, config
 from training.machine import about, keep_memory, memory_gib, peak_flops, pick_device
 from training.metrics import Metrics, WandbConfig, show, stamp
@@ -50,6 +51,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     break_it: BreakIt = field(default_factory=BreakIt)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     name: str | None = None  # of the run; None: date, size and attention
@@ -268,14 +270,18 @@ def main(cfg: Config) -> int:
         averaged.train()
         return text
 
-    def save() -> Path:
-        trained = {f"{name}.trained": p for name, p in model.named_parameters()} if averaged is not model else {}
-        rng = checkpoint.rng_state()
+    def save(into: str = checkpoint.FOLDER, batch: dict | None = None) -> Path:
+        """A checkpoint; or, with a batch, the weights that met it and no more."""
+        tensors = batch
+        if tensors is None:
+            trained = {f"{name}.trained": p for name, p in model.named_parameters()} if averaged is not model else {}
+            tensors = checkpoint.optimizer_tensors(optimizers, model.named_parameters()) | trained
+            tensors |= checkpoint.rng_state()
         return checkpoint.save(
-            folder / checkpoint.FOLDER,
+            folder / into,
             step,
-            model=averaged.state_dict(),
-            optimizer=checkpoint.optimizer_tensors(optimizers, model.named_parameters()) | trained | rng,
+            model=(averaged if batch is None else model).state_dict(),
+            optimizer=tensors,
             state={
                 "config": as_given,
                 "about": facts,
@@ -287,6 +293,28 @@ def main(cfg: Config) -> int:
             tokenizer=to_json(encoding),
             keep_last=cfg.keep_last,
         )
+
+    def look() -> dict:
+        """The gauges of attention, on one validation sequence."""
+        x, _, documents = (part[:1].to(device) for part in next(iter(validation_batches(*validation))))
+        averaged.eval()
+        with autocast:
+            found = reading(record(averaged, x, documents=documents))
+        averaged.train()
+        return found
+
+    def search(batches: list, rng: dict) -> str:
+        """Where the batches of a step that met NaN or infinity first go wrong; keeps the one that does."""
+        checkpoint.set_rng_state(rng)  # dropout again as it was, unless a compiled step drew it
+        for batch in batches:
+            before = checkpoint.rng_state()
+            x, y, documents = (part.to(device) for part in batch)
+            with autocast:
+                place = find(record(model, x, y, documents))
+            if place:
+                kept = save("faults", {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
+                return f"probe: {place}\n  again, with every layer's gauges: python breakit.py replay={kept}"
+        return "probe: attention is not where it begins, as far as a second, uncompiled run of the same batch tells"
 
     # Ctrl-C and SIGTERM let the step end, save and leave; a second one leaves at once.
     stop = []
@@ -313,9 +341,11 @@ def main(cfg: Config) -> int:
             lr = learning_rate(step + 1, cfg.steps, cfg.optimizer)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = lr
+            rng, batches = checkpoint.rng_state() if cfg.probe.every else {}, []
             total, text_bytes = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
             for _ in range(accumulation):
                 batch = loader.next()
+                batches += [batch] if cfg.probe.every else []
                 if device.type == "cuda":  # pinned memory lets the copy run beside the computation
                     batch = [part.pin_memory() for part in batch]
                 x, y, documents = (part.to(device, non_blocking=True) for part in batch)
@@ -365,7 +395,11 @@ def main(cfg: Config) -> int:
                 })  # fmt: skip
             if spoilt:
                 say(stamp(broken) + what_to_try(step, loss, norm, cfg, dtype, saved))
+                if cfg.probe.every:
+                    say(stamp(broken) + search(batches, rng))
                 return 1
+            if cfg.probe.every and step % cfg.probe.every == 0:
+                metrics.log({"step": step, **look()})
 
             last = step == cfg.steps
             val_loss = math.inf  # of this step's weights: unknown unless it is measured now
@@ -491,6 +525,8 @@ def what_to_try(step: int, loss: float, norm: float, cfg: Config, dtype: str, sa
         tries.append("attention=naive, to see whether attention does it")
     if dtype != "float32":
         tries.append("dtype=float32")
+    if not cfg.probe.every:
+        tries.append("probe.every=100, to be told the layer, the head and the tile that it comes from")
     if cfg.break_it.label:
         tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to watch it go on"]
     kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved yet"

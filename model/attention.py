@@ -345,36 +345,10 @@ def attention_varlen(
 
 def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, return_lse):
     """What both doors come to. documents: the fields of Mask that say which tokens belong together."""
-    T, T_k, H = q.shape[2], k.shape[2], q.shape[1]
     check_switches(config, break_it, causal, documents["documents"] is not None, softmax_scale)
-    config.check_length(max(T, T_k))
+    config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
-    blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
-    usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
-    usual = usual if config.softmax_scale is None else config.softmax_scale
-    scale = usual if softmax_scale is None else softmax_scale
-    if not 0 < scale < INF:
-        raise ValueError(f"softmax_scale={scale} must be above 0 and finite; None for the usual")
-    if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
-        raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
-    problem = Problem(
-        scale * break_it.score_gain,
-        config.softcap,
-        alibi_slopes(H, q.device).to(sum_dtype(q.dtype)) if config.alibi else None,
-        Mask(
-            T,
-            T_k,
-            causal and break_it.global_mask,
-            config.window,
-            local=causal and not break_it.global_mask,
-            blocks=blocks,
-            block_size=config.block_mask_size,
-            **documents,
-        ),
-        0.0 if seed is None else config.dropout_p,
-        seed,
-        break_it,
-    )
+    problem = problem_of(q, k, config, documents, causal, softmax_scale, seed, break_it)
     # Autocast would round the float32 running sums to bf16; the dtype of q, k and v has been chosen by now.
     with torch.autocast(q.device.type, enabled=False):
         match config.impl:
@@ -411,6 +385,36 @@ def attend(q, k, v, config, documents, causal, softmax_scale, seed, break_it, re
             case _:
                 raise ValueError(f"attention.impl={config.impl} cannot run here; resolve() it at start-up")
     return (o, lse) if return_lse else o
+
+
+def problem_of(q, k, config, documents, causal, softmax_scale, seed, break_it) -> Problem:
+    T, T_k, H = q.shape[2], k.shape[2], q.shape[1]
+    blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
+    usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
+    usual = usual if config.softmax_scale is None else config.softmax_scale
+    scale = usual if softmax_scale is None else softmax_scale
+    if not 0 < scale < INF:
+        raise ValueError(f"softmax_scale={scale} must be above 0 and finite; None for the usual")
+    if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
+        raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
+    return Problem(
+        scale * break_it.score_gain,
+        config.softcap,
+        alibi_slopes(H, q.device).to(sum_dtype(q.dtype)) if config.alibi else None,
+        Mask(
+            T,
+            T_k,
+            causal and break_it.global_mask,
+            config.window,
+            local=causal and not break_it.global_mask,
+            blocks=blocks,
+            block_size=config.block_mask_size,
+            **documents,
+        ),
+        0.0 if seed is None else config.dropout_p,
+        seed,
+        break_it,
+    )
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -7,11 +7,13 @@
         wandb_id.txt    so that a resumed run goes on in the same wandb run
         wandb/          wandb's own files; `wandb sync` takes the offline ones
 
-Two kinds of record, plain dicts of Python numbers:
+Three kinds of record, plain dicts of Python numbers:
 
     {"step", "loss", "bits_per_byte", "lr", "grad_norm", "ms", "tokens_per_second", "mfu", "memory_gib", "eta_s",
      and in fp16 "loss_scale"}
     {"step", "val_loss", "val_bits_per_byte"}
+    {"step", "max_score", "headroom", "max_weight", "min_l", "attention_error" and of every head "entropy.LAYER.HEAD"},
+     with probe.every (model/probe.py)
 
 loss in nats a token, ms and eta_s of wall clock, mfu a fraction of the peak, memory the peak so far; mfu and memory_gib
 may be None. A broken run's records have "broken" too, its label.
@@ -51,8 +53,9 @@ def log_line(record: dict, total_steps: int) -> str:
 
         step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | ...
         eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
+        probe step 100/600 | score 5.13 | headroom 83.59 | weight 0.9801 | l 1 | error 2.1e-07 | ...
 
-    An evaluation record may have "best": (val_loss, step).
+    An evaluation record may have "best": (val_loss, step). The entropy is that of the layer and head with the lowest.
     """
     step = record["step"]
     if "val_loss" in record:
@@ -63,6 +66,18 @@ def log_line(record: dict, total_steps: int) -> str:
         ]
         if record.get("best"):
             fields.append("best {:.4f} at {}".format(*record["best"]))
+    elif "max_score" in record:
+        entropy = {key.removeprefix("entropy."): x for key, x in record.items() if key.startswith("entropy.")}
+        least = min(entropy, key=entropy.get)
+        fields = [
+            f"probe step {step}/{total_steps}",
+            f"score {record['max_score']:.2f}",
+            f"headroom {record['headroom']:.2f}",
+            f"weight {record['max_weight']:.4f}",
+            f"l {record['min_l']:.3g}",
+            f"error {record['attention_error']:.1e}",
+            f"entropy {entropy[least]:.2f} ({least}) to {max(entropy.values()):.2f}",
+        ]
     else:
         mfu, memory = record["mfu"], record["memory_gib"]
         speed, eta = record["tokens_per_second"], round(record["eta_s"])

@@ -1,0 +1,276 @@
+"""Instruments for attention: how far a call is from failing, how far from right, and which tile failed first.
+
+    calls = record(model, x, y, documents)     every attention call of a forward and, with y, of its backward
+    gauges(calls[3])                           largest score, headroom, largest weight, smallest l, error, entropy
+    find(calls)                                the first tile, in the order of computing, that holds a number not finite
+
+They are for any implementation, as they look at what goes into a call and what comes out. find() walks through the
+tiles as tiled does, with what break_it has taken out, in tiles of attention.block_m x block_n. Memory is O(T).
+
+Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_kv, T_k, D).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model import gpt
+from model.attention import (
+    INF,
+    LOG2E,
+    AttentionConfig,
+    BreakIt,
+    Problem,
+    absorb,
+    attention,
+    by_key_head,
+    finish,
+    load,
+    nothing_seen,
+    problem_of,
+    scores,
+    sum_dtype,
+    tiles,
+    weights_again,
+)
+
+
+@dataclass
+class ProbeConfig:
+    """every: steps between two looks at attention, on one sequence that stays the same; 0: never. A look costs about
+    three forwards of that sequence. With it on, a step whose loss or gradient is not finite is searched for the first
+    bad tile, and its batch is kept (`python breakit.py replay=PATH`)."""
+
+    every: int = 0
+
+    def __post_init__(self):
+        if self.every < 0:
+            raise ValueError(f"probe.every={self.every} must be at least 0; 100 looks every 100 steps, 0 never")
+
+
+@dataclass
+class Call:
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    config: AttentionConfig  # of the layer
+    break_it: BreakIt
+    seed: Tensor | None
+    documents: Tensor | None
+    do: Tensor | None = None  # gradients, where a loss was asked for
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+    def problem(self, break_it: BreakIt | None = None) -> Problem:
+        T, T_k = self.q.shape[2], self.k.shape[2]
+        pair = None if self.documents is None else (self.documents[:, T_k - T :], self.documents)
+        broken = self.break_it if break_it is None else break_it
+        return problem_of(self.q, self.k, self.config, {"documents": pair}, True, None, self.seed, broken)
+
+
+def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
+    """Every attention call of model(x), in order; with targets y also the gradients of the loss, which leave the
+    parameters' alone. x, y: token ids int64 (B, T), documents: the loader's. The model as it is: in training mode it
+    draws dropout. Not of a compiled model, which does not come by here."""
+    calls, door, listening = [], gpt.attention, True
+
+    def recording(q, k, v, config, **options):
+        o = door(q, k, v, config, **options)
+        if listening:  # checkpointing comes by once more, in the backward
+            rest = (options[name] for name in ("break_it", "seed", "documents"))
+            calls.append(Call(len(calls), q, k, v, o, config, *rest))
+        return o
+
+    gpt.attention = recording
+    try:
+        with torch.set_grad_enabled(y is not None):
+            loss = model.hidden(x, documents) if y is None else model(x, y, documents)
+        listening = False
+        if y is not None:
+            wanted = [getattr(call, name) for call in calls for name in ("o", "q", "k", "v")]
+            grads = iter(torch.autograd.grad(loss, wanted))
+            for call in calls:
+                call.do, call.dq, call.dk, call.dv = next(grads), next(grads), next(grads), next(grads)
+    finally:
+        gpt.attention = door
+    for call in calls:
+        call.q, call.k, call.v, call.o = (x.detach() for x in (call.q, call.k, call.v, call.o))
+    return calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gauges.
+
+
+class Gauges(NamedTuple):
+    max_score: float  # of those that are seen
+    headroom: float  # what is left until exp of it leaves the dtype of q, which nothing but the maximum prevents
+    max_weight: float
+    min_l: float  # of the sums that the weights are divided by, as the call has them
+    error: float  # |o - right| / |right|, right being the whole algorithm in float64
+    entropy: Tensor  # (H,): of the weights, the mean over rows in nats; log(T) / 2 or so is even, 0 is one key
+
+
+@torch.no_grad()
+def gauges(call: Call) -> Gauges:
+    """Computed from q, k and v in float64 (float32 on mps), some rows at a time. A sequence of few tokens is enough."""
+    wide = torch.float32 if call.q.device.type == "mps" else torch.float64
+    broken = call.break_it
+    whole = BreakIt(score_gain=broken.score_gain, scale_scores=broken.scale_scores)
+    problem, columns = call.problem(whole), range(call.k.shape[2])
+    q, groups = call.q.to(wide), call.q.shape[1] // call.k.shape[1]
+    k = call.k.to(wide).repeat_interleave(groups, dim=1)
+    B, H, T, _ = q.shape
+    max_score, max_weight, min_l, entropy, seen_rows = -INF, 0.0, INF, q.new_zeros(H), 0
+    with torch.autocast(q.device.type, enabled=False):
+        for rows in tiles(T, max(1, 2**24 // (B * H * len(columns)))):
+            s = (q[:, :, rows.start : rows.stop] @ k.mT) * problem.scale  # (B, H, R, T_k)
+            if problem.softcap is not None:
+                s = problem.softcap * torch.tanh(s / problem.softcap)
+            if problem.slopes is not None:
+                s = s - problem.slopes[:, None, None] * problem.mask.distance(rows, columns, q.device)
+            s = s.masked_fill(~problem.mask.visible(rows, columns, q.device).unsqueeze(1), -INF)
+            m, lse = s.amax(-1, keepdim=True), s.logsumexp(-1, keepdim=True)  # (B, H, R, 1)
+            seen = m > -INF
+            p = torch.exp(s - lse.masked_fill(~seen, 0.0))
+            start = torch.zeros_like(m) if not broken.subtract_max else m if broken.start_low else m.clamp(min=0.0)
+            l = torch.exp(lse - start).masked_fill(~seen, INF)
+            max_score, min_l = max(max_score, float(m.max())), min(min_l, float(l.min()))
+            max_weight = max(max_weight, float(p.max()))
+            surprise = (p * (lse - s).masked_fill(s == -INF, 0.0)).sum(-1)  # (B, H, R)
+            entropy += surprise.nan_to_num().sum((0, 2))
+            seen_rows += int(seen[:, 0].sum())
+        config = replace(call.config, impl="tiled", block_m=128, block_n=128, autotune=False, order="queries_outside")
+        right = attention(q, call.k.to(wide), call.v.to(wide), config, seed=call.seed, documents=call.documents,
+                          break_it=BreakIt(score_gain=broken.score_gain))  # fmt: skip
+        error = float((call.o.to(wide) - right).norm() / right.norm())
+    limit = math.log(torch.finfo(call.q.dtype).max)
+    return Gauges(max_score, limit - max_score, max_weight, min_l, error, entropy / max(1, seen_rows))
+
+
+def reading(calls: list[Call]) -> dict[str, float]:
+    """The gauges of all layers as one record: the worst of each, and the entropy of every head, layer.head."""
+    of_layers = [gauges(call) for call in calls]
+    return {
+        "max_score": max(g.max_score for g in of_layers),
+        "headroom": min(g.headroom for g in of_layers),
+        "max_weight": max(g.max_weight for g in of_layers),
+        "min_l": min(g.min_l for g in of_layers),
+        "attention_error": worst(g.error for g in of_layers),
+        **{f"entropy.{i}.{h}": e for i, g in enumerate(of_layers) for h, e in enumerate(g.entropy.tolist())},
+    }
+
+
+def worst(numbers) -> float:
+    """The largest; NaN where there is one, which max() may pass over."""
+    found = list(numbers)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The search.
+
+
+class Place(NamedTuple):
+    layer: int
+    batch: int
+    head: int  # query head
+    query_tile: int
+    key_tile: int
+    rows: range
+    columns: range
+    what: str  # is not finite there
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer}, head {self.head}, query tile {self.query_tile} (rows {self.rows[0]} to "
+            f"{self.rows[-1]}), key tile {self.key_tile} (keys {self.columns[0]} to {self.columns[-1]}) of sequence "
+            f"{self.batch}: {self.what} not finite"
+        )
+
+
+def find(calls: list[Call]) -> Place | None:
+    """The first tile with a number that is not finite: in the forward from the first layer on, then in the backward
+    from the last. None where attention is not where it begins: what reaches it is finite and what leaves it too, or
+    the gradient that reaches it is not finite already."""
+    for call in calls:
+        if not call.o.isfinite().all():
+            return first_bad(call)
+    for call in reversed(calls):
+        if call.do is None or not call.do.isfinite().all():
+            return None
+        if not all(x.isfinite().all() for x in (call.dq, call.dk, call.dv)):
+            return first_bad(call)
+    return None
+
+
+@torch.no_grad()
+def first_bad(call: Call) -> Place | None:
+    """The first tile of a call, in the order of queries outside, in which the forward or, with gradients, the backward
+    makes a number that is not finite. (tiled hides by a minimum, which keeps NaN: a NaN key shows in the first query
+    tile that visits its tile.)"""
+    problem, wide = call.problem(), sum_dtype(call.q.dtype)
+    q, k, v = by_key_head(call.q, call.k, call.v)
+    (N, G, T, D), T_k = q.shape, k.shape[2]
+    row_tiles, column_tiles = tiles(T, call.config.block_m), tiles(T_k, call.config.block_n)
+    problem.mask.read_edges(row_tiles, column_tiles)
+    size = N * G * min(call.config.block_m, T) * min(call.config.block_n, T_k)
+    on_chip = q.new_empty(3, size, dtype=wide)
+    o, lse = q.new_empty(N, G, T, D, dtype=wide), q.new_empty(N, G, T, dtype=wide)
+
+    def place(bad: Tensor, rows: range, columns: range, what: str) -> Place:
+        """bad: bool (N, G * R)."""
+        n, g = (bad.view(N, G, len(rows)).any(-1).nonzero()[0]).tolist()
+        batch, key_head = divmod(n, call.k.shape[1])
+        inputs = {"q": q[n, g, rows.start : rows.stop], "k": k[n, 0, columns.start : columns.stop],
+                  "v": v[n, 0, columns.start : columns.stop]}  # fmt: skip
+        spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
+        what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else what
+        tile = rows.start // call.config.block_m, columns.start // call.config.block_n
+        return Place(call.layer, batch, key_head * G + g, *tile, rows, columns, what)
+
+    with torch.autocast(q.device.type, enabled=False):
+        for rows in row_tiles:
+            q_i, columns = load(q, rows), range(1)
+            m, l, acc = nothing_seen(q_i, wide, problem.break_it)
+            for columns, seen in problem.mask.columns_for(rows, column_tiles):
+                kv_j = load(k, columns), load(v, columns)
+                m, l, acc = absorb(q_i, *kv_j, m, l, acc, rows, columns, seen, problem, on_chip[0])
+                sound = l.isfinite().squeeze(-1), acc.isfinite().all(-1)
+                if not (sound[0] & sound[1]).all():
+                    s = scores(q_i, kv_j[0], rows, columns, problem, on_chip[0])
+                    what = "scores are" if not s.isfinite().all() else "l, the sum of weights, is"
+                    return place(~(sound[0] & sound[1]), rows, columns, "o is" if sound[0].all() else what)
+            finish(o, lse, rows, m, l, acc, problem.break_it)
+            ended = load(o, rows).isfinite().all(-1)
+            if not ended.all():
+                return place(~ended, rows, columns, "o = acc / l of rows that saw nothing is")
+        if call.do is None:
+            return None
+        config = replace(call.config, impl="tiled", autotune=False, order="queries_outside")
+        o, lse = attention(call.q, call.k, call.v, config, seed=call.seed, documents=call.documents,
+                           break_it=call.break_it, return_lse=True)  # fmt: skip
+        if problem.seed is not None and not call.break_it.same_seed:
+            problem = replace(problem, seed=problem.seed + 1)
+        delta = (call.do.to(wide) * o).sum(-1, keepdim=True).view(N, G, T, 1)
+        lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
+        do = call.do.reshape(N, G, T, D)
+        for rows in row_tiles:
+            q_i, do_i, lse_i, delta_i = (load(x, rows) for x in (q, do, lse2, delta))
+            for columns, seen in problem.mask.columns_for(rows, column_tiles):
+                kv_j = load(k, columns), load(v, columns)
+                zp, ds = weights_again(q_i, *kv_j, do_i, lse_i, delta_i, rows, columns, seen, problem, on_chip)
+                for what, x in (("p, computed again, is", zp), ("ds is", ds)):
+                    if not x.isfinite().all():
+                        return place(~x.isfinite().all(-1), rows, columns, what)
+                dk_j = torch.bmm(ds.mT, q_i)
+                if not dk_j.isfinite().all():
+                    heads = ~dk_j.isfinite().flatten(1).all(-1, keepdim=True).expand(N, G * len(rows))
+                    return place(heads, rows, columns, "dk is")
+    return None

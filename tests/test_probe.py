@@ -1,0 +1,228 @@
+"""The instruments: gauges against their definitions, and planted faults found where they were planted."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train
+from model.attention import AttentionConfig, BreakIt, attention
+from model.gpt import GPT, GPTConfig
+from model.probe import Call, find, first_bad, gauges, record
+from tests.reference import Case, oracle, sees
+from training import checkpoint
+from training.metrics import read_metrics
+
+SIZE = GPTConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, context_length=64, vocab_size=50, dropout_p=0.0)
+TILED = AttentionConfig("tiled", 16, 16)
+NAIVE = AttentionConfig("naive", 16, 16)
+UNBROKEN = BreakIt()
+
+
+def model_and_batch(config: AttentionConfig = TILED, break_it: BreakIt = UNBROKEN, **size):
+    torch.manual_seed(0)
+    idx = torch.randint(50, (2, 65))
+    return GPT(replace(SIZE, **size), config, break_it), idx[:, :-1], idx[:, 1:]
+
+
+def call_of(inputs: dict, config: AttentionConfig = TILED, break_it: BreakIt = UNBROKEN) -> Call:
+    q, k, v = (inputs[name] for name in "qkv")
+    return Call(0, q, k, v, attention(q, k, v, config, break_it=break_it), config, break_it, None, None)
+
+
+# --- record ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_recorded_forward_and_backward_are_those_of_the_model():
+    model, x, y = model_and_batch()
+    calls = record(model, x, y)
+    assert [call.layer for call in calls] == [0, 1, 2]
+    assert all(torch.equal(call.o, attention(call.q, call.k, call.v, TILED)) for call in calls)
+    q = calls[1].q.clone().requires_grad_()
+    (dq,) = torch.autograd.grad(attention(q, calls[1].k, calls[1].v, TILED), q, calls[1].do)
+    assert torch.equal(dq, calls[1].dq)
+
+
+def test_recording_leaves_the_parameters_gradients_alone():
+    model, x, y = model_and_batch()
+    record(model, x, y)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_block_that_is_computed_again_is_recorded_once():
+    model, x, y = model_and_batch(activation_checkpointing=True)
+    assert len(record(model, x, y)) == SIZE.n_layer
+
+
+# --- gauges ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [TILED, NAIVE, replace(TILED, window=20, alibi=True, softcap=2.0)], ids=str)
+def test_gauges_are_what_they_are_said_to_be(config):
+    case = Case(70, 90, H=4, H_kv=2, window=config.window, alibi=config.alibi, softcap=config.softcap)
+    inputs = case.inputs(torch.float32)
+    found = gauges(call_of(inputs, config))
+    double = {name: x.double() for name, x in inputs.items()}
+    q, k = double["q"], double["k"].repeat_interleave(2, dim=1)
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if config.softcap:
+        s = config.softcap * torch.tanh(s / config.softcap)
+        far = (torch.arange(70)[:, None] + 20 - torch.arange(90)).abs()
+        s = s - torch.tensor([2**-2, 2**-4, 2**-6, 2**-8])[:, None, None] * far
+    s = s.masked_fill(~torch.tensor([[sees(case, 0, i, j) for j in range(90)] for i in range(70)]), -math.inf)
+    p = s.softmax(-1)
+    right = oracle(inputs, case)["o"]
+    expected = {
+        "max_score": s.max(),
+        "headroom": 88.7228 - s.max(),
+        "max_weight": p.max(),
+        "min_l": (s - s.amax(-1, keepdim=True)).exp().sum(-1).min(),
+        "error": (call_of(inputs, config).o.double() - right).norm() / right.norm(),
+    }
+    for name, value in expected.items():
+        assert math.isclose(getattr(found, name), float(value), rel_tol=1e-5), name
+    entropy = -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
+    assert torch.allclose(found.entropy, entropy)
+
+
+def test_the_headroom_of_fp16_ends_at_11():
+    call = call_of(Case(20).inputs(torch.float16))
+    found = gauges(call)
+    assert math.isclose(found.headroom + found.max_score, math.log(65504))
+
+
+def test_the_error_of_a_broken_call_is_that_against_the_whole_algorithm():
+    inputs = Case(64, sigma=3.0).inputs(torch.float32)
+    whole, broken = (gauges(call_of(inputs, TILED, b)).error for b in (UNBROKEN, BreakIt(rescale_output=False)))
+    assert whole < 1e-6
+    assert broken > 0.1
+
+
+def test_the_smallest_l_of_a_maximum_that_starts_at_zero_underflows_with_the_scores():
+    inputs = Case(30).inputs(torch.float32)
+    inputs["q"][..., 0], inputs["k"][..., 0] = 40.0, -40.0
+    assert gauges(call_of(inputs)).min_l >= 1
+    assert gauges(call_of(inputs, TILED, BreakIt(start_low=False))).min_l < 1e-100
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+def plant(model: GPT, layer: int, sequence: int, key_head: int, token: int, value: float) -> None:
+    """One number of one key, as it comes out of the projection of q (32 wide), k (2 heads of 8) and v."""
+
+    def spoil(module, inputs, out):
+        out = out.clone()
+        out[sequence, token, 32 + key_head * 8 + 3] = value
+        return out
+
+    model.blocks[layer].attention.qkv.register_forward_hook(spoil)
+
+
+@pytest.mark.parametrize("config", [TILED, NAIVE, AttentionConfig("triton", 16, 16)], ids=lambda config: config.impl)
+@pytest.mark.parametrize(("layer", "sequence", "key_head", "token"), [(1, 0, 1, 40), (0, 1, 0, 0), (2, 1, 1, 63)])
+def test_one_nan_in_one_key_is_named(config, layer, sequence, key_head, token):
+    if config.impl == "triton":
+        pytest.importorskip("triton")
+    model, x, y = model_and_batch(config)
+    plant(model, layer, sequence, key_head, token, math.nan)
+    found = find(record(model, x))
+    assert (found.layer, found.batch, found.head) == (layer, sequence, 2 * key_head)
+    assert (found.query_tile, found.key_tile) == (token // 16, token // 16)
+    assert found.what == "k, which come in, are"
+
+
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_one_huge_score_is_named(impl):
+    """Without the maximum: key 21 of head 3 meets row 50 with a score of 100, and no other pair comes near."""
+    inputs = Case(64, H=4, H_kv=4).inputs(torch.float32)
+    q, k = inputs["q"], inputs["k"]
+    q[1, 3, 50], k[1, 3, 21] = 0.0, 0.0
+    q[1, 3, :, 0], k[1, 3, :, 0] = 0.0, 0.0
+    q[1, 3, 50, 0], k[1, 3, 21, 0] = 10.0, 10.0 * 32**0.5
+    found = find([call_of(inputs, AttentionConfig(impl, 16, 16), BreakIt(subtract_max=False))])
+    assert (found.batch, found.head, found.query_tile, found.key_tile) == (1, 3, 3, 1)
+    assert found.what == "l, the sum of weights, is"
+
+
+def test_a_score_beyond_fp16_is_named_in_attention_as_it_should_be():
+    inputs = Case(64, H=2, H_kv=2).inputs(torch.float16)
+    inputs["q"][0, 1, 40], inputs["k"][0, 1, 20] = 100.0, 100.0  # 32 products of 10,000
+    found = find([call_of(inputs)])
+    assert (found.batch, found.head, found.query_tile, found.key_tile) == (0, 1, 2, 1)
+    assert found.what == "scores are"
+
+
+def test_a_row_that_saw_nothing_is_named_where_nothing_guards_it():
+    call = call_of(Case(40, 24, B=1).inputs(torch.float32), NAIVE, BreakIt(guard_empty_rows=False))
+    assert (find([call]).query_tile, find([call]).head) == (0, 0)
+
+
+def test_a_gradient_that_overflows_is_named():
+    """do and v are finite, their product is not: in row 35 of head 1, for the values of keys 16 to 31."""
+    inputs = Case(64, B=1, H=2, H_kv=2).inputs(torch.float32)
+    inputs["v"][0, 1, 16:32], inputs["do"][0, 1, 35] = 1e3, 1e37
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    o = attention(q, k, v, TILED)
+    call = call_of({name: x.detach() for name, x in inputs.items()})
+    call.do, (call.dq, call.dk, call.dv) = inputs["do"], torch.autograd.grad(o, (q, k, v), inputs["do"])
+    found = find([call])
+    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 2, 1, "ds is")
+
+
+def test_a_sound_model_has_no_place():
+    model, x, y = model_and_batch()
+    calls = record(model, x, y)
+    assert find(calls) is None
+    assert all(first_bad(call) is None for call in calls)
+
+
+def test_a_fault_above_attention_is_not_blamed_on_it():
+    model, x, y = model_and_batch()
+    with torch.no_grad():
+        model.norm.weight.fill_(math.inf)
+    assert find(record(model, x, y)) is None
+
+
+# --- in a run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def probed(call, small, tmp_path_factory):
+    """The records of the same run, with dropout, without probing and with it."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name, every in (("plain", 0), ("probed", 2)):
+        words = [f"name={name}", f"runs={runs}", f"probe.every={every}", "steps=6", "attention.dropout_p=0.2"]
+        assert call(train, *small, "model.dropout_p=0.1", *words).code == 0
+    return [read_metrics(runs / name / "metrics.jsonl") for name in ("plain", "probed")]
+
+
+def test_probing_changes_no_bit_of_the_run(probed):
+    plain, watched = ([r["loss"] for r in records if "loss" in r] for records in probed)
+    assert plain == watched
+
+
+def test_the_gauges_are_in_the_metrics_of_every_second_step(probed):
+    found = [r for r in probed[1] if "max_score" in r]
+    assert [r["step"] for r in found] == [2, 4, 6]
+    assert all(set(found[0]) == set(r) for r in found)
+    assert {f"entropy.{layer}.{head}" for layer in range(2) for head in range(2)} < set(found[0])
+    assert not any("max_score" in r for r in probed[0])
+
+
+def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch(call, small, tmp_path):
+    words = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}", "name=bad"]
+    ended = call(train, *small, *words)
+    assert ended.code == 1
+    assert "probe: layer 0, head 0, query tile 0" in ended.out
+    (kept,) = tmp_path.glob("*/faults/step_*")
+    assert f"replay={kept}" in ended.out
+    found = checkpoint.load(kept)
+    assert found.optimizer()["batch.x"].shape == (4, 32)
+
+
+def test_a_negative_interval_is_refused_in_one_line(call, small):
+    ended = call(train, *small, "probe.every=-1")
+    assert ended.code == 2
+    assert ended.err.splitlines() == ["train: probe.every=-1 must be at least 0; 100 looks every 100 steps, 0 never"]
