@@ -121,7 +121,7 @@ class BreakIt:
     rescale_sum: bool = True
     rescale_output: bool = True
     # Without 1 / sqrt(D) the scores of normal q and k have deviation sqrt(D), not 1: softmax picks one key and passes
-    # on hardly a gradient. Nothing is NaN or wrong, the loss falls later or not at all. All implementations.
+    # on hardly a gradient. Nothing is NaN or wrong; the loss falls more slowly. All implementations.
     scale_scores: bool = True
     # Without the tile's place a causal mask compares row and column within their tile, in every tile: a row sees keys
     # of the future and misses keys of the past. Right in the first tile only, and so right where one tile holds all.

@@ -320,6 +320,13 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     break_it.score_gain=nan                                 break_it.score_gain=nan is outside
     attention=naive break_it=no_rescale                     break_it=no_rescale: naive rescales nothing
     attention=sdpa break_it=no_max                          break_it=no_max: torch's sdpa cannot be broken
+    attention=naive break_it=zero_init_max                  break_it=zero_init_max: naive has no running maximum
+    break_it=local_mask attention.windows=[8,null]          break_it=local_mask: only the causal mask can be broken
+    break_it=no_scale attention.softmax_scale=1             break_it=no_scale: softmax_scale=1.0 is no 1 / sqrt(D)
+    break_it=stale_seed                                     break_it=stale_seed: there is no dropout to draw
+    break_it=unrestored_seed                                break_it=unrestored_seed: there is no dropout to draw
+    break_it=unrestored_seed attention.dropout_p=0.1        break_it=unrestored_seed: no block is computed again
+    model.activation_checkpointing=some                     model.activation_checkpointing=some: not of the type
 """)
 def test_a_value_of_attention_that_cannot_be(refused_training, typed, answer):
     refused_training(typed, answer)

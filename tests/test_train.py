@@ -436,6 +436,16 @@ def test_a_value_that_is_typed_on_resume_wins_also_where_it_is_the_default(call,
     assert said in ended.out.splitlines()
 
 
+def test_a_resumed_run_may_begin_to_compute_its_blocks_again_and_stays_the_same_bit_for_bit(call, small, tmp_path):
+    dropout = ["attention.dropout_p=0.1", "model.dropout_p=0.1"]
+    whole = [*dropout, "steps=4", "checkpoint_every=2", f"runs={tmp_path}", "name=whole"]
+    assert call(train, *small, *whole).code == 0
+    half = f"resume={tmp_path}/whole/checkpoints/step_000002"
+    ended = call(train, half, f"runs={tmp_path}", "name=again", "model.activation_checkpointing=true")
+    assert "changed since the checkpoint: model.activation_checkpointing False -> True" in ended.out
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")[2:]
+
+
 def test_another_optimizer_has_another_state(call, small, tmp_path):
     assert call(train, *small, "steps=2", f"runs={tmp_path}", "name=x").code == 0
     ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=4", "optimizer=muon")
