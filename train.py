@@ -295,13 +295,14 @@ def main(cfg: Config) -> int:
         )
 
     def look() -> dict:
-        """The gauges of attention, on one validation sequence."""
+        """The gauges of attention, on one validation sequence, and the time that they take."""
+        started = time.perf_counter()
         x, _, documents = (part[:1].to(device) for part in next(iter(validation_batches(*validation))))
         averaged.eval()
         with autocast:
             found = reading(record(averaged, x, documents=documents))
         averaged.train()
-        return found
+        return found | {"probe_ms": (time.perf_counter() - started) * 1e3}
 
     def search(batches: list, rng: dict) -> str:
         """Where the batches of a step that met NaN or infinity first go wrong; keeps the one that does."""

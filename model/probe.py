@@ -36,12 +36,13 @@ from model.attention import (
     tiles,
     weights_again,
 )
+from model.dropout import keep_mask, keep_scale
 
 
 @dataclass
 class ProbeConfig:
-    """every: steps between two looks at attention, on one sequence that stays the same; 0: never. A look costs about
-    three forwards of that sequence. With it on, a step whose loss or gradient is not finite is searched for the first
+    """every: steps between two looks at attention, on one sequence that stays the same; 0: never. A look costs a few
+    forwards of that sequence. With it on, a step whose loss or gradient is not finite is searched for the first
     bad tile, and its batch is kept (`python breakit.py replay=PATH`)."""
 
     every: int = 0
@@ -114,44 +115,56 @@ class Gauges(NamedTuple):
     max_weight: float
     min_l: float  # of the sums that the weights are divided by, as the call has them
     error: float  # |o - right| / |right|, right being the whole algorithm in float64
-    entropy: Tensor  # (H,): of the weights, the mean over rows in nats; log(T) / 2 or so is even, 0 is one key
+    entropy: Tensor  # (H,): of the weights in nats, the mean over rows; 0 is one key, log(keys) all alike
 
 
 @torch.no_grad()
 def gauges(call: Call) -> Gauges:
     """Computed from q, k and v in float64 (float32 on mps), some rows at a time. A sequence of few tokens is enough."""
     wide = torch.float32 if call.q.device.type == "mps" else torch.float64
-    broken = call.break_it
-    whole = BreakIt(score_gain=broken.score_gain, scale_scores=broken.scale_scores)
-    problem, columns = call.problem(whole), range(call.k.shape[2])
+    broken, columns = call.break_it, range(call.k.shape[2])
+    problem = call.problem(BreakIt(score_gain=broken.score_gain))
     q, groups = call.q.to(wide), call.q.shape[1] // call.k.shape[1]
-    k = call.k.to(wide).repeat_interleave(groups, dim=1)
+    k, v = (x.to(wide).repeat_interleave(groups, dim=1) for x in (call.k, call.v))
     B, H, T, _ = q.shape
-    max_score, max_weight, min_l, entropy, seen_rows = -INF, 0.0, INF, q.new_zeros(H), 0
+    parts, entropy = [], q.new_zeros(H)
     with torch.autocast(q.device.type, enabled=False):
         for rows in tiles(T, max(1, 2**24 // (B * H * len(columns)))):
-            s = (q[:, :, rows.start : rows.stop] @ k.mT) * problem.scale  # (B, H, R, T_k)
-            if problem.softcap is not None:
-                s = problem.softcap * torch.tanh(s / problem.softcap)
-            if problem.slopes is not None:
-                s = s - problem.slopes[:, None, None] * problem.mask.distance(rows, columns, q.device)
-            s = s.masked_fill(~problem.mask.visible(rows, columns, q.device).unsqueeze(1), -INF)
-            m, lse = s.amax(-1, keepdim=True), s.logsumexp(-1, keepdim=True)  # (B, H, R, 1)
-            seen = m > -INF
-            p = torch.exp(s - lse.masked_fill(~seen, 0.0))
+            qk, hidden = q[:, :, rows.start : rows.stop] @ k.mT, ~problem.mask.visible(rows, columns, q.device)[:, None]
+            s = score(qk, problem.scale, problem, rows, columns).masked_fill(hidden, -INF)  # (B, H, R, T_k)
+            lse = s.logsumexp(-1, keepdim=True)  # (B, H, R, 1)
+            nothing = lse == -INF
+            p = torch.exp(s - lse.masked_fill(nothing, 0.0))
+            entropy += (p * (lse - s)).masked_fill(hidden, 0.0).sum((0, 2, 3)) / (B * T)
+            zp = p
+            if problem.dropout_p > 0:
+                keep = keep_mask(problem.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
+                zp = p * keep * keep_scale(problem.dropout_p)
+            right = zp @ v
+            if not broken.scale_scores:  # what the call made of q k^T, for once not what it should have
+                s = score(qk, call.problem().scale, problem, rows, columns).masked_fill(hidden, -INF)
+                lse = s.logsumexp(-1, keepdim=True)
+            m = s.amax(-1, keepdim=True)
             start = torch.zeros_like(m) if not broken.subtract_max else m if broken.start_low else m.clamp(min=0.0)
-            l = torch.exp(lse - start).masked_fill(~seen, INF)
-            max_score, min_l = max(max_score, float(m.max())), min(min_l, float(l.min()))
-            max_weight = max(max_weight, float(p.max()))
-            surprise = (p * (lse - s).masked_fill(s == -INF, 0.0)).sum(-1)  # (B, H, R)
-            entropy += surprise.nan_to_num().sum((0, 2))
-            seen_rows += int(seen[:, 0].sum())
-        config = replace(call.config, impl="tiled", block_m=128, block_n=128, autotune=False, order="queries_outside")
-        right = attention(q, call.k.to(wide), call.v.to(wide), config, seed=call.seed, documents=call.documents,
-                          break_it=BreakIt(score_gain=broken.score_gain))  # fmt: skip
-        error = float((call.o.to(wide) - right).norm() / right.norm())
-    limit = math.log(torch.finfo(call.q.dtype).max)
-    return Gauges(max_score, limit - max_score, max_weight, min_l, error, entropy / max(1, seen_rows))
+            l = torch.exp(lse - start).masked_fill(nothing, INF)
+            wrong = call.o[:, :, rows.start : rows.stop].to(wide) - right
+            parts.append(torch.stack((m.max(), p.max(), l.min(), wrong.square().sum(), right.square().sum())))
+        found = torch.stack(parts)
+        largest, least, sums = found.amax(0), found.amin(0), found.sum(0)
+        # one wait for the device, and not one for each number
+        max_score, max_weight, min_l, *squares = torch.stack((*largest[:2], least[2], *sums[3:])).tolist()
+    headroom = math.log(torch.finfo(call.q.dtype).max) - max_score
+    return Gauges(max_score, headroom, max_weight, min_l, math.sqrt(squares[0] / max(squares[1], 1e-300)), entropy)
+
+
+def score(qk: Tensor, scale: float, problem: Problem, rows: range, columns: range) -> Tensor:
+    """Step 1 as naive has it, of q k^T (B, H, R, T_k)."""
+    s = qk * scale
+    if problem.softcap is not None:
+        s = problem.softcap * torch.tanh(s / problem.softcap)
+    if problem.slopes is not None:
+        s = s - problem.slopes[:, None, None] * problem.mask.distance(rows, columns, s.device)
+    return s
 
 
 def reading(calls: list[Call]) -> dict[str, float]:

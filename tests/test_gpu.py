@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention import AttentionConfig, attention, tiles
+from model.attention import AttentionConfig, BreakIt, attention, tiles
 from model.dropout import keep_mask
 from model.gpt import GPT, GPTConfig
 from model.mask import Mask
@@ -188,6 +188,27 @@ def test_compiled_triton_is_one_graph_and_gives_the_same_bits():
     gradients = [torch.autograd.grad(o, (q, k, v), inputs["do"]) for o in found]
     assert torch.equal(*found)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("switch", ["subtract_max", "rescale_sum", "rescale_output", "global_mask", "same_seed"])
+def test_triton_breaks_as_tiled_does_in_the_same_tiles(switch, flash):
+    case = Case(150, D=64, sigma=2.0, B=1, dropout_p=0.2)
+    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt(**{switch: False})
+    same = AttentionConfig("tiled", flash.FLOAT32.BLOCK_M, flash.FLOAT32.BLOCK_N)
+    found, of_tiled, whole = (
+        run(inputs, case, config, break_it=b) for config, b in ((TRITON, broken), (same, broken), (TRITON, BreakIt()))
+    )
+    reference = run(in_float64(inputs), case, same, break_it=broken)
+    assert_within_budget(found, of_tiled, {name: x.cpu() for name, x in reference.items()})
+    assert switch == "subtract_max" or not torch.equal(found["dv"], whole["dv"])
+
+
+def test_without_guards_triton_has_nan_where_tiled_has():
+    case = Case(40, 24, B=1)
+    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt(guard_empty_rows=False)
+    found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
+    assert found["o"].isnan().any()
+    assert all(torch.equal(found[name].isnan(), of_tiled[name].isnan()) for name in ("o", "dq", "dk", "dv"))
 
 
 def test_a_replayed_cuda_graph_draws_a_new_mask_when_the_seed_changes():

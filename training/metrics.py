@@ -12,8 +12,8 @@ Three kinds of record, plain dicts of Python numbers:
     {"step", "loss", "bits_per_byte", "lr", "grad_norm", "ms", "tokens_per_second", "mfu", "memory_gib", "eta_s",
      and in fp16 "loss_scale"}
     {"step", "val_loss", "val_bits_per_byte"}
-    {"step", "max_score", "headroom", "max_weight", "min_l", "attention_error" and of every head "entropy.LAYER.HEAD"},
-     with probe.every (model/probe.py)
+    {"step", "max_score", "headroom", "max_weight", "min_l", "attention_error", of every head "entropy.LAYER.HEAD", and
+     "probe_ms", what the look took}: with probe.every (model/probe.py)
 
 loss in nats a token, ms and eta_s of wall clock, mfu a fraction of the peak, memory the peak so far; mfu and memory_gib
 may be None. A broken run's records have "broken" too, its label.
@@ -77,6 +77,7 @@ def log_line(record: dict, total_steps: int) -> str:
             f"l {record['min_l']:.3g}",
             f"error {record['attention_error']:.1e}",
             f"entropy {entropy[least]:.2f} ({least}) to {max(entropy.values()):.2f}",
+            f"{record['probe_ms']:.0f} ms",
         ]
     else:
         mfu, memory = record["mfu"], record["memory_gib"]
