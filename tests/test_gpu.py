@@ -200,7 +200,8 @@ def test_triton_breaks_as_tiled_does_in_the_same_tiles(switch, flash):
     )
     reference = run(in_float64(inputs), case, same, break_it=broken)
     assert_within_budget(found, of_tiled, {name: x.cpu() for name, x in reference.items()})
-    assert switch == "subtract_max" or not torch.equal(found["dv"], whole["dv"])
+    if switch != "subtract_max":  # which no score is large enough for
+        assert any(not torch.equal(found[name], whole[name]) for name in found)
 
 
 def test_without_guards_triton_has_nan_where_tiled_has():
