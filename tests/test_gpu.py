@@ -279,19 +279,20 @@ def tiles_kept(config: AttentionConfig, documents: torch.Tensor | None, T: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["window", "documents", "block_mask"])
 def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, flash):
-    """Half of the tiles, at most 60 % of the time, forward and backward together, at T = 16,384."""
+    """Half of the tiles, at most 60 % of the time, forward and backward together, at T = 16,384 (two sequences, as the
+    race has of that length: one takes hardly longer than starting its kernels)."""
     T = 16_384
     documents, config = None, TRITON
     if kind == "window":
         window = round(T * (1 - 0.5**0.5))  # what it leaves out is a triangle of half the area
         config = replace(TRITON, window=window)
     elif kind == "documents":
-        documents = (torch.arange(T, device="cuda") // (T // 2))[None]
+        documents = (torch.arange(T, device="cuda") // (T // 2)).expand(2, T)
     else:  # a chessboard: the diagonal, and every second block below it
         picture = ["".join("x" if (i - j) % 2 == 0 else "." for j in range(16)) for i in range(16)]
         config = replace(TRITON, block_mask=picture, block_mask_size=1024)
     assert round(tiles_kept(config, documents, T) / tiles_kept(TRITON, None, T), 2) == 0.5
-    q, k, v, do = torch.randn(4, 1, 12, T, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    q, k, v, do = torch.randn(4, 2, 12, T, 64, device="cuda", dtype=torch.bfloat16).unbind()
 
     def milliseconds(config, documents) -> float:
         def step():

@@ -135,8 +135,9 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
         colour = colormaps["viridis"](0.9 * number / max(1, len(curves) - 1))
         broken = next((r["broken"] for r in records if r.get("broken")), None)
         # of two or three the first are wider, and show where the next lies on top
-        width = 0.8 + 1.5 * (len(curves) - 1 - number) if len(curves) <= 3 else 0.5
-        for key, style in (("loss", {"lw": width, "alpha": 0.4}), ("val_loss", {"marker": "o", "ms": 4})):
+        few = len(curves) <= 3
+        thin = {"lw": 0.8 + 2 * (len(curves) - 1 - number), "alpha": 0.8} if few else {"lw": 0.5, "alpha": 0.4}
+        for key, style in (("loss", thin), ("val_loss", {"marker": "o", "ms": 4})):
             points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
             name = stamp(broken) + label if key == "val_loss" else None
             if points:
