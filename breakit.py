@@ -1,4 +1,13 @@
-"""Attention taken apart: what each tile changes, whole or with a line of the algorithm taken out.
+"""Attention taken apart: what each line of the algorithm is for, seen by taking it out.
+
+    python breakit.py                                            every failure beside the whole algorithm
+    python breakit.py failure=no_max                             one of them, and what is behind it
+    python breakit.py run=NAME                                   on the attention of your own run
+
+The lab takes q, k, v and do of real text from a model, a small one that it trains first or a run's, and runs each
+failure on them, in every implementation and dtype, where it sleeps and where it wakes: a line each with what theory
+predicts, what is seen, where it begins, and how far the results are from float64. Then short trainings, whole and
+broken, from one seed. In runs/breakit: table.json, errors.png, states.png, losses.png, and NAME.png for each failure.
 
     python breakit.py trace=true                                 a row of the worked example, a line a tile
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
@@ -19,32 +28,46 @@ trace that out= has kept: explorer=true real=PATH.json out=PATH.html makes a pag
 
 import json
 import math
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import dataclass, fields
-from itertools import product
+from io import StringIO
+from itertools import groupby, product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from data.loader import open_data, validation_batches
+import train
+from data.loader import Dataset, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from model import gpt
-from model.attention import AttentionConfig, BreakIt, beyond_sdpa, resolve
-from model.story import FAILURES, ORDERS, THE_CAT, Tile, sentence, story, switches
-from training import checkpoint, config
-from training.metrics import encodable, stamp
+from model.attention import FAILURES, AttentionConfig, BreakIt, beyond_sdpa, resolve
+from model.probe import record
+from model.story import ORDERS, STORY_FAILURES, THE_CAT, Tile, sentence, story, switches
+from training import checkpoint, config, lab
+from training.machine import about, pick_device
+from training.metrics import encodable, read_metrics, show, stamp
 
+FRESH_STEPS = 200  # of the lab's own model: 15 s, and scores up to 15
+LAB_READS = ("failure", "run", "runs", "steps", "seed", "device", "out")
 EXPLORER_READS = ("explorer", "real", "out")
 RUN_ONLY = ("runs", "layer", "head", "tokens")  # keys that mean nothing without run=
 
 
 @dataclass
 class Config:
-    trace: bool = False  # tell one row's story
-    explorer: bool = False  # make the page
-    failure: str = "none"  # of FAILURES in model/story.py
+    trace: bool = False  # tell one row's story, instead of the lab
+    explorer: bool = False  # make the page, instead of the lab
+    failure: str | None = None  # of FAILURES in model/attention.py; None: all in the lab, none in a trace
+    steps: int = 100  # lab: of each short training
+    seed: int = 1337  # lab: of all trainings
+    device: str = "auto"  # lab
     score_gain: float = 1.0  # multiplies the scores
     dtype: str = "float64"  # float64 | float32, where exp overflows from 88.7 on
     causal: bool | None = None  # None: no mask in the worked example, causal in a run
@@ -52,23 +75,40 @@ class Config:
     block_n: int | None = None  # key rows of a tile
     order: str = "queries_outside"  # queries_outside | keys_outside
     row: int | None = None  # None: "on" in the worked example, the last one in a run
-    run: str | None = None  # a run's name or folder, or latest; None: the worked example
+    run: str | None = (
+        None  # a run's name or folder, or latest; None: a fresh small one, and in a trace the worked example
+    )
     runs: str = "runs"
     layer: int = 0
     head: int = 0
     tokens: int = 32  # of the run's validation text
     real: str = "docs/head.json"  # explorer: the trace of a trained head
-    out: str | None = None  # trace: a file for it, PATH.json; explorer: the page, None for docs/explorer.html
+    out: str | None = None  # lab: folder, None for runs/breakit; trace: a file for it, PATH.json; explorer: the page,
+    # None for docs/explorer.html
 
     def __post_init__(self):
-        if self.trace == self.explorer:
-            raise ValueError("say what to do, one of two: trace=true or explorer=true")
-        for name, known in (("failure", FAILURES), ("dtype", ("float64", "float32")), ("order", ORDERS)):
-            if getattr(self, name) not in known:
+        if self.trace and self.explorer:
+            raise ValueError("trace=true explorer=true: choose one of the two, or none for the lab")
+        mode = "trace=true" if self.trace else "explorer=true" if self.explorer else "the lab"
+        if self.trace and self.failure in FAILURES.keys() - STORY_FAILURES.keys():
+            raise ValueError(
+                f"failure={self.failure}: trace=true has no dropout; python breakit.py failure={self.failure}"
+            )
+        failures = FAILURES if mode == "the lab" else STORY_FAILURES
+        for name, known in (("failure", failures), ("dtype", ("float64", "float32")), ("order", ORDERS)):
+            if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
         if not 0 < self.score_gain < math.inf:
             raise ValueError(f"score_gain={self.score_gain} must be above 0 and finite; 1 changes nothing")
-        for name, least in (("block_m", 1), ("block_n", 1), ("tokens", 1), ("layer", 0), ("head", 0), ("row", 0)):
+        for name, least in (
+            ("block_m", 1),
+            ("block_n", 1),
+            ("tokens", 1),
+            ("steps", 1),
+            ("layer", 0),
+            ("head", 0),
+            ("row", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
@@ -76,15 +116,24 @@ class Config:
             typed = f"{key.name}={getattr(self, key.name)}"
             if getattr(self, key.name) == key.default:
                 continue
+            if mode == "the lab" and key.name not in LAB_READS:
+                raise ValueError(f"{typed}: the lab does not read it; it is for trace=true or explorer=true")
             if self.explorer and key.name not in EXPLORER_READS:
                 raise ValueError(f"{typed}: explorer=true does not read it; it shows a trace kept with out=, real=PATH")
-            if self.trace and key.name == "real":
-                raise ValueError(f"{typed}: trace=true does not read it; it is for explorer=true")
+            if self.trace and key.name in ("real", "steps", "seed", "device"):
+                wanted = "explorer=true" if key.name == "real" else "the lab"
+                raise ValueError(f"{typed}: trace=true does not read it; it is for {wanted}")
+            if mode == "the lab" and self.run is None and key.name == "runs":
+                raise ValueError(f"{typed}: the lab trains a model of its own; add run=NAME for one that is there")
             if self.trace and self.run is None and key.name in RUN_ONLY:
                 raise ValueError(f"{typed}: the worked example has no such choice; add run=NAME")
-        ending = ".html" if self.explorer else ".json"
-        if self.out is not None and not self.out.endswith(ending):
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
+        ending = {"trace=true": ".json", "explorer=true": ".html"}.get(mode)
+        if ending and self.out is not None and not self.out.endswith(ending):
             raise ValueError(f"out={self.out}: name a file that ends in {ending}")
+        if not ending and self.out is not None and (not self.out or Path(self.out).is_file()):
+            raise ValueError(f"out={self.out}: the lab wants a folder for its pictures")
 
 
 def main(cfg: Config) -> None:
@@ -93,6 +142,187 @@ def main(cfg: Config) -> None:
             trace(cfg)
         case Config(explorer=True):
             explorer(cfg)
+        case _:
+            laboratory(cfg)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lab: what is measured and drawn is in training/lab.py.
+
+
+def laboratory(cfg: Config) -> None:
+    """The table, the short trainings and the pictures."""
+    started = time.perf_counter()
+    out, device = Path(cfg.out or "runs/breakit"), pick_device(cfg.device)
+    facts, device = about(device), device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
+    model = None if cfg.run is None else model_of_run(cfg.run, Path(cfg.runs), device)
+    out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
+    failures = [cfg.failure] if cfg.failure else list(FAILURES)
+    if cfg.failure:
+        words = FAILURES[cfg.failure]
+        show(f"{cfg.failure}: without {words.removed}\n  you will see: {words.seen}\n  because: {words.why}\n")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        short = short_training(cfg, scratch)
+        if model is None:
+            show(f"training a small model to take q, k and v from: {FRESH_STEPS} steps")
+            trained_quietly(fresh_model(short))
+            model = model_of_run("fresh", Path(scratch), device)._replace(name="a fresh small model")
+        else:
+            short.data, short.tokenizer = model.data, model.tokenizer
+        T = min(256, model.net.config.context_length)
+        batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 2, T, 2 * T))
+        calls = record(model.net, batch.x.to(device), batch.y.to(device))
+        show(f"{model.name}: {len(calls)} layers of {model.net.config.n_head} heads, {T} tokens of its validation text")
+
+        wanted, impls = ["none", *failures], lab.available(device)
+        for line in lab.left_out(calls, wanted, impls):
+            show(line)
+        show("first bad: layer/head/query tile/key tile; score, weight: the largest; o to dv: |error| / |right|\n")
+        print_row()
+        rows, views = lab.measure(calls, wanted, impls, print_row)
+        show("")
+        if not views:
+            raise ValueError(f"failure={cfg.failure}: nothing of the kind can be taken out of {model.name}")
+        curves = trainings(short, failures)
+
+    show(f"drawing, after {time.perf_counter() - started:.0f} s")
+    kept = {"about": facts, "model": model.name, "rows": rows, "losses": [c._asdict() for c in curves]}
+    write(out / "table.json", json.dumps(plain(kept), indent=1) + "\n")
+    shown = {name: views[name] for name in failures if name in views}
+    pictures = {
+        "errors": lab.errors_figure(shown),
+        "states": lab.states_figure(shown),
+        "losses": lab.losses_figure(curves),
+    }
+    for name in shown:
+        pictures[name] = lab.failure_figure(shown[name], next(c for c in curves if name in c.broken))
+    for name, figure in pictures.items():
+        lab.save(figure, out / f"{name}.png")
+    differ = sum(not row["agrees"] for row in rows)
+    show(f"{len(rows)} lines, {differ} of them not as predicted; {time.perf_counter() - started:.0f} s")
+    show(f"{out}: table.json, {', '.join(f'{name}.png' for name in pictures)}")
+
+
+def print_row(row: dict | None = None) -> None:
+    """A line of the table; None: its head."""
+    heads = ("failure", "where", "gain", "impl", "dtype", "tiles", "predicted", "observed", "first bad", "score")
+    cells = [*heads, "headroom", "weight", *lab.RESULTS, "verdict"]
+    if row is not None:
+        place = [row[key] for key in ("layer", "head", "query_tile", "key_tile")]
+        cells = [row["failure"], row["where"], f"{row['gain']:.3g}", row["impl"], row["dtype"], row["tiles"]]
+        cells += [row["predicted"], row["observed"]]
+        cells += ["" if place[0] is None else "/".join("-" if x is None else str(x) for x in place)]
+        cells += [f"{row['max_score']:.1f}", f"{row['headroom']:.1f}", f"{row['max_weight']:.3f}"]
+        cells += [f"{row[f'error_{name}']:.1e}" for name in lab.RESULTS]
+        cells += [row["verdict"] + ("" if row["agrees"] else ", NOT AS PREDICTED")]
+    widths = (17, 23, -5, 6, 7, 9, 13, 13, 9, -5, -8, -6, -8, -8, -8, -8, 8)  # below 0: flush right
+    shown = (f"{cell:>{-width}}" if width < 0 else f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+    show(" ".join(shown).rstrip())
+
+
+class Model(NamedTuple):
+    """A run's model as its best checkpoint has it, and its text."""
+
+    name: str
+    path: Path
+    net: gpt.GPT
+    dataset: Dataset
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    attention: AttentionConfig
+    broken: str
+
+
+def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
+    """ValueError where there is no such run, and where its attention has more than the causal mask."""
+    last = checkpoint.find_resume("auto" if run == "latest" else run, runs, None, option="run")
+    path = checkpoint.best(last.parent) or last
+    found = checkpoint.load(path)
+    trained = found.state["config"]
+    attention = config.from_dict(AttentionConfig, trained["attention"])
+    break_it = config.from_dict(BreakIt, trained["break_it"])
+    if beyond_sdpa(attention):
+        raise ValueError(f"run={run} has {beyond_sdpa(attention)}: breakit.py knows the causal mask alone")
+    # of a GPU's run, on any machine
+    attention = resolve(AttentionConfig("auto", softmax_scale=attention.softmax_scale), device.type, break_it)
+    net = gpt.GPT(config.from_dict(gpt.GPTConfig, trained["model"]), attention, break_it).eval().to(device)
+    net.load_state_dict(found.model)
+    data, tokenizer = (config.from_dict(schema, trained[key]) for key, schema in TEXT.items())
+    name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
+    return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention, found.state["broken"])
+
+
+TEXT = {"data": DataConfig, "tokenizer": TokenizerConfig}
+
+
+class Setting(NamedTuple):
+    """What a short training takes, besides the failure, to bring it on."""
+
+    words: str
+    score_gain: float = 1.0
+    dropout_p: float = 0.0
+    window: int | None = None
+
+
+PLAIN, DROPOUT = Setting("nothing else changed"), Setting("attention.dropout_p=0.5", dropout_p=0.5)
+GAIN = Setting("break_it.score_gain=40", score_gain=40.0)
+SETTINGS = dict.fromkeys(FAILURES, PLAIN) | {
+    "no_max": GAIN,
+    "zero_init_max": Setting("break_it.score_gain=400", score_gain=400.0),
+    "unguarded_mask": Setting("attention.window=8", window=8),
+    "stale_seed": DROPOUT,
+    "unrestored_seed": DROPOUT,
+}
+
+
+def short_training(cfg: Config, runs: str) -> train.Config:
+    """The whole run that the broken ones are compared with: a model that is trained in seconds."""
+    typed = ["model.n_layer=2", "model.n_embd=64", "model.context_length=128", "batch_size=8", f"steps={cfg.steps}"]
+    typed += ["optimizer.lr=5e-3", "optimizer.warmup_steps=20", "eval_tokens=2048", "sample_every=0"]
+    typed += ["attention=tiled", "attention.block_m=64", "attention.block_n=16", "dtype=float32", "wandb.mode=disabled"]
+    ((short, _),) = config.compose(typed, train.Config, "config", Path(__file__).parent / "conf", "train")
+    short.eval_every = short.checkpoint_every = cfg.steps
+    short.runs, short.seed, short.device = runs, cfg.seed, cfg.device
+    return short
+
+
+def fresh_model(short: train.Config) -> train.Config:
+    """The one that q, k and v are taken from: of longer sequences, for more tiles."""
+    fresh = deepcopy(short)
+    fresh.name, fresh.steps, fresh.batch_size, fresh.model.context_length = "fresh", FRESH_STEPS, 4, 256
+    fresh.eval_every = fresh.checkpoint_every = FRESH_STEPS
+    return fresh
+
+
+def trained_quietly(cfg: train.Config) -> list[float]:
+    """The loss of each step; a NaN ends the run, and the list."""
+    with redirect_stdout(StringIO()):
+        code = train.main(cfg)
+    if code >= 128:
+        sys.exit(code)
+    records = read_metrics(Path(cfg.runs) / cfg.name / "metrics.jsonl")
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def trainings(short: train.Config, failures: list[str]) -> list[lab.Curves]:
+    """Each failure from one seed, and for each setting the whole run that goes with it."""
+    found = []
+    for setting, together in groupby(sorted(failures, key=lambda name: SETTINGS[name]), key=SETTINGS.get):
+        losses = {}
+        for name in ("whole", *together):
+            cfg = deepcopy(short)
+            off = FAILURES[name].switches if name in FAILURES else ()
+            cfg.break_it = BreakIt(score_gain=setting.score_gain, **dict.fromkeys(off, False))
+            cfg.attention.dropout_p, cfg.attention.window = setting.dropout_p, setting.window
+            cfg.model.activation_checkpointing = not cfg.break_it.restore_seed
+            cfg.name = f"{len(found)}-{name}"
+            started = time.perf_counter()
+            losses[name] = trained_quietly(cfg)
+            said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"
+            show(f"training {name:18}{setting.words:26}loss {said:24}{time.perf_counter() - started:4.0f} s")
+        found.append(lab.Curves(setting.words, losses.pop("whole"), losses))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,52 +345,24 @@ def worked_example() -> Head:
 
 def head_of_run(cfg: Config) -> Head:
     """One head's q, k and v over the first tokens of a run's validation text, as its best checkpoint computes them."""
-    last = checkpoint.find_resume("auto" if cfg.run == "latest" else cfg.run, Path(cfg.runs), None, option="run")
-    path = checkpoint.best(last.parent) or last
-    found = checkpoint.load(path)
-    trained = found.state["config"]
-    attention = config.from_dict(AttentionConfig, trained["attention"])
-    break_it = config.from_dict(BreakIt, trained["break_it"])
-    size = config.from_dict(gpt.GPTConfig, trained["model"])
-    if beyond_sdpa(attention):
-        raise ValueError(f"run={cfg.run} has {beyond_sdpa(attention)}: the trace knows the causal mask alone")
+    model = model_of_run(cfg.run, Path(cfg.runs), torch.device("cpu"))
+    path, net, dataset, size = model.path, model.net, model.dataset, model.net.config
     for name, value, most in (("layer", cfg.layer, size.n_layer), ("head", cfg.head, size.n_head)):
         if value >= most:
             raise ValueError(f"{name}={value}: {path} has {most}, counted from 0")
     if cfg.tokens > size.context_length:
         raise ValueError(f"tokens={cfg.tokens}: the model's context is {size.context_length}")
 
-    attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)  # of a GPU's run, on any machine
-    net = gpt.GPT(size, resolve(attention, "cpu", break_it), break_it).eval()
-    net.load_state_dict(found.model)
-    tokenizer = config.from_dict(TokenizerConfig, trained["tokenizer"])
-    dataset = open_data(config.from_dict(DataConfig, trained["data"]), tokenizer)
     batch = next(validation_batches(dataset.val, dataset.val_documents, 1, cfg.tokens, cfg.tokens))
 
-    q, k, v = (x[0].double().numpy() for x in recorded(net, batch.x)[cfg.layer])  # (H, T, D), (H_kv, T, D) twice
+    call = record(net, batch.x)[cfg.layer]
+    q, k, v = (x[0].double().numpy() for x in (call.q, call.k, call.v))  # (H, T, D), (H_kv, T, D) twice
     key_head = cfg.head * len(k) // len(q)
     labels = [dataset.encoding.decode([token]) for token in batch.x[0].tolist()]
-    scale = attention.softmax_scale or size.head_size**-0.5
-    run = path.resolve().parents[1].name
-    about = f"{stamp(found.state['broken'])}run {run}, {path.name}, layer {cfg.layer}, head {cfg.head}"
-    return Head(about, labels, q[cfg.head], k[key_head], v[key_head], scale)
-
-
-@torch.no_grad()
-def recorded(net: gpt.GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """q (B, H, T, D), k and v (B, H_kv, T, D) of every layer, as they reach the door."""
-    taken, door = [], gpt.attention
-
-    def recording(q, k, v, *rest, **options):
-        taken.append((q, k, v))
-        return door(q, k, v, *rest, **options)
-
-    gpt.attention = recording
-    try:
-        net.hidden(idx)
-    finally:
-        gpt.attention = door
-    return taken
+    scale = model.attention.softmax_scale or size.head_size**-0.5
+    return Head(
+        f"{model.name}, layer {cfg.layer}, head {cfg.head}", labels, q[cfg.head], k[key_head], v[key_head], scale
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,7 +377,7 @@ def trace(cfg: Config) -> None:
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
     usual = 2 if cfg.run is None else 8
     options = {
-        "failure": cfg.failure,
+        "failure": cfg.failure or "none",
         "score_gain": cfg.score_gain,
         "dtype": cfg.dtype,
         "causal": cfg.run is not None if cfg.causal is None else cfg.causal,
@@ -189,7 +391,7 @@ def trace(cfg: Config) -> None:
         write(Path(cfg.out), json.dumps(plain(kept)) + "\n")
         print(f"{cfg.out}: {len(told)} tiles of {len(o)} rows")
     right = tell(head, **options | {"failure": "none"})[1]
-    print_trace(head, row, told, o, lse, right, switches(cfg.failure, cfg.score_gain), options)
+    print_trace(head, row, told, o, lse, right, switches(options["failure"], cfg.score_gain), options)
 
 
 def tell(
@@ -295,7 +497,7 @@ def small_inputs() -> list[Input]:
     """The worked example, and what it takes to bring on failures that it is too tame for."""
     head = worked_example()
     few = head._replace(k=head.k[2:], v=head.v[2:])
-    rest = {"causal": [False, True], "sizes": [1, 2, 3, 4, 5], "failures": list(FAILURES), "row": 3}
+    rest = {"causal": [False, True], "sizes": [1, 2, 3, 4, 5], "failures": list(STORY_FAILURES), "row": 3}
     return [
         Input("cat", "the cat sat on the mat", "Five tokens, D = 4, scores q k / 2.", head, head.labels, **rest),
         Input("large", "scores times 120", "The same five tokens, their scores times 120, in float32.", head,

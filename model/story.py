@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.attention import TINY, tiles
+from model.attention import FAILURES, TINY, tiles
 
 # Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2.
 THE_CAT = {
@@ -25,26 +25,20 @@ THE_CAT = {
 }
 
 ORDERS = ("queries_outside", "keys_outside")
-# What can be taken out, and the switches that are off then.
-FAILURES = {
-    "none": [],
-    "no_max": ["subtract_max"],
-    "no_rescale": ["rescale_sum", "rescale_output"],
-    "no_rescale_sum": ["rescale_sum"],
-    "no_rescale_output": ["rescale_output"],
-    "zero_init_max": ["start_low"],
-    "local_mask": ["global_mask"],
-    "no_scale": ["scale_scores"],
-    "unguarded_mask": ["guard_empty_rows"],
+# What can be taken out of a story, which has no dropout and no backward, and the switches that are off then.
+STORY_FAILURES = {"none": ()} | {
+    name: failure.switches
+    for name, failure in FAILURES.items()
+    if not {"same_seed", "restore_seed"} & set(failure.switches)
 }
 
 
 def switches(failure: str, score_gain: float = 1.0) -> SimpleNamespace:
     """The switches of a failure: True is whole."""
-    if failure not in FAILURES:
-        raise ValueError(f"failure={failure} is not known; choose {', '.join(FAILURES)}")
-    names = [name for off in FAILURES.values() for name in off]
-    return SimpleNamespace(score_gain=score_gain, **{name: name not in FAILURES[failure] for name in names})
+    if failure not in STORY_FAILURES:
+        raise ValueError(f"failure={failure} is not known; choose {', '.join(STORY_FAILURES)}")
+    names = [name for off in STORY_FAILURES.values() for name in off]
+    return SimpleNamespace(score_gain=score_gain, **{name: name not in STORY_FAILURES[failure] for name in names})
 
 
 class Tile(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import bench
+import breakit
 import sample
 import train
 from tests.conftest import MODEL, RATE, RUN
@@ -699,3 +700,41 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     small = ["lengths=[64]", "head_sizes=[8]"]
     small += [] if "mode=traffic" in typed else ["heads=[1]", "device=cpu"]  # which that mode refuses
     refused(bench, there, [*small, f"out={there}/bench", *typed], answer)
+
+
+@table("""
+    failure=no_luck                    failure=no_luck is not known; choose no_max, no_rescale, no_rescale_sum
+    failure=none                       failure=none is not known; choose no_max
+    failure=                           failure= is not known; choose no_max
+    failure=3                          failure=3 is not known; choose no_max
+    failures=no_max                    there is no key failures; did you mean failure?
+    steps=0                            steps=0 must be at least 1
+    steps=-1                           steps=-1 must be at least 1
+    steps=many                         steps=many: not of the type that is wanted here, int
+    seed=-1                            seed=-1 is outside [0, 2**63)
+    device=tpu                         device=tpu cannot be used here
+    score_gain=9                       score_gain=9.0: the lab does not read it
+    dtype=float32                      dtype=float32: the lab does not read it
+    dtype=bf16                         dtype=bf16 is not known; choose float64, float32
+    block_n=8                          block_n=8: the lab does not read it
+    layer=1                            layer=1: the lab does not read it
+    tokens=9                           tokens=9: the lab does not read it
+    real=x.json                        real=x.json: the lab does not read it
+    runs={there}/runs                  the lab trains a model of its own; add run=NAME
+    out=                               out=: the lab wants a folder for its pictures
+    out={there}/empty.txt              out={there}/empty.txt: the lab wants a folder for its pictures
+    out={there}/empty.txt/in           empty.txt/in
+    trace=true explorer=true           choose one of the two, or none for the lab
+""")
+def test_a_lab_that_cannot_be(refused, there, typed, answer):
+    refused(breakit, there, typed.replace("{there}", str(there)).split(), answer)
+
+
+@table("""
+    run=none                           run=none: no checkpoint in {there}/runs/none; runs that have one: done
+    run=                               run=: no checkpoint
+    run={there}/text                   run={there}/text: no checkpoint
+""")
+def test_a_lab_without_its_run(refused, there, tmp_path, typed, answer):
+    given = [f"runs={there}/runs", f"out={tmp_path}", *typed.replace("{there}", str(there)).split()]
+    refused(breakit, there, given, answer)

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from model.attention import (
+    FAILURES,
     FAULTS,
     LACKS,
     UNBROKEN,
@@ -415,6 +416,11 @@ CONF = {path.stem: yaml.safe_load(path.read_text()) for path in (Path(__file__).
 def test_each_file_of_break_it_breaks_what_it_is_named_after():
     assert {name: BreakIt(**keys).label for name, keys in CONF.items()} == {name: name for name in CONF} | {"none": ""}
     assert CONF.keys() == {*FAULTS.values(), "no_rescale", "none"}
+
+
+def test_each_failure_has_a_file_of_break_it_with_its_switches_off():
+    off = {name: {switch for switch, on in keys.items() if on is False} for name, keys in CONF.items()}
+    assert {name: set(failure.switches) for name, failure in FAILURES.items()} | {"none": set()} == off
 
 
 def test_break_it_none_says_that_every_switch_is_on():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import breakit
-from model.story import FAILURES, ORDERS, sentence, story, switches
+from model.story import ORDERS, STORY_FAILURES, sentence, story, switches
 from tests.browser import MISSING, browser
 from tests.test_attention import CAT_OUTPUT
 from tests.test_story import the_cat
@@ -56,7 +56,7 @@ def test_the_page_is_small_and_plain():
 
 def test_every_view_of_the_worked_example_has_its_story(committed):
     example = committed[1]["inputs"][0]
-    views = {f"{c}/{n}/{f}" for c in (0, 1) for n in range(1, 6) for f in FAILURES if c or f != "local_mask"}
+    views = {f"{c}/{n}/{f}" for c in (0, 1) for n in range(1, 6) for f in STORY_FAILURES if c or f != "local_mask"}
     assert example["stories"].keys() == views
     assert all(list(one["visits"]) == list(ORDERS) for one in example["stories"].values())
 
@@ -73,7 +73,7 @@ def test_the_numbers_of_a_tile_are_those_of_the_story(committed):
 
 def test_each_failure_goes_wrong_somewhere_on_the_page(committed):
     """Each switch has data with which it shows: in the final output of some view."""
-    for failure in set(FAILURES) - {"none"}:
+    for failure in set(STORY_FAILURES) - {"none"}:
         outputs = [
             (one["o"], entry["stories"][key.replace(failure, "none")]["o"])
             for entry in committed[1]["inputs"]
@@ -108,8 +108,7 @@ def test_a_trace_too_long_for_a_page_is_refused(call, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ([], "say what to do, one of two: trace=true or explorer=true"),
-        (["explorer=true", "trace=true"], "one of two: trace=true or explorer=true"),
+        (["explorer=true", "trace=true"], "trace=true explorer=true: choose one of the two, or none for the lab"),
         (["explorer=true", "failure=no_max"], "failure=no_max: explorer=true does not read it"),
         (["trace=true", "real=x.json"], "real=x.json: trace=true does not read it"),
         (["explorer=true", "out=x.json"], "out=x.json: name a file that ends in .html"),
@@ -229,7 +228,7 @@ def test_the_keyboard_alone_reaches_and_works_every_control(view):
         reached.append(id)
         assert outline == "solid", f"the focus on {id} is not to be seen"
     wanted = {"data", "row", "causal-0", "causal-1", "order-keys_outside", "first", "back", "forward", "last", "slider"}
-    assert wanted | {f"failure-{name}" for name in FAILURES} | {f"tile-{n}" for n in range(1, 6)} <= set(reached)
+    assert wanted | {f"failure-{name}" for name in STORY_FAILURES} | {f"tile-{n}" for n in range(1, 6)} <= set(reached)
 
     page = view("step=5")
     page.press(*["Tab"] * (1 + reached.index("failure-no_rescale")), "Enter")
@@ -274,7 +273,7 @@ def test_no_view_is_wider_than_its_window_nor_a_part_of_it_than_its_card(page, v
     view()
     try:
         for data in INPUTS:
-            for failure in FAILURES:
+            for failure in STORY_FAILURES:
                 page.run(GO, f"data={data}&causal=1&failure={failure}&tile=5&step=end")
                 wide = page.run("return [document.documentElement.scrollWidth, window.innerWidth]")
                 assert wide[0] <= width == wide[1], (data, failure)  # a phone's window grows with what is too wide
@@ -304,7 +303,7 @@ def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(page, view):
     page.log("browser")
     view()
     for data in INPUTS:
-        for failure in FAILURES:
+        for failure in STORY_FAILURES:
             page.run(GO, f"data={data}&causal=1&failure={failure}&step=end")
             page.press("Home")
     events = [json.loads(entry["message"])["message"] for entry in page.log("performance")]

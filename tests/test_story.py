@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model.attention import AttentionConfig, BreakIt, attention, tiles
-from model.story import FAILURES, THE_CAT, sentence, story, switches
+from model.story import STORY_FAILURES, THE_CAT, sentence, story, switches
 from tests.reference import Case, assert_float64_right, error, oracle
 from tests.test_attention import CAT, CAT_L, CAT_M, CAT_OUTPUT, CAT_WEIGHTS, NAIVE
 
@@ -293,4 +293,4 @@ def test_an_order_and_shapes_that_cannot_be_are_refused():
 
 
 def test_each_failure_takes_out_something_of_its_own():
-    assert len({tuple(vars(switches(name)).items()) for name in FAILURES}) == len(FAILURES) == 9
+    assert len({tuple(vars(switches(name)).items()) for name in STORY_FAILURES}) == len(STORY_FAILURES) == 9

@@ -122,6 +122,8 @@ def test_taking_the_heads_changes_nothing_at_the_door(runs, told):
     ("typed", "answer"),
     [
         (["trace=true", "failure=no_luck"], "failure=no_luck is not known; choose none, no_max, no_rescale"),
+        (["trace=true", "failure=stale_seed"], "failure=stale_seed: trace=true has no dropout; python breakit.py fail"),
+        (["trace=true", "steps=3"], "steps=3: trace=true does not read it; it is for the lab"),
         (["trace=true", "failure=local_mask"], "local_mask breaks the causal mask, and there is none: use causal=true"),
         (["trace=true", "order=diagonal"], "order=diagonal is not known; choose queries_outside, keys_outside"),
         (["trace=true", "dtype=bf16"], "dtype=bf16 is not known; choose float64, float32"),
@@ -146,4 +148,4 @@ def test_a_trace_that_cannot_be_is_refused_in_one_line(call, runs, typed, answer
 def test_a_run_with_a_window_is_refused_for_the_story_has_none(call, small, tmp_path):
     assert call(train, *small, "attention.window=8", "steps=1", f"runs={tmp_path}", "name=near").code == 0
     ended = call(breakit, "trace=true", "run=near", f"runs={tmp_path}")
-    assert "attention.window=8: the trace knows the causal mask alone" in ended.err
+    assert "attention.window=8: breakit.py knows the causal mask alone" in ended.err
