@@ -137,7 +137,8 @@ def flash_attention(
     scores, slopes (H,) float32 are alibi's. seed: int64 scalar tensor; with drop_threshold of 256 it drops weights by
     the mask of model/dropout.py.
     without: what to leave out of the algorithm, for those who want to see it fail, with + between: of subtract_max,
-    start_low, rescale_sum, rescale_output, global_mask, guard_empty_rows, same_seed (BreakIt in model/attention.py).
+    start_low, rescale_sum, rescale_output, wide_output, global_mask, guard_empty_rows, same_seed (BreakIt in
+    model/attention.py).
     autotune: time some tile sizes at the first call of a kind, and keep the fastest. Which that is may differ between
     two runs, and with it the last bits of the results.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row with
@@ -288,6 +289,7 @@ def forward(
         "SUBTRACT_MAX": "subtract_max" not in without,
         "RESCALE_SUM": "rescale_sum" not in without,
         "RESCALE_OUTPUT": "rescale_output" not in without,
+        "WIDE_OUTPUT": "wide_output" not in without or q.dtype == torch.float32,
         "GUARD": guard,
     }
 
@@ -762,7 +764,7 @@ def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, bend, dropout, H,
                   PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
-                  RESCALE_OUTPUT: tl.constexpr):  # fmt: skip
+                  RESCALE_OUTPUT: tl.constexpr, WIDE_OUTPUT: tl.constexpr):  # fmt: skip
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
     start, stop = loop_over(where, PART)
@@ -784,7 +786,10 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, b
         if RESCALE_OUTPUT:
             acc = acc * alpha[:, None]
         v_j = load(v, b, h_kv, column0, BLOCK_N, BLOCK_D)
-        acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)  # 5
+        if WIDE_OUTPUT:
+            acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)  # 5
+        else:
+            acc += tl.dot(p.to(v_j.dtype), v_j, input_precision=PRECISION).to(v_j.dtype).to(tl.float32)
     return acc, m, l
 
 
@@ -792,7 +797,7 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, b
 def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scale, H, G,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
                    START: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
-                   RESCALE_OUTPUT: tl.constexpr, GUARD: tl.constexpr):  # fmt: skip
+                   RESCALE_OUTPUT: tl.constexpr, WIDE_OUTPUT: tl.constexpr, GUARD: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T, BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # under a causal mask the last rows have the most to do
     n = tl.program_id(0) // n_tiles
@@ -806,10 +811,10 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m, l = forward_tiles(
         acc, m, l, q_i, k, v, b, h, h // G, row0, where, visits, mask, bend, dropout, H, False,
-        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
     acc, m, l = forward_tiles(
         acc, m, l, q_i, k, v, b, h, h // G, row0, where, visits, mask, bend, dropout, H, True,
-        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT)  # fmt: skip
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
 
     # 6: a row that saw nothing has 0 / 1 = 0, and log 0 = -inf
     divisor = tl.where(l == 0, 1.0, l) if GUARD else l

@@ -140,6 +140,12 @@ class BreakIt:
     # Without restoring it, activation checkpointing draws a new mask when it computes a block again (model/gpt.py): the
     # first loss is right, its gradients belong to another network than the one it came from. All implementations.
     restore_seed: bool = True
+    # Without wide sums each tile's p v is rounded to 16 bits before it is added. Weights that tie at the maximum are
+    # exactly 1, sums of two, three, .. values of one sign lie halfway between two numbers, and the small rest always
+    # pushes them the same way: o is off by a tenth of its last digit in the mean, delta carries it into dq and dk, and
+    # what is biased adds up over thousands of steps (Qiu and Yao 2025, arXiv 2510.04212). Nothing in float32. tiled,
+    # triton (naive rounds once, at the end).
+    wide_output: bool = True
     score_gain: float = 1.0  # multiplies the scores, to bring a failure on; 1 leaves attention as it is
 
     def __post_init__(self):
@@ -166,6 +172,7 @@ FAULTS = {  # what is wrong when a switch of BreakIt is off; conf/break_it has a
     "guard_empty_rows": "unguarded_mask",
     "same_seed": "stale_seed",
     "restore_seed": "unrestored_seed",
+    "wide_output": "bf16_ties",
 }
 
 
@@ -247,6 +254,7 @@ LACKS = {  # the switches that an implementation has nothing to remove for, and 
         "rescale_output": "naive rescales nothing, it has one pass",
         "global_mask": "naive has no tiles",
         "same_seed": "naive keeps its dropout mask for the backward",
+        "wide_output": "naive rounds its one product once",
     },
     "sdpa": dict.fromkeys(FAULTS.keys() - {"scale_scores", "restore_seed"}, "torch's sdpa cannot be broken"),
 }
@@ -697,7 +705,10 @@ def absorb(q_i, k_j, v_j, m, l, acc, rows, columns, seen, problem, on_chip):
     p, m, l, alpha = online_softmax(s, m, l, problem.break_it)  # 3
     if problem.dropout_p > 0:
         p *= dropout_factor(p, rows, columns, problem)  # 4
-    return m, l, add_product(acc.mul_(alpha), p.to(v_j.dtype), v_j)  # 5
+    p = p.to(v_j.dtype)
+    if problem.break_it.wide_output:  # factors of 16 bits, their product and its sum of 32
+        p, v_j = p.to(acc.dtype), v_j.to(acc.dtype)
+    return m, l, add_product(acc.mul_(alpha), p, v_j)  # 5
 
 
 def finish(o: Tensor, lse: Tensor, rows: range, m: Tensor, l: Tensor, acc: Tensor, break_it: BreakIt) -> None:

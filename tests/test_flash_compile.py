@@ -98,10 +98,13 @@ def test_ptxas_has_nothing_to_complain_of(compiled, arch):
 def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
     """The default path is the same code, instruction for instruction, as if they had never been written."""
     source = (ROOT / "kernels" / "flash.py").read_text(encoding="utf-8")
+    narrow = source[source.index("        else:\n            acc += tl.dot(") :].split("\n    return")[0] + "\n"
     for with_switch, without, times in (
         (" if SUBTRACT_MAX else tl.zeros_like(m)", "", 1),
         ("(l * alpha if RESCALE_SUM else l)", "l * alpha", 1),
         ("        if RESCALE_OUTPUT:\n            acc = acc", "        acc = acc", 1),
+        ("        if WIDE_OUTPUT:\n            acc = tl", "        acc = tl", 1),
+        (narrow, "", 1),
         ("[BLOCK_M], START,", "[BLOCK_M], -3.4028234663852886e38,", 1),
         ("    divisor = tl.where(l == 0, 1.0, l) if GUARD else l\n", "", 1),
         ("keep_scale / divisor", "keep_scale / tl.where(l == 0, 1.0, l)", 1),
