@@ -91,9 +91,7 @@ class Config:
             raise ValueError("trace=true explorer=true: choose one of the two, or none for the lab")
         mode = "trace=true" if self.trace else "explorer=true" if self.explorer else "the lab"
         if self.trace and self.failure in FAILURES.keys() - STORY_FAILURES.keys():
-            raise ValueError(
-                f"failure={self.failure}: trace=true has no dropout; python breakit.py failure={self.failure}"
-            )
+            raise ValueError(f"failure={self.failure}: not in a trace; python breakit.py failure={self.failure} has it")
         failures = FAILURES if mode == "the lab" else STORY_FAILURES
         for name, known in (("failure", failures), ("dtype", ("float64", "float32")), ("order", ORDERS)):
             if getattr(self, name) not in (None, *known):
@@ -188,7 +186,7 @@ def laboratory(cfg: Config) -> None:
 
     show(f"drawing, after {time.perf_counter() - started:.0f} s")
     kept = {"about": facts, "model": model.name, "rows": rows, "losses": [c._asdict() for c in curves]}
-    write(out / "table.json", json.dumps(plain(kept), indent=1) + "\n")
+    write(out / "table.json", json.dumps(plain(kept)).replace("}, {", "},\n{") + "\n")
     shown = {name: views[name] for name in failures if name in views}
     pictures = {
         "errors": lab.errors_figure(shown),
@@ -263,6 +261,7 @@ class Setting(NamedTuple):
     score_gain: float = 1.0
     dropout_p: float = 0.0
     window: int | None = None
+    dtype: str = "float32"
 
 
 PLAIN, DROPOUT = Setting("nothing else changed"), Setting("attention.dropout_p=0.5", dropout_p=0.5)
@@ -273,6 +272,7 @@ SETTINGS = dict.fromkeys(FAILURES, PLAIN) | {
     "unguarded_mask": Setting("attention.window=8", window=8),
     "stale_seed": DROPOUT,
     "unrestored_seed": DROPOUT,
+    "bf16_ties": Setting("dtype=bf16", dtype="bf16"),
 }
 
 
@@ -316,7 +316,7 @@ def trainings(short: train.Config, failures: list[str]) -> list[lab.Curves]:
             cfg.break_it = BreakIt(score_gain=setting.score_gain, **dict.fromkeys(off, False))
             cfg.attention.dropout_p, cfg.attention.window = setting.dropout_p, setting.window
             cfg.model.activation_checkpointing = not cfg.break_it.restore_seed
-            cfg.name = f"{len(found)}-{name}"
+            cfg.name, cfg.dtype = f"{len(found)}-{name}", setting.dtype
             started = time.perf_counter()
             losses[name] = trained_quietly(cfg)
             said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"

@@ -13,6 +13,7 @@ from model.attention import FAILURES
 from model.probe import record
 from tests.reference import Case
 from tests.test_breakit import first_tiles_that_hide_all
+from tests.test_readme import README, ROOT
 from training import lab
 
 CPU = torch.device("cpu")
@@ -241,3 +242,13 @@ def test_what_a_run_has_not_cannot_be_taken_out(call, small, tmp_path):
     assert ended.code == 2
     assert "softmax_scale=0.5 is no 1 / sqrt(D); leave it out; left out" in ended.out
     assert ended.err == ("breakit: failure=no_scale: nothing of the kind can be taken out of run scaled, step_000001\n")
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_gallery_has_the_words_the_picture_and_the_command_of_each_failure(name):
+    failure = FAILURES[name]
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| **{name}**")]
+    assert f"without {failure.removed}.<br>Seen: {failure.seen}.<br>Because: {failure.why}.<br>" in line
+    assert f"`python breakit.py failure={name}`" in line
+    assert f"(docs/break/{name}.png)" in line
+    assert (ROOT / f"docs/break/{name}.png").stat().st_size < 60_000
