@@ -472,7 +472,7 @@ class Curves(NamedTuple):
 def colour(failure: str):
     from matplotlib import colormaps
 
-    return (*colormaps["tab10"].colors, "navy")[list(FAILURES).index(failure)]
+    return (*colormaps["tab10"].colors, "gold")[list(FAILURES).index(failure)]
 
 
 def errors_figure(views: dict[str, View]):
@@ -488,9 +488,11 @@ def errors_figure(views: dict[str, View]):
 
 
 def states_figure(views: dict[str, View]):
-    """The running maximum m and the running sum l of one row over the tiles of keys, whole beside broken."""
+    """The running maximum m and the running sum l of one row over the tiles of keys, whole beside broken; of those
+    failures that change them, if any does."""
     from matplotlib.figure import Figure
 
+    views = {name: shown for name, shown in views.items() if shown.states["whole"] != shown.states["broken"]} or views
     columns = min(4, len(views))
     lines = -(-len(views) // columns)
     figure = Figure(figsize=(max(5, 3.2 * columns), 4.0 * lines + 0.5), layout="constrained")
