@@ -566,6 +566,17 @@ def test_no_pair_is_missed_and_no_tile_called_whole_that_hides_one(kind, transpo
         assert not (hides.any(-1).any(-1) & whole).any()
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["rising", "unsorted"])
+def test_documents_of_the_largest_numbers_are_those_of_small_ones(order, tiles):
+    """Ids that are hashes: the difference of two wrapped in 64 bits, and the tiles of both were passed over."""
+    tiles(32, 32)
+    q, k, v = (Case(100, B=1, H=1, D=16).inputs(torch.float32)[name] for name in "qkv")
+    small = torch.tensor(order).repeat_interleave(torch.tensor([20, 50, 30]))[None]
+    large = torch.tensor([-(2**63), 5, 2**63 - 1])[small]
+    found, expected = (attention(q, k, v, TRITON, documents=documents) for documents in (large, small))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["of queries", "of keys"])
 def test_documents_in_order_cost_no_tile_too_many(transposed):
     """Without a window: where one meets the documents' edges, a tile may hold a pair for each and none for both."""
