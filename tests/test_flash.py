@@ -290,6 +290,20 @@ def test_rows_that_begin_past_two_to_the_31_numbers_are_found(reading):
     assert same_bits(run(far, case, TRITON), run(inputs, case, TRITON))
 
 
+def test_a_picture_painted_over_is_read_again():
+    q = Case(128, B=1, H=1, D=16).inputs(torch.float32)["q"]
+
+    def seen_through(blocks: torch.Tensor) -> torch.Tensor:
+        return flash.flash_attention(q, q, q, softmax_scale=0.25, at_most=0, blocks=blocks, block_size=64)[0]
+
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            blocks = torch.eye(2, dtype=torch.bool)
+            seen_through(blocks)
+            blocks.fill_(True)
+            assert torch.equal(seen_through(blocks), seen_through(blocks.clone()))
+
+
 # --- autograd, torch.compile ------------------------------------------------------------------------------------------
 
 
