@@ -433,12 +433,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device}: want one device")
 
 
+# Made outside inference mode, whoever asks first: autograd refuses to save a tensor that was made inside.
 @cache
+@torch.inference_mode(False)
 def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
     return torch.tensor([[block == "x" for block in row] for row in picture], device=device)
 
 
 @cache
+@torch.inference_mode(False)
 def alibi_slopes(H: int, device: torch.device) -> Tensor:
     """float32 (H,): 2**(-8 / H), its square, its cube... where H is a power of two; else those of the next lower power,
     and then every other one of the next higher."""

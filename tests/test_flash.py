@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import AttentionConfig, BreakIt, attention, attention_varlen
+from model.attention import AttentionConfig, BreakIt, alibi_slopes, attention, attention_varlen, blocks_of
 from model.dropout import keep_mask
 from model.mask import packed
 from tests.reference import (
@@ -302,6 +302,16 @@ def test_a_picture_painted_over_is_read_again():
             seen_through(blocks)
             blocks.fill_(True)
             assert torch.equal(seen_through(blocks), seen_through(blocks.clone()))
+
+
+def test_a_picture_and_slopes_first_used_in_inference_mode_can_be_trained_with():
+    config = AttentionConfig("triton", block_mask=["x.", "xx"], block_mask_size=37, alibi=True)
+    q = torch.randn(1, 2, 50, 16, requires_grad=True)
+    blocks_of.cache_clear(), alibi_slopes.cache_clear()
+    with torch.inference_mode():
+        attention(q, q, q, config)
+    attention(q, q, q, config).sum().backward()
+    assert q.grad.isfinite().all()
 
 
 # --- autograd, torch.compile ------------------------------------------------------------------------------------------
