@@ -25,6 +25,7 @@ from model.attention import (
     BreakIt,
     Problem,
     absorb,
+    add_product,
     attention,
     by_key_head,
     finish,
@@ -32,6 +33,7 @@ from model.attention import (
     nothing_seen,
     problem_of,
     scores,
+    store,
     sum_dtype,
     tiles,
     weights_again,
@@ -274,16 +276,22 @@ def first_bad(call: Call) -> Place | None:
         delta = (call.do.to(wide) * o).sum(-1, keepdim=True).view(N, G, T, 1)
         lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
         do = call.do.reshape(N, G, T, D)
+        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
         for rows in row_tiles:
             q_i, do_i, lse_i, delta_i = (load(x, rows) for x in (q, do, lse2, delta))
+            dq_i = torch.zeros_like(q_i, dtype=wide)
             for columns, seen in problem.mask.columns_for(rows, column_tiles):
-                kv_j = load(k, columns), load(v, columns)
-                zp, ds = weights_again(q_i, *kv_j, do_i, lse_i, delta_i, rows, columns, seen, problem, on_chip)
+                k_j, v_j = load(k, columns), load(v, columns)
+                zp, ds = weights_again(q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen, problem, on_chip)
                 for what, x in (("p, computed again, is", zp), ("ds is", ds)):
                     if not x.isfinite().all():
                         return place(~x.isfinite().all(-1), rows, columns, what)
-                dk_j = torch.bmm(ds.mT, q_i)
-                if not dk_j.isfinite().all():
-                    heads = ~dk_j.isfinite().flatten(1).all(-1, keepdim=True).expand(N, G * len(rows))
-                    return place(heads, rows, columns, "dk is")
+                store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)
+                store(dk, columns, torch.bmm(ds.mT, q_i), add=problem.scale)
+                add_product(dq_i, ds, k_j, problem.scale)
+                for what, x in (("dv is", load(dv, columns)), ("dk is", load(dk, columns)), ("dq is", dq_i)):
+                    bad = ~x.to(q.dtype).isfinite().all(-1)  # the sum so far, as it would leave
+                    if bad.any():  # a key's is that of all rows and heads that share it
+                        bad = bad if x is dq_i else bad.any(-1, keepdim=True).expand(N, G * len(rows))
+                        return place(bad, rows, columns, what)
     return None

@@ -160,17 +160,44 @@ def test_a_row_that_saw_nothing_is_named_where_nothing_guards_it():
     assert (find([call]).query_tile, find([call]).head) == (0, 0)
 
 
+def with_gradients(inputs: dict, config: AttentionConfig = TILED) -> Call:
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    o = attention(q, k, v, config)
+    call = call_of({name: x.detach() for name, x in inputs.items()}, config)
+    call.do, (call.dq, call.dk, call.dv) = inputs["do"], torch.autograd.grad(o, (q, k, v), inputs["do"])
+    return call
+
+
 def test_a_gradient_that_overflows_is_named():
     """do and v are finite, their product is not: in row 35 of head 1, for keys 16 to 31, which hardly weigh there."""
     inputs = Case(64, B=1, H=2, H_kv=2).inputs(torch.float32)
     inputs["q"][0, 1, 35, 0], inputs["k"][0, 1, :, 0], inputs["k"][0, 1, 16:32, 0] = 20.0, 0.0, -28.0
     inputs["v"][0, 1, 16:32], inputs["do"][0, 1, 35] = 1e5, 1e35
-    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
-    o = attention(q, k, v, TILED)
-    call = call_of({name: x.detach() for name, x in inputs.items()})
-    call.do, (call.dq, call.dk, call.dv) = inputs["do"], torch.autograd.grad(o, (q, k, v), inputs["do"])
-    found = find([call])
+    found = find([with_gradients(inputs)])
     assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 2, 1, "ds is")
+
+
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_a_sum_of_gradients_that_overflows_is_named_where_it_does(impl):
+    """Every tile's part of dv is finite, and so are ds, dq and dk; key 5 of head 1 gets 1.5e38 from each tile of rows
+    but the first, which gives it less."""
+    inputs = Case(64, B=1, H=2, H_kv=2).inputs(torch.float32)
+    inputs["v"].zero_()
+    inputs["q"][0, 1, :, 0], inputs["k"][0, 1, :, 0], inputs["k"][0, 1, 5, 0] = 20.0, 0.0, 28.0
+    inputs["do"][0, 1] = 1.5e38 / 16
+    found = find([with_gradients(inputs, AttentionConfig(impl, 16, 16))])
+    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 2, 0, "dv is")
+
+
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_the_gradient_of_queries_that_overflows_is_named(impl):
+    """In row 40 of head 1: its ds is about 1e20, and so are the keys from 20 on."""
+    inputs = Case(64, B=1, H=2, H_kv=2).inputs(torch.float32)
+    inputs["q"].zero_()
+    inputs["k"][0, 1, 20:, 0] = 1e20
+    inputs["do"].zero_()[0, 1, 40] = 1e20
+    found = find([with_gradients(inputs, AttentionConfig(impl, 16, 16))])
+    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 2, 1, "dq is")
 
 
 def test_a_sound_model_has_no_place():
