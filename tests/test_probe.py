@@ -1,5 +1,6 @@
 """The instruments: gauges against their definitions, and planted faults found where they were planted."""
 
+import errno
 import math
 from dataclasses import replace
 
@@ -249,6 +250,17 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch(call, small, tm
     assert f"replay={kept}" in ended.out
     found = checkpoint.load(kept)
     assert found.optimizer()["batch.x"].shape == (4, 32)
+
+
+def test_the_tile_is_named_even_where_the_batch_cannot_be_kept(call, small, tmp_path, monkeypatch):
+    def full(*arguments, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    words = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}", "name=bad"]
+    ended = call(train, *small, *words)
+    assert "probe: layer 0, head 0, query tile 0" in ended.out
+    assert "No space left on device" in ended.err
 
 
 def test_a_negative_interval_is_refused_in_one_line(call, small):
