@@ -180,6 +180,11 @@ def main(cfg: Config) -> int:
     step, val_loss = 0, math.inf
     if resumed:
         step, tensors = resumed.step, resumed.optimizer()
+        if "batch.x" in tensors:
+            raise ValueError(
+                f"{resumed.path} is a fault that was kept, without what training needs: look into it by "
+                f"python breakit.py replay={resumed.path}, or resume a checkpoint"
+            )
         model.load_state_dict(resumed.model)
         checkpoint.load_optimizer_tensors(optimizers, model.named_parameters(), tensors)
         checkpoint.set_rng_state(tensors)

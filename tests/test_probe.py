@@ -241,15 +241,34 @@ def test_the_gauges_are_in_the_metrics_of_every_second_step(probed):
     assert not any("max_score" in r for r in probed[0])
 
 
-def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch(call, small, tmp_path):
-    words = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}", "name=bad"]
-    ended = call(train, *small, *words)
+BAD = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", "name=bad"]
+
+
+@pytest.fixture(scope="module")
+def met_nan(call, small, tmp_path_factory):
+    """How a run ended that met NaN, and what it kept."""
+    runs = tmp_path_factory.mktemp("runs")
+    ended = call(train, *small, *BAD, f"runs={runs}")
+    (kept,) = runs.glob("*/faults/step_*")
+    return ended, kept
+
+
+def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch(met_nan):
+    ended, kept = met_nan
     assert ended.code == 1
     assert "probe: layer 0, head 0, query tile 0" in ended.out
-    (kept,) = tmp_path.glob("*/faults/step_*")
     assert f"replay={kept}" in ended.out
-    found = checkpoint.load(kept)
-    assert found.optimizer()["batch.x"].shape == (4, 32)
+    assert checkpoint.load(kept).optimizer()["batch.x"].shape == (4, 32)
+
+
+def test_a_fault_that_was_kept_is_no_checkpoint_to_resume(met_nan, call, small, tmp_path):
+    _, kept = met_nan
+    ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")
+    assert ended.code == 2
+    assert ended.err.splitlines() == [
+        f"train: {kept} is a fault that was kept, without what training needs: look into it by "
+        f"python breakit.py replay={kept}, or resume a checkpoint"
+    ]
 
 
 def test_the_tile_is_named_even_where_the_batch_cannot_be_kept(call, small, tmp_path, monkeypatch):
@@ -257,8 +276,7 @@ def test_the_tile_is_named_even_where_the_batch_cannot_be_kept(call, small, tmp_
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    words = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}", "name=bad"]
-    ended = call(train, *small, *words)
+    ended = call(train, *small, *BAD, f"runs={tmp_path}")
     assert "probe: layer 0, head 0, query tile 0" in ended.out
     assert "No space left on device" in ended.err
 
