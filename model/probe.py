@@ -44,8 +44,9 @@ from model.dropout import keep_mask, keep_scale
 @dataclass
 class ProbeConfig:
     """every: steps between two looks at attention, on one sequence that stays the same; 0: never. A look costs a few
-    forwards of that sequence. With it on, a step whose loss or gradient is not finite is searched for the first
-    bad tile, and its batch is kept (`python breakit.py replay=PATH`)."""
+    forwards of that sequence. With it on, a step that stops the run, as its loss or gradient is not finite, is searched
+    for the first bad tile, and its batch is kept (`python breakit.py replay=PATH`). stop_on_nan=false stops at none,
+    and searches none."""
 
     every: int = 0
 
