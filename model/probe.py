@@ -174,19 +174,19 @@ def reading(calls: list[Call]) -> dict[str, float]:
     """The gauges of all layers as one record: the worst of each, and the entropy of every head, layer.head."""
     of_layers = [gauges(call) for call in calls]
     return {
-        "max_score": max(g.max_score for g in of_layers),
-        "headroom": min(g.headroom for g in of_layers),
-        "max_weight": max(g.max_weight for g in of_layers),
-        "min_l": min(g.min_l for g in of_layers),
-        "attention_error": worst(g.error for g in of_layers),
+        "max_score": worst(max, (g.max_score for g in of_layers)),
+        "headroom": worst(min, (g.headroom for g in of_layers)),
+        "max_weight": worst(max, (g.max_weight for g in of_layers)),
+        "min_l": worst(min, (g.min_l for g in of_layers)),
+        "attention_error": worst(max, (g.error for g in of_layers)),
         **{f"entropy.{i}.{h}": e for i, g in enumerate(of_layers) for h, e in enumerate(g.entropy.tolist())},
     }
 
 
-def worst(numbers) -> float:
-    """The largest; NaN where there is one, which max() may pass over."""
+def worst(choose, numbers) -> float:
+    """The largest or, with min, the smallest; NaN where there is one, which either may pass over."""
     found = list(numbers)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    return math.nan if any(map(math.isnan, found)) else choose(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 import train
 from model.attention import AttentionConfig, BreakIt, attention
 from model.gpt import GPT, GPTConfig
-from model.probe import Call, find, first_bad, gauges, record
+from model.probe import Call, find, first_bad, gauges, reading, record
 from tests.reference import Case, oracle, sees
 from training import checkpoint
 from training.metrics import read_metrics
@@ -105,6 +105,14 @@ def test_the_smallest_l_of_a_maximum_that_starts_at_zero_underflows_with_the_sco
     inputs["q"][..., 0], inputs["k"][..., 0] = 40.0, -40.0
     assert gauges(call_of(inputs)).min_l >= 1
     assert gauges(call_of(inputs, TILED, BreakIt(start_low=False))).min_l < 1e-100
+
+
+def test_a_layer_of_nan_is_not_hidden_by_the_sound_ones_before_it():
+    model, x, _ = model_and_batch()
+    plant(model, 2, 0, 0, 0, math.nan)
+    found = reading(record(model, x))
+    for name in ("max_score", "headroom", "max_weight", "min_l", "attention_error"):
+        assert math.isnan(found[name]), name
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
