@@ -302,6 +302,8 @@ def attention(
                 f"documents {tuple(documents.shape)} on {documents.device} for T={T}, T_k={T_k} on {q.device}: "
                 f"want (B, T_k) = {(k.shape[0], T_k)}, T at most T_k, and one device"
             )
+        if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
         documents = (documents[:, T_k - T :], documents)
     return attend(q, k, v, config, {"documents": documents}, causal, softmax_scale, seed, break_it, return_lse)
 
