@@ -180,6 +180,11 @@ def main(cfg: Config) -> int:
     step, val_loss = 0, math.inf
     if resumed:
         step, tensors = resumed.step, resumed.optimizer()
+        if "batch.x" in tensors:
+            raise ValueError(
+                f"{resumed.path} is a fault that was kept, without what training needs: look into it by "
+                f"python breakit.py replay={resumed.path}, or resume a checkpoint"
+            )
         model.load_state_dict(resumed.model)
         checkpoint.load_optimizer_tensors(optimizers, model.named_parameters(), tensors)
         checkpoint.set_rng_state(tensors)
@@ -304,8 +309,8 @@ def main(cfg: Config) -> int:
         averaged.train()
         return found | {"probe_ms": (time.perf_counter() - started) * 1e3}
 
-    def search(batches: list, rng: dict) -> str:
-        """Where the batches of a step that met NaN or infinity first go wrong; keeps the one that does."""
+    def search(batches: list, rng: dict) -> None:
+        """Says where the batches of a step that met NaN or infinity first go wrong; keeps the one that does."""
         checkpoint.set_rng_state(rng)  # dropout again as it was, unless a compiled step drew it
         for batch in batches:
             before = checkpoint.rng_state()
@@ -313,9 +318,14 @@ def main(cfg: Config) -> int:
             with autocast:
                 place = find(record(model, x, y, documents))
             if place:
+                say(f"{stamp(broken)}probe: {place}")  # first, as a full disk may refuse the rest
                 kept = save("faults", {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
-                return f"probe: {place}\n  again, with every layer's gauges: python breakit.py replay={kept}"
-        return "probe: attention is not where it begins, as far as a second, uncompiled run of the same batch tells"
+                say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
+                return
+        say(
+            f"{stamp(broken)}probe: attention is not where it begins, "
+            "as far as a second, uncompiled run of the same batch tells"
+        )
 
     # Ctrl-C and SIGTERM let the step end, save and leave; a second one leaves at once.
     stop = []
@@ -397,7 +407,7 @@ def main(cfg: Config) -> int:
             if spoilt:
                 say(stamp(broken) + what_to_try(step, loss, norm, cfg, dtype, saved))
                 if cfg.probe.every:
-                    say(stamp(broken) + search(batches, rng))
+                    search(batches, rng)
                 return 1
             if cfg.probe.every and step % cfg.probe.every == 0:
                 metrics.log({"step": step, **look()})

@@ -612,7 +612,8 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
 @triton.jit
 def looked_up(edges, at, low, high, at_least, at_most, n, CHUNK: tl.constexpr):
     """The same for any n tiles, whose lowest and highest numbers stand in edges from `at` on. Where those are in no
-    order, tiles between the first and the last may be visited in vain."""
+    order, tiles between the first and the last may be visited in vain. (Never by
+    x - y, which wraps for documents that are numbered by hashes.)"""
     start, whole_start, whole_stop, stop = n, n, n, 0
     for first in range(0, n, CHUNK):
         t = first + tl.arange(0, CHUNK)
@@ -621,11 +622,11 @@ def looked_up(edges, at, low, high, at_least, at_most, n, CHUNK: tl.constexpr):
         some = t < n
         whole = some
         if at_least is not None:
-            some = some & (x_high - low >= at_least)
-            whole = whole & (x_low - high >= at_least)
+            some = some & (x_high >= low + at_least)
+            whole = whole & (x_low >= high + at_least)
         if at_most is not None:
-            some = some & (x_low - high <= at_most)
-            whole = whole & (x_high - low <= at_most)
+            some = some & (x_low <= high + at_most)
+            whole = whole & (x_high <= low + at_most)
         start = tl.minimum(start, tl.min(tl.where(some, t, n), 0))
         stop = tl.maximum(stop, tl.max(tl.where(some, t + 1, 0), 0))
         whole_start = tl.minimum(whole_start, tl.min(tl.where(whole, t, n), 0))

@@ -20,8 +20,8 @@ def edges(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def listed(blocks: Tensor, *of_mask) -> tuple[Tensor, Tensor]:
-    """lists(), for a picture that may have been painted over since."""
-    return lists(blocks, 0 if blocks.is_inference() else blocks._version, *of_mask)
+    """lists(), for a picture that may have been painted over since. (One of inference mode keeps no count of that.)"""
+    return lists.__wrapped__(blocks, 0, *of_mask) if blocks.is_inference() else lists(blocks, blocks._version, *of_mask)
 
 
 @lru_cache(64)  # pictures with their lists

@@ -391,6 +391,8 @@ def attention(
                 f"documents {tuple(documents.shape)} on {documents.device} for T={T}, T_k={T_k} on {q.device}: "
                 f"want (B, T_k) = {(k.shape[0], T_k)}, T at most T_k, and one device"
             )
+        if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
         documents = (documents[:, T_k - T :], documents)
     return attend(q, k, v, config, {"documents": documents}, causal, softmax_scale, seed, break_it, return_lse)
 
@@ -523,12 +525,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device}: want one device")
 
 
+# Made outside inference mode, whoever asks first: autograd refuses to save a tensor that was made inside.
 @cache
+@torch.inference_mode(False)
 def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
     return torch.tensor([[block == "x" for block in row] for row in picture], device=device)
 
 
 @cache
+@torch.inference_mode(False)
 def alibi_slopes(H: int, device: torch.device) -> Tensor:
     """float32 (H,): 2**(-8 / H), its square, its cube... where H is a power of two; else those of the next lower power,
     and then every other one of the next higher."""

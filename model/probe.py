@@ -25,6 +25,7 @@ from model.attention import (
     BreakIt,
     Problem,
     absorb,
+    add_product,
     attention,
     by_key_head,
     finish,
@@ -32,6 +33,7 @@ from model.attention import (
     nothing_seen,
     problem_of,
     scores,
+    store,
     sum_dtype,
     tiles,
     weights_again,
@@ -42,8 +44,9 @@ from model.dropout import keep_mask, keep_scale
 @dataclass
 class ProbeConfig:
     """every: steps between two looks at attention, on one sequence that stays the same; 0: never. A look costs a few
-    forwards of that sequence. With it on, a step whose loss or gradient is not finite is searched for the first
-    bad tile, and its batch is kept (`python breakit.py replay=PATH`)."""
+    forwards of that sequence. With it on, a step that stops the run, as its loss or gradient is not finite, is searched
+    for the first bad tile, and its batch is kept (`python breakit.py replay=PATH`). stop_on_nan=false stops at none,
+    and searches none."""
 
     every: int = 0
 
@@ -171,19 +174,19 @@ def reading(calls: list[Call]) -> dict[str, float]:
     """The gauges of all layers as one record: the worst of each, and the entropy of every head, layer.head."""
     of_layers = [gauges(call) for call in calls]
     return {
-        "max_score": max(g.max_score for g in of_layers),
-        "headroom": min(g.headroom for g in of_layers),
-        "max_weight": max(g.max_weight for g in of_layers),
-        "min_l": min(g.min_l for g in of_layers),
-        "attention_error": worst(g.error for g in of_layers),
+        "max_score": worst(max, (g.max_score for g in of_layers)),
+        "headroom": worst(min, (g.headroom for g in of_layers)),
+        "max_weight": worst(max, (g.max_weight for g in of_layers)),
+        "min_l": worst(min, (g.min_l for g in of_layers)),
+        "attention_error": worst(max, (g.error for g in of_layers)),
         **{f"entropy.{i}.{h}": e for i, g in enumerate(of_layers) for h, e in enumerate(g.entropy.tolist())},
     }
 
 
-def worst(numbers) -> float:
-    """The largest; NaN where there is one, which max() may pass over."""
+def worst(choose, numbers) -> float:
+    """The largest or, with min, the smallest; NaN where there is one, which either may pass over."""
     found = list(numbers)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    return math.nan if any(map(math.isnan, found)) else choose(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,16 +277,22 @@ def first_bad(call: Call) -> Place | None:
         delta = (call.do.to(wide) * o).sum(-1, keepdim=True).view(N, G, T, 1)
         lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
         do = call.do.reshape(N, G, T, D)
+        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
         for rows in row_tiles:
             q_i, do_i, lse_i, delta_i = (load(x, rows) for x in (q, do, lse2, delta))
+            dq_i = torch.zeros_like(q_i, dtype=wide)
             for columns, seen in problem.mask.columns_for(rows, column_tiles):
-                kv_j = load(k, columns), load(v, columns)
-                zp, ds = weights_again(q_i, *kv_j, do_i, lse_i, delta_i, rows, columns, seen, problem, on_chip)
+                k_j, v_j = load(k, columns), load(v, columns)
+                zp, ds = weights_again(q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen, problem, on_chip)
                 for what, x in (("p, computed again, is", zp), ("ds is", ds)):
                     if not x.isfinite().all():
                         return place(~x.isfinite().all(-1), rows, columns, what)
-                dk_j = torch.bmm(ds.mT, q_i)
-                if not dk_j.isfinite().all():
-                    heads = ~dk_j.isfinite().flatten(1).all(-1, keepdim=True).expand(N, G * len(rows))
-                    return place(heads, rows, columns, "dk is")
+                store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)
+                store(dk, columns, torch.bmm(ds.mT, q_i), add=problem.scale)
+                add_product(dq_i, ds, k_j, problem.scale)
+                for what, x in (("dv is", load(dv, columns)), ("dk is", load(dk, columns)), ("dq is", dq_i)):
+                    bad = ~x.to(q.dtype).isfinite().all(-1)  # the sum so far, as it would leave
+                    if bad.any():  # a key's is that of all rows and heads that share it
+                        bad = bad if x is dq_i else bad.any(-1, keepdim=True).expand(N, G * len(rows))
+                        return place(bad, rows, columns, what)
     return None

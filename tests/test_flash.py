@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import AttentionConfig, BreakIt, attention, attention_varlen
+from model.attention import AttentionConfig, BreakIt, alibi_slopes, attention, attention_varlen, blocks_of
 from model.dropout import keep_mask
 from model.mask import packed
 from tests.reference import (
@@ -290,6 +290,30 @@ def test_rows_that_begin_past_two_to_the_31_numbers_are_found(reading):
     assert same_bits(run(far, case, TRITON), run(inputs, case, TRITON))
 
 
+def test_a_picture_painted_over_is_read_again():
+    q = Case(128, B=1, H=1, D=16).inputs(torch.float32)["q"]
+
+    def seen_through(blocks: torch.Tensor) -> torch.Tensor:
+        return flash.flash_attention(q, q, q, softmax_scale=0.25, at_most=0, blocks=blocks, block_size=64)[0]
+
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            blocks = torch.eye(2, dtype=torch.bool)
+            seen_through(blocks)
+            blocks.fill_(True)
+            assert torch.equal(seen_through(blocks), seen_through(blocks.clone()))
+
+
+def test_a_picture_and_slopes_first_used_in_inference_mode_can_be_trained_with():
+    config = AttentionConfig("triton", block_mask=["x.", "xx"], block_mask_size=37, alibi=True)
+    q = torch.randn(1, 2, 50, 16, requires_grad=True)
+    blocks_of.cache_clear(), alibi_slopes.cache_clear()
+    with torch.inference_mode():
+        attention(q, q, q, config)
+    attention(q, q, q, config).sum().backward()
+    assert q.grad.isfinite().all()
+
+
 # --- autograd, torch.compile ------------------------------------------------------------------------------------------
 
 
@@ -564,6 +588,17 @@ def test_no_pair_is_missed_and_no_tile_called_whole_that_hides_one(kind, transpo
         real = in_tiles(torch.ones_like(seen), M, N, False).any(3, keepdim=True)
         hides = ~in_tiles(seen, M, N, True) & real if transposed else ~(in_tiles(seen, M, N, True))
         assert not (hides.any(-1).any(-1) & whole).any()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["rising", "unsorted"])
+def test_documents_of_the_largest_numbers_are_those_of_small_ones(order, tiles):
+    """Ids that are hashes: the difference of two wrapped in 64 bits, and the tiles of both were passed over."""
+    tiles(32, 32)
+    q, k, v = (Case(100, B=1, H=1, D=16).inputs(torch.float32)[name] for name in "qkv")
+    small = torch.tensor(order).repeat_interleave(torch.tensor([20, 50, 30]))[None]
+    large = torch.tensor([-(2**63), 5, 2**63 - 1])[small]
+    found, expected = (attention(q, k, v, TRITON, documents=documents) for documents in (large, small))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["of queries", "of keys"])

@@ -296,6 +296,14 @@ def test_documents_of_another_shape_are_refused(documents, T_k):
         attention(q, k, k, NAIVE, documents=documents)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint16], ids=str)
+def test_documents_that_are_no_integers_torch_can_compare_are_refused(dtype):
+    """Fractions were rounded by triton alone, which then took two documents for one."""
+    q = torch.zeros(1, 1, 8, 4)
+    with pytest.raises(ValueError, match=f"documents are {dtype}: want integers"):
+        attention(q, q, q, NAIVE, documents=torch.zeros(1, 8).to(dtype))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,5 +1,6 @@
 """The instruments: gauges against their definitions, and planted faults found where they were planted."""
 
+import errno
 import math
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 import train
 from model.attention import AttentionConfig, BreakIt, attention
 from model.gpt import GPT, GPTConfig
-from model.probe import Call, find, first_bad, gauges, record
+from model.probe import Call, find, first_bad, gauges, reading, record
 from tests.reference import Case, oracle, sees
 from training import checkpoint
 from training.metrics import read_metrics
@@ -106,6 +107,14 @@ def test_the_smallest_l_of_a_maximum_that_starts_at_zero_underflows_with_the_sco
     assert gauges(call_of(inputs, TILED, BreakIt(start_low=False))).min_l < 1e-100
 
 
+def test_a_layer_of_nan_is_not_hidden_by_the_sound_ones_before_it():
+    model, x, _ = model_and_batch()
+    plant(model, 2, 0, 0, 0, math.nan)
+    found = reading(record(model, x))
+    for name in ("max_score", "headroom", "max_weight", "min_l", "attention_error"):
+        assert math.isnan(found[name]), name
+
+
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
@@ -160,17 +169,44 @@ def test_a_row_that_saw_nothing_is_named_where_nothing_guards_it():
     assert (find([call]).query_tile, find([call]).head) == (0, 0)
 
 
+def with_gradients(inputs: dict, config: AttentionConfig = TILED) -> Call:
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    o = attention(q, k, v, config)
+    call = call_of({name: x.detach() for name, x in inputs.items()}, config)
+    call.do, (call.dq, call.dk, call.dv) = inputs["do"], torch.autograd.grad(o, (q, k, v), inputs["do"])
+    return call
+
+
 def test_a_gradient_that_overflows_is_named():
     """do and v are finite, their product is not: in row 35 of head 1, for keys 16 to 31, which hardly weigh there."""
     inputs = Case(64, B=1, H=2, H_kv=2).inputs(torch.float32)
     inputs["q"][0, 1, 35, 0], inputs["k"][0, 1, :, 0], inputs["k"][0, 1, 16:32, 0] = 20.0, 0.0, -28.0
     inputs["v"][0, 1, 16:32], inputs["do"][0, 1, 35] = 1e5, 1e35
-    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
-    o = attention(q, k, v, TILED)
-    call = call_of({name: x.detach() for name, x in inputs.items()})
-    call.do, (call.dq, call.dk, call.dv) = inputs["do"], torch.autograd.grad(o, (q, k, v), inputs["do"])
-    found = find([call])
+    found = find([with_gradients(inputs)])
     assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 2, 1, "ds is")
+
+
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_a_sum_of_gradients_that_overflows_is_named_where_it_does(impl):
+    """Every tile's part of dv is finite, and so are ds, dq and dk; key 5 of head 1 gets 1.5e38 from each tile of rows
+    but the first, which gives it less."""
+    inputs = Case(64, B=1, H=2, H_kv=2).inputs(torch.float32)
+    inputs["v"].zero_()
+    inputs["q"][0, 1, :, 0], inputs["k"][0, 1, :, 0], inputs["k"][0, 1, 5, 0] = 20.0, 0.0, 28.0
+    inputs["do"][0, 1] = 1.5e38 / 16
+    found = find([with_gradients(inputs, AttentionConfig(impl, 16, 16))])
+    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 2, 0, "dv is")
+
+
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_the_gradient_of_queries_that_overflows_is_named(impl):
+    """In row 40 of head 1: its ds is about 1e20, and so are the keys from 20 on."""
+    inputs = Case(64, B=1, H=2, H_kv=2).inputs(torch.float32)
+    inputs["q"].zero_()
+    inputs["k"][0, 1, 20:, 0] = 1e20
+    inputs["do"].zero_()[0, 1, 40] = 1e20
+    found = find([with_gradients(inputs, AttentionConfig(impl, 16, 16))])
+    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 2, 1, "dq is")
 
 
 def test_a_sound_model_has_no_place():
@@ -213,15 +249,44 @@ def test_the_gauges_are_in_the_metrics_of_every_second_step(probed):
     assert not any("max_score" in r for r in probed[0])
 
 
-def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch(call, small, tmp_path):
-    words = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}", "name=bad"]
-    ended = call(train, *small, *words)
+BAD = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", "name=bad"]
+
+
+@pytest.fixture(scope="module")
+def met_nan(call, small, tmp_path_factory):
+    """How a run ended that met NaN, and what it kept."""
+    runs = tmp_path_factory.mktemp("runs")
+    ended = call(train, *small, *BAD, f"runs={runs}")
+    (kept,) = runs.glob("*/faults/step_*")
+    return ended, kept
+
+
+def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch(met_nan):
+    ended, kept = met_nan
     assert ended.code == 1
     assert "probe: layer 0, head 0, query tile 0" in ended.out
-    (kept,) = tmp_path.glob("*/faults/step_*")
     assert f"replay={kept}" in ended.out
-    found = checkpoint.load(kept)
-    assert found.optimizer()["batch.x"].shape == (4, 32)
+    assert checkpoint.load(kept).optimizer()["batch.x"].shape == (4, 32)
+
+
+def test_a_fault_that_was_kept_is_no_checkpoint_to_resume(met_nan, call, small, tmp_path):
+    _, kept = met_nan
+    ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")
+    assert ended.code == 2
+    assert ended.err.splitlines() == [
+        f"train: {kept} is a fault that was kept, without what training needs: look into it by "
+        f"python breakit.py replay={kept}, or resume a checkpoint"
+    ]
+
+
+def test_the_tile_is_named_even_where_the_batch_cannot_be_kept(call, small, tmp_path, monkeypatch):
+    def full(*arguments, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    ended = call(train, *small, *BAD, f"runs={tmp_path}")
+    assert "probe: layer 0, head 0, query tile 0" in ended.out
+    assert "No space left on device" in ended.err
 
 
 def test_a_negative_interval_is_refused_in_one_line(call, small):
