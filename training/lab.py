@@ -136,7 +136,9 @@ def measure(
             row |= first_place(problems, seen, symptom)
             row["max_score"], row["max_weight"] = (max(getattr(g, x) for g in measured) for x in GAUGED)
             row["headroom"] = min(g.headroom for g in measured)
-            row |= {f"error_{name}": worst(distance(s.found[name], s.right[name]) for s in seen) for name in RESULTS}
+            row |= {
+                f"error_{name}": worst(max, (distance(s.found[name], s.right[name]) for s in seen)) for name in RESULTS
+            }
             finite = all(bool(s.found[name].isfinite().all()) for s in seen for name in RESULTS)
             row["verdict"] = "loud" if not finite else "harmless" if symptom == NONE else "silent"
             rows.append(row)
