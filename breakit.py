@@ -168,6 +168,7 @@ def main(cfg: Config) -> None:
 def laboratory(cfg: Config) -> None:
     """The table, the short trainings and the pictures."""
     started = time.perf_counter()
+    torch.set_num_threads(1)  # tiles so small take as long on two, and twice as long where another process wants a core
     out, device = Path(cfg.out or "runs/breakit"), pick_device(cfg.device)
     facts, device = about(device), device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
     model = None if cfg.run is None else model_of_run(cfg.run, Path(cfg.runs), device)

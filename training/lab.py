@@ -505,7 +505,7 @@ def states_figure(views: dict[str, View]):
         if i < len(views):
             shown = list(views.values())[i]
             draw_states(pair, shown)
-            pair[0].set_title(f"{shown.failure}, {shown.about}\n{shown.place}", color=colour(shown.failure), fontsize=8)
+            pair[0].set_title(f"{shown.failure}\n{shown.about}\n{shown.place}", color=colour(shown.failure), fontsize=8)
         else:
             [one.remove() for one in pair]
     return figure
