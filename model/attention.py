@@ -26,7 +26,7 @@ Gemma 2 (arXiv 2408.00118), softcap.
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -163,22 +163,8 @@ class BreakIt:
         return "+".join(parts).replace("no_rescale_sum+no_rescale_output", "no_rescale")
 
 
-FAULTS = {  # what is wrong when a switch of BreakIt is off; conf/break_it has a file for each
-    "subtract_max": "no_max",
-    "start_low": "zero_init_max",
-    "rescale_sum": "no_rescale_sum",
-    "rescale_output": "no_rescale_output",
-    "scale_scores": "no_scale",
-    "global_mask": "local_mask",
-    "guard_empty_rows": "unguarded_mask",
-    "same_seed": "stale_seed",
-    "restore_seed": "unrestored_seed",
-    "wide_output": "bf16_ties",
-}
-
-
 class Failure(NamedTuple):
-    """What can be taken out by one name, in words: for breakit.py's table and README's gallery."""
+    """What can be taken out by one name, a file of conf/break_it, in words: for breakit.py and README's gallery."""
 
     switches: tuple[str, ...]  # of BreakIt, that are off
     removed: str
@@ -253,6 +239,13 @@ FAILURES = {
         "nothing in float32, and nothing in one step of bf16; what is biased adds up over thousands of steps",
         "each tile's p v is rounded to 16 bits; where scores tie at the maximum all errors of o have one sign",
     ),
+}
+# What is wrong when a switch is off, in the order of BreakIt's fields, which is that of its label.
+FAULTS = {
+    switch.name: name
+    for switch in fields(BreakIt)
+    for name, failure in FAILURES.items()
+    if failure.switches == (switch.name,)
 }
 LACKS = {  # the switches that an implementation has nothing to remove for, and why
     "naive": {
