@@ -330,8 +330,7 @@ def trainings(short: train.Config, failures: list[str]) -> list[lab.Curves]:
         losses = {}
         for name in ("whole", *together):
             cfg = deepcopy(short)
-            off = FAILURES[name].switches if name in FAILURES else ()
-            cfg.break_it = BreakIt(score_gain=setting.score_gain, **dict.fromkeys(off, False))
+            cfg.break_it = lab.broken(name, setting.score_gain)
             cfg.attention.dropout_p, cfg.attention.window = setting.dropout_p, setting.window
             cfg.model.activation_checkpointing = not cfg.break_it.restore_seed
             cfg.name, cfg.dtype = f"{len(found)}-{name}", setting.dtype
