@@ -128,7 +128,8 @@ class Config:
             if getattr(self, key.name) == key.default:
                 continue
             if mode == "the lab" and key.name not in LAB_READS:
-                raise ValueError(f"{typed}: the lab does not read it; it is for trace=true or explorer=true")
+                wanted = "explorer=true" if key.name == "real" else "trace=true"
+                raise ValueError(f"{typed}: the lab does not read it; it is for {wanted}")
             if self.replay is not None and key.name not in REPLAY_READS:
                 raise ValueError(f"{typed}: replay=PATH does not read it; the fault brings its own configuration")
             if self.explorer and key.name not in EXPLORER_READS:

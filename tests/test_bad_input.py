@@ -713,18 +713,18 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     steps=many                         steps=many: not of the type that is wanted here, int
     seed=-1                            seed=-1 is outside [0, 2**63)
     device=tpu                         device=tpu cannot be used here
-    score_gain=9                       score_gain=9.0: the lab does not read it
+    score_gain=9                       score_gain=9.0: the lab does not read it; it is for trace=true
     dtype=float32                      dtype=float32: the lab does not read it
     dtype=bf16                         dtype=bf16 is not known; choose float64, float32
     block_n=8                          block_n=8: the lab does not read it
     layer=1                            layer=1: the lab does not read it
     tokens=9                           tokens=9: the lab does not read it
-    real=x.json                        real=x.json: the lab does not read it
+    real=x.json                        real=x.json: the lab does not read it; it is for explorer=true
     runs={there}/runs                  the lab trains a model of its own; add run=NAME
     out=                               out=: the lab wants a folder for its pictures
     out={there}/empty.txt              out={there}/empty.txt: the lab wants a folder for its pictures
     out={there}/empty.txt/in           empty.txt/in
-    trace=true explorer=true           choose one of the two, or none for the lab
+    trace=true explorer=true           choose one of them, or none for the lab
 """)
 def test_a_lab_that_cannot_be(refused, there, typed, answer):
     refused(breakit, there, typed.replace("{there}", str(there)).split(), answer)
