@@ -9,7 +9,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
 The steps have the numbers of model/attention.py, where naive and tiled stand; docs/attention.md derives them. In the
 order in which they run:
 
-    flash_attention    the door: checks, and the op that torch.compile and autograd know
+    flash_attention    the door: checks; then the op that torch.compile knows or, where nobody traces, Eager around it
     forward_kernel     a program for each tile of queries                     steps 1 to 6
     dq_kernel          a program for each tile of queries: its dq, delta       steps 7, 8 and 10 to 12
     dkdv_kernel        a program for each tile of keys: its dk and dv         steps 8 to 12, transposed
@@ -89,9 +89,7 @@ class Bend(NamedTuple):
 class Dropout(NamedTuple):
     seed: Tensor | None  # int64 scalar; None: no dropout
     threshold: int  # of 256: bytes below it drop their element
-    zero: (
-        float  # 0.0. A constant would do, but the compiler then rounds first and selects 16-bit halves: a fifth slower
-    )
+    zero: float  # 0.0, handed in: with a constant the compiler rounds first and selects 16-bit halves (LOG.md)
 
 
 class Visits(NamedTuple):
@@ -327,7 +325,7 @@ def gradients(
     # Of every row, and of those from the last to the end of its tile: minus lse2 and delta, side by side for one load.
     padded = -(-T // 128) * 128
     of_rows = lse2.new_empty(B, H, padded, 2)
-    tiled = cache(in_tiles)  # a descriptor takes 10 us to make, and both kernels may have the same tiles
+    tiled = cache(in_tiles)  # a descriptor takes 7 us to make, and both kernels may have the same tiles
 
     def launch_dq(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
@@ -530,7 +528,7 @@ def tanh(x):
 
 @triton.jit
 def bent(s, bend, mask, h, i, j):
-    """Steps 1b and 1c, softcap and alibi: q k^T to scores in base 2, and d score / d (q k^T scale)."""
+    """The rest of step 1, softcap and alibi: q k^T to scores in base 2, and d score / d (q k^T scale)."""
     s = s * bend.scale
     slope = 1.0
     if bend.softcap is not None:
@@ -612,8 +610,8 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
 @triton.jit
 def looked_up(edges, at, low, high, at_least, at_most, n, CHUNK: tl.constexpr):
     """The same for any n tiles, whose lowest and highest numbers stand in edges from `at` on. Where those are in no
-    order, tiles between the first and the last may be visited in vain. (Never by
-    x - y, which wraps for documents that are numbered by hashes.)"""
+    order, tiles between the first and the last may be visited in vain. (Never by x - y, which wraps for documents that
+    are numbered by hashes.)"""
     start, whole_start, whole_stop, stop = n, n, n, 0
     for first in range(0, n, CHUNK):
         t = first + tl.arange(0, CHUNK)

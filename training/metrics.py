@@ -55,7 +55,8 @@ def log_line(record: dict, total_steps: int) -> str:
         eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
         probe step 100/600 | score 5.13 | headroom 83.59 | weight 0.9801 | l 1 | error 2.1e-07 | ...
 
-    An evaluation record may have "best": (val_loss, step). The entropy is that of the layer and head with the lowest.
+    An evaluation record may have "best": (val_loss, step). The entropies are the lowest, with its layer.head, and the
+    highest.
     """
     step = record["step"]
     if "val_loss" in record:
