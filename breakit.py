@@ -74,7 +74,7 @@ class Config:
     failure: str | None = None  # of FAILURES in model/attention.py; None: all in the lab, none in a trace
     steps: int = 100  # lab: of each short training
     seed: int = 1337  # lab: of all trainings
-    device: str = "auto"  # lab
+    device: str = "auto"  # lab, replay
     score_gain: float = 1.0  # multiplies the scores
     dtype: str = "float64"  # float64 | float32, where exp overflows from 88.7 on
     causal: bool | None = None  # None: no mask in the worked example, causal in a run
@@ -82,9 +82,7 @@ class Config:
     block_n: int | None = None  # key rows of a tile
     order: str = "queries_outside"  # queries_outside | keys_outside
     row: int | None = None  # None: "on" in the worked example, the last one in a run
-    run: str | None = (
-        None  # a run's name or folder, or latest; None: a fresh small one, and in a trace the worked example
-    )
+    run: str | None = None  # a name or folder, or latest; None: a fresh small one, in a trace the worked example
     runs: str = "runs"
     layer: int = 0
     head: int = 0
@@ -248,7 +246,6 @@ class Model(NamedTuple):
     data: DataConfig
     tokenizer: TokenizerConfig
     attention: AttentionConfig
-    broken: str
 
 
 def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
@@ -267,7 +264,7 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     net.load_state_dict(found.model)
     data, tokenizer = (config.from_dict(schema, trained[key]) for key, schema in TEXT.items())
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
-    return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention, found.state["broken"])
+    return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention)
 
 
 TEXT = {"data": DataConfig, "tokenizer": TokenizerConfig}
@@ -374,9 +371,8 @@ def replay(cfg: Config) -> None:
     show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
     for call in calls:
         g = gauges(call)
-        states = ("finite" if x.isfinite().all() else "NOT" for x in (call.o, torch.cat([call.dq.flatten(),
-                  call.dk.flatten(), call.dv.flatten()])))  # fmt: skip
-        o, gradients = states
+        sound = (all(x.isfinite().all() for x in group) for group in ((call.o,), (call.dq, call.dk, call.dv)))
+        o, gradients = ("finite" if finite else "NOT" for finite in sound)
         show(f"{call.layer:5}{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}   "
              f"{o:9}{gradients}")  # fmt: skip
     place = find(calls)
