@@ -206,7 +206,7 @@ FAILURES = {
     "local_mask": Failure(
         ("global_mask",),
         "the tile's place in the mask",
-        "a training and validation loss below what the text allows, and samples of nothing",
+        "a training and validation loss below what the text allows, and samples that make no sense",
         "row and column are compared within their tile: every tile but the first shows the future",
     ),
     "no_scale": Failure(
