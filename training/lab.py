@@ -474,7 +474,7 @@ class Curves(NamedTuple):
 def colour(failure: str):
     from matplotlib import colormaps
 
-    return (*colormaps["tab10"].colors, "gold")[list(FAILURES).index(failure)]
+    return (*colormaps["tab10"].colors, "darkgoldenrod")[list(FAILURES).index(failure)]
 
 
 def errors_figure(views: dict[str, View]):
