@@ -9,6 +9,11 @@ failure on them, in every implementation and dtype, where it sleeps and where it
 predicts, what is seen, where it begins, and how far the results are from float64. Then short trainings, whole and
 broken, from one seed. In runs/breakit: table.json, errors.png, states.png, losses.png, and NAME.png for each failure.
 
+    python breakit.py replay=runs/NAME/faults/step_000123        the batch that ended a run, once more
+
+A run with probe.every=N keeps the batch and the weights with which it met NaN or infinity. Here they go through the
+model again: every layer's gauges, and the tile where it begins.
+
     python breakit.py trace=true                                 a row of the worked example, a line a tile
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
     python breakit.py trace=true failure=no_max score_gain=120 dtype=float32
@@ -31,9 +36,9 @@ import math
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from io import StringIO
 from itertools import groupby, product
 from pathlib import Path
@@ -47,8 +52,8 @@ from data.loader import Dataset, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from model import gpt
-from model.attention import FAILURES, AttentionConfig, BreakIt, beyond_sdpa, resolve
-from model.probe import record
+from model.attention import FAILURES, AttentionConfig, BreakIt, beyond_sdpa, resolve, triton_refusal
+from model.probe import find, gauges, record
 from model.story import ORDERS, STORY_FAILURES, THE_CAT, Tile, sentence, story, switches
 from training import checkpoint, config, lab
 from training.machine import about, pick_device
@@ -57,6 +62,7 @@ from training.metrics import encodable, read_metrics, show, stamp
 FRESH_STEPS = 200  # of the lab's own model: 15 s, and scores up to 15
 LAB_READS = ("failure", "run", "runs", "steps", "seed", "device", "out")
 EXPLORER_READS = ("explorer", "real", "out")
+REPLAY_READS = ("replay", "device")
 RUN_ONLY = ("runs", "layer", "head", "tokens")  # keys that mean nothing without run=
 
 
@@ -64,6 +70,7 @@ RUN_ONLY = ("runs", "layer", "head", "tokens")  # keys that mean nothing without
 class Config:
     trace: bool = False  # tell one row's story, instead of the lab
     explorer: bool = False  # make the page, instead of the lab
+    replay: str | None = None  # show this fault again, instead of the lab
     failure: str | None = None  # of FAILURES in model/attention.py; None: all in the lab, none in a trace
     steps: int = 100  # lab: of each short training
     seed: int = 1337  # lab: of all trainings
@@ -87,9 +94,15 @@ class Config:
     # None for docs/explorer.html
 
     def __post_init__(self):
-        if self.trace and self.explorer:
-            raise ValueError("trace=true explorer=true: choose one of the two, or none for the lab")
-        mode = "trace=true" if self.trace else "explorer=true" if self.explorer else "the lab"
+        modes = {
+            "trace=true": self.trace,
+            "explorer=true": self.explorer,
+            f"replay={self.replay}": self.replay is not None,
+        }
+        chosen = [mode for mode, on in modes.items() if on]
+        if len(chosen) > 1:
+            raise ValueError(f"{' '.join(chosen)}: choose one of them, or none for the lab")
+        mode = chosen[0] if chosen else "the lab"
         if self.trace and self.failure in FAILURES.keys() - STORY_FAILURES.keys():
             raise ValueError(f"failure={self.failure}: not in a trace; python breakit.py failure={self.failure} has it")
         failures = FAILURES if mode == "the lab" else STORY_FAILURES
@@ -116,6 +129,8 @@ class Config:
                 continue
             if mode == "the lab" and key.name not in LAB_READS:
                 raise ValueError(f"{typed}: the lab does not read it; it is for trace=true or explorer=true")
+            if self.replay is not None and key.name not in REPLAY_READS:
+                raise ValueError(f"{typed}: replay=PATH does not read it; the fault brings its own configuration")
             if self.explorer and key.name not in EXPLORER_READS:
                 raise ValueError(f"{typed}: explorer=true does not read it; it shows a trace kept with out=, real=PATH")
             if self.trace and key.name in ("real", "steps", "seed", "device"):
@@ -130,7 +145,7 @@ class Config:
         ending = {"trace=true": ".json", "explorer=true": ".html"}.get(mode)
         if ending and self.out is not None and not self.out.endswith(ending):
             raise ValueError(f"out={self.out}: name a file that ends in {ending}")
-        if not ending and self.out is not None and (not self.out or Path(self.out).is_file()):
+        if mode == "the lab" and self.out is not None and (not self.out or Path(self.out).is_file()):
             raise ValueError(f"out={self.out}: the lab wants a folder for its pictures")
 
 
@@ -140,6 +155,8 @@ def main(cfg: Config) -> None:
             trace(cfg)
         case Config(explorer=True):
             explorer(cfg)
+        case Config(replay=str()):
+            replay(cfg)
         case _:
             laboratory(cfg)
 
@@ -324,6 +341,46 @@ def trainings(short: train.Config, failures: list[str]) -> list[lab.Curves]:
             show(f"training {name:18}{setting.words:26}loss {said:24}{time.perf_counter() - started:4.0f} s")
         found.append(lab.Curves(setting.words, losses.pop("whole"), losses))
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A fault of a run, again.
+
+
+def replay(cfg: Config) -> None:
+    """The gauges of every attention call of the batch that was kept, and the first tile that is not finite."""
+    path, device = Path(cfg.replay), pick_device(cfg.device)
+    kept = checkpoint.load(path)
+    tensors, trained, dtype = kept.optimizer(), kept.state["config"], kept.state["about"]["dtype"]
+    if "batch.x" not in tensors:
+        raise ValueError(
+            f"replay={path} holds no batch: name a folder under runs/NAME/faults, as probe.every= keeps them"
+        )
+    attention = config.from_dict(AttentionConfig, trained["attention"])
+    break_it = config.from_dict(BreakIt, trained["break_it"])
+    impl = kept.state["about"]["attention"]
+    if impl == "triton" and (why := triton_refusal(device.type)):
+        show(f"{why}: tiled stands in for it")
+        impl = "tiled"
+    attention = resolve(replace(attention, impl=impl, autotune=attention.autotune and impl == "triton"),
+                        device.type, break_it)  # fmt: skip
+    net = gpt.GPT(config.from_dict(gpt.GPTConfig, trained["model"]), attention, break_it).to(device).train()
+    net.load_state_dict(kept.model)
+    checkpoint.set_rng_state(tensors)  # dropout as it was
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
+    with torch.autocast(device.type, low) if low else nullcontext():
+        calls = record(net, *(tensors[f"batch.{name}"].to(device) for name in ("x", "y", "documents")))
+    show(f"{stamp(kept.state['broken'])}{path}: {len(tensors['batch.x'])} sequences, {impl}, {dtype}, on {device}")
+    show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
+    for call in calls:
+        g = gauges(call)
+        states = ("finite" if x.isfinite().all() else "NOT" for x in (call.o, torch.cat([call.dq.flatten(),
+                  call.dk.flatten(), call.dv.flatten()])))  # fmt: skip
+        o, gradients = states
+        show(f"{call.layer:5}{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}   "
+             f"{o:9}{gradients}")  # fmt: skip
+    place = find(calls)
+    show(f"first: {place}" if place else "attention is not where it begins, as far as this batch tells by itself")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import breakit
 import train
 from model.attention import AttentionConfig, BreakIt, attention
 from model.gpt import GPT, GPTConfig
@@ -293,3 +294,45 @@ def test_a_negative_interval_is_refused_in_one_line(call, small):
     ended = call(train, *small, "probe.every=-1")
     assert ended.code == 2
     assert ended.err.splitlines() == ["train: probe.every=-1 must be at least 0; 100 looks every 100 steps, 0 never"]
+
+
+@pytest.fixture(scope="module")
+def fault(call, small, tmp_path_factory):
+    """What a run with dropout said of the fault that ended it, and where it kept it."""
+    runs = tmp_path_factory.mktemp("runs")
+    words = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", "attention.dropout_p=0.2"]
+    ended = call(train, *small, *words, f"runs={runs}", "name=bad", "checkpoint_every=1")
+    (kept,) = runs.glob("*/faults/step_*")
+    return ended.out, kept
+
+
+def test_a_replay_names_the_place_that_the_run_did(call, fault):
+    said, kept = fault
+    again = call(breakit, f"replay={kept}", "device=cpu")
+    assert again.code == 0
+    place = said.split("probe: ")[1].splitlines()[0]
+    assert f"first: {place}" in again.out.splitlines()
+    assert [line.split()[0] for line in again.out.splitlines()[2:4]] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["replay=nowhere"], "there is no checkpoint nowhere"),
+        (["replay=nowhere", "trace=true"], "choose one of them"),
+        (["replay=nowhere", "steps=3"], "replay=PATH does not read it"),
+    ],
+)
+def test_a_replay_of_nothing_is_refused_in_one_line(call, words, message):
+    ended = call(breakit, *words)
+    assert ended.code == 2
+    assert len(ended.err.splitlines()) == 1
+    assert message in ended.err
+
+
+def test_a_usual_checkpoint_is_no_fault(call, small, tmp_path):
+    assert call(train, *small, "steps=1", f"runs={tmp_path}", "name=good").code == 0
+    ended = call(breakit, f"replay={tmp_path}/good/checkpoints/step_000001")
+    assert ended.code == 2
+    assert "holds no batch: name a folder under runs/NAME/faults" in ended.err
+    assert len(ended.err.splitlines()) == 1
