@@ -724,7 +724,7 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     out=                               out=: the lab wants a folder for its pictures
     out={there}/empty.txt              out={there}/empty.txt: the lab wants a folder for its pictures
     out={there}/empty.txt/in           empty.txt/in
-    trace=true explorer=true           choose one of the two, or none for the lab
+    trace=true explorer=true           choose one of them, or none for the lab
 """)
 def test_a_lab_that_cannot_be(refused, there, typed, answer):
     refused(breakit, there, typed.replace("{there}", str(there)).split(), answer)

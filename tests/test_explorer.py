@@ -108,7 +108,7 @@ def test_a_trace_too_long_for_a_page_is_refused(call, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        (["explorer=true", "trace=true"], "trace=true explorer=true: choose one of the two, or none for the lab"),
+        (["explorer=true", "trace=true"], "trace=true explorer=true: choose one of them, or none for the lab"),
         (["explorer=true", "failure=no_max"], "failure=no_max: explorer=true does not read it"),
         (["trace=true", "real=x.json"], "real=x.json: trace=true does not read it"),
         (["explorer=true", "out=x.json"], "out=x.json: name a file that ends in .html"),
