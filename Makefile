@@ -6,15 +6,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test clean
+.PHONY: train test browser clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
 
-test: .venv/installed
+test: .venv/installed browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# The explorer's tests drive Chromium. Where this may install packages (root on Debian or Ubuntu, as in CI), it does.
+APT := timeout 300 apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20
+browser:
+	@command -v chromedriver >/dev/null || { [ "$$(id -u)" = 0 ] && $(APT) update && \
+		$(APT) install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 || \
+		echo "no Chromium here: the explorer's tests will be skipped; apt-get install chromium chromium-driver has it"
 
 # Made anew only when requirements.txt changes. The stamp comes last, so an installation cut short is begun again.
 .venv/installed: requirements.txt

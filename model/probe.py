@@ -198,16 +198,18 @@ class Place(NamedTuple):
     batch: int
     head: int  # query head
     query_tile: int
-    key_tile: int
+    key_tile: int | None  # None: not in the tiles of attention.block_m x block_n, one by one
     rows: range
-    columns: range
+    columns: range | None
     what: str  # is not finite there
 
     def __str__(self) -> str:
+        keys = "no key tile by itself"
+        if self.key_tile is not None:
+            keys = f"key tile {self.key_tile} (keys {self.columns[0]} to {self.columns[-1]})"
         return (
             f"layer {self.layer}, head {self.head}, query tile {self.query_tile} (rows {self.rows[0]} to "
-            f"{self.rows[-1]}), key tile {self.key_tile} (keys {self.columns[0]} to {self.columns[-1]}) of sequence "
-            f"{self.batch}: {self.what} not finite"
+            f"{self.rows[-1]}), {keys} of sequence {self.batch}: {self.what} not finite"
         )
 
 
@@ -217,13 +219,25 @@ def find(calls: list[Call]) -> Place | None:
     the gradient that reaches it is not finite already."""
     for call in calls:
         if not call.o.isfinite().all():
-            return first_bad(call)
+            return first_bad(call) or first_row(call)
     for call in reversed(calls):
         if call.do is None or not call.do.isfinite().all():
             return None
         if not all(x.isfinite().all() for x in (call.dq, call.dk, call.dv)):
             return first_bad(call)
     return None
+
+
+def first_row(call: Call) -> Place:
+    """The first row of a call's o that is not finite, where tiled would have none: naive multiplies what is hidden too,
+    and 0 * inf is NaN."""
+    batch, head, row = (~call.o.isfinite().all(-1)).nonzero()[0].tolist()
+    key_head, tile = head * call.k.shape[1] // call.q.shape[1], row // call.config.block_m
+    rows = tiles(call.q.shape[2], call.config.block_m)[tile]
+    inputs = {"q": call.q[batch, head], "k": call.k[batch, key_head], "v": call.v[batch, key_head]}
+    spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
+    what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else "o is"
+    return Place(call.layer, batch, head, tile, None, rows, None, what)
 
 
 @torch.no_grad()

@@ -165,6 +165,15 @@ def test_a_score_beyond_fp16_is_named_in_attention_as_it_should_be():
     assert found.what == "scores are"
 
 
+def test_a_fault_that_tiled_would_not_have_is_placed_by_its_row():
+    """naive multiplies hidden weights of 0 by infinite values, of keys that no row sees and tiled never visits."""
+    inputs = Case(16, 64, B=1, H=2, H_kv=2, window=8).inputs(torch.float32)
+    inputs["v"][0, 1, 5] = math.inf
+    found = find([call_of(inputs, replace(NAIVE, window=8))])
+    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 0, None, "v, which come in, are")
+    assert "no key tile by itself" in str(found)
+
+
 def test_a_row_that_saw_nothing_is_named_where_nothing_guards_it():
     call = call_of(Case(40, 24, B=1).inputs(torch.float32), NAIVE, BreakIt(guard_empty_rows=False))
     assert (find([call]).query_tile, find([call]).head) == (0, 0)
