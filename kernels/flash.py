@@ -608,10 +608,11 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def looked_up(edges, at, low, high, at_least, at_most, n, CHUNK: tl.constexpr):
+def looked_up(edges, at, low, high, at_least, at_most, n):
     """The same for any n tiles, whose lowest and highest numbers stand in edges from `at` on. Where those are in no
     order, tiles between the first and the last may be visited in vain. (Never by x - y, which wraps for documents that
     are numbered by hashes.)"""
+    CHUNK: tl.constexpr = 512  # tiles at once: those of 32,768 tokens, or of 64 times that in as many turns
     start, whole_start, whole_stop, stop = n, n, n, 0
     for first in range(0, n, CHUNK):
         t = first + tl.arange(0, CHUNK)
@@ -645,7 +646,7 @@ def within(found, mine, others, b, tile, n_mine, n):
     """found, less the tiles that hold none of my tile's documents."""
     at = b.to(tl.int64) * n_mine + tile
     low, high = tl.load(mine[0] + at).to(tl.int64), tl.load(mine[1] + at).to(tl.int64)
-    more = looked_up(others, b.to(tl.int64) * n, low, high, 0, 0, n, 512)
+    more = looked_up(others, b.to(tl.int64) * n, low, high, 0, 0, n)
     return in_order(
         tl.maximum(found[0], more[0]), tl.maximum(found[1], more[1]),
         tl.minimum(found[2], more[2]), tl.minimum(found[3], more[3]))  # fmt: skip
@@ -682,7 +683,7 @@ def query_tiles(mask, visits, b, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
         found = of_list(mask, visits, tile)
     else:
         if visits.positions is not None:
-            found = looked_up(visits.positions, 0, left, left + BLOCK_N - 1, at_least, at_most, n, 512)
+            found = looked_up(visits.positions, 0, left, left + BLOCK_N - 1, at_least, at_most, n)
         else:
             left += mask.T - mask.T_k
             found = between(left, left + BLOCK_N - 1, at_least, at_most, n, n, BLOCK_M)

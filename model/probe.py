@@ -117,7 +117,7 @@ class Gauges(NamedTuple):
     headroom: float  # what is left until exp of it leaves the dtype of q, which nothing but the maximum prevents
     max_weight: float
     min_l: float  # of the sums that the weights are divided by, as the call has them
-    error: float  # |o - right| / |right|, right being the whole algorithm in float64
+    error: float  # |o - right| / |right|, right being the whole algorithm in float64; NaN for sdpa's own dropout
     entropy: Tensor  # (H,): of the weights in nats, the mean over rows; 0 is one key, log(keys) all alike
 
 
@@ -157,7 +157,10 @@ def gauges(call: Call) -> Gauges:
         # one wait for the device, and not one for each number
         max_score, max_weight, min_l, *squares = torch.stack((*largest[:2], least[2], *sums[3:])).tolist()
     headroom = math.log(torch.finfo(call.q.dtype).max) - max_score
-    return Gauges(max_score, headroom, max_weight, min_l, math.sqrt(squares[0] / max(squares[1], 1e-300)), entropy)
+    error = math.sqrt(squares[0] / max(squares[1], 1e-300))
+    if call.config.impl == "sdpa" and problem.dropout_p > 0:
+        error = math.nan  # torch drew a mask of its own
+    return Gauges(max_score, headroom, max_weight, min_l, error, entropy)
 
 
 def score(qk: Tensor, scale: float, problem: Problem, rows: range, columns: range) -> Tensor:

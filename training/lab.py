@@ -119,7 +119,7 @@ def measure(
     awake = {case.failure: case for case in CASES if case.failure in FAILURES}
     for case, dtype in product((case for case in CASES if case.failure in failures), DTYPES):
         gain = gain_of(case, dtype, calls)
-        made = [problem_of(case, dtype, gain, call) for call in calls]
+        made = [call_of(case, dtype, gain, call) for call in calls]
         measured = [gauges(problem) for problem in made]
         right = None
         for impl in impls:
@@ -183,7 +183,7 @@ def lacks(case: Case, impl: str, dtype: str, call: Call) -> str | None:
     return None
 
 
-def problem_of(case: Case, dtype: str, gain: float, call: Call) -> Call:
+def call_of(case: Case, dtype: str, gain: float, call: Call) -> Call:
     """The call as the case has it: inputs rounded to dtype and, for `low`, q turned round where that goes lower."""
     block = max(1, call.q.shape[2] // TILES_A_SIDE)
     q, k, v = call.q, call.k, call.v
