@@ -5,7 +5,12 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
+from base64 import b64decode
 from contextlib import contextmanager
+from io import BytesIO
+
+import numpy as np
+from matplotlib.image import imread
 
 BROWSER = next(
     (path for name in ("chromium", "google-chrome", "chromium-browser") if (path := shutil.which(name))), None
@@ -58,6 +63,16 @@ class Browser:
     def window(self, width: int, height: int = 800) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.command("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def picture(self, id: str) -> np.ndarray:
+        """A screenshot of one element, uint8 (height, width, 3)."""
+        box = self.run(
+            """const r = document.getElementById(arguments[0]).getBoundingClientRect();
+            return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height, scale: 1}""",
+            id,
+        )
+        taken = self.command("Page.captureScreenshot", clip=box, captureBeyondViewport=True)["data"]
+        return (imread(BytesIO(b64decode(taken)))[..., :3] * 255).round().astype(np.uint8)
 
     def log(self, kind: str) -> list[dict]:
         return self.call("POST", "/se/log", {"type": kind})

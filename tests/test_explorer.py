@@ -180,6 +180,22 @@ def test_without_the_rescaling_the_end_shows_the_wrong_output_and_the_right_one_
 
 
 @in_a_browser
+def test_a_screenshot_of_the_end_has_the_colour_of_what_is_wrong_where_it_is_wrong_alone(view):
+    """The rows The, cat and sat see their largest score first, and need no rescaling; on and mat do."""
+    pictures = {}
+    for failure in ("none", "no_rescale"):
+        page = view(f"step=end&failure={failure}")
+        page.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+        pictures[failure] = page.picture("rows").astype(int)
+    tops = page.run("""const card = document.getElementById("rows"), top = x => x.getBoundingClientRect().top;
+        return [...card.querySelectorAll("tbody tr")].map(row => Math.round(top(row) - top(card)))""")
+    wrong = {name: abs(x - (192, 28, 75)).sum(-1) < 30 for name, x in pictures.items()}  # --wrong, #c01c4b
+    assert not wrong["none"].any()
+    assert not wrong["no_rescale"][: tops[3]].any()
+    assert all(wrong["no_rescale"][top : top + 20].sum() > 50 for top in tops[3:])
+
+
+@in_a_browser
 def test_the_sentence_is_the_storys(view):
     page = view("step=5&row=3")
     assert text(page, "says") == (
