@@ -123,7 +123,8 @@ class Gauges(NamedTuple):
 
 @torch.no_grad()
 def gauges(call: Call) -> Gauges:
-    """Computed from q, k and v in float64 (float32 on mps), some rows at a time. A sequence of few tokens is enough."""
+    """Computed from q, k and v in float64 (float32 on mps), some rows at a time: in tensors of 32 MiB, a dozen of them,
+    or of one row of every head where that is more. A sequence of few tokens is enough."""
     wide = torch.float32 if call.q.device.type == "mps" else torch.float64
     broken, columns = call.break_it, range(call.k.shape[2])
     problem = call.problem(BreakIt(score_gain=broken.score_gain))
@@ -132,7 +133,7 @@ def gauges(call: Call) -> Gauges:
     B, H, T, _ = q.shape
     parts, entropy = [], q.new_zeros(H)
     with torch.autocast(q.device.type, enabled=False):
-        for rows in tiles(T, max(1, 2**24 // (B * H * len(columns)))):
+        for rows in tiles(T, max(1, 2**22 // (B * H * len(columns)))):
             qk, hidden = q[:, :, rows.start : rows.stop] @ k.mT, ~problem.mask.visible(rows, columns, q.device)[:, None]
             s = score(qk, problem.scale, problem, rows, columns).masked_fill(hidden, -INF)  # (B, H, R, T_k)
             lse = s.logsumexp(-1, keepdim=True)  # (B, H, R, 1)
