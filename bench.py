@@ -253,13 +253,16 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
         raise ValueError("has no dropout")
     if name == "flex":
         from torch._functorch import config as functorch
+        from torch._inductor import config as inductor
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         # Static shapes are its fastest, and a compilation each. After eight of them torch would run it uncompiled, with
         # a table of T x T; reset() begins the count anew. A donated buffer is one that the backward writes over, which
         # a backward that is timed over and over cannot have.
+        # Compiled in this process: sixteen others that wake up meanwhile would take cores from what starts the kernels.
         torch._dynamo.reset()
         functorch.donated_buffer = False
+        inductor.compile_threads = 1
         compiled = torch.compile(flex_attention, dynamic=False)
         seen = (lambda b, h, i, j: i >= j) if causal else None
         mask = create_block_mask(seen, None, None, case.T, case.T, device=device) if causal else None

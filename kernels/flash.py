@@ -20,8 +20,9 @@ atomic additions. Scores are computed twice, seven products instead of five, but
 that a second run gives the same bits.
 
 What is special: s and m are in base 2 (log2(e) goes into the scale, exp2 is the instruction there is); tiles that the
-mask leaves whole run in a loop without a mask; the heaviest tiles of a head start first; from Hopper on the hardware
-loads tiles by itself, strides, edges and all, through tensor descriptors.
+mask leaves whole run in a loop without a mask; in bfloat16, on Hopper, one of these is enough to learn a row's m from,
+and unless that overflows nobody asks the others (every_tile); the heaviest tiles of a head start first; from Hopper on
+the hardware loads tiles by itself, strides, edges and all, through tensor descriptors.
 """
 
 import math
@@ -185,20 +186,21 @@ class Tiles(NamedTuple):
     BLOCK_N: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None  # registers of a thread, at most
 
 
 # (kernel, BLOCK_D up to, dropout) -> the tiles that were the fastest for 16-bit numbers on an H200 (LOG.md). The mask
 # takes registers from the products: with dropout the tiles of the forward are smaller.
 MEASURED = {
-    ("forward", 64, False): Tiles(64, 128, 4, 2),
+    ("forward", 64, False): Tiles(64, 128, 4, 2, 168),
     ("forward", 64, True): Tiles(64, 64, 4, 3),
-    ("forward", 128, False): Tiles(128, 64, 4, 2),
+    ("forward", 128, False): Tiles(128, 64, 8, 2, 128),
     ("forward", 128, True): Tiles(64, 64, 4, 3),
     ("dq", 64, False): Tiles(64, 64, 4, 2),
     ("dq", 64, True): Tiles(64, 64, 4, 2),
     ("dq", 128, False): Tiles(128, 64, 8, 3),
     ("dq", 128, True): Tiles(128, 64, 8, 3),
-    ("dkdv", 64, False): Tiles(64, 64, 4, 2),
+    ("dkdv", 64, False): Tiles(64, 64, 4, 3),
     ("dkdv", 64, True): Tiles(64, 64, 4, 3),
     ("dkdv", 128, False): Tiles(64, 64, 4, 2),
     ("dkdv", 128, True): Tiles(64, 64, 4, 2),
@@ -240,7 +242,8 @@ def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
         return FLOAT32
     if shared_memory(q.device) < ROOMY:
         return LEAN[kernel, BLOCK_D]
-    return MEASURED[kernel, BLOCK_D, dropout]
+    tile = MEASURED[kernel, BLOCK_D, dropout]
+    return tile if is_hopper(q.device) else tile._replace(maxnreg=None)
 
 
 def run(kernel: str, launch: Callable[[Tiles], None], q: Tensor, dropout: bool, autotune: bool, rows: int = 128) -> int:
@@ -283,12 +286,14 @@ def forward(
     bend = Bend(softmax_scale, softmax_scale * math.log2(math.e), softcap, slopes)
     guard = "guard_empty_rows" not in without
     switches = {
-        "START": 0.0 if "start_low" in without else LOWEST if guard else -math.inf,
+        "START": 0.0 if "start_low" in without or "subtract_max" in without else LOWEST if guard else -math.inf,
         "SUBTRACT_MAX": "subtract_max" not in without,
         "RESCALE_SUM": "rescale_sum" not in without,
         "RESCALE_OUTPUT": "rescale_output" not in without,
         "WIDE_OUTPUT": "wide_output" not in without or q.dtype == torch.float32,
         "GUARD": guard,
+        # not with alibi: the first keys, far away, then say nothing of the rest
+        "TRUST_MAX": is_hopper(q.device) and q.dtype == torch.bfloat16 and slopes is None and not without,
     }
 
     def launch(tile: Tiles) -> None:
@@ -485,6 +490,11 @@ def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Matrix:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
@@ -586,7 +596,7 @@ def dropped(p, n, row0, column0, i, j, dropout):
 @triton.jit
 def online_softmax(s, factor, m, l, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr):
     """Step 3 for one more tile: p, and the new m, l and alpha. factor brings s into base 2, in passing."""
-    m_new = tl.maximum(m, tl.max(s, 1) * factor) if SUBTRACT_MAX else tl.zeros_like(m)
+    m_new = tl.maximum(m, tl.max(s, 1) * factor) if SUBTRACT_MAX else m
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
     l = (l * alpha if RESCALE_SUM else l) + tl.sum(p, 1)
@@ -761,13 +771,12 @@ def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, bend, dropout, H,
+def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H,
                   PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
                   RESCALE_OUTPUT: tl.constexpr, WIDE_OUTPUT: tl.constexpr):  # fmt: skip
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
-    start, stop = loop_over(where, PART)
     ahead = read_list(start, stop, where, visits)
     for t in range(start, stop):
         tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
@@ -794,10 +803,48 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, where, visits, mask, b
 
 
 @triton.jit
+def nothing_seen(START: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """acc, m and l before the first tile."""
+    acc, l = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    return acc, tl.full([BLOCK_M], START, tl.float32), l
+
+
+@triton.jit
+def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dropout, H,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+               START: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr, RESCALE_OUTPUT: tl.constexpr,
+               WIDE_OUTPUT: tl.constexpr, TRUST_MAX: tl.constexpr):  # fmt: skip
+    """Steps 1 to 5 for a tile of queries. TRUST_MAX: the whole tiles from `asked` on are not asked for their maximum;
+    what is subtracted there is the m of those before, and nothing is rescaled."""
+    acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
+    start, stop = loop_over(where, False)
+    acc, m, l = forward_tiles(
+        acc, m, l, q_i, k, v, b, h, h_kv, row0, start, asked, where, visits, mask, bend, dropout, H, False,
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
+    if TRUST_MAX:
+        acc, m, l = forward_tiles(
+            acc, m, l, q_i, k, v, b, h, h_kv, row0, asked, stop, where, visits, mask, bend, dropout, H, False,
+            BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, False, False, False, WIDE_OUTPUT)  # fmt: skip
+    start, stop = loop_over(where, True)
+    acc, m, l = forward_tiles(
+        acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True,
+        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
+    return acc, m, l
+
+
+@triton.jit
+def overflowed(acc, l):
+    """Was m too small for some score? By 2**127, since weights are bfloat16."""
+    finite = (tl.abs(acc) < float("inf")) & (l < float("inf"))[:, None]  # NaN is not
+    return tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0
+
+
+@triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scale, H, G,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
                    START: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
-                   RESCALE_OUTPUT: tl.constexpr, WIDE_OUTPUT: tl.constexpr, GUARD: tl.constexpr):  # fmt: skip
+                   RESCALE_OUTPUT: tl.constexpr, WIDE_OUTPUT: tl.constexpr, GUARD: tl.constexpr,
+                   TRUST_MAX: tl.constexpr):  # fmt: skip
     n_tiles = tl.cdiv(mask.T, BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # under a causal mask the last rows have the most to do
     n = tl.program_id(0) // n_tiles
@@ -806,15 +853,20 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     where = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
-    m = tl.full([BLOCK_M], START, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h // G, row0, where, visits, mask, bend, dropout, H, False,
-        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
-    acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h // G, row0, where, visits, mask, bend, dropout, H, True,
-        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
+    if TRUST_MAX:
+        acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
+        asked = tl.minimum(where[1] + 1, where[2])
+        again = True
+        while again:
+            acc, m, l = every_tile(
+                q_i, k, v, b, h, h // G, row0, asked, where, visits, mask, bend, dropout, H, BLOCK_M, BLOCK_N, BLOCK_D,
+                PRECISION, START, True, True, True, True, True)  # fmt: skip
+            again = (asked < where[2]) & overflowed(acc, l)
+            asked = where[2]
+    else:
+        acc, m, l = every_tile(
+            q_i, k, v, b, h, h // G, row0, where[2], where, visits, mask, bend, dropout, H, BLOCK_M, BLOCK_N, BLOCK_D,
+            PRECISION, START, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT, False)  # fmt: skip
 
     # 6: a row that saw nothing has 0 / 1 = 0, and log 0 = -inf
     divisor = tl.where(l == 0, 1.0, l) if GUARD else l

@@ -75,6 +75,7 @@ sys.modules["kernels.flash"] = flash
 spec.loader.exec_module(flash)
 flash.INTERPRETED = True  # or it refuses tensors of the CPU
 flash.has_descriptors = lambda device: ARCH >= 90
+flash.is_hopper = lambda device: ARCH == 90
 flash.shared_memory = lambda device: SHARED
 
 found = []

@@ -3,6 +3,7 @@
 A few milliseconds a tile, whatever its size: so there are few of them, and heads and batches are few as well.
 """
 
+import math
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -110,6 +111,50 @@ def test_the_gradient_of_lse_alone_is_right():
         for _, lse in (attention(q, k, v, config, return_lse=True) for config in (TRITON, NAIVE))
     )
     assert_within_budget(found, naive, {name: expected[name] for name in ("dq", "dk")})
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """asked(False): no maximum is trusted, as in every dtype but bfloat16 and on every GPU but Hopper."""
+    return lambda hopper: monkeypatch.setattr(flash, "is_hopper", lambda device: hopper)
+
+
+@pytest.mark.parametrize("sigma", [1.0, 4.0])
+def test_a_trusted_maximum_is_within_twice_naives_error(sigma, asked, tiles):
+    """4: scores of 16 on average, whose largest weight in a row is often above 0.9, so that its rounding is most of the
+    error."""
+    case = Case(230, B=1, H=2, H_kv=1, sigma=sigma)
+    tiles(32, 32)
+    inputs = case.inputs(torch.bfloat16)
+    trusting = run(inputs, case, TRITON)
+    assert_within_budget(trusting, run(inputs, case, NAIVE), oracle(inputs, case))
+    asked(False)
+    assert not torch.equal(trusting["o"], run(inputs, case, TRITON)["o"])  # it was trusted
+
+
+def test_a_row_whose_maximum_was_trusted_in_vain_is_done_again_asking_every_tile(asked, tiles):
+    """Scores of 0 to begin with, and one of 100 / ln 2 powers of two some tiles further on, which float32 has not."""
+    tiles(32, 32)
+    q, k, v = (torch.zeros(1, 1, 200, 16, dtype=torch.bfloat16) for _ in "qkv")
+    q[..., 0], k[..., 70, 0] = 1, 100
+    v.normal_(generator=torch.Generator().manual_seed(0))
+    o, lse = attention(q, k, v, TRITON, softmax_scale=1.0, return_lse=True)
+    assert torch.equal(o[..., 70:, :], v[..., 70:71, :].expand(1, 1, 130, 16))
+    assert torch.equal(lse[..., 70:], torch.full((1, 1, 130), 100.0))
+    asked(False)
+    again = attention(q, k, v, TRITON, softmax_scale=1.0, return_lse=True)
+    assert torch.equal(o, again[0])
+    assert torch.equal(lse, again[1])
+
+
+def test_a_weight_that_only_rounding_makes_infinite_is_noticed(tiles):
+    """Between the largest number of bfloat16 and that of float32: the sum stays finite; v = 0 makes 0 * inf = NaN."""
+    tiles(32, 32)
+    q, k, v = (torch.zeros(1, 1, 200, 16, dtype=torch.bfloat16) for _ in "qkv")
+    q[..., 0], k[..., 70, 0], v[:] = 1, 1, 1
+    v[..., 70, :] = 0
+    o = attention(q, k, v, TRITON, softmax_scale=127.9985 * math.log(2))
+    assert (o[..., 70:, :] < 1e-30).all()  # NaN is not
 
 
 def test_rows_with_nothing_to_see_give_zero_and_no_gradient():
