@@ -29,7 +29,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -196,7 +196,7 @@ MEASURED = {
     ("forward", 64, True): Tiles(64, 64, 4, 3),
     ("forward", 128, False): Tiles(128, 64, 8, 2, 128),
     ("forward", 128, True): Tiles(64, 64, 4, 3),
-    ("dq", 64, False): Tiles(64, 64, 4, 2),
+    ("dq", 64, False): Tiles(128, 64, 8, 3, 128),
     ("dq", 64, True): Tiles(64, 64, 4, 2),
     ("dq", 128, False): Tiles(128, 64, 8, 3),
     ("dq", 128, True): Tiles(128, 64, 8, 3),
@@ -330,20 +330,20 @@ def gradients(
     # Of every row, and of those from the last to the end of its tile: minus lse2 and delta, side by side for one load.
     padded = -(-T // 128) * 128
     of_rows = lse2.new_empty(B, H, padded, 2)
-    tiled = cache(in_tiles)  # a descriptor takes 7 us to make, and both kernels may have the same tiles
 
     def launch_dq(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         dq_kernel[(-(-T // M) * B * H,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(o, M), tiled(do, M), dlse, lse2, of_rows, tiled(dq, M),
-            inside_tiles(mask, M, N), *same, visits(mask, M, N, False), keep_scale, H, H // H_kv, padded,
-            BLOCK_D=block_d(D), PRECISION=precision(q.dtype), GUARD="guard_empty_rows" not in without, **tile._asdict(),
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M), dlse, lse2, of_rows,
+            in_tiles(dq, M), inside_tiles(mask, M, N), *same, visits(mask, M, N, False), keep_scale, H, H // H_kv,
+            padded, BLOCK_D=block_d(D), PRECISION=precision(q.dtype), GUARD="guard_empty_rows" not in without,
+            **tile._asdict(),
         )  # fmt: skip
 
     def launch_dkdv(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         dkdv_kernel[(-(-T_k // N) * B * H_kv,)](
-            tiled(q, M), tiled(k, N), tiled(v, N), tiled(do, M), of_rows, tiled(dk, N), tiled(dv, N),
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M), of_rows, in_tiles(dk, N), in_tiles(dv, N),
             inside_tiles(mask, M, N), *same, visits(mask, M, N, True), keep_scale, H, H // H_kv, padded,
             BLOCK_D=block_d(D), PRECISION=precision(q.dtype), **tile._asdict(),
         )  # fmt: skip
@@ -470,23 +470,41 @@ def like_heads(x: Tensor) -> Tensor:
     with rows of a multiple of 16 bytes, which descriptors want."""
     B, H, T, D = x.shape
     step = 16 // x.itemsize
-    return x.new_empty(B, T, H, -(-D // step) * step)[..., :D].transpose(1, 2)
+    width = -(-D // step) * step
+    return x.new_empty_strided((B, H, T, D), (T * H * width, width, H * width, 1))
 
 
 def aligned(x: Tensor) -> Tensor:
     """x, if a descriptor can read it as it lies: neighbours in a row, rows that begin at multiples of 16 bytes."""
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s * x.itemsize % 16 == 0 for s in strides):
-        return x
-    return like_heads(x).copy_(x)
+    return x if x.data_ptr() % 16 == 0 and in_steps(x.shape, x.stride(), x.itemsize) else like_heads(x).copy_(x)
+
+
+@lru_cache(1024)
+def in_steps(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> bool:
+    apart = [step for step, size in zip(stride[:3], shape[:3], strict=True) if size > 1]
+    return stride[3] == 1 and all(step > 0 and step * itemsize % 16 == 0 for step in apart)
 
 
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Matrix:
-    """x in tiles of rows x BLOCK_D. An axis of one element may have any stride; a descriptor may not."""
-    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    if has_descriptors(x.device):
-        return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block_d(x.shape[3])])
-    return Matrix(x, *strides, x.shape[2], x.shape[3])
+    """x in tiles of rows x BLOCK_D."""
+    if not has_descriptors(x.device):
+        return Matrix(x, *steps(x.shape, x.stride()), x.shape[2], x.shape[3])
+    # A new one takes 7 us, most of them to check itself. Of a kind that has been checked, only the tensor is new.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__ |= description(x.shape, x.stride(), x.dtype, rows)
+    descriptor.base = x
+    return descriptor
+
+
+@lru_cache(1024)
+def description(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict:
+    block = [1, 1, rows, block_d(shape[3])]
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*steps(shape, stride), 1], block))
+
+
+def steps(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
+    """Of all axes but the last. One of a single element may have any stride; a descriptor may not."""
+    return [step if size > 1 else 16 for step, size in zip(stride[:3], shape[:3], strict=True)]
 
 
 @cache
@@ -723,6 +741,12 @@ def loop_over(where, PART: tl.constexpr):
     return start, stop
 
 
+@triton.constexpr_function
+def stages(PART, BLOCK_D):
+    """A third stage where tiles are few would cost registers everywhere; where heads are wide there is no second."""
+    return 2 if PART and BLOCK_D < 256 else None
+
+
 @triton.jit
 def read_list(t, stop, where, visits):
     if visits.tiles is not None:
@@ -778,7 +802,7 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, vi
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
     ahead = read_list(start, stop, where, visits)
-    for t in range(start, stop):
+    for t in tl.range(start, stop, num_stages=stages(PART, BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
         column0 = tile * BLOCK_N
         j = column0 + column
@@ -911,7 +935,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, h_kv, row0, where
     i = row0 + row
     start, stop = loop_over(where, PART)
     ahead = read_list(start, stop, where, visits)
-    for t in range(start, stop):
+    for t in tl.range(start, stop, num_stages=stages(PART, BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
         column0 = tile * BLOCK_N
         j = column0 + column
@@ -975,7 +999,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, visits, m
     of_rows += n.to(tl.int64) * padded * 2
     start, stop = loop_over(where, PART)
     ahead = read_list(start, stop, where, visits)
-    for t in range(start, stop):
+    for t in tl.range(start, stop, num_stages=stages(PART, BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
         row0 = tile * BLOCK_M
         i = row0 + row
