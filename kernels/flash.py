@@ -196,7 +196,7 @@ MEASURED = {
     ("forward", 64, True): Tiles(64, 64, 4, 3),
     ("forward", 128, False): Tiles(128, 64, 8, 2, 128),
     ("forward", 128, True): Tiles(64, 64, 4, 3),
-    ("dq", 64, False): Tiles(128, 64, 8, 3, 128),
+    ("dq", 64, False): Tiles(64, 64, 4, 2),
     ("dq", 64, True): Tiles(64, 64, 4, 2),
     ("dq", 128, False): Tiles(128, 64, 8, 3),
     ("dq", 128, True): Tiles(128, 64, 8, 3),
