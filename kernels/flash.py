@@ -839,8 +839,14 @@ def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dr
                START: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr, RESCALE_OUTPUT: tl.constexpr,
                WIDE_OUTPUT: tl.constexpr, TRUST_MAX: tl.constexpr):  # fmt: skip
     """Steps 1 to 5 for a tile of queries. TRUST_MAX: the whole tiles from `asked` on are not asked for their maximum;
-    what is subtracted there is the m of those before, and nothing is rescaled."""
+    what is subtracted there is the m of those before, and nothing is rescaled. They come last: a rescaling after them
+    would be lost where alpha is below 2**-126, which exp2 makes 0, and l may be 2**127 by then."""
     acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
+    if TRUST_MAX:
+        start, stop = loop_over(where, True)
+        acc, m, l = forward_tiles(
+            acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True,
+            BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
     start, stop = loop_over(where, False)
     acc, m, l = forward_tiles(
         acc, m, l, q_i, k, v, b, h, h_kv, row0, start, asked, where, visits, mask, bend, dropout, H, False,
@@ -849,10 +855,11 @@ def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dr
         acc, m, l = forward_tiles(
             acc, m, l, q_i, k, v, b, h, h_kv, row0, asked, stop, where, visits, mask, bend, dropout, H, False,
             BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, False, False, False, WIDE_OUTPUT)  # fmt: skip
-    start, stop = loop_over(where, True)
-    acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True,
-        BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
+    else:
+        start, stop = loop_over(where, True)
+        acc, m, l = forward_tiles(
+            acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True,
+            BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
     return acc, m, l
 
 
@@ -877,6 +884,8 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     where = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
+    # Any m that keeps exp2 in range gives the same o. So one whole tile is asked for it; where a weight then passes
+    # 2**127, bfloat16's limit, all is done again, asking every tile.
     if TRUST_MAX:
         acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
         asked = tl.minimum(where[1] + 1, where[2])

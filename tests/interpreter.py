@@ -1,8 +1,9 @@
 """Triton's interpreter, mended where it computes otherwise than a GPU does.
 
 It keeps bfloat16 as unsigned integers: its matrix product multiplies those integers, and its conversion to bfloat16
-cuts the bits off instead of rounding. It rounds a fused multiply-add twice, and its products depend on the shape of the
-tile. Import this before kernels/: triton asks for the interpreter when it meets @triton.jit.
+cuts the bits off instead of rounding. It rounds a fused multiply-add twice, keeps powers of two that a GPU takes for 0,
+and its products depend on the shape of the tile. Import this before kernels/: triton asks for the interpreter when it
+meets @triton.jit.
 """
 
 import os
@@ -34,6 +35,12 @@ def fma(self, x, y, z):
     return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
 
+def exp2(self, x):
+    """The instruction there is, ex2.approx.ftz, has 0 for what is below the smallest normal number."""
+    p = np.exp2(x.data)
+    return TensorHandle(np.where(p < np.finfo(p.dtype).tiny, p.dtype.type(0), p), x.dtype.scalar)
+
+
 def cast(self, x, dtype):
     """Between float32 and bfloat16: exact one way, rounded to even the other."""
     if x.dtype.scalar == tl.bfloat16 and dtype.scalar == tl.float32:
@@ -58,4 +65,5 @@ InterpretedFunction.__call__ = call
 as_it_was = InterpreterBuilder.cast_impl
 InterpreterBuilder.cast_impl = cast
 InterpreterBuilder.create_dot = dot
+InterpreterBuilder.create_exp2 = exp2
 InterpreterBuilder.create_fma = fma

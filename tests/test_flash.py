@@ -157,6 +157,17 @@ def test_a_weight_that_only_rounding_makes_infinite_is_noticed(tiles):
     assert (o[..., 70:, :] < 1e-30).all()  # NaN is not
 
 
+def test_what_was_weighed_against_a_trusted_maximum_outlives_a_larger_one_on_the_diagonal(tiles):
+    """Scores of 0 to begin with, then one of 87, which is trusted, and in the last tile, which the mask cuts, one of
+    87.5: rescaling by 2**-126.2 was by 0, and the first two thirds of the row, its score of 87 with it, were lost."""
+    tiles(32, 32)
+    case = Case(96, B=1, H=1, D=16, softmax_scale=1.0)
+    inputs = case.inputs(torch.bfloat16)
+    q, k = inputs["q"].zero_(), inputs["k"].zero_()
+    q[..., 0], k[..., 40, 0], k[..., 64, 0] = 1, 87, 87.5
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
+
+
 def test_rows_with_nothing_to_see_give_zero_and_no_gradient():
     case = Case(40, 24, B=1)  # the first 16 rows lie before the first key
     found = run(case.inputs(torch.float32), case, TRITON)

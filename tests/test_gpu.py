@@ -122,6 +122,16 @@ def test_rows_whose_maximum_was_trusted_in_vain_are_done_again(D):
     assert o[..., :700, :].isfinite().all()
 
 
+def test_what_was_weighed_against_a_trusted_maximum_outlives_a_larger_one_on_the_diagonal():
+    """As in tests/test_flash.py: exp2 has no subnormal numbers here."""
+    case = Case(384, D=64, B=1, H=1, softmax_scale=1.0)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    q, k = inputs["q"].zero_(), inputs["k"].zero_()
+    q[..., 0], k[..., 100, 0], k[..., 300, 0] = 1, 87, 87.5
+    reference = {name: x.cpu() for name, x in run(in_float64(inputs), case, NAIVE).items()}
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), reference)
+
+
 def test_more_heads_than_a_grids_second_axis_has_places():
     """65,535: where others put batch and heads on that axis, they fail."""
     case = Case(5, B=33_000, D=16)
