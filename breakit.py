@@ -51,8 +51,8 @@ import train
 from data.loader import Dataset, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
-from model import gpt
-from model.attention import FAILURES, AttentionConfig, BreakIt, beyond_sdpa, resolve, triton_refusal
+from model.attention import FAILURES, AttentionConfig, beyond_sdpa, triton_refusal
+from model.gpt import GPT
 from model.probe import find, gauges, record
 from model.story import ORDERS, STORY_FAILURES, THE_CAT, Tile, sentence, story, switches
 from training import checkpoint, config, lab
@@ -241,7 +241,7 @@ class Model(NamedTuple):
 
     name: str
     path: Path
-    net: gpt.GPT
+    net: GPT
     dataset: Dataset
     data: DataConfig
     tokenizer: TokenizerConfig
@@ -255,13 +255,10 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     found = checkpoint.load(path)
     trained = found.state["config"]
     attention = config.from_dict(AttentionConfig, trained["attention"])
-    break_it = config.from_dict(BreakIt, trained["break_it"])
     if beyond_sdpa(attention):
         raise ValueError(f"run={run} has {beyond_sdpa(attention)}: breakit.py knows the causal mask alone")
-    # of a GPU's run, on any machine
-    attention = resolve(AttentionConfig("auto", softmax_scale=attention.softmax_scale), device.type, break_it)
-    net = gpt.GPT(config.from_dict(gpt.GPTConfig, trained["model"]), attention, break_it).eval().to(device)
-    net.load_state_dict(found.model)
+    attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)  # of a GPU's run, on any machine
+    net = found.network(attention, device).eval()
     data, tokenizer = (config.from_dict(schema, trained[key]) for key, schema in TEXT.items())
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
     return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention)
@@ -348,21 +345,18 @@ def replay(cfg: Config) -> None:
     """The gauges of every attention call of the batch that was kept, and the first tile that is not finite."""
     path, device = Path(cfg.replay), pick_device(cfg.device)
     kept = checkpoint.load(path)
-    tensors, trained, dtype = kept.optimizer(), kept.state["config"], kept.state["about"]["dtype"]
+    tensors, dtype = kept.optimizer(), kept.state["about"]["dtype"]
     if "batch.x" not in tensors:
         raise ValueError(
             f"replay={path} holds no batch: name a folder under runs/NAME/faults, as probe.every= keeps them"
         )
-    attention = config.from_dict(AttentionConfig, trained["attention"])
-    break_it = config.from_dict(BreakIt, trained["break_it"])
+    attention = config.from_dict(AttentionConfig, kept.state["config"]["attention"])
     impl = kept.state["about"]["attention"]
     if impl == "triton" and (why := triton_refusal(device.type)):
         show(f"{why}: tiled stands in for it")
         impl = "tiled"
-    attention = resolve(replace(attention, impl=impl, autotune=attention.autotune and impl == "triton"),
-                        device.type, break_it)  # fmt: skip
-    net = gpt.GPT(config.from_dict(gpt.GPTConfig, trained["model"]), attention, break_it).to(device).train()
-    net.load_state_dict(kept.model)
+    attention = replace(attention, impl=impl, autotune=attention.autotune and impl == "triton")
+    net = kept.network(attention, device).train()
     checkpoint.set_rng_state(tensors)  # dropout as it was
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     with torch.autocast(device.type, low) if low else nullcontext():
