@@ -312,7 +312,8 @@ def trained_quietly(cfg: train.Config) -> list[float]:
     """The loss of each step; a NaN ends the run, and the list."""
     with redirect_stdout(StringIO()):
         code = train.main(cfg)
-    if code >= 128:
+    if code >= 128:  # of a signal; what train.py has saved goes with its folder
+        print("stopped: table and pictures are made at the end, so nothing is kept", file=sys.stderr)
         sys.exit(code)
     records = read_metrics(Path(cfg.runs) / cfg.name / "metrics.jsonl")
     return [record["loss"] for record in records if "loss" in record]

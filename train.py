@@ -334,7 +334,7 @@ def main(cfg: Config) -> int:
         if stop:
             raise KeyboardInterrupt
         stop.append(number)
-        print(f"\n{signal.Signals(number).name}: saving after this step; once more leaves at once", file=sys.stderr)
+        print(f"\n{signal.Signals(number).name}: stopping after this step; once more leaves at once", file=sys.stderr)
 
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
 
