@@ -15,6 +15,7 @@ Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, 
 
 import copy
 import math
+import os
 import shlex
 import signal
 import sys
@@ -318,9 +319,15 @@ def main(cfg: Config) -> int:
             with autocast:
                 place = find(record(model, x, y, documents))
             if place:
-                say(f"{stamp(broken)}probe: {place}")  # first, as a full disk may refuse the rest
-                kept = save("faults", {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
-                say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
+                say(f"{stamp(broken)}probe: {place}")
+                try:
+                    kept = save("faults", {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
+                    say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
+                except OSError as error:
+                    say(
+                        f"  its batch and weights are lost: {folder / 'faults'} cannot be written "
+                        f"({os.strerror(error.errno)}); free some space, and the run, resumed or begun again, meets it"
+                    )
                 return
         say(
             f"{stamp(broken)}probe: attention is not where it begins, "

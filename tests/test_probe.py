@@ -1,7 +1,7 @@
 """The instruments: gauges against their definitions, and planted faults found where they were planted."""
 
-import errno
 import math
+import resource
 from dataclasses import replace
 
 import pytest
@@ -291,14 +291,22 @@ def test_a_fault_that_was_kept_is_no_checkpoint_to_resume(met_nan, call, small, 
     ]
 
 
-def test_the_tile_is_named_even_where_the_batch_cannot_be_kept(call, small, tmp_path, monkeypatch):
-    def full(*arguments, **more):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save", full)
-    ended = call(train, *small, *BAD, f"runs={tmp_path}")
-    assert "probe: layer 0, head 0, query tile 0" in ended.out
-    assert "No space left on device" in ended.err
+def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, small, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the write past it fails as on a full disk
+    try:
+        ended = call(train, *small, *BAD, f"runs={tmp_path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ended.code == 1
+    place, lost = ended.out.splitlines()[-2:]
+    assert "probe: layer 0, head 0, query tile 0" in place
+    (faults,) = tmp_path.glob("*/faults")
+    assert lost == (
+        f"  its batch and weights are lost: {faults} cannot be written (File too large); "
+        "free some space, and the run, resumed or begun again, meets it"
+    )
+    assert list(faults.iterdir()) == []
 
 
 def test_a_negative_interval_is_refused_in_one_line(call, small):
