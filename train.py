@@ -320,12 +320,14 @@ def main(cfg: Config) -> int:
                 place = find(record(model, x, y, documents))
             if place:
                 say(f"{stamp(broken)}probe: {place}")
+                # The first fault of a run stays; those of its resumptions are pruned as checkpoints are.
+                into = "faults/later" if checkpoint.last(folder / "faults") else "faults"
                 try:
-                    kept = save("faults", {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
+                    kept = save(into, {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
                     say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
                 except OSError as error:
                     say(
-                        f"  its batch and weights are lost: {folder / 'faults'} cannot be written "
+                        f"  its batch and weights are lost: {folder / into} cannot be written "
                         f"({os.strerror(error.errno)}); free some space, and the run, resumed or begun again, meets it"
                     )
                 return
