@@ -313,6 +313,9 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
             return f"{error.override}: Hydra cannot read the value ({reason}); quote it: key='\"...\"'"
         case _, ConfigKeyError():
             return where + unknown(key, known)
+        case _, ValidationError() if is_dataclass(hint := known.get(key)):
+            meant = f"{key}.{fields(hint)[0].name}={cause.value or 'VALUE'}"
+            return f"{where}{key}={cause.value}: {key} has keys of its own; {did_you_mean([meant])}"
         case _, ValidationError() if hint := known.get(re.sub(r"\[\d+\]$", "", key)):
             wanted = hint.__name__ if isinstance(hint, type) else str(hint)
             return f"{where}{key}={cause.value}: not of the type that is wanted here, {wanted}"
