@@ -8,17 +8,8 @@ import pytest
 import torch
 
 from bench import traffic
-from model.attention import (
-    FAILURES,
-    LOG2E,
-    TINY,
-    AttentionConfig,
-    BreakIt,
-    attention,
-    nothing_seen,
-    online_softmax,
-    tiles,
-)
+from model.attention import LOG2E, TINY, AttentionConfig, BreakIt, attention, nothing_seen, online_softmax, tiles
+from model.failures import FAILURES
 from model.mask import EMPTY, PART, Mask
 from tests.test_attention import cat
 from tests.test_mask import looked
