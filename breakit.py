@@ -51,8 +51,9 @@ import train
 from data.loader import Dataset, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
-from model import gpt
-from model.attention import FAILURES, AttentionConfig, BreakIt, beyond_sdpa, resolve, triton_refusal
+from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
+from model.failures import FAILURES
+from model.gpt import GPT
 from model.probe import find, gauges, record
 from model.story import ORDERS, STORY_FAILURES, THE_CAT, Tile, sentence, story, switches
 from training import checkpoint, config, lab
@@ -71,7 +72,7 @@ class Config:
     trace: bool = False  # tell one row's story, instead of the lab
     explorer: bool = False  # make the page, instead of the lab
     replay: str | None = None  # show this fault again, instead of the lab
-    failure: str | None = None  # of FAILURES in model/attention.py; None: all in the lab, none in a trace
+    failure: str | None = None  # of FAILURES in model/failures.py; None: all in the lab, none in a trace
     steps: int = 100  # lab: of each short training
     seed: int = 1337  # lab: of all trainings
     device: str = "auto"  # lab, replay
@@ -107,8 +108,8 @@ class Config:
         for name, known in (("failure", failures), ("dtype", ("float64", "float32")), ("order", ORDERS)):
             if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
-        if not 0 < self.score_gain < math.inf:
-            raise ValueError(f"score_gain={self.score_gain} must be above 0 and finite; 1 changes nothing")
+        if not 0 < self.score_gain <= 1e30:  # as in break_it; the scores themselves would leave float32
+            raise ValueError(f"score_gain={self.score_gain} is outside (0, 1e30]; 1 changes nothing")
         for name, least in (
             ("block_m", 1),
             ("block_n", 1),
@@ -241,7 +242,7 @@ class Model(NamedTuple):
 
     name: str
     path: Path
-    net: gpt.GPT
+    net: GPT
     dataset: Dataset
     data: DataConfig
     tokenizer: TokenizerConfig
@@ -255,13 +256,10 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     found = checkpoint.load(path)
     trained = found.state["config"]
     attention = config.from_dict(AttentionConfig, trained["attention"])
-    break_it = config.from_dict(BreakIt, trained["break_it"])
     if beyond_sdpa(attention):
         raise ValueError(f"run={run} has {beyond_sdpa(attention)}: breakit.py knows the causal mask alone")
-    # of a GPU's run, on any machine
-    attention = resolve(AttentionConfig("auto", softmax_scale=attention.softmax_scale), device.type, break_it)
-    net = gpt.GPT(config.from_dict(gpt.GPTConfig, trained["model"]), attention, break_it).eval().to(device)
-    net.load_state_dict(found.model)
+    attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)  # of a GPU's run, on any machine
+    net = found.network(attention, device).eval()
     data, tokenizer = (config.from_dict(schema, trained[key]) for key, schema in TEXT.items())
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
     return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention)
@@ -315,7 +313,8 @@ def trained_quietly(cfg: train.Config) -> list[float]:
     """The loss of each step; a NaN ends the run, and the list."""
     with redirect_stdout(StringIO()):
         code = train.main(cfg)
-    if code >= 128:
+    if code >= 128:  # of a signal; what train.py has saved goes with its folder
+        print("stopped: table and pictures are made at the end, so nothing is kept", file=sys.stderr)
         sys.exit(code)
     records = read_metrics(Path(cfg.runs) / cfg.name / "metrics.jsonl")
     return [record["loss"] for record in records if "loss" in record]
@@ -348,21 +347,18 @@ def replay(cfg: Config) -> None:
     """The gauges of every attention call of the batch that was kept, and the first tile that is not finite."""
     path, device = Path(cfg.replay), pick_device(cfg.device)
     kept = checkpoint.load(path)
-    tensors, trained, dtype = kept.optimizer(), kept.state["config"], kept.state["about"]["dtype"]
+    tensors, dtype = kept.optimizer(), kept.state["about"]["dtype"]
     if "batch.x" not in tensors:
         raise ValueError(
             f"replay={path} holds no batch: name a folder under runs/NAME/faults, as probe.every= keeps them"
         )
-    attention = config.from_dict(AttentionConfig, trained["attention"])
-    break_it = config.from_dict(BreakIt, trained["break_it"])
+    attention = config.from_dict(AttentionConfig, kept.state["config"]["attention"])
     impl = kept.state["about"]["attention"]
     if impl == "triton" and (why := triton_refusal(device.type)):
         show(f"{why}: tiled stands in for it")
         impl = "tiled"
-    attention = resolve(replace(attention, impl=impl, autotune=attention.autotune and impl == "triton"),
-                        device.type, break_it)  # fmt: skip
-    net = gpt.GPT(config.from_dict(gpt.GPTConfig, trained["model"]), attention, break_it).to(device).train()
-    net.load_state_dict(kept.model)
+    attention = replace(attention, impl=impl, autotune=attention.autotune and impl == "triton")
+    net = kept.network(attention, device).train()
     checkpoint.set_rng_state(tensors)  # dropout as it was
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     with torch.autocast(device.type, low) if low else nullcontext():

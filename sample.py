@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import END_OF_TEXT, TextStream, encode, from_json
-from model.attention import AttentionConfig, BreakIt, resolve
+from model.attention import AttentionConfig
 from model.generate import Sampler, generate
-from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
 from training.machine import pick_device
 from training.metrics import printable, stamp
@@ -53,14 +52,10 @@ def main(cfg: Config) -> None:
     found = checkpoint.load(find(cfg))
     encoding = from_json(found.tokenizer)
 
-    trained = found.state["config"]
-    attention = config.from_dict(AttentionConfig, trained["attention"])
-    break_it = config.from_dict(BreakIt, trained["break_it"])
+    attention = config.from_dict(AttentionConfig, found.state["config"]["attention"])
     if cfg.impl is not None:
         attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # the order is tiled's own affair
-    model = GPT(config.from_dict(GPTConfig, trained["model"]), resolve(attention, device.type, break_it), break_it)
-    model.load_state_dict(found.model)
-    model.to(device).eval()
+    model = found.network(attention, device).eval()
 
     broken = found.state["broken"]
     loss = found.state["val_loss"]

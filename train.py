@@ -15,6 +15,7 @@ Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, 
 
 import copy
 import math
+import os
 import shlex
 import signal
 import sys
@@ -318,9 +319,17 @@ def main(cfg: Config) -> int:
             with autocast:
                 place = find(record(model, x, y, documents))
             if place:
-                say(f"{stamp(broken)}probe: {place}")  # first, as a full disk may refuse the rest
-                kept = save("faults", {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
-                say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
+                say(f"{stamp(broken)}probe: {place}")
+                # The first fault of a run stays; those of its resumptions are pruned as checkpoints are.
+                into = "faults/later" if checkpoint.last(folder / "faults") else "faults"
+                try:
+                    kept = save(into, {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
+                    say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
+                except OSError as error:
+                    say(
+                        f"  its batch and weights are lost: {folder / into} cannot be written "
+                        f"({os.strerror(error.errno)}); free some space, and the run, resumed or begun again, meets it"
+                    )
                 return
         say(
             f"{stamp(broken)}probe: attention is not where it begins, "
@@ -334,7 +343,7 @@ def main(cfg: Config) -> int:
         if stop:
             raise KeyboardInterrupt
         stop.append(number)
-        print(f"\n{signal.Signals(number).name}: saving after this step; once more leaves at once", file=sys.stderr)
+        print(f"\n{signal.Signals(number).name}: stopping after this step; once more leaves at once", file=sys.stderr)
 
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.attention import FAILURES, TINY, tiles
+from model.attention import TINY, tiles
+from model.failures import FAILURES
 
 # Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2.
 THE_CAT = {

@@ -186,7 +186,8 @@ def refused_training(refused, there):
     data=file.txt               did you mean data=text?
     data=web                    data=web: there is no such data, only bin, fineweb, pystdlib, shakespeare, text
     experiment=shakespear       did you mean experiment=shakespeare?
-    wandb=online                wandb=online: not of the type
+    wandb=online                wandb=online: wandb has keys of its own; did you mean wandb.mode=online?
+    probe=1                     probe=1: probe has keys of its own; did you mean probe.every=1?
     wandb.mode=of               wandb.mode=of is not known: use one of auto, online, offline, disabled
     wandb.tags=3                wandb.tags=3: not of the type
     hydra.nothing=3             hydra.nothing

@@ -11,7 +11,6 @@ import torch
 import yaml
 
 from model.attention import (
-    FAILURES,
     FAULTS,
     LACKS,
     UNBROKEN,
@@ -21,6 +20,7 @@ from model.attention import (
     attention_varlen,
     check_switches,
 )
+from model.failures import FAILURES
 from model.gpt import GPT, GPTConfig
 from tests.reference import (
     SEED,
@@ -430,6 +430,10 @@ def test_each_failure_has_a_file_of_break_it_with_its_switches_off():
 
 def test_break_it_none_says_that_every_switch_is_on():
     assert CONF["none"] == {field.name: field.default for field in fields(BreakIt)}
+
+
+def test_the_faults_are_every_switch_in_the_order_of_the_fields():
+    assert list(FAULTS) == [field.name for field in fields(BreakIt) if field.type is bool]
 
 
 def test_a_checkpoint_older_than_a_switch_loads_as_whole():

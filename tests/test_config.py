@@ -188,6 +188,16 @@ def test_help_lists_the_groups(launch, capsys):
     assert "model: gpt2, misspelt, mistyped, nano, unreadable" in capsys.readouterr().out
 
 
+def test_help_of_a_script_without_groups_lists_its_keys_alone(launch, capsys):
+    """breakit.py --help listed train.py's groups, which it refuses."""
+    with pytest.raises(SystemExit) as exit:
+        launch("--help", schema=OptimizerConfig, name="bare")
+    assert exit.value.code == 0
+    title, *keys = capsys.readouterr().out.split("\n\n")
+    assert title == "Keys and their defaults; write key=value"
+    assert yaml.safe_load("".join(keys)) == asdict(OptimizerConfig())
+
+
 def test_another_primary_config_can_be_named(launch, complaint):
     assert complaint("-cn", "nowhere").startswith("Cannot find primary config 'nowhere'")
     assert launch("--config-name=config", "seed=1")[0].seed == 1

@@ -9,6 +9,7 @@ import torch
 
 from bench import traffic
 from model.attention import LOG2E, TINY, AttentionConfig, BreakIt, attention, nothing_seen, online_softmax, tiles
+from model.failures import FAILURES
 from model.mask import EMPTY, PART, Mask
 from tests.test_attention import cat
 from tests.test_mask import looked
@@ -132,6 +133,10 @@ def test_what_the_triton_forward_keeps_for_its_backward():
         torch.ops.tilegpt.flash_forward(q, q, q, 0.125, None, 0, *nothing, 64, seed, 26, "", False)
     assert sorted(kept) == [seed.nbytes, 3 * 2**20, *[96 * 2**20] * 4]
     assert "96 MiB for each of the four, which are there anyway, and 3 MiB for lse" in GPU
+
+
+def test_the_last_table_has_a_line_for_each_failure():
+    assert sorted(row[1] for row in tables("taken out")) == sorted(f"`break_it={name}`" for name in FAILURES)
 
 
 def test_every_link_within_the_page_leads_somewhere():

@@ -2,14 +2,16 @@
 
 import json
 import math
+import os
 import re
+import signal
 
 import pytest
 import torch
 
 import breakit
 import train
-from model.attention import FAILURES
+from model.failures import FAILURES
 from model.probe import record
 from tests.reference import Case
 from tests.test_breakit import first_tiles_that_hide_all
@@ -236,6 +238,24 @@ def test_without_a_run_the_lab_trains_its_own_model(call, tmp_path, monkeypatch)
     assert "a fresh small model" in ended.out
     assert (tmp_path / "runs/breakit/no_scale.png").exists()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["breakit"]  # its own runs are gone
+
+
+def test_a_lab_that_is_interrupted_while_it_trains_says_that_nothing_is_kept(call, tmp_path, monkeypatch):
+    """train.py inside it said "saving after this step", into a folder that was then deleted."""
+
+    def interrupted(*step):
+        os.kill(os.getpid(), signal.SIGINT)
+        return 1e-3
+
+    monkeypatch.setattr(train, "learning_rate", interrupted)
+    monkeypatch.chdir(tmp_path)
+    ended = call(breakit, "failure=no_scale", "device=cpu")
+    assert ended.code == 128 + signal.SIGINT
+    assert ended.err.endswith(
+        "\nSIGINT: stopping after this step; once more leaves at once\n"
+        "stopped: table and pictures are made at the end, so nothing is kept\n"
+    )
+    assert list((tmp_path / "runs/breakit").iterdir()) == []
 
 
 def test_what_an_implementation_lacks_is_said_once(calls):

@@ -1,7 +1,7 @@
 """The instruments: gauges against their definitions, and planted faults found where they were planted."""
 
-import errno
 import math
+import resource
 from dataclasses import replace
 
 import pytest
@@ -291,14 +291,36 @@ def test_a_fault_that_was_kept_is_no_checkpoint_to_resume(met_nan, call, small, 
     ]
 
 
-def test_the_tile_is_named_even_where_the_batch_cannot_be_kept(call, small, tmp_path, monkeypatch):
-    def full(*arguments, **more):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_the_first_fault_of_a_run_outlives_those_of_its_resumptions(call, small, tmp_path, monkeypatch):
+    """Kept like checkpoints, it went when one came at an earlier step, and when its own step failed again."""
+    here = [*small, "probe.every=100", f"runs={tmp_path}"]
+    assert call(train, *here, "name=bad", "steps=4", "checkpoint_every=1", "keep_last=4").code == 0
+    run, of_first = tmp_path / "bad", []
+    for start, lr in ((4, 1e37), (1, 1e37), (4, 1e36), (2, 1e37), (3, 1e37)):  # NaN in the second step from there
+        resume = [f"resume={run}/checkpoints/step_{start:06d}", "steps=9", "checkpoint_every=100", "keep_last=2"]
+        assert call(train, *here, *resume, f"optimizer.lr={lr}").code == 1
+        of_first.append((run / "faults/step_000006/model.safetensors").read_bytes())
+    assert set(of_first) == {of_first[0]}
+    assert [path.name for path in checkpoint.all_checkpoints(run / "faults")] == ["step_000006"]
+    assert [path.name for path in checkpoint.all_checkpoints(run / "faults/later")] == ["step_000004", "step_000005"]
 
-    monkeypatch.setattr(checkpoint, "save", full)
-    ended = call(train, *small, *BAD, f"runs={tmp_path}")
-    assert "probe: layer 0, head 0, query tile 0" in ended.out
-    assert "No space left on device" in ended.err
+
+def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, small, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the write past it fails as on a full disk
+    try:
+        ended = call(train, *small, *BAD, f"runs={tmp_path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ended.code == 1
+    place, lost = ended.out.splitlines()[-2:]
+    assert "probe: layer 0, head 0, query tile 0" in place
+    (faults,) = tmp_path.glob("*/faults")
+    assert lost == (
+        f"  its batch and weights are lost: {faults} cannot be written (File too large); "
+        "free some space, and the run, resumed or begun again, meets it"
+    )
+    assert list(faults.iterdir()) == []
 
 
 def test_a_negative_interval_is_refused_in_one_line(call, small):

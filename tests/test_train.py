@@ -198,7 +198,7 @@ def signalled(start, small, tmp_path_factory):
     ended = {}
     for number, process in started.items():
         out, err = process.communicate(timeout=120)
-        assert f"{number.name}: saving after this step" in err
+        assert f"{number.name}: stopping after this step" in err
         ended[number] = (process.returncode, out, runs / number.name)
     return ended
 

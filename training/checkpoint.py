@@ -38,6 +38,10 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from model.attention import AttentionConfig, BreakIt, resolve
+from model.gpt import GPT, GPTConfig
+from training import config
+
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
 NAMED = 5  # runs at most that a message lists
@@ -57,6 +61,16 @@ class Checkpoint:
     def optimizer(self) -> dict[str, Tensor]:
         """What `save` was given as optimizer, on the CPU. Raises ValueError as `load` does when the file is damaged."""
         return safetensors.torch.load(_read(self.path, ["optimizer.safetensors"])["optimizer.safetensors"])
+
+    def network(self, attention: AttentionConfig, device: torch.device) -> GPT:
+        """The model itself, on `device`, as broken as it was trained. attention: what the caller has made of
+        state["config"]["attention"]. Raises ValueError as resolve() does, where that cannot run."""
+        trained = self.state["config"]
+        break_it = config.from_dict(BreakIt, trained["break_it"])
+        attention = resolve(attention, device.type, break_it)
+        network = GPT(config.from_dict(GPTConfig, trained["model"]), attention, break_it)
+        network.load_state_dict(self.model)
+        return network.to(device)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--co
 VALUED |= {"-i", "--info", "--experimental-rerun"}
 
 RESUMED = "resumed"  # the primary configuration that a checkpoint's is composed as
+HELP = "Keys and their defaults; write key=value\n\n$CONFIG"  # of a script without groups
 
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
 
@@ -129,6 +130,9 @@ def compose(
     sweep = "-m" in flags or "--multirun" in flags
     if not {"-sc", "--shell-completion"} & set(flags):  # its install=bash is a command, not a key
         overrides = [check_override(override, known, groups, sweep) for override in overrides]
+
+    if not groups and {"-h", "--help"} & set(flags):  # Hydra lists all that lie in conf/, which are another script's
+        overrides.append(f"hydra.help.template={quote(HELP)}")
 
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=declared(schema))
@@ -313,6 +317,9 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
             return f"{error.override}: Hydra cannot read the value ({reason}); quote it: key='\"...\"'"
         case _, ConfigKeyError():
             return where + unknown(key, known)
+        case _, ValidationError() if is_dataclass(hint := known.get(key)):
+            meant = f"{key}.{fields(hint)[0].name}={cause.value or 'VALUE'}"
+            return f"{where}{key}={cause.value}: {key} has keys of its own; {did_you_mean([meant])}"
         case _, ValidationError() if hint := known.get(re.sub(r"\[\d+\]$", "", key)):
             wanted = hint.__name__ if isinstance(hint, type) else str(hint)
             return f"{where}{key}={cause.value}: not of the type that is wanted here, {wanted}"

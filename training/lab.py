@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import (
-    FAILURES,
     INF,
     LACKS,
     LOG2E,
@@ -40,6 +39,7 @@ from model.attention import (
     tiles,
     triton_refusal,
 )
+from model.failures import FAILURES
 from model.probe import Call, Gauges, first_bad, gauges, worst
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
