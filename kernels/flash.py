@@ -292,9 +292,10 @@ def forward(
         "RESCALE_OUTPUT": "rescale_output" not in without,
         "WIDE_OUTPUT": "wide_output" not in without or q.dtype == torch.float32,
         "GUARD": guard,
-        # not with alibi: the first keys, far away, then say nothing of the rest
-        "TRUST_MAX": is_hopper(q.device) and q.dtype == torch.bfloat16 and slopes is None and not without,
     }
+    # Not with alibi: without a causal mask the tiles that are asked may be the farthest away.
+    trust = is_hopper(q.device) and q.dtype == torch.bfloat16 and slopes is None
+    switches["TRUST_MAX"] = trust and all(switches.values()) and mask.local_m is None
 
     def launch(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
@@ -743,7 +744,8 @@ def loop_over(where, PART: tl.constexpr):
 
 @triton.constexpr_function
 def stages(PART, BLOCK_D):
-    """A third stage where tiles are few would cost registers everywhere; where heads are wide there is no second."""
+    """The tiles that the mask cuts are few, and a third stage for them would cost registers everywhere. Heads of 256
+    keep what their tables say, two or one."""
     return 2 if PART and BLOCK_D < 256 else None
 
 
@@ -840,7 +842,8 @@ def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dr
                WIDE_OUTPUT: tl.constexpr, TRUST_MAX: tl.constexpr):  # fmt: skip
     """Steps 1 to 5 for a tile of queries. TRUST_MAX: the whole tiles from `asked` on are not asked for their maximum;
     what is subtracted there is the m of those before, and nothing is rescaled. They come last: a rescaling after them
-    would be lost where alpha is below 2**-126, which exp2 makes 0, and l may be 2**127 by then."""
+    would be lost where alpha is below 2**-126, which exp2 makes 0, and l may be 2**127 by then. Without it the order is
+    that of tiled, which broken kernels are compared with."""
     acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
     if TRUST_MAX:
         start, stop = loop_over(where, True)
@@ -865,7 +868,7 @@ def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dr
 
 @triton.jit
 def overflowed(acc, l):
-    """Was m too small for some score? By 2**127, since weights are bfloat16."""
+    """Was m too small for some score? By 128, in base 2."""
     finite = (tl.abs(acc) < float("inf")) & (l < float("inf"))[:, None]  # NaN is not
     return tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0
 
@@ -884,16 +887,16 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     where = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
-    # Any m that keeps exp2 in range gives the same o. So one whole tile is asked for it; where a weight then passes
-    # 2**127, bfloat16's limit, all is done again, asking every tile.
+    # Any m that keeps exp2 in range gives the same o. So the tiles that the mask cuts and one whole tile are asked for
+    # it; where a weight then passes what bfloat16 has, nearly 2**128, all is done again, asking every tile.
     if TRUST_MAX:
-        acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
+        acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)  # Triton wants what a loop carries defined before it
         asked = tl.minimum(where[1] + 1, where[2])
         again = True
         while again:
             acc, m, l = every_tile(
                 q_i, k, v, b, h, h // G, row0, asked, where, visits, mask, bend, dropout, H, BLOCK_M, BLOCK_N, BLOCK_D,
-                PRECISION, START, True, True, True, True, True)  # fmt: skip
+                PRECISION, START, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT, True)  # fmt: skip
             again = (asked < where[2]) & overflowed(acc, l)
             asked = where[2]
     else:

@@ -154,7 +154,7 @@ def test_a_weight_that_only_rounding_makes_infinite_is_noticed(tiles):
     q[..., 0], k[..., 70, 0], v[:] = 1, 1, 1
     v[..., 70, :] = 0
     o = attention(q, k, v, TRITON, softmax_scale=127.9985 * math.log(2))
-    assert (o[..., 70:, :] < 1e-30).all()  # NaN is not
+    assert o.isfinite().all()
 
 
 def test_what_was_weighed_against_a_trusted_maximum_outlives_a_larger_one_on_the_diagonal(tiles):
@@ -496,9 +496,11 @@ def test_a_local_mask_is_the_forwards_in_other_tiles_of_the_backward(tiles):
     assert_within_budget(found, of_tiled, tiled_in_float64(inputs, case, broken))
 
 
-def test_a_stale_seed_leaves_the_forward_alone_and_spoils_its_gradients_as_in_tiled():
-    case = Case(100, B=1, H=1, D=16, dropout_p=0.3)
-    inputs, broken = case.inputs(torch.float32), BreakIt(same_seed=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stale_seed_leaves_the_forward_alone_and_spoils_its_gradients_as_in_tiled(dtype, tiles):
+    tiles(32, 32)
+    case = Case(130, B=1, H=1, D=16, dropout_p=0.3)
+    inputs, broken = case.inputs(dtype), BreakIt(same_seed=False)
     found, whole = run(inputs, case, TRITON, break_it=broken), run(inputs, case, TRITON)
     assert torch.equal(found["o"], whole["o"])
     assert not torch.equal(found["dv"], whole["dv"])

@@ -47,7 +47,7 @@ def calls(runs):
 def measured(calls):
     """The rows of every failure, implementation and dtype; and the views."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lab, "BF16_INTERPRETED", True)
+        patch.setattr(lab, "MENDED", True)
         return lab.measure(calls, ["none", *FAILURES], lab.available(CPU))
 
 
