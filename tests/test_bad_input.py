@@ -182,6 +182,8 @@ def refused_training(refused, there):
     model=nano=gpt2             model=nano=gpt2: there is no such model
     attention=flash             attention=flash: there is no such attention
     attention=Naive             did you mean attention=naive?
+    attention=[naive,tiled]     one attention is used, not a list; write attention=NAME, or -m attention=NAME,NAME
+    attention=[1]               one attention is used, not a list
     tokenizer=gtp2              did you mean tokenizer=gpt2?
     data=file.txt               did you mean data=text?
     data=web                    data=web: there is no such data, only bin, fineweb, pystdlib, shakespeare, text

@@ -227,8 +227,10 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
         raise ValueError(f"{override}: {unknown(key, known)}")
     if not equals:
         raise ValueError(f"{override}: options are written key=value; {did_you_mean([f'{key}=VALUE'])}")
+    if key in groups and value.startswith("["):  # which Hydra would merge, the last one winning
+        raise ValueError(f"{override}: one {key} is used, not a list; write {key}=NAME, or -m {key}=NAME,NAME for each")
     types = members(known[key])
-    text = str in types or (key in groups and not value.startswith(("[", "{")))
+    text = str in types or (key in groups and not value.startswith("{"))
     if text and not sweep and not QUOTED.fullmatch(value) and (value != "null" or type(None) not in types):
         value = quote(value)
     return f"{key}={value}"
