@@ -259,7 +259,7 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
         # Static shapes are its fastest, and a compilation each. After eight of them torch would run it uncompiled, with
         # a table of T x T; reset() begins the count anew. A donated buffer is one that the backward writes over, which
         # a backward that is timed over and over cannot have.
-        # Compiled in this process: sixteen others that wake up meanwhile would take cores from what starts the kernels.
+        # Compiled in this process: a pool of others that wake up meanwhile would take cores from what starts kernels.
         torch._dynamo.reset()
         functorch.donated_buffer = False
         inductor.compile_threads = 1

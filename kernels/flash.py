@@ -745,7 +745,7 @@ def loop_over(where, PART: tl.constexpr):
 @triton.constexpr_function
 def stages(PART, BLOCK_D):
     """The tiles that the mask cuts are few, and a third stage for them would cost registers everywhere. Heads of 256
-    keep what their tables say, two or one."""
+    keep what their tables say, two or one; float32, which has one, gets its second here."""
     return 2 if PART and BLOCK_D < 256 else None
 
 
@@ -842,8 +842,8 @@ def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dr
                WIDE_OUTPUT: tl.constexpr, TRUST_MAX: tl.constexpr):  # fmt: skip
     """Steps 1 to 5 for a tile of queries. TRUST_MAX: the whole tiles from `asked` on are not asked for their maximum;
     what is subtracted there is the m of those before, and nothing is rescaled. They come last: a rescaling after them
-    would be lost where alpha is below 2**-126, which exp2 makes 0, and l may be 2**127 by then. Without it the order is
-    that of tiled, which broken kernels are compared with."""
+    would be lost where alpha is below 2**-126, which exp2 makes 0, and l may be 2**127 by then. Without it whole tiles
+    come first, as they do in tiled under a causal mask: broken kernels are compared with it."""
     acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
     if TRUST_MAX:
         start, stop = loop_over(where, True)
