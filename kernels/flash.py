@@ -618,8 +618,15 @@ def online_softmax(s, factor, m, l, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.
     m_new = tl.maximum(m, tl.max(s, 1) * factor) if SUBTRACT_MAX else m
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
-    l = (l * alpha if RESCALE_SUM else l) + tl.sum(p, 1)
+    l = (l * alpha[:, None] if RESCALE_SUM else l) + eighths(p)
     return p, m_new, l, alpha
+
+
+@triton.jit
+def eighths(p):
+    """The sum of a row in eight parts, of columns 0, 8, 16, ..., of 1, 9, 17, ... and so on: each of the four threads
+    that have a row of a product between them has two. What is left is added once, after the last tile."""
+    return tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
 
 
 @triton.jit
@@ -797,12 +804,13 @@ def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H,
-                  PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                  PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr,
-                  RESCALE_OUTPUT: tl.constexpr, WIDE_OUTPUT: tl.constexpr):  # fmt: skip
+def forward_tiles(seen, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H,
+                  PART: tl.constexpr, TRUSTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, SUBTRACT_MAX: tl.constexpr,
+                  RESCALE_SUM: tl.constexpr, RESCALE_OUTPUT: tl.constexpr, WIDE_OUTPUT: tl.constexpr):  # fmt: skip
     row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     i = row0 + row
+    acc, m, l, most = seen
     ahead = read_list(start, stop, where, visits)
     for t in tl.range(start, stop, num_stages=stages(PART, BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, visits, PART)
@@ -817,6 +825,8 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, vi
         if PART:
             s = tl.where(visible(mask, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, SUBTRACT_MAX, RESCALE_SUM)  # 3
+        if TRUSTED:
+            most = tl.maximum(most, eighths(p))
         p = dropped(p, b * H + h, row0, column0, row, column, dropout)  # 4
         if RESCALE_OUTPUT:
             acc = acc * alpha[:, None]
@@ -825,14 +835,14 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, vi
             acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=PRECISION)  # 5
         else:
             acc += tl.dot(p.to(v_j.dtype), v_j, input_precision=PRECISION).to(v_j.dtype).to(tl.float32)
-    return acc, m, l
+    return acc, m, l, most
 
 
 @triton.jit
 def nothing_seen(START: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """acc, m and l before the first tile."""
-    acc, l = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    return acc, tl.full([BLOCK_M], START, tl.float32), l
+    """acc, m, l in eighths and, of the trusted tiles, the largest eighth of one, before the first tile."""
+    zeros = tl.zeros([BLOCK_M, 8], tl.float32)
+    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.full([BLOCK_M], START, tl.float32), zeros, zeros
 
 
 @triton.jit
@@ -844,33 +854,35 @@ def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dr
     what is subtracted there is the m of those before, and nothing is rescaled. They come last: a rescaling after them
     would be lost where alpha is below 2**-126, which exp2 makes 0, and l may be 2**127 by then. Without it whole tiles
     come first, as they do in tiled under a causal mask: broken kernels are compared with it."""
-    acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)
+    seen = nothing_seen(START, BLOCK_M, BLOCK_D)
     if TRUST_MAX:
         start, stop = loop_over(where, True)
-        acc, m, l = forward_tiles(
-            acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True,
+        seen = forward_tiles(
+            seen, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True, False,
             BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
     start, stop = loop_over(where, False)
-    acc, m, l = forward_tiles(
-        acc, m, l, q_i, k, v, b, h, h_kv, row0, start, asked, where, visits, mask, bend, dropout, H, False,
+    seen = forward_tiles(
+        seen, q_i, k, v, b, h, h_kv, row0, start, asked, where, visits, mask, bend, dropout, H, False, False,
         BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
     if TRUST_MAX:
-        acc, m, l = forward_tiles(
-            acc, m, l, q_i, k, v, b, h, h_kv, row0, asked, stop, where, visits, mask, bend, dropout, H, False,
+        seen = forward_tiles(
+            seen, q_i, k, v, b, h, h_kv, row0, asked, stop, where, visits, mask, bend, dropout, H, False, True,
             BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, False, False, False, WIDE_OUTPUT)  # fmt: skip
     else:
         start, stop = loop_over(where, True)
-        acc, m, l = forward_tiles(
-            acc, m, l, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True,
+        seen = forward_tiles(
+            seen, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits, mask, bend, dropout, H, True, False,
             BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT)  # fmt: skip
-    return acc, m, l
+    return seen
 
 
 @triton.jit
-def overflowed(acc, l):
-    """Was m too small for some score? By 128, in base 2."""
-    finite = (tl.abs(acc) < float("inf")) & (l < float("inf"))[:, None]  # NaN is not
-    return tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0
+def in_vain(acc, l, most):
+    """Was m trusted in vain? Where a score was 128 above it, in base 2, there is inf or NaN. And where, of the trusted
+    tiles, one score has all of a row but 1 / 256, its weight should be exactly 1, as it is where m is asked for."""
+    l = tl.sum(l, 1)
+    right = (tl.abs(acc) < float("inf")) & ((l < float("inf")) & (tl.max(most, 1) < l * (255 / 256)))[:, None]
+    return tl.min(tl.min(right.to(tl.int32), 1), 0) == 0
 
 
 @triton.jit
@@ -887,23 +899,27 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
     where = key_tiles(mask, visits, b, tile, BLOCK_M, BLOCK_N)
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
-    # Any m that keeps exp2 in range gives the same o. So the tiles that the mask cuts and one whole tile are asked for
-    # it; where a weight then passes what bfloat16 has, nearly 2**128, all is done again, asking every tile.
+    # Any m that keeps exp2 in range gives the same o. So the tiles that the mask cuts and two whole ones, the first and
+    # the last, are asked for it, and where the others were trusted in vain all is done again, asking every tile.
     if TRUST_MAX:
-        acc, m, l = nothing_seen(START, BLOCK_M, BLOCK_D)  # Triton wants what a loop carries defined before it
+        seen = nothing_seen(START, BLOCK_M, BLOCK_D)  # Triton wants what a loop carries defined before it
+        if visits.tiles is None:
+            where = where[0], where[1], tl.maximum(where[1], where[2] - 1), where[3], where[4]
         asked = tl.minimum(where[1] + 1, where[2])
         again = True
         while again:
-            acc, m, l = every_tile(
+            seen = every_tile(
                 q_i, k, v, b, h, h // G, row0, asked, where, visits, mask, bend, dropout, H, BLOCK_M, BLOCK_N, BLOCK_D,
                 PRECISION, START, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT, True)  # fmt: skip
-            again = (asked < where[2]) & overflowed(acc, l)
+            again = (asked < where[2]) & in_vain(seen[0], seen[2], seen[3])
             asked = where[2]
     else:
-        acc, m, l = every_tile(
+        seen = every_tile(
             q_i, k, v, b, h, h // G, row0, where[2], where, visits, mask, bend, dropout, H, BLOCK_M, BLOCK_N, BLOCK_D,
             PRECISION, START, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT, False)  # fmt: skip
 
+    acc, m, l, _ = seen
+    l = tl.sum(l, 1)
     # 6: a row that saw nothing has 0 / 1 = 0, and log 0 = -inf
     divisor = tl.where(l == 0, 1.0, l) if GUARD else l
     acc = acc * (keep_scale / divisor)[:, None]
