@@ -157,6 +157,31 @@ def test_a_weight_that_only_rounding_makes_infinite_is_noticed(tiles):
     assert o.isfinite().all()
 
 
+def test_a_weight_that_has_all_of_its_row_is_exactly_1(tiles):
+    """Against a trusted m it would be 2**24 * 1.0038, of which bfloat16 keeps 2**24 and the sum all."""
+    tiles(32, 32)
+    q, k, v = (torch.zeros(1, 1, 200, 16, dtype=torch.bfloat16) for _ in "qkv")
+    q[..., 0], k[..., 70, 0] = 1, 1
+    v.normal_(generator=torch.Generator().manual_seed(0))
+    o = attention(q, k, v, TRITON, softmax_scale=(24 + math.log2(1 + 0.98 / 256)) * math.log(2))
+    assert torch.equal(o[..., 70:, :], v[..., 70:71, :].expand(1, 1, 130, 16))
+
+
+@pytest.mark.parametrize("seen", [0, -1], ids=["first", "previous"])
+def test_heads_that_look_at_the_first_or_the_previous_key_are_not_done_twice(seen, tiles, monkeypatch):
+    """What heads with sharp maxima mostly do. They are right either way; twice would be slower than asking at once."""
+    tiles(32, 32)
+    q, k, v = (torch.randn(1, 1, 256, 256, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in "qkv")
+    k.copy_(torch.eye(256))
+    q.copy_(40 * (torch.eye(256).roll(-1, 1) if seen else torch.eye(256)[:1]))
+    asked_again = []
+    in_vain = flash.in_vain
+    monkeypatch.setattr(flash, "in_vain", lambda *x: asked_again.append(bool(in_vain(*x).handle.data)) or in_vain(*x))
+    attention(q, k, v, TRITON, softmax_scale=1.0)
+    assert asked_again
+    assert not any(asked_again)
+
+
 def test_what_was_weighed_against_a_trusted_maximum_outlives_a_larger_one_on_the_diagonal(tiles):
     """Scores of 0 to begin with, then one of 87, which is trusted, and in the last tile, which the mask cuts, one of
     87.5: rescaling by 2**-126.2 was by 0, and the first two thirds of the row, its score of 87 with it, were lost."""
