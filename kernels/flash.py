@@ -20,9 +20,9 @@ atomic additions. Scores are computed twice, seven products instead of five, but
 that a second run gives the same bits.
 
 What is special: s and m are in base 2 (log2(e) goes into the scale, exp2 is the instruction there is); tiles that the
-mask leaves whole run in a loop without a mask; in bfloat16, on Hopper, one of these is enough to learn a row's m from,
-and unless that overflows nobody asks the others (every_tile); the heaviest tiles of a head start first; from Hopper on
-the hardware loads tiles by itself, strides, edges and all, through tensor descriptors.
+mask leaves whole run in a loop without a mask; in bfloat16, on Hopper, two of these are enough to learn a row's m from,
+and as long as in_vain finds nothing wrong nobody asks the others (every_tile); the heaviest tiles of a head start
+first; from Hopper on the hardware loads tiles by itself, strides, edges and all, through tensor descriptors.
 """
 
 import math
