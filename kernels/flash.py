@@ -205,8 +205,8 @@ MEASURED = {
     ("dkdv", 128, False): Tiles(64, 64, 4, 2),
     ("dkdv", 128, True): Tiles(64, 64, 4, 2),
     # not measured: those that compile with the fewest spills
-    ("forward", 256, False): Tiles(128, 64, 8, 2),
-    ("forward", 256, True): Tiles(128, 64, 8, 2),
+    ("forward", 256, False): Tiles(64, 64, 8, 2),
+    ("forward", 256, True): Tiles(64, 64, 8, 2),
     ("dq", 256, False): Tiles(64, 32, 8, 2),
     ("dq", 256, True): Tiles(64, 32, 8, 2),
     ("dkdv", 256, False): Tiles(32, 64, 8, 1),

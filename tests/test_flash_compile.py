@@ -120,7 +120,7 @@ def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
     never = source
     for with_switch, without in (
         (" if SUBTRACT_MAX else m", ""),
-        ("(l * alpha if RESCALE_SUM else l)", "l * alpha"),
+        ("(l * alpha[:, None] if RESCALE_SUM else l)", "l * alpha[:, None]"),
         ("        if RESCALE_OUTPUT:\n            acc = acc", "        acc = acc"),
     ):
         assert never.count(with_switch) == 1
