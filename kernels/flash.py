@@ -20,9 +20,9 @@ atomic additions. Scores are computed twice, seven products instead of five, but
 that a second run gives the same bits.
 
 What is special: s and m are in base 2 (log2(e) goes into the scale, exp2 is the instruction there is); tiles that the
-mask leaves whole run in a loop without a mask; in bfloat16, on Hopper, two of these are enough to learn a row's m from,
-and as long as in_vain finds nothing wrong nobody asks the others (every_tile); the heaviest tiles of a head start
-first; from Hopper on the hardware loads tiles by itself, strides, edges and all, through tensor descriptors.
+mask leaves whole run in a loop without a mask; in bfloat16, on Hopper, a row's m is learnt from few tiles, and as long
+as in_vain finds nothing wrong nobody asks the others (every_tile); the heaviest tiles of a head start first; from
+Hopper on the hardware loads tiles by itself, strides, edges and all, through tensor descriptors.
 """
 
 import math
@@ -190,7 +190,7 @@ class Tiles(NamedTuple):
 
 
 # (kernel, BLOCK_D up to, dropout) -> the tiles that were the fastest for 16-bit numbers on an H200 (LOG.md). The mask
-# takes registers from the products: with dropout the tiles of the forward are smaller.
+# takes registers from the products: with dropout the tiles of the forward are smaller, up to heads of 128.
 MEASURED = {
     ("forward", 64, False): Tiles(128, 64, 8, 3, 128),
     ("forward", 64, True): Tiles(64, 64, 4, 3),
@@ -213,7 +213,7 @@ MEASURED = {
     ("dkdv", 256, True): Tiles(32, 64, 8, 1),
 }
 # (kernel, BLOCK_D up to) -> not measured either, for GPUs where a program has less shared memory than 160 KiB (sm_86,
-# sm_89, sm_120) and, before Hopper, for heads of 256, which would spill.
+# sm_89, sm_120) and, before Hopper, for the forward of heads of 256, which would spill.
 LEAN = {
     ("forward", 64): Tiles(64, 64, 4, 2),
     ("forward", 128): Tiles(64, 64, 4, 2),
@@ -240,7 +240,8 @@ def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
     BLOCK_D = max(64, block_d(q.shape[3]))
     if q.dtype == torch.float32:
         return FLOAT32
-    if shared_memory(q.device) < ROOMY or (BLOCK_D == 256 and not has_descriptors(q.device)):
+    spills = kernel == "forward" and BLOCK_D == 256 and not has_descriptors(q.device)
+    if shared_memory(q.device) < ROOMY or spills:
         return LEAN[kernel, BLOCK_D]
     tile = MEASURED[kernel, BLOCK_D, dropout]
     return tile if is_hopper(q.device) else tile._replace(maxnreg=None)
@@ -614,18 +615,18 @@ def dropped(p, n, row0, column0, i, j, dropout):
 
 @triton.jit
 def online_softmax(s, factor, m, l, SUBTRACT_MAX: tl.constexpr, RESCALE_SUM: tl.constexpr):
-    """Step 3 for one more tile: p, and the new m, l and alpha. factor brings s into base 2, in passing."""
+    """Step 3 for one more tile: p, and the new m, l (in eighths) and alpha. factor brings s into base 2, in passing."""
     m_new = tl.maximum(m, tl.max(s, 1) * factor) if SUBTRACT_MAX else m
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
-    l = (l * alpha[:, None] if RESCALE_SUM else l) + eighths(p)
+    l = (l * alpha[:, None] if RESCALE_SUM else l) + eighths(p)  # (BLOCK_M, 8)
     return p, m_new, l, alpha
 
 
 @triton.jit
 def eighths(p):
-    """The sum of a row in eight parts, of columns 0, 8, 16, ..., of 1, 9, 17, ... and so on: each of the four threads
-    that have a row of a product between them has two. What is left is added once, after the last tile."""
+    """The sum of each row in eight parts, of columns 0, 8, 16, ..., of 1, 9, 17, ... and so on: each of the four
+    threads that have a row of a product between them has two. They are added up once, after the last tile."""
     return tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
 
 
@@ -840,7 +841,7 @@ def forward_tiles(seen, q_i, k, v, b, h, h_kv, row0, start, stop, where, visits,
 
 @triton.jit
 def nothing_seen(START: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """acc, m, l in eighths and, of the trusted tiles, the largest eighth of one, before the first tile."""
+    """acc, m, l in eighths and most, before the first tile. most: each eighth's largest sum in one trusted tile."""
     zeros = tl.zeros([BLOCK_M, 8], tl.float32)
     return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.full([BLOCK_M], START, tl.float32), zeros, zeros
 
@@ -878,8 +879,9 @@ def every_tile(q_i, k, v, b, h, h_kv, row0, asked, where, visits, mask, bend, dr
 
 @triton.jit
 def in_vain(acc, l, most):
-    """Was m trusted in vain? Where a score was 128 above it, in base 2, there is inf or NaN. And where, of the trusted
-    tiles, one score has all of a row but 1 / 256, its weight should be exactly 1, as it is where m is asked for."""
+    """Was m trusted in vain? Where a score was 128 above it, in base 2, there is inf or NaN. And where eight columns of
+    a trusted tile have all of a row but 1 / 256 there may be a single weight that should be exactly 1, as it is where m
+    is asked for; what it is rounded by would be all the error, in o and more so in dp - delta."""
     l = tl.sum(l, 1)
     right = (tl.abs(acc) < float("inf")) & ((l < float("inf")) & (tl.max(most, 1) < l * (255 / 256)))[:, None]
     return tl.min(tl.min(right.to(tl.int32), 1), 0) == 0
@@ -900,7 +902,8 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
 
     q_i = load(q, b, h, row0, BLOCK_M, BLOCK_D)
     # Any m that keeps exp2 in range gives the same o. So the tiles that the mask cuts and two whole ones, the first and
-    # the last, are asked for it, and where the others were trusted in vain all is done again, asking every tile.
+    # the last, are asked for it, and where the others were trusted in vain all is done again, asking every tile. The
+    # last one goes with those that the mask cuts. (In a list of tiles it is not beside them, and stays where it is.)
     if TRUST_MAX:
         seen = nothing_seen(START, BLOCK_M, BLOCK_D)  # Triton wants what a loop carries defined before it
         if visits.tiles is None:
@@ -911,7 +914,8 @@ def forward_kernel(q, k, v, o, lse, lse2, mask, bend, dropout, visits, keep_scal
             seen = every_tile(
                 q_i, k, v, b, h, h // G, row0, asked, where, visits, mask, bend, dropout, H, BLOCK_M, BLOCK_N, BLOCK_D,
                 PRECISION, START, SUBTRACT_MAX, RESCALE_SUM, RESCALE_OUTPUT, WIDE_OUTPUT, True)  # fmt: skip
-            again = (asked < where[2]) & in_vain(seen[0], seen[2], seen[3])
+            acc, m, l, most = seen
+            again = (asked < where[2]) & in_vain(acc, l, most)
             asked = where[2]
     else:
         seen = every_tile(
