@@ -204,7 +204,7 @@ MEASURED = {
     ("dkdv", 64, True): Tiles(64, 64, 4, 3),
     ("dkdv", 128, False): Tiles(64, 64, 4, 2),
     ("dkdv", 128, True): Tiles(64, 64, 4, 2),
-    # the forward's were the fastest of four; the others not measured: those that compile with the fewest spills
+    # the forward's were the fastest that were tried; the others not measured: those that spill the least
     ("forward", 256, False): Tiles(128, 64, 8, 2),
     ("forward", 256, True): Tiles(128, 64, 8, 2),
     ("dq", 256, False): Tiles(64, 32, 8, 2),
