@@ -222,7 +222,7 @@ def test_parameter_counts_of_the_presets():
     assert 100e6 < sizes["modern-124m"] < 130e6
 
 
-# --- against Hugging Face's models, where transformers is installed --------------------------------------------------
+# --- against Hugging Face's models -----------------------------------------------------------------------------------
 
 
 def load_from_gpt2(model: GPT, theirs) -> None:
@@ -277,7 +277,8 @@ def assert_same_logits(ours: GPT, theirs: torch.nn.Module) -> None:
 
 
 def test_the_gpt2_family_is_gpt2():
-    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
+    import transformers  # here, because it takes two seconds
+
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     ).double().eval()  # fmt: skip
@@ -287,7 +288,8 @@ def test_the_gpt2_family_is_gpt2():
 
 
 def test_the_modern_family_is_llama():
-    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
+    import transformers
+
     ours = gpt(**MODERN, norm_eps=1e-6).eval()
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

@@ -277,6 +277,8 @@ def test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight(call,
     }
     assert torch.equal(weights[1], weights[len(skipped)])
     assert not torch.equal(weights[1], weights[len(skipped) + 1])
+    optimizer = checkpoint.load(checkpoint.last(tmp_path / "x/checkpoints")).optimizer()
+    assert optimizer["embedding.weight.step"] == 20 - len(skipped)  # what AdamW corrects its bias by
     assert "scale 2.68435e+08 | norm nan" in ended.out
 
 
