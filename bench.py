@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import model.attention
+from model import tiled
 from model.attention import AttentionConfig, attention, resolve
 from model.dropout import drop_threshold
 from training import config
@@ -524,7 +524,7 @@ def memory_picture(rows: list[dict], path: Path) -> Path:
 class Traffic(TorchDispatchMode):
     """Words that one forward moves between slow memory and chip.
 
-    tiled touches what has length T through load() and store() of model/attention.py and nowhere else, so those are
+    tiled touches what has length T through load() and store() of model/tiled.py and nowhere else, so those are
     counted (adding to a tile reads it too). naive has no tiles: each of its operations reads its inputs from slow
     memory and writes its result there; views move nothing.
     """
@@ -532,7 +532,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.words = 0
-        self.load, self.store = model.attention.load, model.attention.store
+        self.load, self.store = tiled.load, tiled.store
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -559,11 +559,11 @@ def traffic(impl: AttentionConfig, N: int, D: int) -> int:
             with counter:
                 attention(q, k, v, impl, causal=False)
         else:
-            model.attention.load, model.attention.store = counter.counted_load, counter.counted_store
+            tiled.load, tiled.store = counter.counted_load, counter.counted_store
             try:
                 attention(q, k, v, impl, causal=False)
             finally:
-                model.attention.load, model.attention.store = counter.load, counter.store
+                tiled.load, tiled.store = counter.load, counter.store
     return counter.words
 
 

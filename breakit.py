@@ -52,7 +52,7 @@ from data.loader import Dataset, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
-from model.failures import FAILURES
+from model.break_it import FAILURES
 from model.gpt import GPT
 from model.probe import find, gauges, record
 from model.story import ORDERS, STORY_FAILURES, THE_CAT, Tile, sentence, story, switches
@@ -72,7 +72,7 @@ class Config:
     trace: bool = False  # tell one row's story, instead of the lab
     explorer: bool = False  # make the page, instead of the lab
     replay: str | None = None  # show this fault again, instead of the lab
-    failure: str | None = None  # of FAILURES in model/failures.py; None: all in the lab, none in a trace
+    failure: str | None = None  # of FAILURES in model/break_it.py; None: all in the lab, none in a trace
     steps: int = 100  # lab: of each short training
     seed: int = 1337  # lab: of all trainings
     device: str = "auto"  # lab, replay

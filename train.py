@@ -30,7 +30,8 @@ import torch
 from data.loader import Loader, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
-from model.attention import AttentionConfig, BreakIt, resolve
+from model.attention import AttentionConfig, resolve
+from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from model.probe import ProbeConfig, find, reading, record

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import UNBROKEN, AttentionConfig, BreakIt, attention
+from model.attention import AttentionConfig, attention
+from model.break_it import UNBROKEN, BreakIt
 from model.loss import next_token_loss
 
 

@@ -10,87 +10,108 @@ aligns them), and every rule compares that position with the key's column. A key
     documents    both in the same document (several texts packed into one sequence)
     blocks       the block of block_size x block_size elements that holds the pair is not switched off
 
-Two questions are asked of it. naive asks visible() once, for everything; tiled asks look() of every tile, computes
-nothing where the answer is EMPTY, and asks visible() only where it is PART.
+The rules are fields of a Problem (kernels/problem.py). naive calls visible() once, for everything. tiled walks over the
+tiles of a Tiling, which leaves out those that are EMPTY, and calls visible() only for those that are PART.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from kernels.problem import Problem
 
 EMPTY, PART, WHOLE = 0, 1, 2  # what look() says of a tile: nothing in it is seen, some of it, all of it
 
 
-@dataclass
-class Mask:
-    """documents: (B, T) of the rows and (B, T_k) of the keys, integers. blocks: bool, one element a block.
-    positions: (T,) int64, only where documents have other lengths as queries than as keys (see packed())."""
+def position(problem: Problem, rows: range, device: torch.device) -> Tensor:
+    """Where the rows stand among the keys, int64 (R,)."""
+    if problem.positions is not None:
+        return problem.positions[rows.start : rows.stop]
+    return torch.arange(rows.start, rows.stop, device=device) + (problem.T_k - problem.T)
 
-    T: int
-    T_k: int
-    causal: bool = True
-    window: int | None = None
-    documents: tuple[Tensor, Tensor] | None = None
-    blocks: Tensor | None = None
-    block_size: int = 64
-    positions: Tensor | None = None
-    local: bool = False  # causal, as break_it.global_mask=False has it: row and column each counted within their tile
-    edges: dict[tuple[str, int], list] = field(default_factory=dict)  # read_edges()
-    blocks_here: np.ndarray | None = None  # blocks, on the host
 
-    def position(self, rows: range, device: torch.device) -> Tensor:
-        """Where the rows stand among the keys, int64 (R,)."""
-        if self.positions is not None:
-            return self.positions[rows.start : rows.stop]
-        return torch.arange(rows.start, rows.stop, device=device) + (self.T_k - self.T)
+def visible(problem: Problem, rows: range, columns: range, device: torch.device) -> Tensor:
+    """May each row see each column? bool (1, R, S), or (B, R, S) with documents."""
+    i = position(problem, rows, device)[:, None]
+    j = torch.arange(columns.start, columns.stop, device=device)
+    seen = torch.ones(len(rows), len(columns), dtype=torch.bool, device=device)
+    if problem.causal and "global_mask" in problem.without:  # row and column each counted within their tile
+        seen &= j - columns.start <= i - i[0]
+    elif problem.causal:
+        seen = j <= i
+    if problem.window is not None:
+        seen &= (j > i - problem.window) & (j < i + problem.window)
+    if problem.blocks is not None:  # a row before the first key (T > T_k) stands in the first block
+        seen &= problem.blocks[i.clamp(min=0) // problem.block_size, j // problem.block_size]
+    seen = seen.unsqueeze(0)
+    if problem.documents_q is not None:
+        of_rows = problem.documents_q[:, rows.start : rows.stop]
+        of_keys = problem.documents_k[:, columns.start : columns.stop]
+        seen = seen & (of_rows[:, :, None] == of_keys[:, None, :])
+    return seen
 
-    def visible(self, rows: range, columns: range, device: torch.device) -> Tensor:
-        """May each row see each column? bool (1, R, S), or (B, R, S) with documents."""
-        i = self.position(rows, device)[:, None]
-        j = torch.arange(columns.start, columns.stop, device=device)
-        seen = j <= i if self.causal else torch.ones(len(rows), len(columns), dtype=torch.bool, device=device)
-        if self.local:
-            seen &= j - columns.start <= i - i[0]
-        if self.window is not None:
-            seen &= (j > i - self.window) & (j < i + self.window)
-        if self.blocks is not None:  # a row before the first key (T > T_k) stands in the first block
-            seen &= self.blocks[i.clamp(min=0) // self.block_size, j // self.block_size]
-        seen = seen.unsqueeze(0)
-        if self.documents is not None:
-            of_rows, of_keys = (x[:, t.start : t.stop] for x, t in zip(self.documents, (rows, columns), strict=True))
-            seen = seen & (of_rows[:, :, None] == of_keys[:, None, :])
-        return seen
 
-    def distance(self, rows: range, columns: range, device: torch.device) -> Tensor:
-        """|position - column|, int64 (R, S)."""
-        return (self.position(rows, device)[:, None] - torch.arange(columns.start, columns.stop, device=device)).abs()
+def distance(problem: Problem, rows: range, columns: range, device: torch.device) -> Tensor:
+    """|position - column|, int64 (R, S)."""
+    j = torch.arange(columns.start, columns.stop, device=device)
+    return (position(problem, rows, device)[:, None] - j).abs()
 
-    def columns_for(self, rows: range, column_tiles: list[range]) -> Iterator[tuple[range, int]]:
+
+class Tile(NamedTuple):
+    """A tile of scores: some rows against some columns. seen: PART or WHOLE."""
+
+    rows: range
+    columns: range
+    seen: int
+
+
+class Tiling:
+    """A problem cut into tiles of block_m rows and block_n columns, and which of them have to be computed."""
+
+    def __init__(self, problem: Problem, block_m: int, block_n: int):
+        self.problem = problem
+        self.row_tiles, self.column_tiles = tiles(problem.T, block_m), tiles(problem.T_k, block_n)
+        # The mask as rules of position and column. local_mask breaks it: then no tile is left out, and none is whole.
+        self.local = problem.causal and "global_mask" in problem.without
+        self.causal = problem.causal and not self.local
+        self.blocks = None if problem.blocks is None else problem.blocks.cpu().numpy()
+        self.edges = self.read_edges()
+
+    def by_rows(self) -> Iterator[tuple[range, Iterator[Tile]]]:
+        """Queries outside: each tile of rows, and the tiles of scores to compute for it."""
+        for rows in self.row_tiles:
+            yield rows, (Tile(rows, columns, seen) for columns, seen in self.columns_for(rows))
+
+    def by_columns(self) -> Iterator[tuple[range, Iterator[Tile]]]:
+        """Keys outside: each tile of columns, and the tiles of scores to compute for it."""
+        for columns in self.column_tiles:
+            yield columns, (Tile(rows, columns, seen) for rows, seen in self.rows_for(columns))
+
+    def columns_for(self, rows: range) -> Iterator[tuple[range, int]]:
         """The tiles of keys that a tile of rows has to visit, each with PART or WHOLE."""
         first, last = self.span(rows)
-        start, stop = 0, self.T_k
+        start, stop = 0, self.problem.T_k
         if self.causal:
             stop = min(stop, last + 1)
-        if self.window is not None:
-            start, stop = max(start, first - self.window + 1), min(stop, last + self.window)
-        for columns in within(column_tiles, start, stop):
+        if self.problem.window is not None:
+            start, stop = max(start, first - self.problem.window + 1), min(stop, last + self.problem.window)
+        for columns in overlapping(self.column_tiles, start, stop):
             if seen := self.look(rows, columns):
                 yield columns, seen
 
-    def rows_for(self, columns: range, row_tiles: list[range]) -> Iterator[tuple[range, int]]:
+    def rows_for(self, columns: range) -> Iterator[tuple[range, int]]:
         """The tiles of rows that have to visit a tile of keys, each with PART or WHOLE."""
-        start, stop = 0, self.T
-        if self.positions is None:  # those of a pack rise within a sequence only
-            offset = self.T_k - self.T
+        start, stop = 0, self.problem.T
+        if self.problem.positions is None:  # those of a pack rise within a sequence only
+            offset = self.problem.T_k - self.problem.T
             if self.causal:
                 start = max(start, columns[0] - offset)
-            if self.window is not None:
-                start = max(start, columns[0] - self.window + 1 - offset)
-                stop = min(stop, columns[-1] + self.window - offset)
-        for rows in within(row_tiles, start, stop):
+            if self.problem.window is not None:
+                start = max(start, columns[0] - self.problem.window + 1 - offset)
+                stop = min(stop, columns[-1] + self.problem.window - offset)
+        for rows in overlapping(self.row_tiles, start, stop):
             if seen := self.look(rows, columns):
                 yield rows, seen
 
@@ -103,23 +124,24 @@ class Mask:
         """
         first, last = self.span(rows)
         left, right = columns[0], columns[-1]
+        window = self.problem.window
         whole = not self.local
         if self.causal:
             if left > last:
                 return EMPTY
             whole &= right <= first
-        if self.window is not None:
-            if right <= first - self.window or left >= last + self.window:
+        if window is not None:
+            if right <= first - window or left >= last + window:
                 return EMPTY
-            whole &= last - left < self.window and right - first < self.window
-        if self.documents is not None:
+            whole &= last - left < window and right - first < window
+        if self.problem.documents_q is not None:
             pairs = list(zip(self.edges["rows", rows.start], self.edges["keys", columns.start], strict=True))
             if not any(low <= top and bottom <= high for (low, high), (bottom, top) in pairs):
                 return EMPTY
             whole &= all(low == high == bottom == top for (low, high), (bottom, top) in pairs)
         if self.blocks is not None:
-            n = self.block_size
-            under = self.blocks_here[max(first, 0) // n : max(last, 0) // n + 1, left // n : right // n + 1]
+            n = self.problem.block_size
+            under = self.blocks[max(first, 0) // n : max(last, 0) // n + 1, left // n : right // n + 1]
             if not under.any():
                 return EMPTY
             whole &= bool(under.all())
@@ -127,39 +149,40 @@ class Mask:
 
     def span(self, rows: range) -> tuple[int, int]:
         """Lowest and highest position of a tile of rows."""
-        if self.positions is not None:
+        if self.problem.positions is not None:
             return self.edges["positions", rows.start][0]
-        return rows[0] + self.T_k - self.T, rows[-1] + self.T_k - self.T
+        return rows[0] + self.problem.T_k - self.problem.T, rows[-1] + self.problem.T_k - self.problem.T
 
-    def read_edges(self, row_tiles: list[range], column_tiles: list[range]) -> "Mask":
-        """Takes from the device, at one go, what look() has to know of these tiles, before it is asked of them."""
-        if self.blocks is not None:
-            self.blocks_here = self.blocks.cpu().numpy()
-        wanted = []
-        if self.documents is not None:
-            wanted += [("rows", self.documents[0], row_tiles), ("keys", self.documents[1], column_tiles)]
-        if self.positions is not None:
-            wanted += [("positions", self.positions[None], row_tiles)]
+    def read_edges(self) -> dict[tuple[str, int], list]:
+        """The lowest and highest document (position) of each tile, a pair for each sequence of the batch, by name and
+        start of the tile. All are taken from the device at once, before look() is asked of them."""
+        problem, wanted = self.problem, []
+        if problem.documents_q is not None:
+            wanted += [("rows", problem.documents_q, self.row_tiles), ("keys", problem.documents_k, self.column_tiles)]
+        if problem.positions is not None:
+            wanted += [("positions", problem.positions[None], self.row_tiles)]
         keys, ends = [], []
         for name, x, some_tiles in wanted:
             for tile in some_tiles:
                 part = x[:, tile.start : tile.stop]
                 keys.append((name, tile.start))
-                ends.append(torch.stack((part.amin(-1), part.amax(-1)), -1).expand(len(self.documents[1]), 2))
-        # by name and tile: the lowest and highest position (document) in it, a pair for each sequence of the batch
-        self.edges = dict(zip(keys, torch.stack(ends).tolist() if ends else [], strict=True))
-        return self
+                ends.append(torch.stack((part.amin(-1), part.amax(-1)), -1).expand(len(problem.documents_k), 2))
+        return dict(zip(keys, torch.stack(ends).tolist() if ends else [], strict=True))
 
 
-def within(tiles: list[range], start: int, stop: int) -> list[range]:
+def tiles(length: int, block: int) -> list[range]:
+    return [range(i, min(i + block, length)) for i in range(0, length, block)]
+
+
+def overlapping(some_tiles: list[range], start: int, stop: int) -> list[range]:
     """Those of the tiles, equally long but for the last, that have an index in start .. stop."""
-    block = len(tiles[0]) if tiles else 1
-    return tiles[start // block : max(0, -(-stop // block))]
+    block = len(some_tiles[0]) if some_tiles else 1
+    return some_tiles[start // block : max(0, -(-stop // block))]
 
 
-def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict[str, object]:
-    """Mask's documents and positions for sequences laid end to end, given as flash-attention's varlen functions take
-    them: where each sequence begins, and at the end the total length, integers (sequences + 1,).
+def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict[str, Tensor]:
+    """A Problem's documents_q, documents_k and positions for sequences laid end to end, given as flash-attention's
+    varlen functions take them: where each sequence begins, and at the end the total length, integers (sequences + 1,).
 
     A sequence may have other lengths as queries than as keys; its last query then stands at its last key. It may also
     be empty. Raises ValueError for numbers that do not add up.
@@ -176,4 +199,4 @@ def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict
     # right: a sequence of no tokens begins where the next one does, and the token belongs to the next
     of_rows, of_keys = (torch.searchsorted(cu, x, right=True) - 1 for cu, x in ((cu_q, row), (cu_k, key)))
     positions = row - cu_q[of_rows + 1] + cu_k[of_rows + 1]
-    return {"documents": (of_rows[None], of_keys[None]), "positions": positions}
+    return {"documents_q": of_rows[None], "documents_k": of_keys[None], "positions": positions}

@@ -17,28 +17,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.problem import Problem
 from model import gpt
-from model.attention import (
+from model.attention import AttentionConfig, attention, problem_of
+from model.break_it import BreakIt
+from model.dropout import keep_mask, keep_scale
+from model.mask import Tiling, distance, tiles, visible
+from model.tiled import (
     INF,
     LOG2E,
-    AttentionConfig,
-    BreakIt,
-    Problem,
     absorb,
     add_product,
-    attention,
     by_key_head,
     finish,
     load,
     nothing_seen,
-    problem_of,
     scores,
     store,
     sum_dtype,
-    tiles,
     weights_again,
 )
-from model.dropout import keep_mask, keep_scale
 
 
 @dataclass
@@ -73,9 +71,11 @@ class Call:
 
     def problem(self, break_it: BreakIt | None = None) -> Problem:
         T, T_k = self.q.shape[2], self.k.shape[2]
-        pair = None if self.documents is None else (self.documents[:, T_k - T :], self.documents)
+        tokens = {}
+        if self.documents is not None:
+            tokens = {"documents_q": self.documents[:, T_k - T :], "documents_k": self.documents}
         broken = self.break_it if break_it is None else break_it
-        return problem_of(self.q, self.k, self.config, {"documents": pair}, True, None, self.seed, broken)
+        return problem_of(self.q, self.k, self.config, tokens, True, None, self.seed, broken)
 
 
 def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
@@ -134,14 +134,14 @@ def gauges(call: Call) -> Gauges:
     parts, entropy = [], q.new_zeros(H)
     with torch.autocast(q.device.type, enabled=False):
         for rows in tiles(T, max(1, 2**22 // (B * H * len(columns)))):
-            qk, hidden = q[:, :, rows.start : rows.stop] @ k.mT, ~problem.mask.visible(rows, columns, q.device)[:, None]
+            qk, hidden = q[:, :, rows.start : rows.stop] @ k.mT, ~visible(problem, rows, columns, q.device)[:, None]
             s = score(qk, problem.scale, problem, rows, columns).masked_fill(hidden, -INF)  # (B, H, R, T_k)
             lse = s.logsumexp(-1, keepdim=True)  # (B, H, R, 1)
             nothing = lse == -INF
             p = torch.exp(s - lse.masked_fill(nothing, 0.0))
             entropy += (p * (lse - s)).masked_fill(hidden, 0.0).sum((0, 2, 3)) / (B * T)
             zp = p
-            if problem.dropout_p > 0:
+            if problem.seed is not None:
                 keep = keep_mask(problem.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
                 zp = p * keep * keep_scale(problem.dropout_p)
             right = zp @ v
@@ -159,7 +159,7 @@ def gauges(call: Call) -> Gauges:
         max_score, max_weight, min_l, *squares = torch.stack((*largest[:2], least[2], *sums[3:])).tolist()
     headroom = math.log(torch.finfo(call.q.dtype).max) - max_score
     error = math.sqrt(squares[0] / max(squares[1], 1e-300))
-    if call.config.impl == "sdpa" and problem.dropout_p > 0:
+    if call.config.impl == "sdpa" and problem.seed is not None:
         error = math.nan  # torch drew a mask of its own
     return Gauges(max_score, headroom, max_weight, min_l, error, entropy)
 
@@ -170,7 +170,7 @@ def score(qk: Tensor, scale: float, problem: Problem, rows: range, columns: rang
     if problem.softcap is not None:
         s = problem.softcap * torch.tanh(s / problem.softcap)
     if problem.slopes is not None:
-        s = s - problem.slopes[:, None, None] * problem.mask.distance(rows, columns, s.device)
+        s = s - problem.slopes[:, None, None] * distance(problem, rows, columns, s.device)
     return s
 
 
@@ -249,68 +249,89 @@ def first_bad(call: Call) -> Place | None:
     """The first tile of a call, in the order of queries outside, in which the forward or, with gradients, the backward
     makes a number that is not finite. (tiled hides by a minimum, which keeps NaN: a NaN key shows in the first query
     tile that visits its tile.)"""
+    with torch.autocast(call.q.device.type, enabled=False):
+        found = first_bad_forward(call)
+        return found if found or call.do is None else first_bad_backward(call)
+
+
+def on_chip_for(call: Call, tables: int) -> Tensor:
+    """Memory for so many tiles of scores, (tables, size)."""
+    B, H, T, _ = call.q.shape
+    size = B * H * min(call.config.block_m, T) * min(call.config.block_n, call.k.shape[2])
+    return call.q.new_empty(tables, size, dtype=sum_dtype(call.q.dtype))
+
+
+def first_bad_forward(call: Call) -> Place | None:
+    """Steps 1 to 6 as tiled does them, up to the first l, acc or o that is not finite."""
     problem, wide = call.problem(), sum_dtype(call.q.dtype)
     q, k, v = by_key_head(call.q, call.k, call.v)
-    (N, G, T, D), T_k = q.shape, k.shape[2]
-    row_tiles, column_tiles = tiles(T, call.config.block_m), tiles(T_k, call.config.block_n)
-    problem.mask.read_edges(row_tiles, column_tiles)
-    size = N * G * min(call.config.block_m, T) * min(call.config.block_n, T_k)
-    on_chip = q.new_empty(3, size, dtype=wide)
-    o, lse = q.new_empty(N, G, T, D, dtype=wide), q.new_empty(N, G, T, dtype=wide)
-
-    def place(bad: Tensor, rows: range, columns: range, what: str) -> Place:
-        """bad: bool (N, G * R)."""
-        n, g = (bad.view(N, G, len(rows)).any(-1).nonzero()[0]).tolist()
-        batch, key_head = divmod(n, call.k.shape[1])
-        inputs = {"q": q[n, g, rows.start : rows.stop], "k": k[n, 0, columns.start : columns.stop],
-                  "v": v[n, 0, columns.start : columns.stop]}  # fmt: skip
-        spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
-        what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else what
-        tile = rows.start // call.config.block_m, columns.start // call.config.block_n
-        return Place(call.layer, batch, key_head * G + g, *tile, rows, columns, what)
-
-    with torch.autocast(q.device.type, enabled=False):
-        for rows in row_tiles:
-            q_i, columns = load(q, rows), range(1)
-            m, l, acc = nothing_seen(q_i, wide, problem.break_it)
-            for columns, seen in problem.mask.columns_for(rows, column_tiles):
-                kv_j = load(k, columns), load(v, columns)
-                m, l, acc = absorb(q_i, *kv_j, m, l, acc, rows, columns, seen, problem, on_chip[0])
-                sound = l.isfinite().squeeze(-1), acc.isfinite().all(-1)
-                if not (sound[0] & sound[1]).all():
-                    s = scores(q_i, kv_j[0], rows, columns, problem, on_chip[0])
-                    what = "scores are" if not s.isfinite().all() else "l, the sum of weights, is"
-                    return place(~(sound[0] & sound[1]), rows, columns, "o is" if sound[0].all() else what)
-            finish(o, lse, rows, m, l, acc, problem.break_it)
-            ended = load(o, rows).isfinite().all(-1)
-            if not ended.all():
-                return place(~ended, rows, columns, "o = acc / l of rows that saw nothing is")
-        if call.do is None:
-            return None
-        config = replace(call.config, impl="tiled", autotune=False, order="queries_outside")
-        o, lse = attention(call.q, call.k, call.v, config, seed=call.seed, documents=call.documents,
-                           break_it=call.break_it, return_lse=True)  # fmt: skip
-        if problem.seed is not None and not call.break_it.same_seed:
-            problem = replace(problem, seed=problem.seed + 1)
-        delta = (call.do.to(wide) * o).sum(-1, keepdim=True).view(N, G, T, 1)
-        lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
-        do = call.do.reshape(N, G, T, D)
-        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-        for rows in row_tiles:
-            q_i, do_i, lse_i, delta_i = (load(x, rows) for x in (q, do, lse2, delta))
-            dq_i = torch.zeros_like(q_i, dtype=wide)
-            for columns, seen in problem.mask.columns_for(rows, column_tiles):
-                k_j, v_j = load(k, columns), load(v, columns)
-                zp, ds = weights_again(q_i, k_j, v_j, do_i, lse_i, delta_i, rows, columns, seen, problem, on_chip)
-                for what, x in (("p, computed again, is", zp), ("ds is", ds)):
-                    if not x.isfinite().all():
-                        return place(~x.isfinite().all(-1), rows, columns, what)
-                store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)
-                store(dk, columns, torch.bmm(ds.mT, q_i), add=problem.scale)
-                add_product(dq_i, ds, k_j, problem.scale)
-                for what, x in (("dv is", load(dv, columns)), ("dk is", load(dk, columns)), ("dq is", dq_i)):
-                    bad = ~x.to(q.dtype).isfinite().all(-1)  # the sum so far, as it would leave
-                    if bad.any():  # a key's is that of all rows and heads that share it
-                        bad = bad if x is dq_i else bad.any(-1, keepdim=True).expand(N, G * len(rows))
-                        return place(bad, rows, columns, what)
+    on_chip = on_chip_for(call, 1)[0]
+    o, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
+    for rows, visits in Tiling(problem, call.config.block_m, call.config.block_n).by_rows():
+        q_i, columns = load(q, rows), range(1)
+        state = nothing_seen(q_i, wide, problem.without)
+        for tile in visits:
+            columns = tile.columns
+            k_j, v_j = load(k, columns), load(v, columns)
+            state = absorb(tile, q_i, k_j, v_j, state, problem, on_chip)
+            _, l, acc = state
+            sound_l, sound_acc = l.isfinite().squeeze(-1), acc.isfinite().all(-1)
+            if not (sound_l & sound_acc).all():
+                s = scores(tile, q_i, k_j, problem, on_chip)
+                what = "scores are" if not s.isfinite().all() else "l, the sum of weights, is"
+                return place(call, ~(sound_l & sound_acc), rows, columns, "o is" if sound_l.all() else what)
+        finish(o, lse, rows, state, problem.without)
+        ended = load(o, rows).isfinite().all(-1)
+        if not ended.all():
+            return place(call, ~ended, rows, columns, "o = acc / l of rows that saw nothing is")
     return None
+
+
+def first_bad_backward(call: Call) -> Place | None:
+    """Steps 7 to 12 as tiled does them, up to the first weight or gradient that is not finite."""
+    problem, wide = call.problem(), sum_dtype(call.q.dtype)
+    q, k, v = by_key_head(call.q, call.k, call.v)
+    N, G, T, _ = q.shape
+    config = replace(call.config, impl="tiled", autotune=False, order="queries_outside")
+    o, lse = attention(call.q, call.k, call.v, config, seed=call.seed, documents=call.documents,
+                       break_it=call.break_it, return_lse=True)  # fmt: skip
+    if problem.seed is not None and not call.break_it.same_seed:
+        problem = problem._replace(seed=problem.seed + 1)
+    delta = (call.do.to(wide) * o).sum(-1, keepdim=True).view(N, G, T, 1)
+    lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
+    do = call.do.reshape(q.shape)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    on_chip = on_chip_for(call, 3)
+    for rows, visits in Tiling(problem, call.config.block_m, call.config.block_n).by_rows():
+        q_i, do_i, lse_i, delta_i = (load(x, rows) for x in (q, do, lse2, delta))
+        dq_i = torch.zeros_like(q_i, dtype=wide)
+        for tile in visits:
+            columns = tile.columns
+            k_j, v_j = load(k, columns), load(v, columns)
+            zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
+            for what, x in (("p, computed again, is", zp), ("ds is", ds)):
+                if not x.isfinite().all():
+                    return place(call, ~x.isfinite().all(-1), rows, columns, what)
+            store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)
+            store(dk, columns, torch.bmm(ds.mT, q_i), add=problem.scale)
+            add_product(dq_i, ds, k_j, problem.scale)
+            for what, x in (("dv is", load(dv, columns)), ("dk is", load(dk, columns)), ("dq is", dq_i)):
+                bad = ~x.to(q.dtype).isfinite().all(-1)  # the sum so far, as it would leave
+                if bad.any():  # a key's is that of all rows and heads that share it
+                    bad = bad if x is dq_i else bad.any(-1, keepdim=True).expand(N, G * len(rows))
+                    return place(call, bad, rows, columns, what)
+    return None
+
+
+def place(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Place:
+    """The first bad row as a Place. bad: bool (N, G * R), N = B * H_kv, of the tile of rows and columns."""
+    q, k, v = by_key_head(call.q, call.k, call.v)
+    N, G = q.shape[:2]
+    n, g = (bad.view(N, G, len(rows)).any(-1).nonzero()[0]).tolist()
+    batch, key_head = divmod(n, call.k.shape[1])
+    keys = slice(columns.start, columns.stop)
+    inputs = {"q": q[n, g, rows.start : rows.stop], "k": k[n, 0, keys], "v": v[n, 0, keys]}
+    spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
+    what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else what
+    tile = rows.start // call.config.block_m, columns.start // call.config.block_n
+    return Place(call.layer, batch, key_head * G + g, *tile, rows, columns, what)

@@ -1,6 +1,6 @@
 """Tiled attention of one head, told tile by tile: NumPy that reads like the paper, and keeps what it saw.
 
-Not for speed and not for training: a second, slow account of what `tiled` in model/attention.py does, with the same
+Not for speed and not for training: a second, slow account of what model/tiled.py does, with the same
 steps, numbers and names, for `python breakit.py` to print and for the explorer page to show. It has no step 4 (dropout)
 and takes the natural base, as the papers write it.
 
@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.attention import TINY, tiles
-from model.failures import FAILURES
+from model.break_it import FAILURES
+from model.mask import tiles
+from model.tiled import TINY
 
 # Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2.
 THE_CAT = {
@@ -75,7 +76,7 @@ def story(
 
     q (T, D); k, v (T_k, D), in one float dtype, which is the one that it computes in: float64 for exact numbers,
     float32 to see what overflows there. causal: row i sees key j where j <= i + T_k - T. softmax_scale: None for
-    1 / sqrt(D). break_it: the switches of BreakIt in model/attention.py. A row with nothing to see has o = 0 and
+    1 / sqrt(D). break_it: the switches of BreakIt in model/break_it.py. A row with nothing to see has o = 0 and
     lse = -inf. Raises ValueError on shapes that do not go together, and where break_it has no causal mask to break.
     """
     (T, D), T_k = q.shape, len(k)

@@ -3,7 +3,7 @@
     python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
-JSON. SOURCE: a copy of kernels/flash.py to take instead. Prints a JSON list: for each kernel what came out of it.
+JSON. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -44,6 +44,7 @@ class NoDriver:
 
 
 def compile_only(self, *args, grid, warmup, **options):
+    how = args[-1]  # every kernel's last argument
     with redirect_stdout(StringIO()) as log:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
     ptx, log = kernel.asm["ptx"], log.getvalue()
@@ -53,7 +54,7 @@ def compile_only(self, *args, grid, warmup, **options):
             "dtype": dtype,
             "D": D,
             "dropout": dropout,
-            "tiles": [options[name] for name in flash.Tiles._fields],
+            "tiles": [how.BLOCK_M.value, how.BLOCK_N.value, *(options[name] for name in TILES)],
             "shared": kernel.metadata.shared,
             "registers": int(re.search(r"Used (\d+) registers", log)[1]),
             "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]),
@@ -73,15 +74,19 @@ spec = importlib.util.spec_from_file_location("kernels.flash", SOURCE)
 flash = importlib.util.module_from_spec(spec)
 sys.modules["kernels.flash"] = flash
 spec.loader.exec_module(flash)
-flash.INTERPRETED = True  # or it refuses tensors of the CPU
-flash.has_descriptors = lambda device: ARCH >= 90
-flash.is_hopper = lambda device: ARCH == 90
-flash.shared_memory = lambda device: SHARED
+from kernels import op, sizes  # noqa: E402  (now, that the kernels are those of SOURCE)
+from kernels.problem import Problem  # noqa: E402
+
+sizes.INTERPRETED = True  # or it refuses tensors of the CPU
+sizes.has_descriptors = lambda device: ARCH >= 90
+sizes.is_hopper = lambda device: ARCH == 90
+sizes.shared_memory = lambda device: SHARED
+TILES = sizes.Tiles._fields[2:]
 
 found = []
 for dtype, D, dropout in CASES:
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None
-    o, _ = flash.flash_attention(q, k, v, softmax_scale=0.125, at_most=0, seed=seed, drop_threshold=26 * dropout)
+    o, _ = op.flash_attention(q, k, v, Problem(256, 256, scale=0.125, seed=seed, drop_threshold=26 * dropout))
     torch.autograd.grad(o, (q, k, v), torch.randn_like(o))
 print(json.dumps(found))

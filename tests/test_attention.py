@@ -9,8 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import LOG2E, AttentionConfig, BreakIt, attention, online_softmax, resolve, tiles
+from model.attention import AttentionConfig, attention, resolve
+from model.break_it import BreakIt
 from model.dropout import keep_mask
+from model.mask import tiles
+from model.tiled import LOG2E, online_softmax
 from tests.reference import (
     CASES,
     DTYPES,
@@ -317,7 +320,7 @@ def test_worked_example_running_maximum_and_sum():
     m, l = torch.full((1, 5, 1), -torch.inf, dtype=torch.float64), torch.zeros(1, 5, 1, dtype=torch.float64)
     for columns in tiles(5, 2):
         s = q @ k[:, columns.start : columns.stop].mT * 0.5 * LOG2E
-        _, m, l, _ = online_softmax(s, m, l, BreakIt())
+        _, m, l, _ = online_softmax(s, m, l)
     assert to_four_places(m.flatten() / LOG2E) == CAT_M  # inside, maxima are in base 2
     assert to_four_places(l.flatten()) == CAT_L
 
@@ -402,16 +405,16 @@ def test_auto_is_resolved_once_and_never_to_what_lacks_something(monkeypatch, ca
 
 
 def test_triton_where_it_cannot_run_is_refused(monkeypatch):
-    flash = pytest.importorskip("kernels.flash", reason="triton is made for Linux")
-    monkeypatch.setattr(flash, "INTERPRETED", False)
+    sizes = pytest.importorskip("kernels.sizes", reason="triton is made for Linux")
+    monkeypatch.setattr(sizes, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"attention\.impl=triton: its kernels run on a GPU, not on cpu; use .*tiled"):
         resolve(AttentionConfig("triton"), "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match=r"attention\.impl=triton: wants Ampere or newer, not Tesla T4"):
         resolve(AttentionConfig("triton"), "cuda")
-    monkeypatch.setitem(sys.modules, "kernels.flash", None)
-    with pytest.raises(ValueError, match=r"attention\.impl=triton: .*kernels.flash.*use attention=tiled"):
+    monkeypatch.setitem(sys.modules, "kernels.op", None)
+    with pytest.raises(ValueError, match=r"attention\.impl=triton: .*kernels.op.*use attention=tiled"):
         resolve(AttentionConfig("triton"), "cuda")
 
 

@@ -12,8 +12,8 @@ import torch
 
 import bench
 from bench import Case, PeakBytes, attempt, attention_of, forward_and_backward, peak_bytes, problem, traffic
-from model import attention
-from model.attention import AttentionConfig
+from model import tiled
+from model.attention import AttentionConfig, attention
 
 CPU = torch.device("cpu")
 SMALL = {"lengths": [64], "heads": [1], "head_sizes": [16], "block": 32, "device": "cpu"}
@@ -231,8 +231,8 @@ def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
 
 
 def test_triton_without_a_gpu_is_left_out_unless_it_was_asked_for(capsys, monkeypatch):
-    flash = pytest.importorskip("kernels.flash", reason="triton is made for Linux")
-    monkeypatch.setattr(flash, "INTERPRETED", False)
+    sizes = pytest.importorskip("kernels.sizes", reason="triton is made for Linux")
+    monkeypatch.setattr(sizes, "INTERPRETED", False)
     names = bench.entrants(bench.Config(), CPU)
     assert names == [name for name in bench.IMPLS if name != "triton"]
     assert capsys.readouterr().out.startswith("triton: attention.impl=triton")
@@ -253,7 +253,7 @@ def test_flash4_is_given_its_own_layout(monkeypatch):
     package = ModuleType("flash_attn.cute")
 
     def flash_attn_func(q, k, v, causal):
-        o = attention.attention(*(x.transpose(1, 2) for x in (q, k, v)), AttentionConfig("naive"), causal=causal)
+        o = attention(*(x.transpose(1, 2) for x in (q, k, v)), AttentionConfig("naive"), causal=causal)
         return o.transpose(1, 2), None
 
     package.flash_attn_func = flash_attn_func
@@ -288,13 +288,13 @@ def test_a_peer_of_torchs_runs_its_own_backend_and_no_other(monkeypatch, name):
 
 
 def test_a_wrong_implementation_of_ours_ends_the_bench(monkeypatch, tmp_path):
-    right = attention.online_softmax
+    right = tiled.online_softmax
 
-    def wrong(s, m, l, break_it):
-        p, m, l, alpha = right(s, m, l, break_it)
+    def wrong(s, m, l, without):
+        p, m, l, alpha = right(s, m, l, without)
         return p, m, l, torch.ones_like(alpha)
 
-    monkeypatch.setattr(attention, "online_softmax", wrong)
+    monkeypatch.setattr(tiled, "online_softmax", wrong)
     with pytest.raises(RuntimeError, match="tiled is further from float64"):
         bench.main(bench.Config(**SMALL | {"out": str(tmp_path)}))
     assert not (tmp_path / "results.csv").exists()
@@ -363,7 +363,7 @@ def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
         rows = list(csv.DictReader(file))
     assert [row["order"] for row in rows] == ["naive", "keys_outside", "queries_outside"] * 2
     assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
-    assert attention.load.__module__ == "model.attention"  # the counters have gone
+    assert tiled.load.__module__ == "model.tiled"  # the counters have gone
 
 
 def test_a_chip_too_small_for_a_row_is_refused():

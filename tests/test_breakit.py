@@ -10,17 +10,8 @@ import pytest
 import torch
 import yaml
 
-from model.attention import (
-    FAULTS,
-    LACKS,
-    UNBROKEN,
-    AttentionConfig,
-    BreakIt,
-    attention,
-    attention_varlen,
-    check_switches,
-)
-from model.failures import FAILURES
+from model.attention import AttentionConfig, attention, attention_varlen, check_switches
+from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.reference import (
     SEED,

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from bench import traffic
-from model.attention import LOG2E, TINY, AttentionConfig, BreakIt, attention, nothing_seen, online_softmax, tiles
-from model.failures import FAILURES
-from model.mask import EMPTY, PART, Mask
+from kernels.problem import Problem
+from model.attention import AttentionConfig, attention
+from model.break_it import FAILURES
+from model.mask import EMPTY, PART, Tiling, tiles
+from model.tiled import LOG2E, TINY, nothing_seen, online_softmax
 from tests.test_attention import cat
 from tests.test_mask import looked
 
@@ -18,8 +20,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
 BEFORE, GPU = PAGE.split("## On a GPU")
 GPU = " ".join(GPU.split("\n## ")[0].split())
-CODE = (ROOT / "model/attention.py").read_text(encoding="utf-8")
-FLASH = (ROOT / "kernels/flash.py").read_text(encoding="utf-8")
+ATTENTION, TILED, FLASH, OP = (
+    (ROOT / file).read_text(encoding="utf-8")
+    for file in ("model/attention.py", "model/tiled.py", "kernels/flash.py", "kernels/op.py")
+)
 
 
 def tables(first: str) -> list[list[str]]:
@@ -38,7 +42,7 @@ def test_the_state_of_the_worked_row_after_each_tile():
     m, l, acc = nothing_seen(q, torch.float64)
     for row, columns in zip(tables("tile"), tiles(5, 2), strict=True):
         s = q @ k[:, columns.start : columns.stop].mT * 0.5
-        p, m, l, alpha = online_softmax(s * LOG2E, m, l, BreakIt())
+        p, m, l, alpha = online_softmax(s * LOG2E, m, l)
         acc = alpha * acc + p @ v[:, columns.start : columns.stop]
         assert row[1:] == [
             shown(s[0, 0], 1), shown([m / LOG2E], 1), shown([alpha]), shown(p[0, 0]), shown([l]), shown(acc[0, 0])
@@ -61,7 +65,7 @@ def test_the_numbers_of_tiles():
     n, block = 16, 64
     T = n * block
     for window, number in ((None, 136), (block + 1, 31)):
-        assert sum(found != EMPTY for found in looked(Mask(T, T, window=window), block, block).values()) == number
+        assert sum(found != EMPTY for found in looked(Problem(T, T, window=window), block, block).values()) == number
         assert str(number) in PAGE.split("## Masks")[1].split("## Memory")[0]
     assert "2 n - 1" in PAGE
 
@@ -91,7 +95,7 @@ def test_the_words_moved(row):
         assert quotient == f"{found / (N * N * D * D / M):.2f}"
 
 
-@pytest.mark.parametrize("code", [CODE, FLASH], ids=["attention.py", "flash.py"])
+@pytest.mark.parametrize("code", [TILED, FLASH], ids=["tiled.py", "flash.py"])
 def test_the_steps_are_in_the_code_under_their_numbers(code):
     steps = {int(number) for number in re.findall(r"# (\d+)\b", code)}
     assert steps >= set(range(1, 13))
@@ -99,12 +103,12 @@ def test_the_steps_are_in_the_code_under_their_numbers(code):
 
 @pytest.mark.parametrize("name", re.findall(r"`(\w+)` \|", BEFORE))
 def test_a_function_named_on_the_page_is_in_the_code(name):
-    assert re.search(rf"\b{name}\b", CODE)
+    assert re.search(rf"\b{name}\b", ATTENTION + TILED)
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+)`", GPU))))
 def test_a_function_named_under_on_a_gpu_is_in_the_kernels(name):
-    assert f"\ndef {name}(" in FLASH
+    assert f"\ndef {name}(" in FLASH + OP
 
 
 def test_the_products_that_the_backward_of_a_tile_takes():
@@ -115,22 +119,22 @@ def test_the_products_that_the_backward_of_a_tile_takes():
 
 def test_the_tiles_that_a_causal_mask_leaves_whole():
     T = 16_384
-    mask = Mask(T, T, True, None)
-    seen = [mask.look(range(i, i + 128), range(j, j + 64)) for i in range(0, T, 128) for j in range(0, T, 64)]
+    tiling = Tiling(Problem(T, T), 128, 64)
+    seen = [tiling.look(range(i, i + 128), range(j, j + 64)) for i in range(0, T, 128) for j in range(0, T, 64)]
     assert f"{seen.count(PART)} of the {len(seen) - seen.count(EMPTY):,} tiles visited need the mask" in GPU
 
 
 def test_what_the_triton_forward_keeps_for_its_backward():
     """On tensors without memory: what autograd saves has its shapes all the same."""
     pytest.importorskip("triton")
-    import kernels.flash  # noqa: F401  (makes torch know the op)
+    import kernels.op  # noqa: F401  (makes torch know the op)
 
     q = torch.empty(1, 12, 65_536, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     seed = torch.empty((), dtype=torch.int64, device="meta")
-    nothing = [None] * 6  # from softcap to blocks
+    problem = Problem(65_536, 65_536, scale=0.125, seed=seed, drop_threshold=26)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda _: None):
-        torch.ops.tilegpt.flash_forward(q, q, q, 0.125, None, 0, *nothing, 64, seed, 26, "", False)
+        torch.ops.tilegpt.flash_forward(q, q, q, *problem, False)
     assert sorted(kept) == [seed.nbytes, 3 * 2**20, *[96 * 2**20] * 4]
     assert "96 MiB for each of the four, which are there anyway, and 3 MiB for lse" in GPU
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import AttentionConfig, BreakIt, alibi_slopes, attention, attention_varlen, blocks_of
+from model.attention import AttentionConfig, alibi_slopes, attention, attention_varlen, blocks_of
+from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.mask import packed
 from tests.reference import (
@@ -32,7 +33,9 @@ from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
 triton = pytest.importorskip("triton", reason="triton is made for Linux")
 from triton import language as tl  # noqa: E402
 
-from kernels import flash  # noqa: E402
+from kernels import flash, op, sizes  # noqa: E402
+from kernels.problem import Problem  # noqa: E402
+from kernels.task import Dropout, How, Mask, Task, mask_of, visits_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py runs the kernels themselves"),
@@ -49,8 +52,8 @@ def tiles(monkeypatch):
     32 x 32, of which float32 would have four."""
 
     def tiles(M: int, N: int, of_dkdv: int | None = None) -> None:
-        chosen = {"dkdv": flash.Tiles(of_dkdv or M, N, 4, 1)}
-        monkeypatch.setattr(flash, "tiles_for", lambda kernel, *_: chosen.get(kernel, flash.Tiles(M, N, 4, 1)))
+        chosen = {"dkdv": sizes.Tiles(of_dkdv or M, N, 4, 1)}
+        monkeypatch.setattr(sizes, "tiles_for", lambda kernel, *_: chosen.get(kernel, sizes.Tiles(M, N, 4, 1)))
 
     tiles(64, 64)
     return tiles
@@ -116,7 +119,7 @@ def test_the_gradient_of_lse_alone_is_right():
 @pytest.fixture
 def asked(monkeypatch):
     """asked(False): no maximum is trusted, as in every dtype but bfloat16 and on every GPU but Hopper."""
-    return lambda hopper: monkeypatch.setattr(flash, "is_hopper", lambda device: hopper)
+    return lambda hopper: monkeypatch.setattr(sizes, "is_hopper", lambda device: hopper)
 
 
 @pytest.mark.parametrize("sigma", [1.0, 4.0])
@@ -296,7 +299,7 @@ def test_every_kernel_draws_the_bits_of_the_definition(tile, tiles):
 @triton.jit
 def bits_kernel(out, seed, n, row0, column0, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    mask = flash.keep_mask(flash.Dropout(seed, threshold, 0.0), n, row0, column0, i, j)
+    mask = flash.keep_mask(Dropout(seed, threshold, 0.0), n, row0, column0, i, j)
     tl.store(out + i * COLUMNS + j, mask)
 
 
@@ -321,7 +324,7 @@ def test_no_seed_means_no_dropout():
 @pytest.fixture(params=["descriptors", "pointers"])
 def reading(request, monkeypatch):
     """Both ways to a tile: Hopper's descriptors, and the pointers of older GPUs."""
-    monkeypatch.setattr(flash, "has_descriptors", lambda device: request.param == "descriptors")
+    monkeypatch.setattr(sizes, "has_descriptors", lambda device: request.param == "descriptors")
 
 
 @pytest.mark.parametrize("D", [16, 24])
@@ -329,7 +332,7 @@ def test_pointers_and_descriptors_give_the_same_bits(D, monkeypatch):
     case = Case(97, 130, B=1, H=2, H_kv=1, D=D)
     inputs = case.inputs(torch.bfloat16)
     through_descriptors = run(inputs, case, TRITON)
-    monkeypatch.setattr(flash, "has_descriptors", lambda device: False)
+    monkeypatch.setattr(sizes, "has_descriptors", lambda device: False)
     assert same_bits(run(inputs, case, TRITON), through_descriptors)
 
 
@@ -344,7 +347,7 @@ def test_an_interleaved_view_is_read_where_it_lies_and_gives_the_same_bits(readi
     case = Case(70, D=24)
     inputs = case.inputs(torch.float16)
     views = dict(zip("qkv", interleaved((2, 2, 70, 24), inputs), strict=True))
-    assert all(flash.aligned(x) is x for x in views.values())
+    assert all(op.aligned(x) is x for x in views.values())
     assert same_bits(run(inputs | views, case, TRITON), run(inputs, case, TRITON))
 
 
@@ -385,7 +388,7 @@ def test_what_lies_around_the_tensors_does_not_leak_in(reading):
         around = torch.full((*x.shape[:2], x.shape[2] + 128, 32), torch.nan, dtype=x.dtype)
         guarded[name] = around[:, :, 64:-64, :24]
         guarded[name].copy_(x)
-        assert flash.aligned(guarded[name]) is guarded[name]
+        assert op.aligned(guarded[name]) is guarded[name]
     assert same_bits(run(guarded, case, TRITON), run(inputs, case, TRITON))
 
 
@@ -402,7 +405,7 @@ def test_rows_that_begin_past_two_to_the_31_numbers_are_found(reading):
         lazily = torch.empty(2**31 + 70 * 2**25, dtype=torch.float16)
         far[name] = lazily.as_strided((1, 1, 70, 16), (16, 16, 2**25, 1), 2**31)
         far[name].copy_(inputs[name])
-        assert flash.aligned(far[name]) is far[name]
+        assert op.aligned(far[name]) is far[name]
     assert same_bits(run(far, case, TRITON), run(inputs, case, TRITON))
 
 
@@ -410,7 +413,7 @@ def test_a_picture_painted_over_is_read_again():
     q = Case(128, B=1, H=1, D=16).inputs(torch.float32)["q"]
 
     def seen_through(blocks: torch.Tensor) -> torch.Tensor:
-        return flash.flash_attention(q, q, q, softmax_scale=0.25, at_most=0, blocks=blocks, block_size=64)[0]
+        return op.flash_attention(q, q, q, Problem(128, 128, scale=0.25, blocks=blocks, block_size=64))[0]
 
     for inference in (False, True):
         with torch.inference_mode(inference):
@@ -451,25 +454,8 @@ def of_the_op(dtype: torch.dtype) -> tuple:
     """Arguments of the op in its own order: causal, a window, dropout."""
     inputs = Case(8, B=1, H=1, D=16).inputs(dtype)
     q, k, v = (inputs[name].requires_grad_() for name in "qkv")
-    return (
-        q,
-        k,
-        v,
-        0.25,
-        -20,
-        0,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        64,
-        torch.tensor(SEED),
-        77,
-        "",
-        False,
-    )
+    problem = Problem(8, 8, scale=0.25, window=21, seed=torch.tensor(SEED), drop_threshold=77)
+    return q, k, v, *problem, False
 
 
 def test_the_op_is_registered_as_torch_wants_it():
@@ -610,7 +596,7 @@ def test_what_the_kernels_lack_is_refused_in_one_line(shape, dtype, message):
 
 
 def test_a_cpu_without_the_interpreter_is_refused_in_one_line():
-    with patch.object(flash, "INTERPRETED", False), pytest.raises(ValueError, match="on a GPU, not on cpu") as refused:
+    with patch.object(sizes, "INTERPRETED", False), pytest.raises(ValueError, match="on a GPU, not on cpu") as refused:
         attention(*torch.zeros(3, 1, 1, 8, 16), TRITON)
     assert "\n" not in str(refused.value)
 
@@ -618,7 +604,7 @@ def test_a_cpu_without_the_interpreter_is_refused_in_one_line():
 # --- which tiles are visited -----------------------------------------------------------------------------------------
 
 
-def seen_pairs(mask: flash.Mask) -> torch.Tensor:
+def seen_pairs(mask: Mask) -> torch.Tensor:
     """Which pairs a mask lets see each other, bool (B, T, T_k), one by one."""
     position = torch.arange(mask.T) + mask.T_k - mask.T if mask.positions is None else mask.positions
     far = torch.arange(mask.T_k) - position[:, None]
@@ -636,22 +622,21 @@ def seen_pairs(mask: flash.Mask) -> torch.Tensor:
 
 
 @triton.jit
-def tiles_kernel(out, mask, visits, n_mine, TRANSPOSED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def tiles_kernel(out, task, n_mine, TRANSPOSED: tl.constexpr, how):
     b, tile = tl.program_id(0) // n_mine, tl.program_id(0) % n_mine
-    found = (
-        flash.query_tiles(mask, visits, b, tile, M, N) if TRANSPOSED else flash.key_tiles(mask, visits, b, tile, M, N)
-    )
+    found = flash.query_tiles(task, b, tile, how) if TRANSPOSED else flash.key_tiles(task, b, tile, how)
     for i in tl.static_range(5):
         tl.store(out + tl.program_id(0) * 5 + i, found[i])
 
 
-def answers(mask: flash.Mask, M: int, N: int, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def answers(mask: Mask, M: int, N: int, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the kernels: which tiles are visited, which of them are called whole. bool (B, row tiles, key tiles)."""
     B = 1 if mask.documents_q is None else len(mask.documents_q)
     mine, others = -(-mask.T // M), -(-mask.T_k // N)
     mine, others = (others, mine) if transposed else (mine, others)
-    visits, out = flash.visits(mask, M, N, transposed), torch.empty(B, mine, 5, dtype=torch.int64)
-    tiles_kernel[(B * mine,)](out, mask, visits, mine, transposed, M, N)
+    visits, out = visits_of(mask, M, N, transposed), torch.empty(B, mine, 5, dtype=torch.int64)
+    task, how = Task(mask, None, None, visits, 1.0, 1, 1), How(*map(tl.constexpr, How(M, N, 16, "ieee")))
+    tiles_kernel[(B * mine,)](out, task, mine, transposed, how)
     visited, whole = (torch.zeros(B, mine, others, dtype=torch.bool) for _ in range(2))
     for at in torch.cartesian_prod(torch.arange(B), torch.arange(mine)).tolist():
         start, whole_start, whole_stop, stop, first = out[tuple(at)].tolist()
@@ -668,26 +653,23 @@ def in_tiles(seen: torch.Tensor, M: int, N: int, beyond: bool) -> torch.Tensor:
     return padded.unflatten(1, (-1, M)).unflatten(3, (-1, N)).transpose(2, 3)
 
 
-def random_mask(draw: torch.Generator, kind: str) -> flash.Mask:
+def random_mask(draw: torch.Generator, kind: str) -> Mask:
     T, T_k = torch.randint(40, 300, (2,), generator=draw).tolist()
     if kind == "sorted documents" and torch.rand((), generator=draw) < 0.5:
         T_k = T
     window = int(torch.randint(1, 150, (), generator=draw))
-    at_least, at_most = [(None, 0), (1 - window, 0), (1 - window, window - 1), (None, None)][
-        int(torch.randint(4, (), generator=draw))
-    ]
-    of_rows = of_keys = positions = blocks = None
+    rules = [{}, {"window": window}, {"window": window, "causal": False}, {"causal": False}]
+    found = dict(rules[int(torch.randint(4, (), generator=draw))])
     if "documents" in kind:
         numbers = torch.randint(6, (2, max(T, T_k)), generator=draw)
         numbers = numbers.sort(-1).values if "sorted" in kind else numbers
-        of_rows, of_keys = numbers[:, -T:], numbers[:, -T_k:]
+        found |= {"documents_q": numbers[:, -T:], "documents_k": numbers[:, -T_k:]}
     if kind == "pack":
         cu_q, cu_k = (torch.randint(n + 1, (3,), generator=draw).sort().values.tolist() for n in (T, T_k))
-        pack = packed(torch.tensor([0, *cu_q, T]), torch.tensor([0, *cu_k, T_k]), T, T_k)
-        (of_rows, of_keys), positions = pack["documents"], pack["positions"]
+        found |= packed(torch.tensor([0, *cu_q, T]), torch.tensor([0, *cu_k, T_k]), T, T_k)
     if "blocks" in kind:
-        blocks = torch.rand(12, 12, generator=draw) < 0.4
-    return flash.mask_of(T, T_k, at_least, at_most, of_rows, of_keys, positions, blocks, 32)
+        found |= {"blocks": torch.rand(12, 12, generator=draw) < 0.4, "block_size": 32}
+    return mask_of(Problem(T, T_k, **found))
 
 
 KINDS = ["no data", "sorted documents", "unsorted documents", "pack", "blocks", "blocks and documents"]

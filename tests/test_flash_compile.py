@@ -105,12 +105,12 @@ def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
     source = (ROOT / "kernels" / "flash.py").read_text(encoding="utf-8")
     narrow = source[source.index("        else:\n            acc += tl.dot(") :].split("\n    return")[0] + "\n"
     for with_switch, without, times in (
-        ("        if WIDE_OUTPUT:\n            acc = tl", "        acc = tl", 1),
+        ("        if how.WIDE_OUTPUT:\n            acc = tl", "        acc = tl", 1),
         (narrow, "", 1),
-        ("[BLOCK_M], START,", "[BLOCK_M], -3.4028234663852886e38,", 1),
-        ("    divisor = tl.where(l == 0, 1.0, l) if GUARD else l\n", "", 1),
-        ("keep_scale / divisor", "keep_scale / tl.where(l == 0, 1.0, l)", 1),
-        ("    if GUARD:\n        minus_lse2_i =", "    minus_lse2_i =", 1),
+        ("[how.BLOCK_M], how.START,", "[how.BLOCK_M], -3.4028234663852886e38,", 1),
+        ("    divisor = tl.where(l == 0, 1.0, l) if how.GUARD else l\n", "", 1),
+        ("task.keep_scale / divisor", "task.keep_scale / tl.where(l == 0, 1.0, l)", 1),
+        ("    if how.GUARD:\n        minus_lse2_i =", "    minus_lse2_i =", 1),
         ("    if mask.local_m is not None:\n        seen = seen & (j % mask.local_n <= i % mask.local_m)\n", "", 1),
         ("        if mask.local_m is not None:\n            found = in_order(0, n, n, n)\n", "", 2),
     ):
@@ -119,9 +119,9 @@ def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
     # Where a maximum is trusted, on Hopper, the kernel leaves these out itself. Elsewhere they can go as well.
     never = source
     for with_switch, without in (
-        (" if SUBTRACT_MAX else m", ""),
-        ("(l * alpha[:, None] if RESCALE_SUM else l)", "l * alpha[:, None]"),
-        ("        if RESCALE_OUTPUT:\n            acc = acc", "        acc = acc"),
+        (" if how.SUBTRACT_MAX and not TRUSTED else m", ""),
+        ("(l * alpha[:, None] if how.RESCALE_SUM and not TRUSTED else l)", "l * alpha[:, None]"),
+        ("        if how.RESCALE_OUTPUT and not TRUSTED:\n            acc = acc", "        acc = acc"),
     ):
         assert never.count(with_switch) == 1
         never = never.replace(with_switch, without)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention import AttentionConfig, BreakIt, attention, tiles
+from kernels.problem import Problem
+from model.attention import AttentionConfig, attention
+from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.gpt import GPT, GPTConfig
-from model.mask import Mask
+from model.mask import Tiling
 from tests.reference import CASES, DTYPES, FOR_SDPA, SEED, Case, assert_within_budget, case_name, drawn, oracle, run
 
 pytestmark = [
@@ -76,8 +78,8 @@ def test_tiled_memory_is_linear_and_naives_is_not():
 
 
 @pytest.fixture
-def flash():
-    return pytest.importorskip("kernels.flash", reason="triton is made for Linux")
+def sizes():
+    return pytest.importorskip("kernels.sizes", reason="triton is made for Linux")
 
 
 def in_float64(inputs: dict) -> dict:
@@ -179,9 +181,9 @@ def test_triton_gives_the_same_bits_two_hundred_times():
 
 
 @pytest.mark.parametrize("tile", [None, (64, 64, 4, 2), (128, 32, 4, 2), (32, 128, 4, 1)], ids=str)
-def test_every_triton_kernel_draws_the_bits_of_the_definition(tile, flash, monkeypatch):
+def test_every_triton_kernel_draws_the_bits_of_the_definition(tile, sizes, monkeypatch):
     if tile is not None:
-        monkeypatch.setattr(flash, "tiles_for", lambda *_: flash.Tiles(*tile))
+        monkeypatch.setattr(sizes, "tiles_for", lambda *_: sizes.Tiles(*tile))
     found = drawn(TRITON, 2048, 0.1, D=64, dtype=torch.bfloat16, device="cuda")
     definition = keep_mask(torch.tensor(SEED), 2, range(2048), range(2048), 0.1)
     assert all(torch.equal(mask.cpu(), definition) for mask in found.values())
@@ -202,11 +204,11 @@ def test_triton_drops_the_share_that_was_asked_for_everywhere():
         assert ((counted - n * share).abs() <= 5 * math.sqrt(n * share * (1 - share))).all()
 
 
-def test_the_triton_op_is_registered_as_torch_wants_it(flash):
+def test_the_triton_op_is_registered_as_torch_wants_it(sizes):
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16))
     seed = torch.tensor(SEED, device="cuda")
-    arguments = (q, k, v, 0.125, -50, 0, *[None] * 6, 64, seed, 26, "", False)
-    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, arguments)
+    problem = Problem(100, 100, scale=0.125, window=51, seed=seed, drop_threshold=26)
+    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, (q, k, v, *problem, False))
 
 
 def test_compiled_triton_is_one_graph_and_gives_the_same_bits():
@@ -225,10 +227,10 @@ def test_compiled_triton_is_one_graph_and_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("switch", ["subtract_max", "rescale_sum", "rescale_output", "global_mask", "same_seed"])
-def test_triton_breaks_as_tiled_does_in_the_same_tiles(switch, flash):
+def test_triton_breaks_as_tiled_does_in_the_same_tiles(switch, sizes):
     case = Case(150, D=64, sigma=2.0, B=1, dropout_p=0.2)
     inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt(**{switch: False})
-    same = AttentionConfig("tiled", flash.FLOAT32.BLOCK_M, flash.FLOAT32.BLOCK_N)
+    same = AttentionConfig("tiled", sizes.FLOAT32.BLOCK_M, sizes.FLOAT32.BLOCK_N)
     found, of_tiled, whole = (
         run(inputs, case, config, break_it=b) for config, b in ((TRITON, broken), (same, broken), (TRITON, BreakIt()))
     )
@@ -303,16 +305,14 @@ def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients(
 def tiles_kept(config: AttentionConfig, documents: torch.Tensor | None, T: int) -> int:
     """How many tiles of 64 x 64 the mask leaves to compute."""
     blocks = config.block_mask and torch.tensor([[block == "x" for block in row] for row in config.block_mask])
-    of_both = None if documents is None else (documents.cpu(), documents.cpu())
-    mask = Mask(T, T, True, config.window, documents=of_both, blocks=blocks, block_size=config.block_mask_size)
-    rows = tiles(T, 64)
-    mask.read_edges(rows, rows)
-    return sum(1 for i in rows for _ in mask.columns_for(i, rows))
+    tokens = {} if documents is None else {"documents_q": documents.cpu(), "documents_k": documents.cpu()}
+    problem = Problem(T, T, window=config.window, blocks=blocks, block_size=config.block_mask_size, **tokens)
+    return sum(1 for _, visits in Tiling(problem, 64, 64).by_rows() for _ in visits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["window", "documents", "block_mask"])
-def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, flash):
+def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, sizes):
     """Half of the tiles, at most 60 % of the time, forward and backward together, at T = 16,384 (two sequences, as the
     race has of that length: one takes hardly longer than starting its kernels)."""
     T = 16_384
@@ -333,7 +333,7 @@ def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, flash):
             o = attention(*(x.detach().requires_grad_() for x in (q, k, v)), config, documents=documents)
             o.backward(do)
 
-        return flash.triton.testing.do_bench(step, return_mode="median")
+        return sizes.triton.testing.do_bench(step, return_mode="median")
 
     assert milliseconds(config, documents) <= 0.6 * milliseconds(TRITON, None)
 

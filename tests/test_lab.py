@@ -11,7 +11,7 @@ import torch
 
 import breakit
 import train
-from model.failures import FAILURES
+from model.break_it import FAILURES
 from model.probe import record
 from tests.reference import Case
 from tests.test_breakit import first_tiles_that_hide_all

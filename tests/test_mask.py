@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import model.attention
-from model.attention import AttentionConfig, attention, attention_varlen, tiles
-from model.mask import EMPTY, PART, WHOLE, Mask, packed
+from kernels.problem import Problem
+from model import tiled
+from model.attention import AttentionConfig, attention, attention_varlen
+from model.mask import EMPTY, PART, WHOLE, Tiling, packed, tiles, visible
 from tests.reference import (
     BLOCK,
     DTYPES,
@@ -44,26 +45,24 @@ MASKS = [
 ]
 
 
-def mask_of(case: Case) -> Mask:
+def problem_of(case: Case) -> Problem:
     T_k = case.T_k or case.T
-    documents = None
+    found = {"causal": case.causal, "window": case.window, "block_size": BLOCK}
     if case.documents is not None:
         of_keys = table(case.B, T_k, case.document)
-        documents = (of_keys[:, T_k - case.T :], of_keys)
-    blocks = None
+        found |= {"documents_q": of_keys[:, T_k - case.T :], "documents_k": of_keys}
     if case.blocks is not None:
-        blocks = torch.tensor([[c == "x" for c in row] for row in case.blocks])
-    return Mask(case.T, T_k, case.causal, case.window, documents, blocks, BLOCK)
+        found["blocks"] = torch.tensor([[c == "x" for c in row] for row in case.blocks])
+    return Problem(case.T, T_k, **found)
 
 
-def looked(mask: Mask, block_m: int, block_n: int) -> dict[tuple[range, range], int]:
+def looked(problem: Problem, block_m: int, block_n: int, kind: type = Tiling) -> dict[tuple[range, range], int]:
     """What is said of each tile; asked by rows and by columns, which must agree. EMPTY where it is not visited."""
-    row_tiles, column_tiles = tiles(mask.T, block_m), tiles(mask.T_k, block_n)
-    mask.read_edges(row_tiles, column_tiles)
-    by_rows = {(r, c): seen for r in row_tiles for c, seen in mask.columns_for(r, column_tiles)}
-    by_columns = {(r, c): seen for c in column_tiles for r, seen in mask.rows_for(c, row_tiles)}
+    tiling = kind(problem, block_m, block_n)
+    by_rows = {(rows, tile.columns): tile.seen for rows, visits in tiling.by_rows() for tile in visits}
+    by_columns = {(tile.rows, columns): tile.seen for columns, visits in tiling.by_columns() for tile in visits}
     assert by_rows == by_columns
-    return {(r, c): by_rows.get((r, c), EMPTY) for r in row_tiles for c in column_tiles}
+    return {(r, c): by_rows.get((r, c), EMPTY) for r in tiling.row_tiles for c in tiling.column_tiles}
 
 
 def seen_by_hand(case: Case) -> torch.Tensor:
@@ -73,16 +72,16 @@ def seen_by_hand(case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", MASKS, ids=case_name)
 def test_an_element_is_visible_where_every_rule_says_so(case):
-    mask = mask_of(case)
-    found = mask.visible(range(mask.T), range(mask.T_k), CPU)
+    problem = problem_of(case)
+    found = visible(problem, range(problem.T), range(problem.T_k), CPU)
     assert torch.equal(found.expand(case.B, -1, -1), seen_by_hand(case))
 
 
 @pytest.mark.parametrize("case", MASKS, ids=case_name)
 def test_a_tile_is_skipped_only_and_always_where_nothing_in_it_is_seen(case):
     """Always: documents here are in order, and tiles of 16 rows and 8 keys cross no edge between blocks of 32."""
-    mask, seen = mask_of(case), seen_by_hand(case)
-    for (rows, columns), found in looked(mask, 16, 8).items():
+    problem, seen = problem_of(case), seen_by_hand(case)
+    for (rows, columns), found in looked(problem, 16, 8).items():
         tile = seen[:, rows.start : rows.stop, columns.start : columns.stop]
         assert found == (WHOLE if tile.all() else PART if tile.any() else EMPTY), (rows, columns)
 
@@ -90,8 +89,8 @@ def test_a_tile_is_skipped_only_and_always_where_nothing_in_it_is_seen(case):
 @pytest.mark.parametrize("tile", [(7, 13), (33, 50), (100, 9)], ids=str)
 @pytest.mark.parametrize("case", MASKS, ids=case_name)
 def test_a_tile_of_any_size_is_never_skipped_with_something_seen_nor_called_whole_with_something_hidden(case, tile):
-    mask, seen = mask_of(case), seen_by_hand(case)
-    for (rows, columns), found in looked(mask, *tile).items():
+    problem, seen = problem_of(case), seen_by_hand(case)
+    for (rows, columns), found in looked(problem, *tile).items():
         part = seen[:, rows.start : rows.stop, columns.start : columns.stop]
         assert not (found == EMPTY and part.any())
         assert not (found == WHOLE and not part.all())
@@ -102,7 +101,9 @@ def test_tiles_visited_under_the_usual_masks():
     n = T // block
 
     def visited(causal, window):
-        return sum(found != EMPTY for found in looked(Mask(T, T, causal, window), block, block).values())
+        return sum(
+            found != EMPTY for found in looked(Problem(T, T, causal=causal, window=window), block, block).values()
+        )
 
     assert visited(causal=False, window=None) == n * n
     assert visited(causal=True, window=None) == n * (n + 1) // 2
@@ -130,8 +131,8 @@ def test_documents_in_no_order_are_told_apart_all_the_same():
 def products(monkeypatch):
     """How many tiles of scores were computed: calls of the function that computes them."""
     calls = []
-    scores = model.attention.scores
-    monkeypatch.setattr(model.attention, "scores", lambda *given: calls.append(1) or scores(*given))
+    scores = tiled.scores
+    monkeypatch.setattr(tiled, "scores", lambda *given: calls.append(1) or scores(*given))
     return calls
 
 
@@ -256,18 +257,17 @@ def test_far_tiles_of_a_window_are_not_even_asked_for():
     """Else a long context would cost time in the square of its tiles whatever the window."""
     asked = []
 
-    class Counted(Mask):
+    class Counted(Tiling):
         def look(self, rows, columns):
             asked.append(1)
             return super().look(rows, columns)
 
-    mask = Counted(1024, 1024, window=8)
-    looked(mask, 8, 8)
+    looked(Problem(1024, 1024, window=8), 8, 8, Counted)
     assert len(asked) == 2 * (2 * 128 - 1)  # by rows and by columns: the diagonal and the tile before it
 
 
 def test_an_empty_sequence_owns_no_token():
-    (rows, keys), positions = packed(torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 4, 6]), 3, 6).values()
+    rows, keys, positions = packed(torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 4, 6]), 3, 6).values()
     assert rows.tolist() == [[0, 0, 2]]
     assert keys.tolist() == [[0, 1, 1, 1, 2, 2]]
     assert positions.tolist() == [-1, 0, 5]  # the last query of each stands at its last key

@@ -9,7 +9,8 @@ import torch
 
 import breakit
 import train
-from model.attention import AttentionConfig, BreakIt, attention
+from model.attention import AttentionConfig, attention
+from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from model.probe import Call, find, first_bad, gauges, reading, record
 from tests.reference import Case, assert_float64_right, oracle, sees

@@ -11,7 +11,8 @@ import torch
 import sample
 import train
 from data.tokenizer import byte_encoding, to_json
-from model.attention import AttentionConfig, BreakIt
+from model.attention import AttentionConfig
+from model.break_it import BreakIt
 from model.generate import Sampler
 from model.gpt import GPT, GPTConfig
 from tests.test_train import OVERFLOW, OVERFLOW_NAME

@@ -38,7 +38,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from model.attention import AttentionConfig, BreakIt, resolve
+from model.attention import AttentionConfig, resolve
+from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config
 

@@ -23,24 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import (
-    INF,
-    LACKS,
-    LOG2E,
-    UNBROKEN,
-    AttentionConfig,
-    BreakIt,
-    absorb,
-    attention,
-    by_key_head,
-    check_switches,
-    load,
-    nothing_seen,
-    tiles,
-    triton_refusal,
-)
-from model.failures import FAILURES
-from model.probe import Call, Gauges, first_bad, gauges, worst
+from model.attention import AttentionConfig, attention, check_switches, triton_refusal
+from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
+from model.mask import Tiling
+from model.probe import Call, Gauges, first_bad, gauges, on_chip_for, worst
+from model.tiled import INF, LOG2E, absorb, by_key_head, load, nothing_seen
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What can be seen. overflow: the weights times v leave the dtype while their sum does not; leak: the past changes with
@@ -174,7 +161,7 @@ def lacks(case: Case, impl: str, dtype: str, call: Call) -> str | None:
     if impl == "naive" and case.one_tile:
         return lacks(case._replace(one_tile=False), impl, dtype, call)
     config = AttentionConfig(impl, softmax_scale=call.config.softmax_scale, dropout_p=case.dropout_p)
-    for switch in broken(case.failure, 1.0).without.split("+"):
+    for switch in broken(case.failure, 1.0).without:
         if switch in LACKS.get(impl, ()):
             return f"{case.failure}: {LACKS[impl][switch]}; left out"
     try:
@@ -211,7 +198,7 @@ def config_of(impl: str, problem: Call, case: Case) -> AttentionConfig:
     block = max(1, T // TILES_A_SIDE)
     tile = (T, T) if case.one_tile else (block, block)
     if impl == "triton":
-        from kernels.flash import tiles_for
+        from kernels.op import tiles_for
 
         found = tiles_for("forward", problem.q, case.dropout_p > 0)
         tile = found.BLOCK_M, found.BLOCK_N
@@ -414,22 +401,17 @@ def first_key_tile(problem: Call, seen: Seen, b: int, h: int, row: int) -> int |
 @torch.no_grad()
 def walk(problem: Call, b: int, h: int, row: int) -> Iterator[tuple[int, float, float, Tensor]]:
     """A row's key tile, m (natural), l and acc / l (D,) after each tile, as tiled computes them."""
-    T_k = problem.k.shape[2]
-    M, N = tile_of(problem)
     q, k, v = by_key_head(problem.q, problem.k, problem.v)
-    _, G, T, _ = q.shape
-    key_head, g = divmod(h, G)
-    n, posed = b * problem.k.shape[1] + key_head, problem.problem()
-    rows = range(row // M * M, min(T, row // M * M + M))
-    column_tiles = tiles(T_k, N)
-    on_chip = q.new_empty(q.shape[0] * G * len(rows) * min(N, T_k), dtype=torch.float32)
-    q_i = load(q, rows)
-    m, l, acc = nothing_seen(q_i, torch.float32, posed.break_it)
-    r = g * len(rows) + row - rows.start
-    posed.mask.read_edges([rows], column_tiles)
-    for columns, seen in posed.mask.columns_for(rows, column_tiles):
-        m, l, acc = absorb(q_i, load(k, columns), load(v, columns), m, l, acc, rows, columns, seen, posed, on_chip)
-        yield columns.start // N, float(m[n, r]) / LOG2E, float(l[n, r]), acc[n, r].double() / l[n, r].double()
+    key_head, g = divmod(h, q.shape[1])
+    n, posed, on_chip = b * problem.k.shape[1] + key_head, problem.problem(), on_chip_for(problem, 1)[0]
+    M, N = tile_of(problem)
+    rows, visits = next(of_rows for of_rows in Tiling(posed, M, N).by_rows() if row in of_rows[0])
+    q_i, r = load(q, rows), g * len(rows) + row - rows.start
+    state = nothing_seen(q_i, torch.float32, posed.without)
+    for tile in visits:
+        state = absorb(tile, q_i, load(k, tile.columns), load(v, tile.columns), state, posed, on_chip)
+        m, l, acc = (x[n, r] for x in state)
+        yield tile.columns.start // N, float(m) / LOG2E, float(l), acc.double() / l.double()
 
 
 def view(case: Case, gain: float, problems: list[Call], seen: list[Seen]) -> View:

@@ -1,0 +1,249 @@
+"""What calls the kernels of flash.py: checks, tile sizes, the op that torch.compile knows, autograd.
+
+    o, lse = flash_attention(q, k, v, Problem(T, T_k, scale=D**-0.5))
+
+Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
+    q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
+
+In the order in which they run: flash_attention checks and goes through the op, or around it; forward launches
+forward_kernel; gradients launches dq_kernel and then dkdv_kernel. A Problem (kernels/problem.py) becomes a Task: the
+same as the kernels take it.
+"""
+
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import get_type_hints
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from kernels import sizes
+from kernels.flash import dkdv_kernel, dq_kernel, forward_kernel
+from kernels.problem import Problem
+from kernels.sizes import Tiles, launch_with
+from kernels.task import SOFTMAX, how_for, in_tiles, mask_of, task_for
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The door.
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune: bool = False) -> tuple[Tensor, Tensor]:
+    """o = dropout(softmax(q k^T * scale + mask)) v, and the log-sum-exp of the scores; both have gradients.
+
+    q (B, H, T, D); k, v (B, H_kv, T_k, D), float32, float16 or bfloat16, H a multiple of H_kv, D at most 256, any
+    strides. (Where a row does not begin at a multiple of 16 bytes, or its numbers lie apart, a copy is made.) float32
+    products are true float32 ones unless torch.set_float32_matmul_precision allows TF32.
+    problem: what to compute. Its `without` may hold subtract_max, start_low, rescale_sum, rescale_output, wide_output,
+    global_mask, guard_empty_rows and same_seed; the other switches of model/break_it.py act elsewhere.
+    autotune: time some tile sizes at the first call of a kind, and keep the fastest. Which that is may differ between
+    two runs, and with it the last bits of the results.
+    Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row with
+    nothing to see gives o = 0, lse = -inf and gradients 0.
+    Raises ValueError for dtypes, head sizes and GPUs that it lacks. It trusts attention(), in model/attention.py, to
+    have compared shapes and devices.
+    """
+    if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
+        raise ValueError(refused)
+    if autotune and "global_mask" in problem.without:
+        raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
+    # The op's way through PyTorch takes half as long again as all the rest of a call (LOG.md). So only those go through
+    # it who have to see an op: torch.compile, subclasses of Tensor, and dispatch modes such as FlopCounterMode. torch
+    # has no public way to ask for a mode.
+    traced = torch.compiler.is_compiling() or type(q) not in (Tensor, Parameter) or _get_current_dispatch_mode()
+    o, lse, _ = (torch.ops.tilegpt.flash_forward if traced else Eager.apply)(q, k, v, *problem, autotune)
+    return o, lse
+
+
+def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
+    """Why these kernels cannot run, in a line with a way out; None when they can."""
+    if device.type != "cuda" and not sizes.INTERPRETED:
+        return (
+            f"attention.impl=triton: its kernels run on a GPU, not on {device.type}; use attention=tiled, or set "
+            "TRITON_INTERPRET=1 to step through them, slowly, on a CPU"
+        )
+    if torch.version.hip:
+        return "attention.impl=triton: made and tested for NVIDIA's GPUs, not for AMD's; use attention=sdpa or tiled"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        name = torch.cuda.get_device_name(device)
+        return f"attention.impl=triton: wants Ampere or newer, not {name}; use attention=sdpa or attention=tiled"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"attention.impl=triton: has float32, float16 and bfloat16, not {dtype}; use attention=tiled"
+    if D > 256:
+        return f"attention.impl=triton: has heads of 256 at most, not {D}; use attention=tiled or more heads"
+    if dtype == torch.float32 and D > 128 and sizes.shared_memory(device) < sizes.ROOMY:
+        return (
+            f"attention.impl=triton: float32 heads of {D} need more shared memory than this GPU has; use bf16 or tiled"
+        )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches.
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse, and lse in base 2 for the backward: what is lost on the way to base e and back would put the same factor
+    on all weights of a row. description: the fields of a Problem, then autotune."""
+    problem, autotune = Problem(*description[:-1]), description[-1]
+    o, lse, lse2 = empty_results(q)
+    if q.numel() == 0:
+        return o, lse, lse2
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    B, H, T, _ = q.shape
+    mask = mask_of(problem, sizes.tiles_for("forward", q, problem.seed is not None)[:2])
+    # Not with alibi: without a causal mask the tiles that are asked may be the farthest away.
+    trust = (
+        sizes.is_hopper(q.device)
+        and q.dtype == torch.bfloat16
+        and problem.slopes is None
+        and SOFTMAX.isdisjoint(problem.without)
+    )
+
+    def launch(tile: Tiles) -> None:
+        M, N = tile.BLOCK_M, tile.BLOCK_N
+        forward_kernel[(-(-T // M) * B * H,)](
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2,
+            task_for(problem, mask, q, k, tile), how_for(q, problem, tile, trust), **tile.options(),
+        )  # fmt: skip
+
+    with on(q.device):
+        launch_with("forward", launch, q, problem.seed is not None, autotune)
+    return o, lse, lse2
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, *description
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv. description: as in forward()."""
+    problem, autotune = Problem(*description[:-1]), description[-1]
+    dq, dk, dv = like_heads(q), like_heads(k), like_heads(v)
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
+    (B, H, T, _), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
+    dropout = problem.seed is not None
+    mask = mask_of(problem, sizes.tiles_for("forward", q, dropout)[:2])
+    if dropout and "same_seed" in problem.without:
+        problem = problem._replace(seed=problem.seed + 1)
+    dlse = None if dlse is None else dlse.contiguous()
+    # Of every row, and of those from the last to the end of its tile: minus lse2 and delta, side by side for one load.
+    padded = -(-T // 128) * 128
+    of_rows = lse2.new_empty(B, H, padded, 2)
+
+    def launch_dq(tile: Tiles) -> None:
+        M, N = tile.BLOCK_M, tile.BLOCK_N
+        dq_kernel[(-(-T // M) * B * H,)](
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M), dlse, lse2, of_rows,
+            in_tiles(dq, M), task_for(problem, mask, q, k, tile), padded, how_for(q, problem, tile), **tile.options(),
+        )  # fmt: skip
+
+    def launch_dkdv(tile: Tiles) -> None:
+        M, N = tile.BLOCK_M, tile.BLOCK_N
+        dkdv_kernel[(-(-T_k // N) * B * H_kv,)](
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M), of_rows, in_tiles(dk, N), in_tiles(dv, N),
+            task_for(problem, mask, q, k, tile, transposed=True), padded, how_for(q, problem, tile), **tile.options(),
+        )  # fmt: skip
+
+    with on(q.device):
+        rows = launch_with("dq", launch_dq, q, dropout, autotune)
+        # dq_kernel has filled of_rows for whole tiles of its own, and no further
+        launch_with("dkdv", launch_dkdv, q, dropout, autotune, rows)
+    return dq, dk, dv
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The op and its autograd. An op takes tensors, numbers and texts alone, so a Problem travels as its fields.
+
+KINDS = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", bool: "bool"}
+KINDS |= {Tensor | None: "Tensor?", tuple[str, ...]: "str[]"}
+FIELDS = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Problem).items()) + ", bool autotune"
+RESULTS = "(Tensor, Tensor, Tensor)"
+flash_forward = torch.library.custom_op(
+    "tilegpt::flash_forward", forward, mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {FIELDS}) -> {RESULTS}"
+)
+flash_backward = torch.library.custom_op(
+    "tilegpt::flash_backward",
+    gradients,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse, "
+    + f"{FIELDS}) -> {RESULTS}",
+)
+
+
+@flash_forward.register_fake
+def _(q, k, v, *description):
+    return empty_results(q)
+
+
+@flash_backward.register_fake
+def _(q, k, v, *others):
+    return like_heads(q), like_heads(k), like_heads(v)
+
+
+def keep_for_backward(ctx, inputs, output):
+    """q, k, v, o, lse2 and what tensors the description has: autograd watches those, and frees them."""
+    ctx.set_materialize_grads(False)
+    q, k, v, *description = inputs
+    o, _, lse2 = output
+    tensors = [x if isinstance(x, Tensor) else None for x in description]
+    ctx.description = [None if isinstance(x, Tensor) else x for x in description]
+    ctx.save_for_backward(q, k, v, o, lse2, *tensors)
+
+
+def backward(ctx, do, dlse, _, gradients=flash_backward):
+    q, k, v, o, lse2, *tensors = ctx.saved_tensors
+    description = [x if tensor is None else tensor for x, tensor in zip(ctx.description, tensors, strict=True)]
+    do = torch.zeros_like(o) if do is None else do
+    return *gradients(q, k, v, o, lse2, do, dlse, *description), *[None] * len(description)
+
+
+flash_forward.register_autograd(backward, setup_context=keep_for_backward)
+
+
+class Eager(torch.autograd.Function):
+    """The same without the op: 1.0 ms of the host's time a forward and backward, and not 1.6 (LOG.md)."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = forward(*inputs)
+        keep_for_backward(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return backward(ctx, *grads, gradients=gradients)
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return like_heads(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+
+
+def on(device: torch.device):
+    """Triton launches on the current device, wherever its tensors are."""
+    there = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if there else torch.cuda.device(device)
+
+
+def like_heads(x: Tensor) -> Tensor:
+    """An empty (B, H, T, D) that lies in memory as (B, T, H, D), which the projection after it reads without a copy;
+    with rows of a multiple of 16 bytes, which descriptors want."""
+    B, H, T, D = x.shape
+    step = 16 // x.itemsize
+    width = -(-D // step) * step
+    return x.new_empty_strided((B, H, T, D), (T * H * width, width, H * width, 1))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, if a descriptor can read it as it lies: neighbours in a row, rows that begin at multiples of 16 bytes."""
+    return x if x.data_ptr() % 16 == 0 and in_steps(x.shape, x.stride(), x.itemsize) else like_heads(x).copy_(x)
+
+
+@lru_cache(1024)
+def in_steps(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> bool:
+    apart = [step for step, size in zip(stride[:3], shape[:3], strict=True) if size > 1]
+    return stride[3] == 1 and all(step > 0 and step * itemsize % 16 == 0 for step in apart)

@@ -1,0 +1,129 @@
+"""The tile sizes that the kernels run with, by head size, dtype and GPU, and how they are tuned.
+
+launch_with("forward", launch, q, dropout=False, autotune=False)      calls launch(Tiles(...))
+"""
+
+import math
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it when kernels/flash.py is imported
+
+
+class Tiles(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None  # registers of a thread, at most
+
+    def options(self) -> dict:
+        """Of a launch."""
+        return {name: getattr(self, name) for name in ("num_warps", "num_stages", "maxnreg")}
+
+
+# (kernel, BLOCK_D up to, dropout) -> the tiles that were the fastest for 16-bit numbers on an H200 (LOG.md). The mask
+# takes registers from the products: with dropout the tiles of the forward are smaller, up to heads of 128.
+MEASURED = {
+    ("forward", 64, False): Tiles(128, 64, 8, 3, 128),
+    ("forward", 64, True): Tiles(64, 64, 4, 3),
+    ("forward", 128, False): Tiles(128, 64, 8, 2, 128),
+    ("forward", 128, True): Tiles(64, 64, 4, 3),
+    ("dq", 64, False): Tiles(64, 64, 4, 2),
+    ("dq", 64, True): Tiles(64, 64, 4, 2),
+    ("dq", 128, False): Tiles(128, 64, 8, 3),
+    ("dq", 128, True): Tiles(128, 64, 8, 3),
+    ("dkdv", 64, False): Tiles(64, 64, 4, 3),
+    ("dkdv", 64, True): Tiles(64, 64, 4, 3),
+    ("dkdv", 128, False): Tiles(64, 64, 4, 2),
+    ("dkdv", 128, True): Tiles(64, 64, 4, 2),
+    # the forward's were the fastest that were tried; the others not measured: those that spill the least
+    ("forward", 256, False): Tiles(128, 64, 8, 2),
+    ("forward", 256, True): Tiles(128, 64, 8, 2),
+    ("dq", 256, False): Tiles(64, 32, 8, 2),
+    ("dq", 256, True): Tiles(64, 32, 8, 2),
+    ("dkdv", 256, False): Tiles(32, 64, 8, 1),
+    ("dkdv", 256, True): Tiles(32, 64, 8, 1),
+}
+# (kernel, BLOCK_D up to) -> not measured either, for GPUs where a program has less shared memory than 160 KiB (sm_86,
+# sm_89, sm_120) and, before Hopper, for the forward of heads of 256, which would spill.
+LEAN = {
+    ("forward", 64): Tiles(64, 64, 4, 2),
+    ("forward", 128): Tiles(64, 64, 4, 2),
+    ("forward", 256): Tiles(64, 32, 8, 2),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 4, 2),
+    ("dq", 256): Tiles(32, 64, 8, 1),
+    ("dkdv", 64): Tiles(64, 64, 4, 2),
+    ("dkdv", 128): Tiles(32, 64, 4, 2),
+    ("dkdv", 256): Tiles(32, 32, 8, 1),
+}
+ROOMY = 160 * 1024
+FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 its products run on plain cores, and spill: to check with, not to race
+# What attention.autotune tries, besides the tiles that there would have been.
+CANDIDATES = [
+    Tiles(32, 64, 4, 2), Tiles(64, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2),
+    Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 2),
+]  # fmt: skip
+TUNED: dict[tuple, Tiles] = {}
+
+
+def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
+    BLOCK_D = max(64, block_d(q.shape[3]))
+    if q.dtype == torch.float32:
+        return FLOAT32
+    spills = kernel == "forward" and BLOCK_D == 256 and not has_descriptors(q.device)
+    if shared_memory(q.device) < ROOMY or spills:
+        return LEAN[kernel, BLOCK_D]
+    tile = MEASURED[kernel, BLOCK_D, dropout]
+    return tile if is_hopper(q.device) else tile._replace(maxnreg=None)
+
+
+def launch_with(
+    kernel: str, launch: Callable[[Tiles], None], q: Tensor, dropout: bool, autotune: bool, rows: int = 128
+) -> int:
+    """Launches a kernel with the tiles of the table or, with autotune, the fastest of CANDIDATES, timed at the first
+    call of a kind: head size, dtype, device, dropout, and a length up to the next power of two. rows: what BLOCK_M must
+    divide. Returns BLOCK_M."""
+    tile = tiles_for(kernel, q, dropout)
+    if autotune and not INTERPRETED and not torch.cuda.is_current_stream_capturing():
+        kind = kernel, triton.next_power_of_2(q.shape[2]), q.shape[3], q.dtype, q.device, dropout, rows
+
+        def milliseconds(tile: Tiles) -> float:
+            try:
+                return triton.testing.do_bench(lambda: launch(tile), return_mode="median")
+            except triton.runtime.errors.OutOfResources:  # more shared memory than this GPU has
+                return math.inf
+
+        if kind not in TUNED:
+            TUNED[kind] = min((t for t in [tile, *CANDIDATES] if rows % t.BLOCK_M == 0), key=milliseconds)
+        tile = TUNED[kind]
+    assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "of_rows and keep_mask lean on it"
+    launch(tile)
+    return tile.BLOCK_M
+
+
+def block_d(D: int) -> int:
+    return max(16, 1 << (D - 1).bit_length())  # triton.next_power_of_2 takes 8 us
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; where there is no GPU, as on the one that the kernels were measured on."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 232_448
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def has_descriptors(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9

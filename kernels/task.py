@@ -1,0 +1,189 @@
+"""A Problem as the kernels take it: a Task, of what they are handed, and a How, of what they are compiled for.
+
+Shapes: B batch, T query rows, T_k key rows, H query heads, D head size.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels import sizes
+from kernels.problem import Problem
+from kernels.sizes import Tiles, block_d
+from kernels.tiles import edges, listed
+
+# Where the running maximum starts: from the lowest float32 a row whose first tile is hidden has exp(-inf - LOWEST) = 0;
+# from -inf it would have NaN.
+LOWEST = -torch.finfo(torch.float32).max
+# The switches of the softmax's own step: with one of them off, every tile is asked for its maximum.
+SOFTMAX = frozenset(
+    {"subtract_max", "start_low", "rescale_sum", "rescale_output", "wide_output", "global_mask", "guard_empty_rows"}
+)
+
+
+class Mask(NamedTuple):
+    """What a query sees. A row stands at a position among the keys, row i at i + T_k - T; None: that rule is off."""
+
+    T: int
+    T_k: int
+    at_least: int | None  # of column - position: 1 - window
+    at_most: int | None  # 0 when causal
+    documents_q: Tensor | None  # (B, T)
+    documents_k: Tensor | None  # (B, T_k)
+    positions: Tensor | None  # (T,)
+    blocks: Tensor | None
+    block_size: int
+    block_columns: int
+    local_m: int | None  # without global_mask: the causal mask compares places within tiles of local_m x local_n
+    local_n: int | None
+
+
+class Scoring(NamedTuple):
+    """What becomes of q k^T before the softmax."""
+
+    scale: float
+    scale2: float  # scale * log2(e), rounded once, and not as a product of two rounded numbers
+    softcap: float | None
+    slopes: Tensor | None  # (H,) float32, of alibi
+
+
+class Dropout(NamedTuple):
+    seed: Tensor | None  # int64 scalar; None: no dropout
+    threshold: int  # of 256: bytes below it drop their element
+    zero: float  # 0.0, handed in: with a constant the compiler rounds first and selects 16-bit halves (LOG.md)
+
+
+class Visits(NamedTuple):
+    """What kernels/tiles.py says of the tiles, where data decides which are visited; None where arithmetic on the mask
+    is enough. The first three are pairs: the lowest and the highest number in every tile."""
+
+    positions: tuple[Tensor, Tensor] | None  # of row tiles
+    of_rows: tuple[Tensor, Tensor] | None  # (B, row tiles): documents
+    of_keys: tuple[Tensor, Tensor] | None  # (B, key tiles)
+    bounds: Tensor | None  # (tiles, 4), of a picture of blocks: between()'s answers, but of places in `tiles`
+    tiles: Tensor | None  # (tiles, others)
+
+
+class Task(NamedTuple):
+    """A Problem as a kernel takes it."""
+
+    mask: Mask
+    scoring: Scoring
+    dropout: Dropout
+    visits: Visits
+    keep_scale: float  # 1 / (share kept)
+    H: int
+    G: int  # H / H_kv: query heads that share a key head
+
+
+class How(NamedTuple):
+    """What a kernel is compiled for, one constexpr."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    PRECISION: str  # of products: ieee | tf32
+    START: float = LOWEST  # of m
+    SUBTRACT_MAX: bool = True
+    RESCALE_SUM: bool = True
+    RESCALE_OUTPUT: bool = True
+    WIDE_OUTPUT: bool = True
+    GUARD: bool = True
+    TRUST_MAX: bool = False  # most tiles are not asked for their maximum (every_tile in flash.py)
+
+
+def mask_of(problem: Problem, local_tile: tuple[int, int] = (None, None)) -> Mask:
+    """local_tile: rows and columns of the forward's tile, where global_mask is left out."""
+    local, reach = "global_mask" in problem.without, problem.T + problem.T_k
+    at_least = at_most = None
+    if problem.window is not None and problem.window <= reach:  # a wider one hides nothing, and might pass 32 bits
+        at_least, at_most = 1 - problem.window, problem.window - 1
+    if problem.causal:
+        at_most = None if local else 0
+    tensors = (problem.documents_q, problem.documents_k, problem.positions, problem.blocks)
+    tensors = (None if x is None else x.contiguous() for x in tensors)
+    columns = 0 if problem.blocks is None else problem.blocks.shape[1]
+    tile = local_tile if local else (None, None)
+    return Mask(problem.T, problem.T_k, at_least, at_most, *tensors, problem.block_size, columns, *tile)
+
+
+def task_for(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, transposed: bool = False) -> Task:
+    """For a kernel whose programs are tiles of queries or, transposed, of keys."""
+    M, N = tile.BLOCK_M, tile.BLOCK_N
+    # What is left of the mask to look at within a tile: of a picture nothing where each tile lies in one block.
+    in_one = mask.block_size % M == mask.block_size % N == (mask.T_k - mask.T) % M == 0
+    return Task(
+        mask._replace(blocks=None) if in_one else mask,
+        Scoring(problem.scale, problem.scale * math.log2(math.e), problem.softcap, problem.slopes),
+        Dropout(problem.seed, problem.drop_threshold, 0.0),
+        visits_of(mask, M, N, transposed),
+        256 / (256 - problem.drop_threshold),
+        q.shape[1],
+        q.shape[1] // k.shape[1],
+    )
+
+
+def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
+    """For tiles of M queries and N keys; transposed: of a tile of keys, which visits tiles of queries."""
+    positions = of_rows = of_keys = bounds = tiles = None
+    if mask.blocks is not None:
+        bounds, tiles = listed(
+            mask.blocks, mask.block_size, mask.T, mask.T_k, mask.at_least, mask.at_most, M, N, transposed
+        )
+    else:
+        positions = None if mask.positions is None else edges(mask.positions[None], M)
+        if mask.documents_q is not None:
+            of_rows, of_keys = edges(mask.documents_q, M), edges(mask.documents_k, N)
+    return Visits(positions, of_rows, of_keys, bounds, tiles)
+
+
+def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -> How:
+    """trust_max is the forward's own affair."""
+    without, guard = problem.without, "guard_empty_rows" not in problem.without
+    zero = "start_low" in without or "subtract_max" in without
+    how = How(
+        tile.BLOCK_M,
+        tile.BLOCK_N,
+        block_d(q.shape[3]),
+        precision(q.dtype),
+        START=0.0 if zero else LOWEST if guard else -math.inf,
+        SUBTRACT_MAX="subtract_max" not in without,
+        RESCALE_SUM="rescale_sum" not in without,
+        RESCALE_OUTPUT="rescale_output" not in without,
+        WIDE_OUTPUT="wide_output" not in without or q.dtype == torch.float32,
+        GUARD=guard,
+        TRUST_MAX=trust_max,
+    )
+    return How(*map(tl.constexpr, how))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of the products: that of the numbers but for float32, which has TF32 where torch is allowed it."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+class Strided(NamedTuple):
+    """A (B, H, T, D) tensor where the hardware has no descriptors (before sm_90)."""
+
+    pointer: Tensor
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    rows: int
+    width: int  # D
+
+
+def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
+    """x in tiles of rows x BLOCK_D."""
+    if not sizes.has_descriptors(x.device):
+        return Strided(x, *steps(x.shape, x.stride()), x.shape[2], x.shape[3])
+    return TensorDescriptor(x, list(x.shape), [*steps(x.shape, x.stride()), 1], [1, 1, rows, block_d(x.shape[3])])
+
+
+def steps(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
+    """Of all axes but the last. One of a single element may have any stride; a descriptor may not."""
+    return [step if size > 1 else 16 for step, size in zip(stride[:3], shape[:3], strict=True)]
