@@ -4,10 +4,11 @@
     python breakit.py failure=no_max                             one of them, and what is behind it
     python breakit.py run=NAME                                   on the attention of your own run
 
-The lab takes q, k, v and do of real text from a model, a small one that it trains first or a run's, and runs each
-failure on them, in every implementation and dtype, where it sleeps and where it wakes: a line each with what theory
-predicts, what is seen, where it begins, and how far the results are from float64. Then short trainings, whole and
-broken, from one seed. In runs/breakit: table.json, errors.png, states.png, losses.png, and NAME.png for each failure.
+The lab takes q, k, v and do from a model's attention to real text: a run's model, or a small one that it trains first.
+On them it tries each failure in every implementation and dtype, where it is harmless and where it shows. A line each
+says what theory predicts, what is seen, where it begins, and how far the results are from float64. Then come short
+trainings, whole and broken, from one seed. In runs/breakit: table.json, errors.png, states.png, losses.png, and
+NAME.png for each failure.
 
     python breakit.py replay=runs/NAME/faults/step_000123        the batch that ended a run, once more
 
@@ -19,13 +20,12 @@ model again: every layer's gauges, and the tile where it begins.
     python breakit.py trace=true failure=no_max score_gain=120 dtype=float32
     python breakit.py trace=true run=latest layer=3 head=1 row=20    a row of a trained model's head
 
-The worked example is that of docs/attention.md: five tokens, no mask, tiles of two. Of a run it takes the first tokens
-of its validation text, which, causal as the model is, know nothing of those after them. out=PATH.json keeps the trace:
-the head's q, k and v, and every tile.
+The worked example is that of docs/attention.md: five tokens, no mask, tiles of two. A run's head is shown over the
+first tokens of its validation text. out=PATH.json keeps the trace: the head's q, k and v, and every tile.
 
     python breakit.py explorer=true                              docs/explorer.html, the same to click through
 
-The explorer is one page that asks for nothing: docs/explorer.template.html with the stories of the worked example (each
+The explorer is one page that loads nothing: docs/explorer.template.html with the stories of the worked example (each
 failure, tile size and mask, and three other inputs that bring failures out) and of one trained head, `real`, which is a
 trace that out= has kept: explorer=true real=PATH.json out=PATH.html makes a page of your own. docs/head.json is of
 `python train.py name=default`: trace=true run=default layer=2 head=2 out=docs/head.json.

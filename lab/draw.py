@@ -120,7 +120,7 @@ def grid(panels: int, title: str, columns: int = 4, height: float = 2.6):
 
 
 def draw_errors(axes, shown: View):
-    """A heat map, from rounding to all of it; what is not finite has a colour of its own."""
+    """A heat map of relative errors on a logarithmic scale; what is not finite is blue. Returns the image."""
     from matplotlib import colormaps
 
     colours = colormaps["magma_r"].with_extremes(bad="deepskyblue")
@@ -167,7 +167,7 @@ def draw_states(pair, shown: View) -> None:
 
 
 def draw_losses(axes, curves: Curves) -> None:
-    """Means of five steps, as one step's batch is easier than another's; single steps are faint."""
+    """Means of five steps, because batches differ in difficulty; single steps are faint. x: not finite from here on."""
     looks = {name: {"color": colour(name), "lw": 1.8} for name in curves.broken}
     looks["whole"] = {"color": "black", "ls": "--", "lw": 1.2}
     for name, losses in (curves.broken | {"whole": curves.whole}).items():

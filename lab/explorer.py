@@ -1,6 +1,6 @@
 """The explorer: one page that shows the stories of several inputs, to click through. `python breakit.py explorer=true`
 
-The page asks for nothing: it is docs/explorer.template.html with all stories in it as JSON.
+The page loads nothing: it is docs/explorer.template.html with all stories in it as JSON.
 """
 
 import json

@@ -145,16 +145,16 @@ def right_for(call: Call) -> dict[str, Tensor]:
 
 
 def allowed_for(call: Call, right: dict[str, Tensor]) -> dict[str, float]:
-    """How far from right a result may be. By what the implementation itself errs when it is whole, and not by naive's
-    errors as in lab/race.py: on a trained model's q, k and v the gradients of tiled and triton, which compute weights
-    again, can be further off than twice naive's (LOG.md)."""
+    """How far from right each result may be, by the error of the same implementation when it is whole. lab/race.py
+    takes naive's error instead. On a trained model's q, k and v the gradients of tiled and triton can be further off
+    than twice that, because they compute the weights again (LOG.md)."""
     usual, eps = results_of(replace(call, break_it=unbroken(call))), torch.finfo(call.q.dtype).eps
     errors = {name: float(row_errors(usual[name], right[name]).max()) for name in RESULTS}
     return {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}
 
 
 def observed(tried: list[Call], seen: list[Seen]) -> str:
-    """What is to be seen in the results, whatever was taken out."""
+    """The symptom that the results show, judged without knowing what was taken out."""
     if not all(bool(s.found["o"].isfinite().all()) for s in seen):
         # +inf and NaN: the sum of the weights went first. (A row that sees nothing has lse = -inf by right.)
         sums = torch.stack([((s.found["lse"] == INF) | s.found["lse"].isnan()).any() for s in seen])

@@ -237,15 +237,15 @@ def attempt(told: list[str], action: Callable, name: str, *arguments):
 
 
 def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and do, random: a matrix product is faster on zeros than on data, and a kernel that reads do is faster
-    on the expanded scalar that o.sum() would give it."""
+    """q, k, v and do of a case, (B, H, T, D) each, the same at every call. Random, because a matrix product is
+    faster on zeros, and a kernel that reads do is faster on the expanded scalar that o.sum() would give it."""
     generator = torch.Generator(device).manual_seed(case.T)
     made = {"generator": generator, "device": device, "dtype": dtype, "requires_grad": True}
     return [torch.randn(case.B, case.H, case.T, case.D, **made) for _ in range(4)]
 
 
 def forward_and_backward(f: Callable, x: list[Tensor]) -> list[Tensor]:
-    """o, dq, dk, dv."""
+    """o, dq, dk, dv of f at x = q, k, v, do: all (B, H, T, D)."""
     q, k, v, do = x
     o = f(q, k, v)
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]

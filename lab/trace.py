@@ -5,7 +5,6 @@ Shapes: q (T, D), k and v (T_k, D), float64; o (T, D), lse (T,).
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,57 +57,35 @@ def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Hea
     return Head(f"{model.name}, layer {layer}, head {head}", labels, q[head], k[key_head], v[key_head], scale)
 
 
-def trace(
-    head: Head,
-    row: int,
-    out: Path | None,
-    *,
-    failure: str,
-    score_gain: float,
-    dtype: str,
-    causal: bool,
-    block_m: int,
-    block_n: int,
-    order: str,
-) -> None:
-    """Prints a row's m, l, alpha and output after every tile, and what changed.
-
-    failure: of STORY_FAILURES. dtype: float64 | float32. order: of ORDERS. out: a file for all rows, where one is
-    wanted. Raises ValueError for a row that the head does not have.
-    """
+def trace(head: Head, row: int, out: Path | None, **options) -> None:
+    """Prints a row's m, l, alpha and output after every tile, and what changed; writes all rows to the file `out`,
+    where one is wanted. options: those of tell(). Raises ValueError for a row that the head does not have."""
     if row >= len(head.q):
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
-    options = {"failure": failure, "score_gain": score_gain, "dtype": dtype, "causal": causal}
-    options |= {"block_m": block_m, "block_n": block_n, "order": order}
     told, o, lse = tell(head, **options)
     if out is not None:
         kept = head._asdict() | options | {"tiles": [tile._asdict() for tile in told], "o": o, "lse": lse}
         write(out, json.dumps(plain(kept)) + "\n")
         print(f"{out}: {len(told)} tiles of {len(o)} rows")
     right = tell(head, **options | {"failure": "none"})[1]
-    print_trace(head, row, told, o, lse, right, switches(failure, score_gain), options)
+    print_trace(head, row, told, o, lse, right, options)
 
 
 def tell(
     head: Head, failure: str, score_gain: float, dtype: str, **options
 ) -> tuple[list[Tile], np.ndarray, np.ndarray]:
-    """story() of a head, computed in dtype: its tiles, o (T, D) and lse (T,). options: those of story()."""
+    """story() of a head, computed in dtype, float64 or float32: its tiles, o (T, D) and lse (T,). failure: of
+    STORY_FAILURES. options: causal, block_m, block_n and order, as in story()."""
     q, k, v = (x.astype(dtype) for x in (head.q, head.k, head.v))
     return story(q, k, v, softmax_scale=head.softmax_scale, break_it=switches(failure, score_gain), **options)
 
 
 def print_trace(
-    head: Head,
-    row: int,
-    told: list[Tile],
-    o: np.ndarray,
-    lse: np.ndarray,
-    right: np.ndarray,
-    break_it: SimpleNamespace,
-    options: dict,
+    head: Head, row: int, told: list[Tile], o: np.ndarray, lse: np.ndarray, right: np.ndarray, options: dict
 ) -> None:
     """A line a tile: m, l, alpha and the first four numbers of o of one row, and what changed. right: o (T, D) of the
     whole algorithm."""
+    break_it = switches(options["failure"], options["score_gain"])
     D, offset = o.shape[1], len(head.k) - len(head.q)
     some, more = slice(0, 4), " ..." if D > 4 else ""
 

@@ -140,7 +140,7 @@ def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
 
 
 def config_of(impl: str, call: Call, trial: Trial) -> AttentionConfig:
-    """The call's, with the implementation and its tiles; naive's are those that places are told in."""
+    """The call's configuration with the implementation and its tiles. naive's places are told in tiled's tiles."""
     T = call.q.shape[2]
     block = max(1, T // TILES_A_SIDE)
     tile = (T, T) if trial.one_tile else (block, block)
