@@ -35,6 +35,7 @@ def peak(impl: str, T: int, D: int = 64, block: int = 32, gradients: bool = True
 def test_the_instrument_counts_what_is_alive_at_once():
     x = torch.zeros(1000)
     with PeakBytes() as counted:
+        x += 1  # was there before
         a = x + 1  # 4,000 bytes
         b = a + 1  # 8,000
         del a
