@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import bench
-from bench import Case, PeakBytes, attempt, attention_of, forward_and_backward, peak_bytes, problem, traffic
+from lab import race
+from lab.meter import PeakBytes, peak_bytes
+from lab.race import Case, attempt, attention_of, forward_and_backward, inputs
+from lab.traffic import words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
 
@@ -21,7 +24,7 @@ SMALL = {"lengths": [64], "heads": [1], "head_sizes": [16], "block": 32, "device
 
 def peak(impl: str, T: int, D: int = 64, block: int = 32, gradients: bool = True) -> int:
     case = Case(1, 1, T, D, True, 0.0)
-    x = problem(case, CPU, torch.float32)
+    x = inputs(case, CPU, torch.float32)
     f = attention_of(impl, case, block, CPU)
     if gradients:
         return peak_bytes(lambda: forward_and_backward(f, x), CPU)
@@ -32,6 +35,7 @@ def peak(impl: str, T: int, D: int = 64, block: int = 32, gradients: bool = True
 def test_the_instrument_counts_what_is_alive_at_once():
     x = torch.zeros(1000)
     with PeakBytes() as counted:
+        x += 1  # was there before
         a = x + 1  # 4,000 bytes
         b = a + 1  # 8,000
         del a
@@ -75,16 +79,16 @@ def raced(tmp_path_factory):
     lines: list[str] = []
     impls = ["naive", "tiled", "sdpa_flash", "sdpa_cudnn"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "print", lambda line, flush=False: lines.append(line), raising=False)
+        patch.setattr(race, "print", lambda line, flush=False: lines.append(line), raising=False)
         bench.main(bench.Config(**SMALL | {"lengths": [128, 64], "impls": impls, "tokens": 128, "out": str(out)}))
     return out, lines
 
 
 def test_every_case_has_a_row_for_each_implementation_and_pass(raced):
     rows = read(raced[0] / "results.csv")
-    assert list(rows[0]) == bench.COLUMNS
+    assert list(rows[0]) == race.COLUMNS
     assert [(row["impl"], row["pass"]) for row in rows[:9]] == [
-        (impl, which) for impl in ("naive", "tiled", "sdpa_flash") for which in bench.PASSES
+        (impl, which) for impl in ("naive", "tiled", "sdpa_flash") for which in race.PASSES
     ]
     shapes = [("64", "2"), ("128", "1")]
     cases = dict.fromkeys((row["dropout_p"], row["causal"], row["T"], row["B"]) for row in rows)
@@ -107,7 +111,7 @@ def test_the_table_has_a_column_an_implementation_and_a_line_a_pass(raced):
     head = raced[1].index(next(line for line in raced[1] if line.startswith("D 16, H 1, causal, dropout_p 0.1")))
     assert raced[1][head].split()[-3:] == ["naive", "tiled", "sdpa_flash"]
     table = [line for line in raced[1][head:] if line.startswith("T ")][:4]
-    assert [line.split()[4] for line in table] == [*bench.PASSES, "MiB"]
+    assert [line.split()[4] for line in table] == [*race.PASSES, "MiB"]
     assert all(line.split()[-1] == "-" for line in table)  # no dropout
 
 
@@ -130,7 +134,7 @@ def test_a_second_race_appends_to_the_first_but_not_below_other_columns(tmp_path
     cfg = bench.Config(**SMALL | {"impls": ["naive"], "causal": [True], "dropout_p": [0.0], "out": str(tmp_path)})
     bench.main(cfg)
     bench.main(cfg)
-    assert [row["pass"] for row in read(tmp_path / "results.csv")] == [*bench.PASSES] * 2
+    assert [row["pass"] for row in read(tmp_path / "results.csv")] == [*race.PASSES] * 2
     old = "commit,impl\nabc,naive\n"
     (tmp_path / "results.csv").write_text(old)
     with pytest.raises(ValueError, match="other columns"):
@@ -139,7 +143,7 @@ def test_a_second_race_appends_to_the_first_but_not_below_other_columns(tmp_path
 
 
 def test_published_results_have_the_columns_of_this_bench():
-    assert list(read(Path(bench.__file__).parent / "docs/results.csv")[0]) == bench.COLUMNS
+    assert list(read(Path(bench.__file__).parent / "docs/results.csv")[0]) == race.COLUMNS
 
 
 def test_flops_are_counted_as_the_field_counts_them():
@@ -161,21 +165,21 @@ def test_both_passes_together_are_their_sum(raced):
 
 def test_inputs_are_random_and_the_same_each_time():
     case = Case(2, 1, 8, 4, True, 0.0)
-    x = problem(case, CPU, torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(x, problem(case, CPU, torch.float32), strict=True))
+    x = inputs(case, CPU, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(x, inputs(case, CPU, torch.float32), strict=True))
     assert all(t.unique().numel() == t.numel() for t in x)
     assert not any(torch.equal(a, b) for a, b in pairwise(x))
 
 
 def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch, tmp_path, capsys):
-    found = [{"pass": which, "ms": 100.0, "tflops": 1.0, "peak_mib": 1.0} for which in bench.PASSES]
+    found = [{"pass": which, "ms": 100.0, "tflops": 1.0, "peak_mib": 1.0} for which in race.PASSES]
     asked = []
 
     def weigh(name, case, block, x):
         asked.append((name, case.T))
         return [n | {"ms": n["ms"] if name == "naive" else 1.0} for n in found]
 
-    monkeypatch.setattr(bench, "weigh", weigh)
+    monkeypatch.setattr(race, "weigh", weigh)
     options = {"impls": ["naive", "tiled"], "lengths": [16, 32, 64, 128], "causal": [True], "dropout_p": [0.0]}
     bench.main(bench.Config(**SMALL | options | {"patience": 0.5, "out": str(tmp_path)}))
     # 0.1 s at 16 promise 0.4 s at 32, and the 0.1 s that it takes there 0.4 s at 64, and so on: nobody is slow
@@ -187,7 +191,7 @@ def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch
 
 
 def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypatch, tmp_path, capsys):
-    right, lengths = bench.weigh, []
+    right, lengths = race.weigh, []
 
     def weigh(name, case, block, x):
         if name == "naive" and case.T > 16:
@@ -195,7 +199,7 @@ def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypa
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: you tried to allocate 9999999 bytes")
         return right(name, case, block, x)
 
-    monkeypatch.setattr(bench, "weigh", weigh)
+    monkeypatch.setattr(race, "weigh", weigh)
     options = {"impls": ["naive", "tiled"], "lengths": [16, 32, 64], "causal": [True], "dropout_p": [0.0]}
     bench.main(bench.Config(**SMALL | options | {"out": str(tmp_path)}))
     rows = [
@@ -206,18 +210,18 @@ def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypa
 
 
 def test_a_race_that_is_cut_short_keeps_the_rows_it_has(monkeypatch, tmp_path):
-    right = bench.weigh
+    right = race.weigh
 
     def weigh(name, case, block, x):
         if case.T > 16:
             raise KeyboardInterrupt
         return right(name, case, block, x)
 
-    monkeypatch.setattr(bench, "weigh", weigh)
+    monkeypatch.setattr(race, "weigh", weigh)
     with pytest.raises(KeyboardInterrupt):
         bench.main(bench.Config(**SMALL | {"impls": ["naive"], "lengths": [16, 32], "out": str(tmp_path)}))
     assert [(row["T"], row["pass"]) for row in read(tmp_path / "results.csv")] == [
-        ("16", which) for which in bench.PASSES
+        ("16", which) for which in race.PASSES
     ]
 
 
@@ -233,11 +237,11 @@ def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
 def test_triton_without_a_gpu_is_left_out_unless_it_was_asked_for(capsys, monkeypatch):
     sizes = pytest.importorskip("kernels.sizes", reason="triton is made for Linux")
     monkeypatch.setattr(sizes, "INTERPRETED", False)
-    names = bench.entrants(bench.Config(), CPU)
-    assert names == [name for name in bench.IMPLS if name != "triton"]
+    names = race.entrants(None, CPU)
+    assert names == [name for name in race.IMPLS if name != "triton"]
     assert capsys.readouterr().out.startswith("triton: attention.impl=triton")
     with pytest.raises(ValueError, match=r"attention\.impl=triton"):
-        bench.entrants(bench.Config(impls=["naive", "triton"]), CPU)
+        race.entrants(["naive", "triton"], CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="both run on a GPU")
@@ -260,14 +264,14 @@ def test_flash4_is_given_its_own_layout(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
     case = Case(2, 3, 8, 4, True, 0.0)
-    x = problem(case, CPU, torch.float32)[:3]
+    x = inputs(case, CPU, torch.float32)[:3]
     found, right = (attention_of(name, case, 4, CPU)(*x) for name in ("flash4", "naive"))
     assert torch.equal(found, right)
     with pytest.raises(ValueError, match="no dropout"):
         attention_of("flash4", Case(2, 3, 8, 4, True, 0.1), 4, CPU)
 
 
-@pytest.mark.parametrize("name", bench.SDPA)
+@pytest.mark.parametrize("name", race.SDPA)
 def test_a_peer_of_torchs_runs_its_own_backend_and_no_other(monkeypatch, name):
     asked = []
 
@@ -281,9 +285,9 @@ def test_a_peer_of_torchs_runs_its_own_backend_and_no_other(monkeypatch, name):
         }
         asked.append([key for key, on in flags.items() if on])
 
-    monkeypatch.setattr(bench.F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(race.F, "scaled_dot_product_attention", sdpa)
     case = Case(1, 1, 8, 4, True, 0.0)
-    attention_of(name, case, 4, CPU)(*problem(case, CPU, torch.float32)[:3])
+    attention_of(name, case, 4, CPU)(*inputs(case, CPU, torch.float32)[:3])
     assert asked == [[name]]
 
 
@@ -304,9 +308,9 @@ def test_a_wrong_implementation_of_ours_ends_the_bench(monkeypatch, tmp_path):
     "wrong", [lambda q, k, v, **_: 2 * (q + k + v), lambda q, k, v, **_: q * k * v * torch.nan], ids=["sum", "NaN"]
 )
 def test_a_wrong_peer_is_left_out_with_a_line(monkeypatch, capsys, wrong):
-    monkeypatch.setattr(bench.F, "scaled_dot_product_attention", wrong)
-    cfg = bench.Config(**SMALL | {"causal": [True], "dropout_p": [0.0]})
-    assert bench.check(cfg, ["naive", "sdpa_flash"], CPU, []) == ["naive"]
+    monkeypatch.setattr(race.F, "scaled_dot_product_attention", wrong)
+    case = Case(1, 2, 333, 16, True, 0.0)
+    assert race.check(["naive", "sdpa_flash"], [case], 32, CPU, torch.float32, []) == ["naive"]
     said = capsys.readouterr().out
     assert "sdpa_flash is further from float64" in said
     assert "left out" in said
@@ -335,10 +339,10 @@ def test_a_bench_that_cannot_be_is_refused(options, message):
 def test_counted_traffic_is_the_loads_and_stores_of_the_paper_word_for_word(N, D, M):
     block = M // (4 * D)
     rows, passes = min(block, D), N // block
-    keys_outside = traffic(AttentionConfig("tiled", rows, block, "keys_outside"), N, D)
+    keys_outside = words_of(AttentionConfig("tiled", rows, block, "keys_outside"), N, D)
     # k, v once; for every tile of keys q, o, m, l in and o, m, l out; at the end o, m, l in and o, lse out
     assert keys_outside == 2 * N * D + passes * N * (3 * D + 4) + N * (2 * D + 3)
-    queries_outside = traffic(AttentionConfig("tiled", rows, block, "queries_outside"), N, D)
+    queries_outside = words_of(AttentionConfig("tiled", rows, block, "queries_outside"), N, D)
     assert queries_outside == N * D + N // rows * 2 * N * D + N * (D + 1)  # q once, k and v each time, o and lse once
 
 
@@ -347,13 +351,13 @@ def test_traffic_of_keys_outside_fits_n_n_d_d_over_m(N, D, M):
     """12 N N D D / M words: 3 N D for each of 4 N D / M tiles of keys. m and l add 4 N to each, that is 16 / D to the
     12, and what is moved once (4 D + 3) M / N D D."""
     block = M // (4 * D)
-    words = traffic(AttentionConfig("tiled", min(block, D), block, "keys_outside"), N, D)
+    words = words_of(AttentionConfig("tiled", min(block, D), block, "keys_outside"), N, D)
     assert 12 < words / (N * N * D * D / M) <= 12 + 16 / D + (4 * D + 3) * M / (N * D * D) < 13.2
 
 
 def test_naive_moves_twenty_tables_of_scores():
     N, D = 512, 16
-    assert 0 <= traffic(AttentionConfig("naive"), N, D) - 20 * N * N < 16 * N * D
+    assert 0 <= words_of(AttentionConfig("naive"), N, D) - 20 * N * N < 16 * N * D
 
 
 def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
@@ -363,7 +367,6 @@ def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
         rows = list(csv.DictReader(file))
     assert [row["order"] for row in rows] == ["naive", "keys_outside", "queries_outside"] * 2
     assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
-    assert tiled.load.__module__ == "model.tiled"  # the counters have gone
 
 
 def test_a_chip_too_small_for_a_row_is_refused():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import traffic
 from kernels.problem import Problem
+from lab.traffic import words_of
 from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES
 from model.mask import EMPTY, PART, Tiling, tiles
@@ -77,7 +77,7 @@ def test_the_numbers_of_bytes():
 
 
 def naive_words(N: int, D: int) -> int:
-    half, whole = (traffic(AttentionConfig("naive"), n, D) for n in (256, 512))
+    half, whole = (words_of(AttentionConfig("naive"), n, D) for n in (256, 512))
     square = (whole - 2 * half) // (512**2 - 2 * 256**2)
     return square * N * N + (half - square * 256**2) // 256 * N
 
@@ -90,7 +90,7 @@ def test_the_words_moved(row):
         block = M // (4 * D)
         impl = AttentionConfig("naive") if name == "naive" else AttentionConfig("tiled", min(block, D), block, name)
         # naive's count is a N N + b N, so two small N give it at 4,096 without a second's wait and a GB
-        found = traffic(impl, N, D) if name != "naive" else naive_words(N, D)
+        found = words_of(impl, N, D) if name != "naive" else naive_words(N, D)
         assert words == f"{found:,}"
         assert quotient == f"{found / (N * N * D * D / M):.2f}"
 

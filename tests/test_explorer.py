@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import breakit
-from model.story import ORDERS, STORY_FAILURES, sentence, story, switches
+from lab.files import plain
+from lab.story import ORDERS, STORY_FAILURES, sentence, story, switches
+from lab.trace import worked_example
 from tests.browser import MISSING, browser
 from tests.test_attention import CAT_OUTPUT
 from tests.test_story import the_cat
@@ -62,13 +64,13 @@ def test_every_view_of_the_worked_example_has_its_story(committed):
 
 
 def test_the_numbers_of_a_tile_are_those_of_the_story(committed):
-    """The third of the worked example's tiles of 2, no_rescale, straight from model/story.py."""
+    """The third of the worked example's tiles of 2, no_rescale, straight from lab/story.py."""
     example, fields, sentences = (committed[1]["inputs"][0], committed[1]["fields"], committed[1]["sentences"])
     broken = switches("no_rescale")
     tile = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=broken)[0][4]
     kept = dict(zip(fields, example["stories"]["0/2/no_rescale"]["tiles"][4], strict=True))
     assert [sentences[i] for i in kept.pop("says")] == [sentence(tile, row, 0, broken) for row in (2, 3)]
-    assert told_alike(kept, breakit.plain(tile._asdict()))
+    assert told_alike(kept, plain(tile._asdict()))
 
 
 def test_each_failure_goes_wrong_somewhere_on_the_page(committed):
@@ -97,9 +99,9 @@ def test_a_page_of_ones_own_trace_has_it(call, tmp_path):
 
 
 def test_a_trace_too_long_for_a_page_is_refused(call, tmp_path):
-    head = breakit.worked_example()
+    head = worked_example()
     long = head._replace(**{name: np.ones((65, 4)) for name in "qkv"}, labels=["x"] * 65)
-    (tmp_path / "long.json").write_text(json.dumps(breakit.plain(long._asdict())))
+    (tmp_path / "long.json").write_text(json.dumps(plain(long._asdict())))
     ended = call(breakit, "explorer=true", f"real={tmp_path}/long.json", f"out={tmp_path}/long.html")
     assert "65 tokens are more than a page can show; keep a trace with tokens=64" in ended.err
     assert not (tmp_path / "long.html").exists()

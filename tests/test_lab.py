@@ -5,18 +5,22 @@ import math
 import os
 import re
 import signal
+from itertools import combinations
 
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 import breakit
 import train
-from model.break_it import FAILURES
+from data.loader import validation_batches
+from lab import draw, measure, trainings, trials
+from lab.runs import model_of_run
+from model.break_it import FAILURES, LACKS
 from model.probe import record
 from tests.reference import Case
 from tests.test_breakit import first_tiles_that_hide_all
 from tests.test_readme import README, ROOT
-from training import lab
 
 CPU = torch.device("cpu")
 
@@ -38,17 +42,15 @@ def runs(call, small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calls(runs):
-    model = breakit.model_of_run("taught", runs, CPU)
-    batch = next(breakit.validation_batches(model.dataset.val, model.dataset.val_documents, 2, 64, 128))
+    model = model_of_run("taught", runs, CPU)
+    batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 2, 64, 128))
     return record(model.net, batch.x, batch.y)
 
 
 @pytest.fixture(scope="module")
 def measured(calls):
     """The rows of every failure, implementation and dtype; and the views."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lab, "MENDED", True)
-        return lab.measure(calls, ["none", *FAILURES], lab.available(CPU))
+    return measure.measure(calls, ["none", *FAILURES], trials.available(CPU))
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def rows(measured):
     return rows
 
 
-@pytest.mark.parametrize("dtype", lab.DTYPES)
+@pytest.mark.parametrize("dtype", trials.DTYPES)
 @pytest.mark.parametrize("impl", ["naive", "tiled", "triton"])
 def test_what_is_seen_is_what_was_predicted(rows, impl, dtype):
     differ = [row for row in rows(impl=impl, dtype=dtype) if row["observed"] != row["predicted"]]
@@ -70,16 +72,17 @@ def test_what_is_seen_is_what_was_predicted(rows, impl, dtype):
 
 
 def test_every_symptom_and_every_verdict_is_there(rows):
-    assert {row["observed"] for row in rows()} == {lab.NAN, lab.OVERFLOW, lab.SILENT, lab.LEAK, lab.GRADIENT, lab.NONE}
+    symptoms = {trials.NAN, trials.OVERFLOW, trials.SILENT, trials.LEAK, trials.GRADIENT, trials.NONE}
+    assert {row["observed"] for row in rows()} == symptoms
     assert {row["verdict"] for row in rows()} == {"loud", "silent", "harmless"}
 
 
 def test_a_failure_that_does_not_come_is_told_from_its_prediction(calls, monkeypatch):
     """With nothing taken out, whatever the failure is called, the rows that should show it do not agree."""
-    whole = lab.broken("none", 1.0)
-    monkeypatch.setattr(lab, "broken", lambda failure, gain: whole)
-    for row in lab.measure(calls, ["no_rescale", "local_mask", "no_scale", "stale_seed"], ["tiled"])[0]:
-        assert (row["observed"], row["verdict"]) == (lab.NONE, "harmless")
+    whole = trials.broken("none", 1.0)
+    monkeypatch.setattr(trials, "broken", lambda failure, gain: whole)
+    for row in measure.measure(calls, ["no_rescale", "local_mask", "no_scale", "stale_seed"], ["tiled"])[0]:
+        assert (row["observed"], row["verdict"]) == (trials.NONE, "harmless")
         assert row["agrees"] == row["where"].startswith("one tile")
 
 
@@ -88,7 +91,7 @@ def test_every_failure_is_seen_in_every_implementation_that_has_it(rows):
         if name == "bf16_ties":  # below the budget; the next test
             continue
         for impl in ("naive", "tiled", "triton"):
-            if not set(failure.switches) & lab.LACKS.get(impl, {}).keys():
+            if not set(failure.switches) & LACKS.get(impl, {}).keys():
                 harms = {row["verdict"] for row in rows(failure=name, impl=impl, dtype="float32")} != {"harmless"}
                 assert harms, (name, impl)
             else:
@@ -107,7 +110,7 @@ def test_sums_of_16_bits_stay_below_the_budget_and_change_nothing_in_float32(row
 def test_a_verdict_is_what_the_errors_are(rows):
     """What is broken is off by a part in 300, and more; what is harmless, by rounding."""
     for row in rows():
-        errors = [row[f"error_{name}"] for name in lab.RESULTS]
+        errors = [row[f"error_{name}"] for name in measure.RESULTS]
         assert all(map(math.isfinite, errors)) == (row["verdict"] != "loud")
         if row["verdict"] == "silent":
             assert max(errors) > 1 / 300
@@ -117,10 +120,10 @@ def test_a_verdict_is_what_the_errors_are(rows):
 
 def test_the_maximum_is_missed_only_past_the_limit(rows):
     for row in rows(failure="no_max", dtype="float32"):
-        assert (row["observed"] == lab.NAN) == (row["headroom"] < 0) == (row["max_score"] > 88.73)
+        assert (row["observed"] == trials.NAN) == (row["headroom"] < 0) == (row["max_score"] > 88.73)
     for row in rows(failure="no_max", dtype="fp16", where="a score past the limit"):
         # naive divides before it rounds
-        assert row["observed"] == (lab.NONE if row["impl"] == "naive" else lab.OVERFLOW)
+        assert row["observed"] == (trials.NONE if row["impl"] == "naive" else trials.OVERFLOW)
 
 
 def test_a_failure_begins_at_the_tile_that_theory_names(rows):
@@ -139,10 +142,23 @@ def test_a_failure_begins_at_the_tile_that_theory_names(rows):
     assert place("stale_seed")[1] is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+def test_the_interpreter_is_asked_whether_it_computes_as_a_gpu_does(monkeypatch):
+    """Mended (tests/interpreter.py) it does; as triton ships it, it cuts bf16 off and exp2 keeps subnormal numbers."""
+    interpreter = pytest.importorskip("tests.interpreter", reason="triton is made for Linux")
+    assert (trials.computes_bf16(CPU), trials.keeps_subnormals(CPU)) == (True, False)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", interpreter.as_it_was)
+    assert not trials.computes_bf16(CPU)
+    handle, exp2 = interpreter.TensorHandle, interpreter.np.exp2
+    shipped = lambda self, x: handle(exp2(x.data), x.dtype.scalar)  # noqa: E731
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", shipped)
+    assert trials.keeps_subnormals(CPU)
+
+
 @pytest.mark.parametrize(("T", "tile", "window"), [(96, (32, 8), 8), (96, (16, 16), 8), (64, (64, 64), 5)])
 def test_which_windows_hide_a_first_tile(T, tile, window):
     case = Case(T, B=1, window=window)
-    assert lab.hidden_first_tile(T, *tile, window) == bool(first_tiles_that_hide_all(case, tile).any())
+    assert trials.hidden_first_tile(T, *tile, window) == bool(first_tiles_that_hide_all(case, tile).any())
 
 
 def test_a_state_without_the_maximum_has_m_at_0_and_a_sum_that_overflows(measured):
@@ -163,8 +179,8 @@ def test_what_dropouts_seed_does_is_shown_in_the_gradient(measured):
 
 def short(runs, steps: int) -> train.Config:
     """The short training, on the run's text."""
-    model = breakit.model_of_run("taught", runs, CPU)
-    cfg = breakit.short_training(breakit.Config(steps=steps, device="cpu"), str(runs))
+    model = model_of_run("taught", runs, CPU)
+    cfg = trainings.short_training(train.Config, steps, 1337, "cpu")
     cfg.data, cfg.tokenizer, cfg.model.context_length = model.data, model.tokenizer, 32
     return cfg
 
@@ -173,8 +189,8 @@ def test_a_broken_run_begins_as_the_whole_one_and_ends_where_it_is_nan(runs, tmp
     cfg = short(runs, 3)
     cfg.runs = str(tmp_path)
     names = ["no_rescale", "unguarded_mask", "stale_seed"]
-    curves = {name: of for of in breakit.trainings(cfg, names) for name in of.broken}
-    assert list(curves) == sorted(names, key=lambda name: breakit.SETTINGS[name])
+    curves = {name: of for of in trainings.compare(train.main, cfg, names) for name in of.broken}
+    assert list(curves) == sorted(names, key=lambda name: trainings.SETTINGS[name])
     assert all(len(of.whole) == 3 and all(map(math.isfinite, of.whole)) for of in curves.values())
     stale, nan = curves["stale_seed"], curves["unguarded_mask"].broken["unguarded_mask"]
     assert stale.broken["stale_seed"][0] == stale.whole[0]
@@ -184,15 +200,19 @@ def test_a_broken_run_begins_as_the_whole_one_and_ends_where_it_is_nan(runs, tmp
 
 
 def test_a_curve_ends_in_a_cross_where_its_loss_is_not_finite():
-    curves = lab.Curves("", [3.0, 2.0, 1.0], {"no_max": [3.0, math.nan], "no_scale": [3.0, 2.5, 2.0]})
-    lines = lab.losses_figure([curves]).axes[0].lines
+    curves = trainings.Curves("", [3.0, 2.0, 1.0], {"no_max": [3.0, math.nan], "no_scale": [3.0, 2.5, 2.0]})
+    lines = draw.losses_figure([curves]).axes[0].lines
     crosses = [line for line in lines if line.get_marker() == "x"]
     assert [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in crosses] == [([2], [3.0])]
-    assert crosses[0].get_color() == lab.colour("no_max")
+    assert crosses[0].get_color() == draw.colour("no_max")
 
 
-def test_a_failure_has_its_own_colour():
-    assert len({lab.colour(name) for name in FAILURES}) == len(FAILURES)
+def test_a_failure_has_its_own_colour_however_many_there_are(monkeypatch):
+    """A twelfth raised IndexError."""
+    for i in range(20):
+        monkeypatch.setitem(draw.FAILURES, f"another_{i}", FAILURES["no_max"])
+    colours = [to_rgb(draw.colour(name)) for name in draw.FAILURES]
+    assert min(math.dist(a, b) for a, b in combinations(colours, 2)) > 0.05
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +250,8 @@ def test_the_file_has_the_lines_and_who_made_them(one):
 
 
 def test_without_a_run_the_lab_trains_its_own_model(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(breakit, "FRESH_STEPS", 2)
-    monkeypatch.setattr(lab, "available", lambda device: ["tiled"])
+    monkeypatch.setattr(trainings, "FRESH_STEPS", 2)
+    monkeypatch.setattr(trials, "available", lambda device: ["tiled"])
     monkeypatch.chdir(tmp_path)
     ended = call(breakit, "failure=no_scale", "steps=1", "device=cpu")
     assert ended.code == 0, ended.err
@@ -259,7 +279,7 @@ def test_a_lab_that_is_interrupted_while_it_trains_says_that_nothing_is_kept(cal
 
 
 def test_what_an_implementation_lacks_is_said_once(calls):
-    said = lab.left_out(calls, list(FAILURES), ["naive", "tiled"])
+    said = measure.left_out(calls, list(FAILURES), ["naive", "tiled"])
     assert len(said) == len(set(said)) == 7
     assert all("naive" in line for line in said)
 

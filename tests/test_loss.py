@@ -92,7 +92,7 @@ def test_without_gradients_the_value_is_the_same():
 
 def test_without_gradients_the_heads_gradient_is_not_computed():
     """needs_input_grad is True for a parameter under no_grad too: evaluation paid for a gradient that nobody read."""
-    from bench import PeakBytes
+    from lab.meter import PeakBytes
 
     x, weight = torch.randn(4, 64), torch.randn(512, 64, requires_grad=True)
     with torch.no_grad(), PeakBytes() as counted:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from lab.story import STORY_FAILURES, THE_CAT, sentence, story, switches
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.mask import tiles
-from model.story import STORY_FAILURES, THE_CAT, sentence, story, switches
 from tests.reference import Case, assert_float64_right, error, oracle
 from tests.test_attention import CAT, CAT_L, CAT_M, CAT_OUTPUT, CAT_WEIGHTS, NAIVE
 

@@ -9,9 +9,10 @@ import torch
 
 import breakit
 import train
+from lab.story import ORDERS, THE_CAT
+from lab.trace import head_of_run, tell
 from model import gpt
 from model.attention import AttentionConfig, attention
-from model.story import THE_CAT
 from tests.reference import assert_within_budget
 from tests.test_attention import CAT_OUTPUT
 from tests.test_docs import tables
@@ -73,7 +74,7 @@ def test_without_the_maximum_the_line_of_the_overflow_is_nan(told):
 
 
 def test_the_order_of_the_loops_decides_which_tiles_are_a_rows(told):
-    by_order = [[line.split()[0] for line in told(f"order={order}")[3:6]] for order in breakit.ORDERS]
+    by_order = [[line.split()[0] for line in told(f"order={order}")[3:6]] for order in ORDERS]
     assert by_order == [["4", "5", "6"], ["2", "5", "8"]]
 
 
@@ -94,8 +95,7 @@ def test_the_file_has_what_was_told(told, tmp_path):
 @pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 1), (2, 3)])
 def test_a_runs_head_gives_what_the_model_computes_there(runs, layer, head):
     """What goes into the model's last projection is the output of the story of the q, k and v that were taken."""
-    cfg = breakit.Config(trace=True, run="taught", runs=str(runs), layer=layer, head=head, tokens=20)
-    taken = breakit.head_of_run(cfg)
+    taken = head_of_run("taught", runs, layer, head, 20)
     found = checkpoint.load(checkpoint.last(runs / "taught" / checkpoint.FOLDER))
     net = gpt.GPT(gpt.GPTConfig(**found.state["config"]["model"]), AttentionConfig("naive")).eval()
     net.load_state_dict(found.model)
@@ -107,7 +107,7 @@ def test_a_runs_head_gives_what_the_model_computes_there(runs, layer, head):
     o = outputs[0][0].unflatten(-1, (4, -1))[:, head]  # (T, D)
 
     options = {"causal": True, "block_m": 8, "block_n": 8, "order": "queries_outside"}
-    reference = torch.from_numpy(breakit.tell(taken, "none", 1.0, "float64", **options)[1])
+    reference = torch.from_numpy(tell(taken, "none", 1.0, "float64", **options)[1])
     q, k, v = (torch.from_numpy(x)[None, None].float() for x in (taken.q, taken.k, taken.v))
     naive = attention(q, k, v, AttentionConfig("naive"), softmax_scale=taken.softmax_scale)[0, 0]
     assert_within_budget({"o": o}, {"o": naive}, {"o": reference})

@@ -1,0 +1,35 @@
+"""Files of results: text and JSON of what was measured or told."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+
+def write(path: Path, text: str) -> None:
+    """Writes text as UTF-8 and makes the folders above it. Raises ValueError, which names the file, where it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"out={path} cannot be written: {error.strerror}") from error
+
+
+def plain(value):
+    """value with nothing in it that JSON lacks: arrays become lists and ranges [start, stop]. Numbers keep six digits.
+    Those that are not finite become "nan", "inf" and "-inf"."""
+    match value:
+        case np.ndarray():
+            return plain(value.tolist())
+        case float():
+            number = float(f"{value:.6g}")
+            if not math.isfinite(number):
+                return f"{number}"
+            return int(number) if number == round(number) and abs(number) < 1e6 else number
+        case range():
+            return [value.start, value.stop]
+        case dict():
+            return {key: plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [plain(inner) for inner in value]
+    return value

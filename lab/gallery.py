@@ -1,0 +1,97 @@
+"""Each failure beside the whole algorithm: the table, the short trainings and the pictures. `python breakit.py`"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import validation_batches
+from lab import draw, measure, trainings, trials
+from lab.files import plain, write
+from lab.runs import model_of_run
+from model.break_it import FAILURES
+from model.probe import record
+from training.machine import about
+from training.metrics import show
+
+
+def gallery(
+    script: Callable[[Any], int],
+    short: Any,
+    *,
+    failure: str | None,
+    run: str | None,
+    runs: Path,
+    device: torch.device,
+    out: Path,
+) -> None:
+    """Writes table.json, errors.png, states.png, losses.png and NAME.png for each failure to the folder `out`.
+
+    script: train.main. short: short_training()'s configuration. failure: None for all. run: whose model q, k and v are
+    taken from, as model_of_run() finds it in the folder `runs`; None for a small one that is trained here first.
+    Raises ValueError where there is no such run, and where nothing of the failure can be taken out of its attention.
+    """
+    started = time.perf_counter()
+    torch.set_num_threads(1)  # tiles so small take as long on two, and twice as long where another process wants a core
+    facts, device = about(device), device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
+    model = None if run is None else model_of_run(run, runs, device)
+    out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
+    failures = [failure] if failure else list(FAILURES)
+    if failure:
+        words = FAILURES[failure]
+        show(f"{failure}: without {words.removed}\n  you will see: {words.seen}\n  because: {words.why}\n")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        short.runs = scratch
+        if model is None:
+            show(f"training a small model to take q, k and v from: {trainings.FRESH_STEPS} steps")
+            trainings.train_quietly(script, trainings.fresh_training(short))
+            model = model_of_run("fresh", Path(scratch), device)._replace(name="a fresh small model")
+        else:
+            short.data, short.tokenizer = model.data, model.tokenizer
+        T = min(256, model.net.config.context_length)
+        batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 2, T, 2 * T))
+        calls = record(model.net, batch.x.to(device), batch.y.to(device))
+        show(f"{model.name}: {len(calls)} layers of {model.net.config.n_head} heads, {T} tokens of its validation text")
+
+        wanted, impls = ["none", *failures], trials.available(device)
+        for line in measure.left_out(calls, wanted, impls):
+            show(line)
+        show("first bad: layer/head/query tile/key tile; score, weight: the largest; o to dv: |error| / |right|\n")
+        print_row()
+        rows, views = measure.measure(calls, wanted, impls, print_row)
+        show("")
+        if not views:
+            raise ValueError(f"failure={failure}: nothing of the kind can be taken out of {model.name}")
+        curves = trainings.compare(script, short, failures)
+
+    show(f"drawing, after {time.perf_counter() - started:.0f} s")
+    kept = {"about": facts, "model": model.name, "rows": rows, "losses": [c._asdict() for c in curves]}
+    write(out / "table.json", json.dumps(plain(kept)).replace("}, {", "},\n{") + "\n")
+    pictures = draw.pictures({name: views[name] for name in failures if name in views}, curves)
+    for name, figure in pictures.items():
+        draw.save(figure, out / f"{name}.png")
+    differ = sum(not row["agrees"] for row in rows)
+    show(f"{len(rows)} lines, {differ} of them not as predicted; {time.perf_counter() - started:.0f} s")
+    show(f"{out}: table.json, {', '.join(f'{name}.png' for name in pictures)}")
+
+
+def print_row(row: dict | None = None) -> None:
+    """A line of the table; None: its head."""
+    heads = ("failure", "where", "gain", "impl", "dtype", "tiles", "predicted", "observed", "first bad", "score")
+    cells = [*heads, "headroom", "weight", *measure.RESULTS, "verdict"]
+    if row is not None:
+        place = [row[key] for key in ("layer", "head", "query_tile", "key_tile")]
+        cells = [row["failure"], row["where"], f"{row['gain']:.3g}", row["impl"], row["dtype"], row["tiles"]]
+        cells += [row["predicted"], row["observed"]]
+        cells += ["" if place[0] is None else "/".join("-" if x is None else str(x) for x in place)]
+        cells += [f"{row['max_score']:.1f}", f"{row['headroom']:.1f}", f"{row['max_weight']:.3f}"]
+        cells += [f"{row[f'error_{name}']:.1e}" for name in measure.RESULTS]
+        cells += [row["verdict"] + ("" if row["agrees"] else ", NOT AS PREDICTED")]
+    widths = (17, 23, -5, 6, 7, 9, 13, 13, 9, -5, -8, -6, -8, -8, -8, -8, 8)  # below 0: flush right
+    shown = (f"{cell:>{-width}}" if width < 0 else f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+    show(" ".join(shown).rstrip())

@@ -1,0 +1,264 @@
+"""Each failure beside the whole algorithm, on the q, k, v and do of a model's own attention calls: a table's rows.
+
+    rows, views = measure(calls, failures, impls)    the rows; and what the pictures show
+
+What will be seen is predicted first (lab/trials.py), then it is looked at. Right is the whole algorithm in float64, on
+inputs rounded to the dtype in question. A row is wrong when it is beyond the budget: twice what the same implementation
+errs by when it is whole, and twice the rounding of the largest number.
+
+Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_kv, T_k, D).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lab.trials import (
+    DTYPES,
+    GRADIENT,
+    LEAK,
+    NAN,
+    NONE,
+    OVERFLOW,
+    SILENT,
+    TRIALS,
+    Trial,
+    call_of,
+    config_of,
+    gain_of,
+    lacks,
+    predicted,
+    tile_of,
+    unbroken,
+)
+from model.attention import attention
+from model.break_it import FAILURES
+from model.mask import Tiling
+from model.probe import Call, Gauges, first_bad, gauges, on_chip_for, worst
+from model.tiled import INF, LOG2E, absorb, by_key_head, load, nothing_seen
+
+RESULTS = ("o", "dq", "dk", "dv")
+SHOWN = {"bf16_ties": "bf16"}  # the dtype of the pictures, where it is not float32
+
+
+class View(NamedTuple):
+    """What the pictures show of a failure in its last trial: tiled, in float32 or SHOWN."""
+
+    failure: str
+    about: str
+    of: str  # o or, where o is right, dq
+    errors: Tensor  # (L * H, query tiles), relative: the worst row of each tile
+    heads: int  # H
+    place: str  # whose row the states are of
+    states: dict[str, list[tuple[int, float, float]]]  # whole, broken: key tile, m, l after each
+
+
+def left_out(calls: list[Call], failures: list[str], impls: list[str]) -> list[str]:
+    """What measure() leaves out, a line each, and why."""
+    wanted = (trial for trial in TRIALS if trial.failure in failures)
+    found = (lacks(trial, impl, dtype, calls[0]) for trial, dtype, impl in product(wanted, DTYPES, impls))
+    return list(dict.fromkeys(why for why in found if why))
+
+
+def measure(
+    calls: list[Call], failures: list[str], impls: list[str], say: Callable[[dict], None] = lambda row: None
+) -> tuple[list[dict], dict[str, View]]:
+    """The rows of the table, in the order of TRIALS, and for each failure its View.
+
+    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in model/probe.py). impls:
+    of naive, tiled, triton. say: is handed each row as it comes.
+    """
+    rows, views = [], {}
+    shown = {trial.failure: trial for trial in TRIALS if trial.failure in FAILURES}
+    for trial, dtype in product((trial for trial in TRIALS if trial.failure in failures), DTYPES):
+        gain = gain_of(trial, dtype, calls)
+        prepared = [call_of(trial, dtype, gain, call) for call in calls]
+        measured = [gauges(call) for call in prepared]
+        right = None
+        for impl in impls:
+            if lacks(trial, impl, dtype, calls[0]):
+                continue
+            tried = [replace(call, config=config_of(impl, call, trial)) for call in prepared]
+            right = right or [right_for(call) for call in tried]
+            guess = predicted(trial, impl, tried, measured, [r["lse"] for r in right])
+            seen = [Seen(results_of(call), r, allowed_for(call, r)) for call, r in zip(tried, right, strict=True)]
+            about = {"failure": trial.failure, "where": trial.where, "impl": impl, "dtype": dtype, "gain": gain}
+            rows.append(about | row_of(guess, tried, seen, measured))
+            say(rows[-1])
+            if trial is shown.get(trial.failure) and (impl, dtype) == ("tiled", SHOWN.get(trial.failure, "float32")):
+                views[trial.failure] = view(trial, gain, tried, seen)
+    return rows, views
+
+
+def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gauges]) -> dict:
+    """What a row says after failure, where, impl, dtype and gain. verdict: harmless (within the budget), silent (wrong
+    and finite) or loud (not finite)."""
+    symptom = observed(tried, seen)
+    row = {"tiles": "" if tried[0].config.impl == "naive" else "{} x {}".format(*tile_of(tried[0]))}
+    row |= {"predicted": guess, "observed": symptom, "agrees": guess == symptom}
+    row |= first_place(tried, seen, symptom)
+    row |= {name: max(getattr(g, name) for g in measured) for name in ("max_score", "max_weight")}
+    row["headroom"] = min(g.headroom for g in measured)
+    for name in RESULTS:
+        row[f"error_{name}"] = worst(max, (distance(s.found[name], s.right[name]) for s in seen))
+    finite = all(bool(s.found[name].isfinite().all()) for s in seen for name in RESULTS)
+    return row | {"verdict": "loud" if not finite else "harmless" if symptom == NONE else "silent"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A trial looked at.
+
+
+def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
+    """o, dq, dk, dv and lse, in float64 if wide."""
+    q, k, v, do = (x.double() if wide else x for x in (call.q, call.k, call.v, call.do))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    seeds = iter([call.seed, None if call.seed is None else call.seed + 1])
+
+    def forward(q, k, v):
+        options = {"seed": next(seeds), "break_it": call.break_it, "return_lse": True}
+        return attention(q, k, v, call.config, **options)
+
+    if call.break_it.restore_seed:
+        o, lse = forward(q, k, v)
+    else:  # as draw_and_run in model/gpt.py: when the backward computes the call again, it draws another seed
+        o, lse = checkpoint(forward, q, k, v, use_reentrant=False, preserve_rng_state=False)
+    found = o, *torch.autograd.grad(o, (q, k, v), do)
+    return {name: x.detach() for name, x in zip(RESULTS, found, strict=True)} | {"lse": lse.detach()}
+
+
+class Seen(NamedTuple):
+    """Results of one layer, by the names in RESULTS."""
+
+    found: dict[str, Tensor]
+    right: dict[str, Tensor]  # float64
+    allowed: dict[str, float]  # largest difference
+
+
+def right_for(call: Call) -> dict[str, Tensor]:
+    """The whole algorithm in float64, on the same rounded inputs."""
+    whole = replace(call, config=replace(call.config, impl="naive"), break_it=unbroken(call))
+    return results_of(whole, wide=True)
+
+
+def allowed_for(call: Call, right: dict[str, Tensor]) -> dict[str, float]:
+    """How far from right each result may be, by the error of the same implementation when it is whole. lab/race.py
+    takes naive's error instead. On a trained model's q, k and v the gradients of tiled and triton can be further off
+    than twice that, because they compute the weights again (LOG.md)."""
+    usual, eps = results_of(replace(call, break_it=unbroken(call))), torch.finfo(call.q.dtype).eps
+    errors = {name: float(row_errors(usual[name], right[name]).max()) for name in RESULTS}
+    return {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}
+
+
+def observed(tried: list[Call], seen: list[Seen]) -> str:
+    """The symptom that the results show, judged without knowing what was taken out."""
+    if not all(bool(s.found["o"].isfinite().all()) for s in seen):
+        # +inf and NaN: the sum of the weights went first. (A row that sees nothing has lse = -inf by right.)
+        sums = torch.stack([((s.found["lse"] == INF) | s.found["lse"].isnan()).any() for s in seen])
+        return NAN if bool(sums.any()) else OVERFLOW
+    wrong = {name: any(bool(beyond(s, name).any()) for s in seen) for name in RESULTS}
+    if wrong["o"]:
+        return LEAK if any(leaks(call) for call in tried) else SILENT
+    return GRADIENT if any(wrong.values()) else NONE
+
+
+def beyond(seen: Seen, name: str) -> Tensor:
+    """Rows that are wrong, bool (B, H or H_kv, rows)."""
+    return row_errors(seen.found[name], seen.right[name]) > seen.allowed[name]
+
+
+@torch.no_grad()
+def leaks(call: Call) -> bool:
+    """Whether the first half of the rows changes when the second half of the values does."""
+    half = call.q.shape[2] // 2
+    v = call.v.clone()
+    v[:, :, half:] += 1
+    options = {"seed": call.seed, "break_it": call.break_it}
+    first, second = (attention(call.q, call.k, x, call.config, **options)[:, :, :half] for x in (call.v, v))
+    return not torch.equal(first, second)
+
+
+def row_errors(found: Tensor, right: Tensor) -> Tensor:
+    """The largest |found - right| of each row: (B, H, T, D) twice to float64 (B, H, T), inf for what is NaN."""
+    return (found.double() - right).abs().amax(-1).nan_to_num(nan=INF)
+
+
+def distance(found: Tensor, right: Tensor) -> float:
+    """|found - right| / |right|."""
+    return float((found.double() - right).norm() / right.norm())
+
+
+def first_place(tried: list[Call], seen: list[Seen], symptom: str) -> dict:
+    """Where it goes wrong first, in the order of computing: layer, head, query tile and, in the forward, key tile."""
+    names = ("layer", "head", "query_tile", "key_tile")
+    for call, s in zip(tried, seen, strict=True):
+        if symptom in (NAN, OVERFLOW):
+            if (place := first_bad(call)) is not None:
+                return {name: getattr(place, name) for name in names}
+            continue
+        bad = beyond(s, "dq" if symptom == GRADIENT else "o")
+        if not bad.any():
+            continue
+        M = tile_of(call)[0]
+        query_tile = int(bad.any(0).any(0).nonzero()[0]) // M
+        b, h, row = bad[:, :, query_tile * M : (query_tile + 1) * M].nonzero()[0].tolist()
+        key_tile = None if symptom == GRADIENT else first_key_tile(call, s, b, h, query_tile * M + row)
+        return dict(zip(names, (call.layer, h, query_tile, key_tile), strict=True))
+    return dict.fromkeys(names)
+
+
+def first_key_tile(call: Call, seen: Seen, b: int, h: int, row: int) -> int | None:
+    """The first tile of keys after which acc / l of a row is beyond its budget; None where it is at no tile."""
+    whole = replace(call, break_it=unbroken(call))
+    right, allowed = None, seen.allowed["o"]
+    by_tile = {tile: o for tile, _, _, o in walk(whole, b, h, row)}
+    for tile, _, _, o in walk(call, b, h, row):
+        right = by_tile.get(tile, right)
+        if right is None or not bool((o - right).abs().max() <= allowed):
+            return tile
+    return None
+
+
+@torch.no_grad()
+def walk(call: Call, b: int, h: int, row: int) -> Iterator[tuple[int, float, float, Tensor]]:
+    """A row's key tile, m (natural), l and acc / l (D,) after each tile, as tiled computes them."""
+    q, k, v = by_key_head(call.q, call.k, call.v)
+    key_head, g = divmod(h, q.shape[1])
+    matrix, problem, on_chip = b * call.k.shape[1] + key_head, call.problem(), on_chip_for(call, 1)[0]
+    M, N = tile_of(call)
+    rows, visits = next(of_rows for of_rows in Tiling(problem, M, N).by_rows() if row in of_rows[0])
+    q_i, r = load(q, rows), g * len(rows) + row - rows.start
+    state = nothing_seen(q_i, torch.float32, problem.without)
+    for tile in visits:
+        state = absorb(tile, q_i, load(k, tile.columns), load(v, tile.columns), state, problem, on_chip)
+        m, l, acc = (x[matrix, r] for x in state)
+        yield tile.columns.start // N, float(m) / LOG2E, float(l), acc.double() / l.double()
+
+
+def view(trial: Trial, gain: float, tried: list[Call], seen: list[Seen]) -> View:
+    """What the pictures show of a trial. The states are of the worst row of the first layer whose o is wrong."""
+    of = "dq" if trial.failure in ("stale_seed", "unrestored_seed") else "o"
+    M = tile_of(tried[0])[0]
+    maps, worst_row = [], None
+    for call, s in zip(tried, seen, strict=True):
+        errors = row_errors(s.found[of], s.right[of])
+        relative = errors.amax(0) / float(s.right[of].abs().max())  # (H, T)
+        maps += [torch.stack([part.amax(-1) for part in relative.split(M, dim=-1)], -1)]
+        if worst_row is None and beyond(s, "o").any():  # of equals the last
+            b, h, row = max((errors == errors.max()).nonzero().tolist(), key=lambda place: place[2])
+            worst_row = call, b, h, row
+    call, b, h, row = worst_row or (tried[0], 0, 0, tried[0].q.shape[2] - 1)
+    states = {
+        name: [(tile, m, l) for tile, m, l, _ in walk(walked, b, h, row)]
+        for name, walked in (("whole", replace(call, break_it=unbroken(call))), ("broken", call))
+    }
+    scores = "" if gain == 1.0 else f", scores x {gain:.3g}"
+    scores += f", {SHOWN[trial.failure]}" if trial.failure in SHOWN else ""
+    place = f"layer {call.layer}, head {h}, row {row}"
+    place += ": m and l are right" if states["whole"] == states["broken"] else ""
+    return View(trial.failure, trial.where + scores, of, torch.cat(maps), tried[0].q.shape[1], place, states)

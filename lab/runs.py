@@ -1,0 +1,89 @@
+"""What a training run has left, looked at again: its model and text, and the batch of a fault.
+
+model = model_of_run("latest", Path("runs"), device)
+replay(Path("runs/NAME/faults/step_000123"), device)
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from data.loader import Dataset, open_data
+from data.prepare import DataConfig
+from data.tokenizer import TokenizerConfig
+from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
+from model.gpt import GPT
+from model.probe import find, gauges, record
+from training import checkpoint, config
+from training.metrics import show, stamp
+
+TEXT = {"data": DataConfig, "tokenizer": TokenizerConfig}
+
+
+class Model(NamedTuple):
+    """A run's model as its best checkpoint has it, and its text."""
+
+    name: str
+    path: Path
+    net: GPT
+    dataset: Dataset
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    attention: AttentionConfig
+
+
+def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
+    """The best checkpoint of a run, in evaluation mode on device. run: a name in runs, a folder, or latest.
+
+    Raises ValueError where there is no such run, and where its attention has more than the causal mask.
+    """
+    last = checkpoint.find_resume("auto" if run == "latest" else run, runs, None, option="run")
+    path = checkpoint.best(last.parent) or last
+    found = checkpoint.load(path)
+    trained = found.state["config"]
+    attention = config.from_dict(AttentionConfig, trained["attention"])
+    if beyond_sdpa(attention):
+        raise ValueError(f"run={run} has {beyond_sdpa(attention)}: breakit.py knows the causal mask alone")
+    # auto: a run that was trained on a GPU can be looked at on any machine
+    attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)
+    net = found.network(attention, device).eval()
+    data, tokenizer = (config.from_dict(schema, trained[key]) for key, schema in TEXT.items())
+    name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
+    return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention)
+
+
+def replay(path: Path, device: torch.device) -> None:
+    """Prints the gauges of every attention call of the batch that was kept, and the first tile that is not finite.
+
+    path: a folder under runs/NAME/faults. Raises ValueError for any other checkpoint, which holds no batch.
+    """
+    kept = checkpoint.load(path)
+    tensors, dtype = kept.optimizer(), kept.state["about"]["dtype"]
+    if "batch.x" not in tensors:
+        raise ValueError(
+            f"replay={path} holds no batch: name a folder under runs/NAME/faults, as probe.every= keeps them"
+        )
+    attention = config.from_dict(AttentionConfig, kept.state["config"]["attention"])
+    impl = kept.state["about"]["attention"]
+    if impl == "triton" and (why := triton_refusal(device.type)):
+        show(f"{why}: tiled stands in for it")
+        impl = "tiled"
+    attention = replace(attention, impl=impl, autotune=attention.autotune and impl == "triton")
+    net = kept.network(attention, device).train()
+    checkpoint.set_rng_state(tensors)  # dropout as it was
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
+    with torch.autocast(device.type, low) if low else nullcontext():
+        calls = record(net, *(tensors[f"batch.{name}"].to(device) for name in ("x", "y", "documents")))
+    show(f"{stamp(kept.state['broken'])}{path}: {len(tensors['batch.x'])} sequences, {impl}, {dtype}, on {device}")
+    show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
+    for call in calls:
+        g = gauges(call)
+        sound = (all(x.isfinite().all() for x in group) for group in ((call.o,), (call.dq, call.dk, call.dv)))
+        o, gradients = ("finite" if finite else "NOT" for finite in sound)
+        show(f"{call.layer:5}{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}   "
+             f"{o:9}{gradients}")  # fmt: skip
+    place = find(calls)
+    show(f"first: {place}" if place else "attention is not where it begins, as far as this batch tells by itself")

@@ -1,0 +1,112 @@
+"""One row of attention, told tile by tile, on the screen and in a file: `python breakit.py trace=true`.
+
+Shapes: q (T, D), k and v (T_k, D), float64; o (T, D), lse (T,).
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data.loader import validation_batches
+from lab.files import plain, write
+from lab.runs import model_of_run
+from lab.story import THE_CAT, Tile, sentence, story, switches
+from model.probe import record
+from training.metrics import encodable
+
+
+class Head(NamedTuple):
+    """What a story is told of: one head of one sequence."""
+
+    about: str
+    labels: list[str]  # (T,): the tokens
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    softmax_scale: float
+
+
+def worked_example() -> Head:
+    """The five tokens of docs/attention.md."""
+    q, k, v = (np.array(THE_CAT[name], np.float64) for name in "qkv")
+    return Head("the cat sat on (the) mat", THE_CAT["tokens"], q, k, v, 0.5)
+
+
+def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Head:
+    """A head of a run's best checkpoint: its q, k and v over the first tokens of the run's validation text.
+
+    Raises ValueError for a run, layer or head that is not there, and for more tokens than the model's context.
+    """
+    model = model_of_run(run, runs, torch.device("cpu"))
+    size = model.net.config
+    for name, value, most in (("layer", layer, size.n_layer), ("head", head, size.n_head)):
+        if value >= most:
+            raise ValueError(f"{name}={value}: {model.path} has {most}, counted from 0")
+    if tokens > size.context_length:
+        raise ValueError(f"tokens={tokens}: the model's context is {size.context_length}")
+
+    batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 1, tokens, tokens))
+    call = record(model.net, batch.x)[layer]
+    q, k, v = (x[0].double().numpy() for x in (call.q, call.k, call.v))  # (H, T, D), (H_kv, T, D) twice
+    key_head = head * len(k) // len(q)
+    labels = [model.dataset.encoding.decode([token]) for token in batch.x[0].tolist()]
+    scale = model.attention.softmax_scale or size.head_size**-0.5
+    return Head(f"{model.name}, layer {layer}, head {head}", labels, q[head], k[key_head], v[key_head], scale)
+
+
+def trace(head: Head, row: int, out: Path | None, **options) -> None:
+    """Prints a row's m, l, alpha and output after every tile, and what changed; writes all rows to the file `out`,
+    where one is wanted. options: those of tell(). Raises ValueError for a row that the head does not have."""
+    if row >= len(head.q):
+        raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
+    told, o, lse = tell(head, **options)
+    if out is not None:
+        kept = head._asdict() | options | {"tiles": [tile._asdict() for tile in told], "o": o, "lse": lse}
+        write(out, json.dumps(plain(kept)) + "\n")
+        print(f"{out}: {len(told)} tiles of {len(o)} rows")
+    right = tell(head, **options | {"failure": "none"})[1]
+    print_trace(head, row, told, o, lse, right, options)
+
+
+def tell(
+    head: Head, failure: str, score_gain: float, dtype: str, **options
+) -> tuple[list[Tile], np.ndarray, np.ndarray]:
+    """story() of a head, computed in dtype, float64 or float32: its tiles, o (T, D) and lse (T,). failure: of
+    STORY_FAILURES. options: causal, block_m, block_n and order, as in story()."""
+    q, k, v = (x.astype(dtype) for x in (head.q, head.k, head.v))
+    return story(q, k, v, softmax_scale=head.softmax_scale, break_it=switches(failure, score_gain), **options)
+
+
+def print_trace(
+    head: Head, row: int, told: list[Tile], o: np.ndarray, lse: np.ndarray, right: np.ndarray, options: dict
+) -> None:
+    """A line a tile: m, l, alpha and the first four numbers of o of one row, and what changed. right: o (T, D) of the
+    whole algorithm."""
+    break_it = switches(options["failure"], options["score_gain"])
+    D, offset = o.shape[1], len(head.k) - len(head.q)
+    some, more = slice(0, 4), " ..." if D > 4 else ""
+
+    def numbers(*values: float) -> str:
+        return "".join(f"{x:9.4f}" if abs(x) < 1e3 else f"{x:9.3g}" for x in values)
+
+    def line(tile: str, keys: str, state: str, o: str, words: str) -> None:
+        print(encodable(f"{tile:>4}  {keys:>5}{state:>27}  {o:{9 * min(4, D) + len(more)}}  {words}"), flush=True)
+
+    print(encodable(f"{head.about}, row {row}, {head.labels[row]!r}"))
+    print(", ".join(f"{name}={value}" for name, value in options.items()))
+    line("tile", "keys", f"{'m':>9}{'l':>9}{'alpha':>9}", f"{'o':>9}", "what changed")
+    for number, tile in enumerate(told, start=1):
+        if row in tile.rows:
+            r = row - tile.rows.start
+            keys = f"{tile.columns[0]}-{tile.columns[-1]}"
+            state = numbers(tile.m[r], tile.l[r], tile.alpha[r])
+            line(f"{number}", keys, state, numbers(*tile.o[r, some]) + more, sentence(tile, row, offset, break_it))
+    line("end", "", "", numbers(*o[row, some]) + more, f"o, and lse = {lse[row]:.4f}")
+    if options["failure"] != "none":
+        with np.errstate(all="ignore"):
+            off = np.linalg.norm(o[row] - right[row]) / np.linalg.norm(right[row])
+        far = f"{100 * off:.1f} % away" if np.isfinite(off) else "beyond comparison"
+        line("", "", "", numbers(*right[row, some]) + more, f"o of the whole algorithm; the one above is {far}")

@@ -1,0 +1,104 @@
+"""Short trainings, whole and broken, from one seed: what a failure does to the loss.
+
+The training itself is a script's: train.py's Config and main() are handed in.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from copy import deepcopy
+from io import StringIO
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from lab.trials import broken
+from model.break_it import FAILURES
+from training import config
+from training.metrics import read_metrics, show
+
+CONF = Path(__file__).parents[1] / "conf"
+FRESH_STEPS = 200  # of the model that q, k and v are taken from: 15 s, and scores up to 15
+
+T = TypeVar("T")
+
+
+class Setting(NamedTuple):
+    """What a short training takes, besides the failure, to bring it on."""
+
+    words: str
+    score_gain: float = 1.0
+    dropout_p: float = 0.0
+    window: int | None = None
+    dtype: str = "float32"
+
+
+PLAIN, DROPOUT = Setting("nothing else changed"), Setting("attention.dropout_p=0.5", dropout_p=0.5)
+GAIN = Setting("break_it.score_gain=40", score_gain=40.0)
+SETTINGS = dict.fromkeys(FAILURES, PLAIN) | {
+    "no_max": GAIN,
+    "zero_init_max": Setting("break_it.score_gain=400", score_gain=400.0),
+    "unguarded_mask": Setting("attention.window=8", window=8),
+    "stale_seed": DROPOUT,
+    "unrestored_seed": DROPOUT,
+    "bf16_ties": Setting("dtype=bf16", dtype="bf16"),
+}
+
+
+class Curves(NamedTuple):
+    """Short trainings in one setting: the loss of each step, in nats a token."""
+
+    setting: str
+    whole: list[float]
+    broken: dict[str, list[float]]  # by failure; a loss that is not finite is the last of its list
+
+
+def short_training(schema: type[T], steps: int, seed: int, device: str) -> T:
+    """The whole run that the broken ones are compared with: seconds, for a small model. schema: train.Config."""
+    typed = ["model.n_layer=2", "model.n_embd=64", "model.context_length=128", "batch_size=8", f"steps={steps}"]
+    typed += ["optimizer.lr=5e-3", "optimizer.warmup_steps=20", "eval_tokens=2048", "sample_every=0"]
+    typed += ["attention=tiled", "attention.block_m=64", "attention.block_n=16", "dtype=float32", "wandb.mode=disabled"]
+    ((short, _),) = config.compose(typed, schema, "config", CONF, "train")
+    short.eval_every = short.checkpoint_every = steps
+    short.seed, short.device = seed, device
+    return short
+
+
+def fresh_training(short: T) -> T:
+    """The run of the model that q, k and v are taken from: its sequences are longer, for more tiles."""
+    fresh = deepcopy(short)
+    fresh.name, fresh.steps, fresh.batch_size, fresh.model.context_length = "fresh", FRESH_STEPS, 4, 256
+    fresh.eval_every = fresh.checkpoint_every = FRESH_STEPS
+    return fresh
+
+
+def train_quietly(script: Callable[[T], int], cfg: T) -> list[float]:
+    """The loss of each step in nats a token; a NaN ends the run, and the list. script: train.main. A run that a signal
+    ends leaves through sys.exit."""
+    with redirect_stdout(StringIO()):
+        code = script(cfg)
+    if code >= 128:  # of a signal; what train.py has saved goes with its folder
+        print("stopped: table and pictures are made at the end, so nothing is kept", file=sys.stderr)
+        sys.exit(code)
+    records = read_metrics(Path(cfg.runs) / cfg.name / "metrics.jsonl")
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> list[Curves]:
+    """Each failure from one seed, and for each setting the whole run that goes with it. short: short_training()'s."""
+    found = []
+    for setting, together in groupby(sorted(failures, key=lambda name: SETTINGS[name]), key=SETTINGS.get):
+        losses = {}
+        for name in ("whole", *together):
+            cfg = deepcopy(short)
+            cfg.break_it = broken(name, setting.score_gain)
+            cfg.attention.dropout_p, cfg.attention.window = setting.dropout_p, setting.window
+            cfg.model.activation_checkpointing = not cfg.break_it.restore_seed
+            cfg.name, cfg.dtype = f"{len(found)}-{name}", setting.dtype
+            started = time.perf_counter()
+            losses[name] = train_quietly(script, cfg)
+            said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"
+            show(f"training {name:18}{setting.words:26}loss {said:24}{time.perf_counter() - started:4.0f} s")
+        found.append(Curves(setting.words, losses.pop("whole"), losses))
+    return found

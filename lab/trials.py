@@ -1,0 +1,227 @@
+"""Where each failure is looked at: the trials, their inputs, and what theory says will be seen.
+
+Shapes as in model/attention.py: q, do (B, H, T, D), k, v (B, H_kv, T_k, D), lse (B, H, T).
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.attention import AttentionConfig, attention, check_switches, triton_refusal
+from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
+from model.probe import Call, Gauges, gauges
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What can be seen. overflow: the weights times v leave the dtype while their sum does not; leak: the past changes with
+# the future.
+NAN, OVERFLOW, SILENT, LEAK, GRADIENT, NONE = "NaN", "overflow", "silent", "leak", "gradient only", "none here"
+SEED = 20240229  # of dropout; any
+TILES_A_SIDE = 8  # of tiled's, over the tokens
+
+
+class Trial(NamedTuple):
+    """Where a failure is looked at. gain: what the scores are multiplied by, in gain_of()'s words."""
+
+    failure: str
+    where: str
+    gain: str = "real"  # real | raised | past | low
+    one_tile: bool = False  # for tiled, which can be told: one tile of keys
+    dropout_p: float = 0.0
+    window: bool = False  # of half a tile
+    cut: bool = False  # the keys of the first half tile are gone, and their rows see nothing
+
+
+# Of each failure the last trial shows it, and is what the pictures are of; those before it show where it is harmless.
+TRIALS = [
+    Trial("none", "real scores"),
+    Trial("none", "dropout", dropout_p=0.2),
+    Trial("no_max", "real scores"),
+    Trial("no_max", "a score past the limit", "past"),
+    *(
+        trial
+        for name in ("no_rescale", "no_rescale_sum", "no_rescale_output")
+        for trial in (Trial(name, "one tile of keys", "raised", one_tile=True), Trial(name, "several tiles", "raised"))
+    ),
+    Trial("zero_init_max", "real scores"),
+    Trial("zero_init_max", "a row below the limit", "low"),
+    Trial("local_mask", "one tile of keys and rows", one_tile=True),
+    Trial("local_mask", "several tiles"),
+    Trial("no_scale", "real scores", "raised"),
+    Trial("unguarded_mask", "causal alone"),
+    Trial("unguarded_mask", "rows without a key", cut=True),
+    Trial("unguarded_mask", "a window", window=True),
+    Trial("stale_seed", "dropout", dropout_p=0.2),
+    Trial("unrestored_seed", "dropout", dropout_p=0.2),
+    Trial("bf16_ties", "real scores"),
+]
+
+
+def broken(failure: str, gain: float) -> BreakIt:
+    """The switches of a failure; all of them on where it is none of FAILURES. gain multiplies the scores."""
+    off = FAILURES[failure].switches if failure in FAILURES else ()
+    return BreakIt(score_gain=gain, **dict.fromkeys(off, False))
+
+
+def available(device: torch.device) -> list[str]:
+    """The implementations that can be broken on this device."""
+    return ["naive", "tiled"] + ([] if triton_refusal(device.type) else ["triton"])
+
+
+def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
+    """Why this row is left out, or None."""
+    if impl == "triton" and dtype == "bf16" and not computes_bf16(call.q.device):
+        return "triton: its interpreter computes bf16 otherwise than a GPU does; left out"
+    if impl == "triton" and trial.one_tile:
+        return "triton: chooses its tiles itself, one of all keys cannot be asked for; left out"
+    if impl == "naive" and trial.one_tile:
+        return lacks(trial._replace(one_tile=False), impl, dtype, call)
+    config = AttentionConfig(impl, softmax_scale=call.config.softmax_scale, dropout_p=trial.dropout_p)
+    for switch in broken(trial.failure, 1.0).without:
+        if switch in LACKS.get(impl, ()):
+            return f"{trial.failure}: {LACKS[impl][switch]}; left out"
+    try:
+        check_switches(config, broken(trial.failure, 1.0))
+    except ValueError as error:  # a run with a scale of its own has no 1 / sqrt(D) to leave out
+        return f"{error}; left out"
+    return None
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether triton's bf16 is what it should be: a GPU's is. Triton's interpreter multiplies the bits as integers and
+    rounds by cutting off, so it is asked for a mean of two values that lies halfway between two numbers."""
+    if device.type == "cuda":
+        return True
+    q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16)
+    v = 1 + torch.tensor([1.0, 2.0]).view(1, 1, 2, 1).expand(1, 1, 2, 16) / 128
+    o = attention(*(x.bfloat16() for x in (q, k, v)), AttentionConfig("triton"))
+    return bool((o.float() == 1 + 2 / 128).all())  # 1 + 1.5 / 128, rounded to even
+
+
+def keeps_subnormals(device: torch.device) -> bool:
+    """Whether triton's exp2 keeps what lies below the smallest normal number. A GPU's gives 0 for it. That of Triton's
+    interpreter is NumPy's, which keeps it: then 1 / exp(-90) is infinite."""
+    if device.type == "cuda":
+        return False
+    q, k, v = torch.ones(3, 1, 1, 1, 16)
+    options = {"softmax_scale": 90 / 16, "break_it": BreakIt(start_low=False)}
+    return not attention(-q, k, v, AttentionConfig("triton"), **options).isfinite().all()
+
+
+def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
+    """The call as the trial has it: inputs rounded to dtype and, for `low`, q negated where that goes lower."""
+    block = max(1, call.q.shape[2] // TILES_A_SIDE)
+    q, k, v = call.q, call.k, call.v
+    if trial.gain == "low" and lower_negated(call):
+        q = -q
+    if trial.cut:
+        k, v = (x[:, :, block // 2 :] for x in (k, v))
+    # As fp16's gradient scaler would: gradients of a mean over tokens are too small for it as they are.
+    scale = 2.0 ** -math.floor(math.log2(float(call.do.abs().max()) or 1.0))
+    q, k, v, do = (x.to(DTYPES[dtype]) for x in (q, k, v, call.do * scale))
+    config = AttentionConfig(
+        "naive",
+        softmax_scale=call.config.softmax_scale,
+        window=max(1, block // 2) if trial.window else None,
+        dropout_p=trial.dropout_p,
+    )
+    seed = torch.tensor(SEED + call.layer, device=q.device) if trial.dropout_p else None
+    return Call(call.layer, q, k, v, q, config, broken(trial.failure, gain), seed, None, do)
+
+
+def config_of(impl: str, call: Call, trial: Trial) -> AttentionConfig:
+    """The call's configuration with the implementation and its tiles. naive's places are told in tiled's tiles."""
+    T = call.q.shape[2]
+    block = max(1, T // TILES_A_SIDE)
+    tile = (T, T) if trial.one_tile else (block, block)
+    if impl == "triton":
+        from kernels.sizes import tiles_for
+
+        found = tiles_for("forward", call.q, trial.dropout_p > 0)
+        tile = found.BLOCK_M, found.BLOCK_N
+    return replace(call.config, impl=impl, block_m=tile[0], block_n=tile[1])
+
+
+def lower_negated(call: Call) -> bool:
+    """Whether the call's lowest log-sum-exp goes lower when its scores change their sign."""
+    return lowest(replace(call, q=-call.q)) < lowest(call)
+
+
+def lowest(call: Call) -> float:
+    """The lowest log-sum-exp of any row, or 0 where none is below."""
+    least = gauges(replace(call, break_it=BreakIt(start_low=False))).min_l
+    return min(0.0, math.log(max(least, 1e-300)))
+
+
+def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
+    """What the trial multiplies the scores by.
+
+    real: 1.
+    raised: what makes the largest score 10; 1 where it is larger already.
+    past: what makes the largest score 1.2 times the logarithm of the dtype's largest number.
+    low: what makes the lowest log-sum-exp of a row 1.2 times the one at which all its weights round to 0.
+    """
+    if trial.gain == "real":
+        return 1.0
+    number = torch.finfo(DTYPES[dtype])
+    if trial.gain == "low":
+        low = min(lowest(replace(call, q=-call.q) if lower_negated(call) else call) for call in calls)
+        smallest = number.smallest_normal * number.eps / 2 if dtype == "fp16" else 2.0**-150
+        return 1.2 * math.log(smallest) / min(low, -1e-6)
+    top = max(gauges(replace(call, break_it=UNBROKEN)).max_score for call in calls)
+    return max(1.0, 10 / top) if trial.gain == "raised" else 1.2 * math.log(number.max) / top
+
+
+def predicted(trial: Trial, impl: str, tried: list[Call], measured: list[Gauges], lse: list[Tensor]) -> str:
+    """What theory says will be seen, from what goes into the calls and from their tiles; no broken call has been run.
+    measured, lse: the gauges and the whole algorithm's log-sum-exp, one of each call."""
+    top, least = max(g.max_score for g in measured), min(g.min_l for g in measured)
+    (M, N), T, T_k = tile_of(tried[0]), tried[0].q.shape[2], tried[0].k.shape[2]
+    # naive divides in float32 before it rounds its weights; the others round exp(s) itself
+    held = torch.finfo(torch.float32 if impl == "naive" else tried[0].q.dtype)
+    several = impl != "naive" and N < T_k
+    match trial.failure:
+        case "no_max" if top > math.log(torch.finfo(torch.float32).max):
+            return NAN
+        case "no_max" if top > math.log(held.max):
+            return OVERFLOW
+        case "zero_init_max" if impl == "triton" and subnormal_sums(lse):
+            return OVERFLOW
+        case "no_max" | "zero_init_max":
+            return SILENT if least < held.smallest_normal else NONE
+        case "no_rescale" | "no_rescale_sum" | "no_rescale_output":
+            return SILENT if several else NONE
+        case "local_mask":
+            return LEAK if several else SILENT if M < T else NONE
+        case "no_scale":
+            return SILENT
+        case "unguarded_mask":
+            window = tried[0].config.window
+            return NAN if T > T_k or (window and impl != "naive" and hidden_first_tile(T, M, N, window)) else NONE
+        case "stale_seed" | "unrestored_seed":
+            return GRADIENT if trial.dropout_p else NONE
+    return NONE  # none; and bf16_ties, which rounds once more in each tile, and that is below the budget
+
+
+def subnormal_sums(lse: list[Tensor]) -> bool:
+    """Whether triton's 1 / l is infinite in some row: its weights, from a maximum of 0, have a sum that is above 0 and
+    below the reciprocal of the largest float32."""
+    if not keeps_subnormals(lse[0].device):
+        return False
+    low, high = -150 * math.log(2), -math.log(torch.finfo(torch.float32).max)
+    return any(bool(((x > low) & (x < high)).any()) for x in lse)
+
+
+def hidden_first_tile(T: int, M: int, N: int, window: int) -> bool:
+    """Whether a row's window begins after the first tile of keys that its tile of rows visits."""
+    return any(i - window + 1 > max(0, (i // M * M) - window + 1) // N * N + N - 1 for i in range(T))
+
+
+def tile_of(call: Call) -> tuple[int, int]:
+    return call.config.block_m, call.config.block_n
+
+
+def unbroken(call: Call) -> BreakIt:
+    return BreakIt(score_gain=call.break_it.score_gain)
