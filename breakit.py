@@ -48,17 +48,17 @@ import numpy as np
 import torch
 
 import train
-from data.loader import Dataset, open_data, validation_batches
+from data.loader import Batch, Dataset, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
 from model.failures import FAILURES
 from model.gpt import GPT
-from model.probe import find, gauges, record
 from model.story import ORDERS, STORY_FAILURES, THE_CAT, Tile, sentence, story, switches
 from training import checkpoint, config, lab
 from training.machine import about, pick_device
-from training.metrics import encodable, read_metrics, show, stamp
+from training.metrics import broken_name, encodable, read_metrics, show, stamp
+from training.probe import find, gauges, record
 
 FRESH_STEPS = 200  # of the lab's own model: 15 s, and scores up to 15
 LAB_READS = ("failure", "run", "runs", "steps", "seed", "device", "out")
@@ -330,7 +330,7 @@ def trainings(short: train.Config, failures: list[str]) -> list[lab.Curves]:
             cfg.break_it = lab.broken(name, setting.score_gain)
             cfg.attention.dropout_p, cfg.attention.window = setting.dropout_p, setting.window
             cfg.model.activation_checkpointing = not cfg.break_it.restore_seed
-            cfg.name, cfg.dtype = f"{len(found)}-{name}", setting.dtype
+            cfg.name, cfg.dtype = broken_name(f"{len(found)}-{name}", cfg.break_it.label), setting.dtype
             started = time.perf_counter()
             losses[name] = trained_quietly(cfg)
             said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"
@@ -362,7 +362,7 @@ def replay(cfg: Config) -> None:
     checkpoint.set_rng_state(tensors)  # dropout as it was
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     with torch.autocast(device.type, low) if low else nullcontext():
-        calls = record(net, *(tensors[f"batch.{name}"].to(device) for name in ("x", "y", "documents")))
+        calls = record(net, *Batch(*(tensors.get(f"batch.{name}") for name in Batch._fields)).to(device))
     show(f"{stamp(kept.state['broken'])}{path}: {len(tensors['batch.x'])} sequences, {impl}, {dtype}, on {device}")
     show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
     for call in calls:

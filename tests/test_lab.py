@@ -12,11 +12,11 @@ import torch
 import breakit
 import train
 from model.failures import FAILURES
-from model.probe import record
 from tests.reference import Case
 from tests.test_breakit import first_tiles_that_hide_all
 from tests.test_readme import README, ROOT
 from training import lab
+from training.probe import record
 
 CPU = torch.device("cpu")
 

@@ -89,8 +89,8 @@ def save(
     """Write folder/step_000030 whole or not at all, then prune.
 
     Kept afterwards: the newest `keep_last` and the one with the lowest finite state["val_loss"]. Checkpoints of later
-    steps go: they are of the future that this run left when it was resumed from an earlier step (or are damaged), and
-    were they left, `resume=auto` would go back to them.
+    steps are deleted. They are there when a run was resumed from an earlier step, and `resume=auto` would go on from
+    them instead of from this one.
 
     model: a state dict of any dtypes on any device, with the plain model's names (not the compiled or wrapped one's).
     optimizer: `optimizer_tensors(...) | rng_state()`.

@@ -121,8 +121,8 @@ def compose(
     later. ValueError: one line naming what is wrong, where, and the nearest right name.
 
     resumed(composed): the dictionary that a job starts from instead of the defaults, or None. The job is then composed
-    again, over it: a group or key that was typed goes on top of it, a group that was not is left out, and whatever
-    key the dictionary and the command line both give is the command line's, but for resume=, whose answer it is.
+    a second time: the dictionary first, then the groups and keys that were typed. A key that was typed wins over the
+    dictionary's, except resume=, which the dictionary answers.
     """
     groups = groups_of(conf / f"{config_name}.yaml")
     known = dict.fromkeys(groups) | known_keys(schema)

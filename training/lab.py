@@ -3,7 +3,7 @@
     rows, views = measure(calls, failures, ...)    the table's rows; and what the pictures show
     errors_figure, states_figure, losses_figure    a panel a failure; failure_figure: all three of one failure
 
-What will be seen is predicted first, from the gauges of the calls (model/probe.py), the number of tiles and the case
+What will be seen is predicted first, from the gauges of the calls (training/probe.py), the number of tiles and the case
 alone; then it is looked at. Right is the whole algorithm in float64, on inputs rounded to the dtype in question. A row
 is wrong when it is beyond the budget: twice what the same implementation errs by when it is whole, and twice the
 rounding of the largest number.
@@ -40,7 +40,7 @@ from model.attention import (
     triton_refusal,
 )
 from model.failures import FAILURES
-from model.probe import Call, Gauges, first_bad, gauges, worst
+from training.probe import Call, Gauges, first_bad, gauges, worst
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What can be seen. overflow: the weights times v leave the dtype while their sum does not; leak: the past changes with
@@ -112,8 +112,8 @@ def measure(
 ) -> tuple[list[dict], dict[str, View]]:
     """The rows of the table, in the order of CASES, and for each failure its View.
 
-    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in model/probe.py). impls:
-    of naive, tiled, triton. say: is handed each row as it comes.
+    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in training/probe.py).
+    impls: of naive, tiled, triton. say: is handed each row as it comes.
     """
     rows, views = [], {}
     awake = {case.failure: case for case in CASES if case.failure in FAILURES}

@@ -3,6 +3,7 @@
     calls = record(model, x, y, documents)     every attention call of a forward and, with y, of its backward
     gauges(calls[3])                           largest score, headroom, largest weight, smallest l, error, entropy
     find(calls)                                the first tile, in the order of computing, that holds a number not finite
+    search(model, batches, rng, ...)           find() over all the batches of a step that stopped a run
 
 They are for any implementation, as they look at what goes into a call and what comes out. find() walks through the
 tiles as tiled does, with what break_it has taken out, in tiles of attention.block_m x block_n. Memory is O(T).
@@ -11,6 +12,7 @@ Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_k
 """
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -39,6 +41,7 @@ from model.attention import (
     weights_again,
 )
 from model.dropout import keep_mask, keep_scale
+from training import checkpoint
 
 
 @dataclass
@@ -215,6 +218,26 @@ class Place(NamedTuple):
             f"layer {self.layer}, head {self.head}, query tile {self.query_tile} (rows {self.rows[0]} to "
             f"{self.rows[-1]}), {keys} of sequence {self.batch}: {self.what} not finite"
         )
+
+
+def search(
+    model: gpt.GPT, batches: list, rng: dict[str, Tensor], device: torch.device, autocast: AbstractContextManager
+) -> tuple[Place, dict[str, Tensor]] | None:
+    """Runs the batches of one step again, uncompiled, and stops at the first in which a tile is not finite.
+
+    batches: data.loader's, in the order of the step's passes. rng: checkpoint.rng_state() from before the step.
+    Returns the tile and what replays it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and the random
+    state from before the batch. None if find() finds no tile in any of them. Leaves the parameters' gradients alone.
+    """
+    checkpoint.set_rng_state(rng)  # draws the dropout of the step once more, unless that was compiled
+    for batch in batches:
+        before = checkpoint.rng_state()
+        batch = batch.to(device)
+        with autocast:
+            place = find(record(model, *batch))
+        if place:
+            return place, {f"batch.{k}": part for k, part in batch._asdict().items() if part is not None} | before
+    return None
 
 
 def find(calls: list[Call]) -> Place | None:
