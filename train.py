@@ -140,10 +140,12 @@ class Run:
 
     @cached_property
     def tokens_per_step(self) -> int:
+        """Tokens of one update."""
         return self.accumulation * self.cfg.batch_size * self.cfg.model.context_length
 
     @cached_property
     def flops_per_step(self) -> float:
+        """Arithmetic of one update, forward and backward."""
         return self.model.flops_per_token(self.cfg.model.context_length) * self.tokens_per_step
 
 

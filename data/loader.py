@@ -320,6 +320,7 @@ def make_batch(
 
 
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
+    """ValueError for a text shorter than one window. what: "training" or "validation"."""
     if len(tokens) < context_length + 1:
         fraction = "a larger data.val_fraction, " if what == "validation" else ""
         raise ValueError(

@@ -131,6 +131,7 @@ def about(device: torch.device) -> dict[str, str | int]:
 
 
 def version(package: str) -> str:
+    """The version of an installed package, or "none"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

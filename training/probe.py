@@ -75,6 +75,7 @@ class Call:
     dv: Tensor | None = None
 
     def problem(self, break_it: BreakIt | None = None) -> Problem:
+        """The call as attention()'s implementations take it; break_it: instead of the call's own."""
         T, T_k = self.q.shape[2], self.k.shape[2]
         pair = None if self.documents is None else (self.documents[:, T_k - T :], self.documents)
         broken = self.break_it if break_it is None else break_it
@@ -83,13 +84,13 @@ class Call:
 
 def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
     """Every attention call of model(x), in order; with targets y also the gradients of the loss, which leave the
-    parameters' alone. x, y: token ids int64 (B, T), documents: the loader's. The model as it is: in training mode it
-    draws dropout. Not of a compiled model, which does not come by here."""
+    parameters' alone. x, y: token ids int64 (B, T), documents: the loader's. In training mode the
+    model draws dropout. A compiled model cannot be recorded: it does not look `attention` up in model/gpt.py."""
     calls, door, listening = [], gpt.attention, True
 
     def recording(q, k, v, config, **options):
         o = door(q, k, v, config, **options)
-        if listening:  # checkpointing comes by once more, in the backward
+        if listening:  # activation checkpointing makes each call a second time, in the backward
             rest = (options[name] for name in ("break_it", "seed", "documents"))
             calls.append(Call(len(calls), q, k, v, o, config, *rest))
         return o
@@ -148,7 +149,7 @@ def gauges(call: Call) -> Gauges:
                 keep = keep_mask(problem.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
                 zp = p * keep * keep_scale(problem.dropout_p)
             right = zp @ v
-            if not broken.scale_scores:  # what the call made of q k^T, for once not what it should have
+            if not broken.scale_scores:  # l as the call has it, which is not the l of the whole algorithm
                 s = score(qk, call.problem().scale, problem, rows, columns).masked_fill(hidden, -INF)
                 lse = s.logsumexp(-1, keepdim=True)
             m = s.amax(-1, keepdim=True)
@@ -158,7 +159,7 @@ def gauges(call: Call) -> Gauges:
             parts.append(torch.stack((m.max(), p.max(), l.min(), wrong.square().sum(), right.square().sum())))
         found = torch.stack(parts)
         largest, least, sums = found.amax(0), found.amin(0), found.sum(0)
-        # one wait for the device, and not one for each number
+        # All numbers in one transfer: each waits for the device.
         max_score, max_weight, min_l, *squares = torch.stack((*largest[:2], least[2], *sums[3:])).tolist()
     headroom = math.log(torch.finfo(call.q.dtype).max) - max_score
     error = math.sqrt(squares[0] / max(squares[1], 1e-300))
@@ -270,8 +271,8 @@ def first_row(call: Call) -> Place:
 @torch.no_grad()
 def first_bad(call: Call) -> Place | None:
     """The first tile of a call, in the order of queries outside, in which the forward or, with gradients, the backward
-    makes a number that is not finite. (tiled hides by a minimum, which keeps NaN: a NaN key shows in the first query
-    tile that visits its tile.)"""
+    makes a number that is not finite. (A NaN key shows in the first query tile that visits its tile, even where the key
+    is hidden: tiled masks scores by a minimum with -inf, which keeps NaN.)"""
     problem, wide = call.problem(), sum_dtype(call.q.dtype)
     q, k, v = by_key_head(call.q, call.k, call.v)
     (N, G, T, D), T_k = q.shape, k.shape[2]

@@ -88,6 +88,7 @@ def name_jobs(configs: list[Any]) -> Path:
 
 
 def records_of(config: Any) -> list[dict]:
+    """What a job's run has measured; [] where it did not come to that."""
     path = Path(config.runs) / config.name / "metrics.jsonl"
     return read_metrics(path) if path.exists() else []
 
