@@ -904,6 +904,19 @@ def test_what_fails_before_the_first_step_lets_go_of_the_folder_and_of_the_metri
     checkpoint.lock(tmp_path / "x").close()
 
 
+def test_out_of_memory_is_one_line_with_a_batch_that_fits_and_learns_the_same(call, small, tmp_path, monkeypatch):
+    def out_of_memory(run):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "train_step", out_of_memory)
+    ended = call(train, *small, "tokens_per_step=256", f"runs={tmp_path}", "name=x")
+    assert ended.code == 2
+    assert ended.err.endswith(
+        "train: out of GPU memory with batch_size=4 sequences of 32 tokens; "
+        "use batch_size=2 tokens_per_step=256, which learns the same\n"
+    )
+
+
 def test_a_run_leaves_the_configuration_that_it_was_given_as_it_was(small, tmp_path):
     """It wrote its name, the size of the vocabulary and the rate into it, and callers came to rely on that."""
     typed = [*small, "steps=1", "break_it=no_max", "optimizer.lr=null", f"runs={tmp_path}", "name=x"]
