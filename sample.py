@@ -47,19 +47,20 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    """Prints the samples on stdout, and what they come from on stderr. ValueError for what the user can put right."""
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     device = pick_device(cfg.device)
-    found = checkpoint.load(find(cfg))
-    encoding = from_json(found.tokenizer)
+    trained = checkpoint.load(find(cfg))
+    encoding = from_json(trained.tokenizer)
 
-    attention = config.from_dict(AttentionConfig, found.state["config"]["attention"])
+    attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
     if cfg.impl is not None:
-        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # the order is tiled's own affair
-    model = found.network(attention, device).eval()
+        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # only tiled has another order
+    model = trained.network(attention, device).eval()
 
-    broken = found.state["broken"]
-    loss = found.state["val_loss"]
-    print(f"{stamp(broken)}{found.path}" + (f", validation loss {loss:.4f}" if loss else ""), file=sys.stderr)
+    broken = trained.state["broken"]
+    loss = trained.state["val_loss"]
+    print(f"{stamp(broken)}{trained.path}" + (f", validation loss {loss:.4f}" if loss else ""), file=sys.stderr)
     if broken:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
 

@@ -17,29 +17,32 @@ import copy
 import math
 import os
 import shlex
-import signal
-import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from data.loader import Loader, open_data, validation_batches
+from data.loader import Batch, Dataset, Loader, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
-from model.probe import ProbeConfig, find, reading, record
 from training import checkpoint, config
-from training.machine import about, keep_memory, memory_gib, peak_flops, pick_device
-from training.metrics import Metrics, WandbConfig, show, stamp
-from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
+from training.machine import about, keep_memory, memory_gib, peak_flops, pick_device, pick_dtype, stop_signals
+from training.metrics import Metrics, broken_name, show, stamp
+from training.optimizer import OptimizerConfig, average, base_rate, build_optimizers, learning_rate
+from training.probe import ProbeConfig, reading, record, search
+from training.resume import again, changed, config_of, open_checkpoint, restore, resumed_config
 from training.sweep import sweep
+from training.wandb_run import WandbConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration. The groups' dataclasses stand beside the code that they configure; conf/ only overrides.
@@ -66,8 +69,8 @@ class Config:
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
     tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
-    ema_decay: float = 0.0  # validate, sample and keep a moving average of the weights, over about 1 / (1 - ema_decay)
-    # steps, and the last ninth of the steps at first; 0: the weights themselves
+    ema_decay: float = 0.0  # above 0 a moving average of the weights is validated, sampled from and kept. It reaches
+    # back about 1 / (1 - ema_decay) steps; at first, over a ninth of the steps made so far
     eval_every: int = 100  # steps
     eval_tokens: int = 65536  # about as many validation tokens, always the same ones
     sample_every: int = 200  # steps; 0: never
@@ -112,23 +115,146 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
 
 
+@dataclass
+class Run:
+    """What a run is made of. set_up() makes it; every part below takes it."""
+
+    cfg: Config  # with name, model.vocab_size and optimizer.lr filled in
+    folder: Path  # runs/NAME
+    facts: dict[str, str | int]  # machine, versions, dtype, attention
+    device: torch.device
+    autocast: AbstractContextManager
+    dataset: Dataset
+    loader: Loader
+    token_bytes: torch.Tensor  # int32 (n_vocab,), on the device: the bytes of text that a token stands for
+    accumulation: int  # passes a step
+    model: GPT  # trained
+    loss_of: Callable[..., torch.Tensor]  # the model, compiled or as it is
+    averaged: GPT  # validated, sampled from and kept: a moving average of the model, or the model itself
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler  # of fp16; with any other dtype it does nothing
+    metrics: Metrics
+    step: int  # updates made so far
+    saved: Path | None  # the last checkpoint
+    val_loss: float = math.inf  # of this step's weights, where they were evaluated
+    code: int = 1  # the exit code, 1 until the run has ended in another way
+
+    @cached_property
+    def tokens_per_step(self) -> int:
+        """Tokens of one update."""
+        return self.accumulation * self.cfg.batch_size * self.cfg.model.context_length
+
+    @cached_property
+    def flops_per_step(self) -> float:
+        """Arithmetic of one update, forward and backward."""
+        return self.model.flops_per_token(self.cfg.model.context_length) * self.tokens_per_step
+
+
 def main(cfg: Config) -> int:
-    # -----------------------------------------------------------------------------------------------------------------
+    """Trains. Returns 0, 1 where a loss or gradient that is not finite stopped the run, or 128 + the signal that did.
+
+    Raises ValueError for what the user can put right. Works on a copy: cfg stays as it was given.
+    """
+    with ExitStack() as stack:
+        run = set_up(copy.deepcopy(cfg), stack)
+        signals = stack.enter_context(stop_signals())
+        try:
+            run.code = loop(run, signals)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"out of GPU memory with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
+                f"use batch_size={max(1, cfg.batch_size // 2)} tokens_per_step={run.tokens_per_step}, "
+                "which learns the same"
+            ) from error
+    if run.code == 0:
+        say_what_is_there(run)
+    return run.code
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Set up: device, checkpoint, data, model, folder, in the order in which a mistake costs least.
+
+
+def set_up(cfg: Config, stack: ExitStack) -> Run:
+    """Makes the run and prints its first lines. Fills in cfg's name, model.vocab_size and optimizer.lr.
+
+    stack: takes what has to be let go however the run ends. Nothing is written before every check has passed.
+    """
     # Where it runs, and in what precision.
     keep_memory()
     device = pick_device(cfg.device)
-    dtype = cfg.dtype
-    if dtype == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bf16" if has_bf16 else "float32"
+    dtype = pick_dtype(cfg.dtype, device)
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     autocast = torch.autocast(device.type, low) if low else nullcontext()
     torch.set_float32_matmul_precision("high" if low else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda" and attention.impl != "tiled")
+    accumulation = passes(cfg)
 
-    T = cfg.model.context_length
-    per_pass = cfg.batch_size * T  # tokens that go through the model at once
+    # The checkpoint, if it goes on from one. A broken run carries its fault in its name.
+    broken = cfg.break_it.label
+    cfg.name = cfg.name and broken_name(cfg.name, broken)
+    resumed = open_checkpoint(cfg)
+
+    # Data. Prepared at first use, cached by content.
+    dataset = open_data(cfg.data, cfg.tokenizer)
+    n_vocab = dataset.encoding.n_vocab
+    if cfg.model.vocab_size not in (None, n_vocab):
+        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {n_vocab}; leave it out")
+    cfg.model.vocab_size = n_vocab
+    loader = Loader(
+        dataset.train,
+        dataset.train_documents,
+        batch_size=cfg.batch_size,
+        context_length=cfg.model.context_length,
+        seed=cfg.seed,
+        with_documents=cfg.attention.documents,
+    )
+    validation(cfg, dataset)  # refuses a text that is too short now, not at the first evaluation
+    token_bytes = torch.from_numpy(dataset.token_bytes).to(device)
+
+    # Model and optimizer.
+    if cfg.optimizer.lr is None:
+        cfg.optimizer.lr = base_rate(cfg.model.n_embd)
+    model = make_model(cfg, attention, device)
+    averaged = copy.deepcopy(model) if cfg.ema_decay else model
+    optimizers = build_optimizers(model, cfg.optimizer)
+    # fp16 holds nothing below 6e-8, where many gradients lie. The scaler multiplies the loss by a power of two. It
+    # doubles that after many good steps; it halves it, and the step is left out, when a gradient becomes infinite.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
+    step = restore(resumed, cfg.steps, model, averaged, optimizers, loader, scaler) if resumed else 0
+    loss_of = torch.compile(model) if compiled else model
+
+    # The run's folder, held by this process alone.
+    cfg.name = cfg.name or new_name(cfg, model, attention.impl)
+    folder = Path(cfg.runs) / cfg.name
+    same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
+    stack.enter_context(checkpoint.lock(folder))
+    if folder.exists() and not same_run:
+        raise ValueError(f"the run {folder} exists already: go on with it by resume=auto, or use another name=")
+    facts = {**about(device), "dtype": dtype, "attention": attention.impl}
+    metrics = Metrics(
+        folder,
+        cfg.steps,
+        config={**asdict(cfg), "about": facts},
+        wandb_config=cfg.wandb,
+        broken=broken,
+        resume_step=step if same_run else None,
+    )
+    run = Run(
+        cfg=cfg, folder=folder, facts=facts, device=device, autocast=autocast, dataset=dataset, loader=loader,
+        token_bytes=token_bytes, accumulation=accumulation, model=model, loss_of=loss_of, averaged=averaged,
+        optimizers=optimizers, scaler=scaler, metrics=metrics, step=step, saved=resumed.path if resumed else None,
+    )  # fmt: skip
+    stack.callback(close, run)
+    (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
+    introduce(run, resumed, compiled)
+    return run
+
+
+def passes(cfg: Config) -> int:
+    """How many times a step goes through the model. ValueError where tokens_per_step is no whole number of passes."""
+    per_pass = cfg.batch_size * cfg.model.context_length  # tokens
     tokens_per_step = per_pass if cfg.tokens_per_step is None else cfg.tokens_per_step
     accumulation, rest = divmod(tokens_per_step, per_pass)
     if rest or not accumulation:
@@ -136,431 +262,345 @@ def main(cfg: Config) -> int:
             f"tokens_per_step={tokens_per_step} is no multiple of batch_size * model.context_length = {per_pass}; "
             f"use tokens_per_step={max(1, round(tokens_per_step / per_pass)) * per_pass} or another batch_size"
         )
+    return accumulation
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Name and resume. A broken run carries its fault in its name.
-    broken = cfg.break_it.label
-    name, runs = cfg.name, Path(cfg.runs)
-    if broken and name and broken not in name:
-        name = f"{name}-BROKEN-{broken}"
-    resumed = None
-    if cfg.resume:
-        path = checkpoint.find_resume(cfg.resume, runs, name)
-        resumed = checkpoint.load(path)
-        if path.resolve().parent.name == checkpoint.FOLDER:  # of a run, and not a copy that lies somewhere else
-            name = name or path.resolve().parents[1].name
-        refuse_another_model(resumed, cfg, broken)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Data. Prepared at first use, cached by content.
-    dataset = open_data(cfg.data, cfg.tokenizer)
-    encoding = dataset.encoding
-    if cfg.model.vocab_size not in (None, encoding.n_vocab):
-        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {encoding.n_vocab}; leave it out")
-    cfg.model.vocab_size = encoding.n_vocab
-    loader = Loader(dataset.train, dataset.train_documents, batch_size=cfg.batch_size, context_length=T, seed=cfg.seed)
-    validation = (dataset.val, dataset.val_documents, cfg.batch_size, T, cfg.eval_tokens)
-    validation_batches(*validation)  # refuses a text that is too short now, not at the first evaluation
-    bytes_of = torch.from_numpy(dataset.token_bytes).to(device)  # (n_vocab,): makes bits per byte exact for any batch
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Model and optimizer.
-    if cfg.optimizer.lr is None:
-        cfg.optimizer.lr = base_rate(cfg.model.n_embd)
+def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) -> GPT:
+    """The model with its initial weights, which are a function of the seed. ValueError for one that does not fit."""
     torch.manual_seed(cfg.seed)
     try:
-        model = GPT(cfg.model, attention, cfg.break_it).to(device)
+        return GPT(cfg.model, attention, cfg.break_it).to(device)
     except (RuntimeError, TypeError) as error:  # TypeError: a size past 2**63; torch's others are RuntimeErrors
         raise ValueError(
             f"a model of model.n_embd={cfg.model.n_embd}, n_layer={cfg.model.n_layer}, "
             f"{cfg.model.vocab_size} symbols cannot be made here ({str(error).splitlines()[0]}); use smaller ones"
         ) from error
-    optimizers = build_optimizers(model, cfg.optimizer)
-    # fp16 ends at 6e-8 below, where gradients lie. The scaler multiplies the loss by a power of two, which it doubles
-    # when all has gone well for long and halves, leaving out the step, when a gradient has become infinite.
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
-    step, val_loss = 0, math.inf
-    if resumed:
-        step, tensors = resumed.step, resumed.optimizer()
-        if "batch.x" in tensors:
-            raise ValueError(
-                f"{resumed.path} is a fault that was kept, without what training needs: look into it by "
-                f"python breakit.py replay={resumed.path}, or resume a checkpoint"
-            )
-        model.load_state_dict(resumed.model)
-        checkpoint.load_optimizer_tensors(optimizers, model.named_parameters(), tensors)
-        checkpoint.set_rng_state(tensors)
-        loader.load_state_dict(resumed.state["loader"])
-        if resumed.state.get("scaler"):  # not there in a checkpoint that was trained in another dtype
-            scaler.load_state_dict(resumed.state["scaler"])
-        if step >= cfg.steps:
-            raise ValueError(f"{resumed.path} is at step {step} of steps={cfg.steps}; give a larger steps= to go on")
 
-    # What is validated, sampled from and kept as the model: a running average, or the weights themselves. Two lines of
-    # our own for torch's AveragedModel, whose count of updates and names of weights would have to be saved as well.
-    averaged = copy.deepcopy(model) if cfg.ema_decay else model
-    if resumed and any(name.endswith(".trained") for name in tensors):
-        with torch.no_grad():
-            for weight, p in model.named_parameters():
-                p.copy_(tensors[f"{weight}.trained"])
-    loss_of = torch.compile(model) if compiled else model
 
-    if name is None:
-        size = f"{model.parameter_count() / 1e6:.3g}M"
-        first = time.strftime("%Y%m%d-%H%M%S") + f"-{size}-{attention.impl}" + (f"-BROKEN-{broken}" if broken else "")
-        names = [first, *(f"{first}-{number}" for number in range(2, 100))]  # a sweep's jobs may take under a second
-        name = next(name for name in names if not (runs / name).exists())
-    folder = runs / name
-    same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
-    held = checkpoint.lock(folder)
-    if folder.exists() and not same_run:
-        raise ValueError(f"the run {folder} exists already: go on with it by resume=auto, or use another name=")
-    cfg.name = name
+def new_name(cfg: Config, model: GPT, impl: str) -> str:
+    """Date, size and attention; with a number where that run exists already, as it may within a second."""
+    size = f"{model.parameter_count() / 1e6:.3g}M"
+    first = broken_name(time.strftime("%Y%m%d-%H%M%S") + f"-{size}-{impl}", cfg.break_it.label)
+    names = [first, *(f"{first}-{number}" for number in range(2, 100))]
+    return next(name for name in names if not (Path(cfg.runs) / name).exists())
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # A run explains itself: who, where, what, in its first lines and in its checkpoints.
-    facts = {**about(device), "dtype": dtype, "attention": attention.impl}
-    as_given = asdict(cfg)
-    metrics = Metrics(
-        folder,
-        cfg.steps,
-        config={**as_given, "about": facts},
-        wandb_config=cfg.wandb,
-        broken=broken,
-        resume_step=step if same_run else None,
-    )
-    (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
-    say = metrics.say
-    say(f"run: {folder}" + (f", resumed from {resumed.path}" if resumed else ""))
-    if resumed and (changes := changed(config_of(resumed), as_given)):
+
+def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -> None:
+    """A run explains itself: who, where and what, in its first lines."""
+    cfg, model, dataset, say = run.cfg, run.model, run.dataset, run.metrics.say
+    attention, broken = model.attention_config, cfg.break_it.label
+    say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
+    if resumed and (changes := changed(config_of(resumed, Config), asdict(cfg))):
         say(f"changed since the checkpoint: {', '.join(changes)}")
-    say(" | ".join(f"{key} {value}" for key, value in facts.items()))
+    say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{tile}{special} (asked for: {cfg.attention.impl}) | compiled: {compiled}")
-    say(f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, context {T}, V {encoding.n_vocab}")
+    say(
+        f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, "
+        f"context {cfg.model.context_length}, V {cfg.model.vocab_size}"
+    )
     say(
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
-        f"{tokens_per_step:,} tokens a step in {accumulation} passes, {cfg.steps * tokens_per_step:,} in all"
+        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} passes, "
+        f"{cfg.steps * run.tokens_per_step:,} in all"
     )
     if broken:
         say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What the loop calls.
-    @torch.no_grad()
-    def evaluate() -> dict:
-        """Mean loss over the validation windows, in nats a token and in bits a byte."""
-        averaged.eval()
-        nats = tokens = text_bytes = 0.0
-        for batch in validation_batches(*validation):
-            x, y, documents = (part.to(device) for part in batch)
-            with autocast:
-                nats += float(averaged(x, y, documents)) * y.numel()
-            tokens += y.numel()
-            text_bytes += int(bytes_of[y].sum())
-        averaged.train()
-        return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, text_bytes))}
 
-    def write_sample() -> str:
-        """What the model writes after an end-of-text token, that is, as the beginning of a document."""
-        averaged.eval()
-        generator = torch.Generator(device).manual_seed(cfg.seed)  # its own: sampling must not disturb training's
-        end = encoding.encode_single_token(END_OF_TEXT)
-        idx = torch.tensor([[end]], device=device)
-        stream = TextStream(encoding)
-        with autocast:
-            tokens = map(int, generate(averaged, idx, cfg.sample_tokens, Sampler(), generator))
-            # It may end its document: with attention.documents on, what comes after would see what none has been shown.
-            text = "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
-        averaged.train()
-        return text
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop.
 
-    def save(into: str = checkpoint.FOLDER, batch: dict | None = None) -> Path:
-        """A checkpoint; or, with a batch, the weights that met it and no more."""
-        tensors = batch
-        if tensors is None:
-            trained = {f"{name}.trained": p for name, p in model.named_parameters()} if averaged is not model else {}
-            tensors = checkpoint.optimizer_tensors(optimizers, model.named_parameters()) | trained
-            tensors |= checkpoint.rng_state()
-        return checkpoint.save(
-            folder / into,
-            step,
-            model=(averaged if batch is None else model).state_dict(),
-            optimizer=tensors,
-            state={
-                "config": as_given,
-                "about": facts,
-                "broken": broken,
-                "loader": loader.state_dict(),
-                "scaler": scaler.state_dict(),
-                "val_loss": val_loss if math.isfinite(val_loss) else None,
-            },
-            tokenizer=to_json(encoding),
-            keep_last=cfg.keep_last,
-        )
 
-    def look() -> dict:
-        """The gauges of attention, on one validation sequence, and the time that they take."""
-        started = time.perf_counter()
-        x, _, documents = (part[:1].to(device) for part in next(iter(validation_batches(*validation))))
-        averaged.eval()
-        with autocast:
-            found = reading(record(averaged, x, documents=documents))
-        averaged.train()
-        return found | {"probe_ms": (time.perf_counter() - started) * 1e3}
-
-    def search(batches: list, rng: dict) -> None:
-        """Says where the batches of a step that met NaN or infinity first go wrong; keeps the one that does."""
-        checkpoint.set_rng_state(rng)  # dropout again as it was, unless a compiled step drew it
-        for batch in batches:
-            before = checkpoint.rng_state()
-            x, y, documents = (part.to(device) for part in batch)
-            with autocast:
-                place = find(record(model, x, y, documents))
-            if place:
-                say(f"{stamp(broken)}probe: {place}")
-                # The first fault of a run stays; those of its resumptions are pruned as checkpoints are.
-                into = "faults/later" if checkpoint.last(folder / "faults") else "faults"
-                try:
-                    kept = save(into, {"batch.x": x, "batch.y": y, "batch.documents": documents} | before)
-                    say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
-                except OSError as error:
-                    say(
-                        f"  its batch and weights are lost: {folder / into} cannot be written "
-                        f"({os.strerror(error.errno)}); free some space, and the run, resumed or begun again, meets it"
-                    )
-                return
-        say(
-            f"{stamp(broken)}probe: attention is not where it begins, "
-            "as far as a second, uncompiled run of the same batch tells"
-        )
-
-    # Ctrl-C and SIGTERM let the step end, save and leave; a second one leaves at once.
-    stop = []
-
-    def on_signal(number, frame):
-        if stop:
-            raise KeyboardInterrupt
-        stop.append(number)
-        print(f"\n{signal.Signals(number).name}: stopping after this step; once more leaves at once", file=sys.stderr)
-
-    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # The loop.
-    code = 1
-    saved = resumed.path if resumed else None
-    flops = model.flops_per_token(T) * tokens_per_step
-    peak = peak_flops(device) if low else None
+def loop(run: Run, signals: list[int]) -> int:
+    """Steps, with what is due after each, to the last one or to a signal or NaN before it. Returns the exit code."""
+    cfg, metrics = run.cfg, run.metrics
+    broken = cfg.break_it.label
     pace = None  # seconds a step, smoothed, for the time left
-    model.train()
-    try:
-        while step < cfg.steps:
-            started = time.perf_counter()
-            lr = learning_rate(step + 1, cfg.steps, cfg.optimizer)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = lr
-            rng, batches = checkpoint.rng_state() if cfg.probe.every else {}, []
-            total, text_bytes = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
-            for _ in range(accumulation):
-                batch = loader.next()
-                batches += [batch] if cfg.probe.every else []
-                if device.type == "cuda":  # pinned memory lets the copy run beside the computation
-                    batch = [part.pin_memory() for part in batch]
-                x, y, documents = (part.to(device, non_blocking=True) for part in batch)
-                with autocast:
-                    loss = loss_of(x, y, documents, z_loss=cfg.z_loss) / accumulation
-                scaler.scale(loss).backward()
-                total += loss.detach()
-                text_bytes += bytes_of[y].sum()
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.grad_clip or math.inf)
+    run.model.train()
+    while run.step < cfg.steps:
+        started = time.perf_counter()
+        rng = checkpoint.rng_state() if cfg.probe.every else {}
+        done = train_step(run)
+        seconds = time.perf_counter() - started
+        pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
+        if due(run, cfg.log_every) or done.stopped:
+            metrics.log(step_record(run, done, seconds, pace))
+        if done.stopped:
+            metrics.say(stamp(broken) + what_to_try(run, done))
+            if cfg.probe.every:
+                find_the_fault(run, done.batches, rng)
+            return 1
+        if cfg.probe.every and run.step % cfg.probe.every == 0:
+            metrics.log({"step": run.step, **look(run)})
 
-            # Reading the loss waits for the device, once a step. That is its price for stopping before a bad update and
-            # not after: from NaN weights there is no way back.
-            loss, norm = float(total), float(norm)
-            # Infinite gradients are the scaler's daily work while there is a scale to blame. It is 1 without a scaler,
-            # and once it has fallen to 1 nothing is scaled and the infinity is the model's own.
-            scale = scaler.get_scale()
-            spoilt = cfg.stop_on_nan and not (math.isfinite(loss) and (math.isfinite(norm) or scale > 1))
-            # Not by scaler.step(optimizer), which of two optimizers leaves out only the one whose gradient is infinite.
-            skipped = scaler.is_enabled() and not math.isfinite(norm)
-            if not spoilt and not skipped:
-                for optimizer in optimizers:
-                    optimizer.step()
-                if averaged is not model:
-                    # shorter at first: with 0.999 alone half of the first, random weights would be in it at step 700
-                    average(averaged, model, min(cfg.ema_decay, (1 + step) / (10 + step)))
-            scaler.update()
-            model.zero_grad(set_to_none=True)
-            step += 1
-
-            seconds = time.perf_counter() - started
-            pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
-            if step % cfg.log_every == 0 or step == cfg.steps or spoilt:
-                metrics.log({
-                    "step": step,
-                    "loss": loss,
-                    "bits_per_byte": loss * tokens_per_step / (math.log(2) * max(1, int(text_bytes))),
-                    "lr": lr,
-                    "grad_norm": norm,
-                    "ms": seconds * 1e3,
-                    "tokens_per_second": tokens_per_step / seconds,
-                    "mfu": flops / seconds / peak if peak else None,
-                    "memory_gib": memory_gib(device),
-                    "eta_s": pace * (cfg.steps - step),
-                    **({"loss_scale": scale} if scaler.is_enabled() else {}),
-                })  # fmt: skip
-            if spoilt:
-                say(stamp(broken) + what_to_try(step, loss, norm, cfg, dtype, saved))
-                if cfg.probe.every:
-                    search(batches, rng)
-                return 1
-            if cfg.probe.every and step % cfg.probe.every == 0:
-                metrics.log({"step": step, **look()})
-
-            last = step == cfg.steps
-            val_loss = math.inf  # of this step's weights: unknown unless it is measured now
-            if step % cfg.eval_every == 0 or last:
-                found = evaluate()
-                val_loss = found["val_loss"]
-                metrics.log({"step": step, **found})
-            if cfg.sample_every and cfg.sample_tokens and (step % cfg.sample_every == 0 or last):
-                try:
-                    metrics.sample(step, write_sample())
-                except NotFinite:  # of the weights that this step made; the next step's loss will say so too
-                    say(f"{stamp(broken)}no sample at step {step}: the logits are NaN")
-                    averaged.train()
-            if step % cfg.checkpoint_every == 0 or last or stop:
-                saved = save()
-            if val_loss < math.inf:
-                metrics.picture()
-            if stop and not last:
-                say(f"stopped at step {step}, saved {saved}; to go on: {again(name, cfg.runs)}")
-                code = 128 + stop[0]
-                return code
-        code = 0
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"out of GPU memory with batch_size={cfg.batch_size} sequences of {T} tokens; "
-            f"use batch_size={max(1, cfg.batch_size // 2)} tokens_per_step={tokens_per_step}, which learns the same"
-        ) from error
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        try:
-            if step:
-                metrics.picture()
-        finally:
-            metrics.close(code)
-            held.close()
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # What there is now, and what to do next.
-    best_loss, best_step = metrics.best or (math.nan, step)
-    show(f"{stamp(broken)}done: best validation loss {best_loss:.4f} at step {best_step}")
-    show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
-    show(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
-    where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    show("next:\n  " + shlex.join(["python", "sample.py", f"run={name}", *where, "prompt=def "]))
-    show(f"  {again(name, cfg.runs)} steps={2 * cfg.steps}  # the rate rises again")
+        run.val_loss = math.inf
+        if due(run, cfg.eval_every):
+            evaluation = evaluate(run)
+            run.val_loss = evaluation["val_loss"]
+            metrics.log({"step": run.step, **evaluation})
+        if cfg.sample_tokens and due(run, cfg.sample_every):
+            try:
+                metrics.sample(run.step, write_sample(run))
+            except NotFinite:  # of the weights that this step made; the next step's loss will say so too
+                metrics.say(f"{stamp(broken)}no sample at step {run.step}: the logits are NaN")
+        if due(run, cfg.checkpoint_every) or signals:
+            run.saved = save(run)
+        if run.val_loss < math.inf:
+            metrics.picture()
+        if signals and run.step < cfg.steps:
+            metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(cfg)}")
+            return 128 + signals[0]
     return 0
 
 
+def due(run: Run, every: int) -> bool:
+    """Whether what is done every so many steps (0: never) is done after this one; after the last one it always is."""
+    return every > 0 and (run.step % every == 0 or run.step == run.cfg.steps)
+
+
+class Step(NamedTuple):
+    batches: list[Batch]  # on the CPU, one a pass
+    loss: float  # nats a token, the mean over all passes
+    text_bytes: torch.Tensor  # int64 (): of the text that was predicted
+    lr: float
+    norm: float  # of the whole gradient, before it is clipped
+    scale: float  # that the loss was multiplied by, in fp16
+    stopped: bool  # the loss or the gradient is not finite, and stop_on_nan said to stop before the update
+
+
+def train_step(run: Run) -> Step:
+    """One update of the weights: forward and backward of every pass, clip, guard, update.
+
+    Up to the guard nothing waits for the device, and nothing after it needs the batches: a step that is recorded once
+    and replayed would take the place of forward_and_backward().
+    """
+    cfg, scaler = run.cfg, run.scaler
+    lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
+    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+        group["lr"] = lr
+    batches, total, text_bytes = forward_and_backward(run)
+    for optimizer in run.optimizers:
+        scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.optimizer.grad_clip or math.inf)
+
+    # The guard. To read the loss is to wait for the device, once a step. It is the price for stopping before a bad
+    # update: weights that have become NaN cannot be repaired.
+    loss, norm = float(total), float(norm)
+    # An infinite gradient is normal while the scaler can answer it with a smaller scale. It cannot where the scale is
+    # 1: then nothing is scaled (as in every dtype but fp16), and the infinity is the model's own.
+    scale = scaler.get_scale()
+    stopped = cfg.stop_on_nan and not (math.isfinite(loss) and (math.isfinite(norm) or scale > 1))
+    # Not left to scaler.step(optimizer): of two optimizers it leaves out only the one whose gradient is infinite.
+    skipped = scaler.is_enabled() and not math.isfinite(norm)
+
+    if not stopped and not skipped:
+        for optimizer in run.optimizers:
+            optimizer.step()
+        if run.averaged is not run.model:
+            # A shorter average at first. A decay of 0.999 from the start would still be half the random initial
+            # weights at step 700.
+            average(run.averaged, run.model, min(cfg.ema_decay, (1 + run.step) / (10 + run.step)))
+    scaler.update()
+    run.model.zero_grad(set_to_none=True)
+    run.step += 1
+    return Step(batches, loss, text_bytes, lr, norm, scale, stopped)
+
+
+def forward_and_backward(run: Run) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
+    """Adds the gradients of the mean loss over the next batches, one a pass, to the parameters' (scaled in fp16).
+
+    Returns the batches, the mean loss, float32 (), and the bytes of the text predicted, int64 (), both on the device.
+    """
+    total = torch.zeros((), device=run.device)
+    text_bytes = torch.zeros((), dtype=torch.int64, device=run.device)
+    batches = []
+    for _ in range(run.accumulation):
+        batches.append(run.loader.next())
+        x, y, documents = batches[-1].to(run.device)
+        with run.autocast:
+            loss = run.loss_of(x, y, documents, z_loss=run.cfg.z_loss) / run.accumulation
+        run.scaler.scale(loss).backward()
+        total += loss.detach()
+        text_bytes += run.token_bytes[y].sum()
+    return batches, total, text_bytes
+
+
+def step_record(run: Run, done: Step, seconds: float, pace: float) -> dict:
+    """What metrics.jsonl keeps of a step."""
+    peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)
+    return {
+        "step": run.step,
+        "loss": done.loss,
+        "bits_per_byte": done.loss * run.tokens_per_step / (math.log(2) * max(1, int(done.text_bytes))),
+        "lr": done.lr,
+        "grad_norm": done.norm,
+        "ms": seconds * 1e3,
+        "tokens_per_second": run.tokens_per_step / seconds,
+        "mfu": run.flops_per_step / seconds / peak if peak else None,
+        "memory_gib": memory_gib(run.device),
+        "eta_s": pace * (run.cfg.steps - run.step),
+        **({"loss_scale": done.scale} if run.scaler.is_enabled() else {}),
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------------------
+# What is due now and then.
 
 
-def resumed_config(cfg) -> dict | None:
-    """What a resumed run has instead of the defaults: its checkpoint's configuration, and the checkpoint's own path
-    for resume=. None for a new run. ValueError where there is nothing to resume."""
-    if cfg.resume is None:
-        return None
-    path = checkpoint.find_resume(cfg.resume, Path(cfg.runs), cfg.name)
-    # Which run this is, and where it lies, is what was asked for now: a run may have been renamed or moved.
-    found = {key: value for key, value in checkpoint.load_state(path)["config"].items() if key not in ("name", "runs")}
-    return found | {"resume": str(path)}
+@contextmanager
+def evaluation_mode(model: GPT) -> Iterator[GPT]:
+    """The model without dropout, and back in training mode afterwards."""
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train()
+
+
+def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
+    """The validation windows, always the same ones. ValueError where the text is too short for one."""
+    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
+    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=cfg.attention.documents)
 
 
 @torch.no_grad()
-def average(averaged: GPT, model: GPT, decay: float) -> None:
-    """averaged = decay * averaged + (1 - decay) * model, weight by weight, in one pass over them."""
-    torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
+def evaluate(run: Run) -> dict[str, float]:
+    """Mean loss over the validation windows, in nats a token and in bits a byte."""
+    nats = tokens = text_bytes = 0.0
+    with evaluation_mode(run.averaged) as model:
+        for batch in validation(run.cfg, run.dataset):
+            x, y, documents = batch.to(run.device)
+            with run.autocast:
+                nats += float(model(x, y, documents)) * y.numel()
+            tokens += y.numel()
+            text_bytes += int(run.token_bytes[y].sum())
+    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, text_bytes))}
 
 
-def config_of(resumed: checkpoint.Checkpoint) -> dict:
-    """The checkpoint's configuration; a key that did not exist when it was written has its default."""
-    return asdict(config.from_dict(Config, resumed.state["config"]))
+def write_sample(run: Run) -> str:
+    """What the model writes after an end-of-text token, that is, as the beginning of a document. NotFinite where its
+    logits are NaN."""
+    encoding = run.dataset.encoding
+    generator = torch.Generator(run.device).manual_seed(run.cfg.seed)  # its own: sampling must not disturb training's
+    end = encoding.encode_single_token(END_OF_TEXT)
+    idx = torch.tensor([[end]], device=run.device)
+    stream = TextStream(encoding)
+    with evaluation_mode(run.averaged) as model, run.autocast:
+        tokens = map(int, generate(model, idx, run.cfg.sample_tokens, Sampler(), generator))
+        # Ends with the document: under attention.documents no model was trained on what would come after.
+        return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
 
 
-def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config, broken: str) -> None:
-    """ValueError when the checkpoint's model, tokenizer, optimizer or faults are not this run's."""
-    theirs, ours = config_of(resumed), asdict(cfg)
-    for group in ("model", "tokenizer"):
-        for key, value in ours[group].items():
-            other = theirs[group][key]
-            if value != other and key not in ("vocab_size", "dropout_p", "activation_checkpointing"):
-                raise ValueError(
-                    f"{resumed.path} is of another model: {group}.{key} is {other} there and {value} here; "
-                    f"use {group}.{key}={other}, or start a new run without resume="
-                )
-    kind = theirs["optimizer"]["kind"]
-    if kind != cfg.optimizer.kind:
-        raise ValueError(
-            f"{resumed.path} has the state of optimizer.kind={kind}, this run has {cfg.optimizer.kind}; "
-            f"use optimizer={kind}, or start a new run without resume="
-        )
-    for key in ("window", "windows", "softmax_scale", "softcap", "alibi", "documents", "block_mask", "block_mask_size"):
-        value, other = ours["attention"][key], theirs["attention"][key]
-        if value != other:
-            raise ValueError(
-                f"{resumed.path} was trained with attention.{key}={other}, this run has {value}; "
-                "resume with the same, or start a new run without resume="
-            )
-    if resumed.state["broken"] != broken:
-        raise ValueError(
-            f"{resumed.path} was trained with break_it: {resumed.state['broken'] or 'none'}, this run has "
-            f"{broken or 'none'}; resume with the same, or start a new run without resume="
-        )
+def look(run: Run) -> dict[str, float]:
+    """The gauges of attention, on one validation sequence, and the time that they take."""
+    started = time.perf_counter()
+    first = Batch(*(part if part is None else part[:1] for part in next(validation(run.cfg, run.dataset))))
+    x, _, documents = first.to(run.device)
+    with evaluation_mode(run.averaged) as model, run.autocast:
+        gauges = reading(record(model, x, documents=documents))
+    return gauges | {"probe_ms": (time.perf_counter() - started) * 1e3}
 
 
-def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
-    """What of the configuration differs from the checkpoint's, as "key old -> new": a resumed run is the same run only
-    where nothing that matters does."""
-    found = []
-    for key, value in ours.items():
-        old, path = theirs[key], prefix + key
-        if isinstance(value, dict):
-            found += changed(old, value, f"{path}.")
-        elif value != old and path not in ("name", "runs", "resume"):
-            found.append(f"{path} {old} -> {value}")
-    return found
+def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
+    """Writes a checkpoint and returns its folder. With `fault`, the batch that a run stopped at and its random state,
+    writes that and the weights that met it, and nothing to go on from."""
+    tensors, model = fault, run.model
+    if fault is None:
+        parameters, model = dict(run.model.named_parameters()), run.averaged
+        tensors = checkpoint.optimizer_tensors(run.optimizers, parameters.items())
+        if run.averaged is not run.model:
+            tensors |= {f"{name}.trained": p for name, p in parameters.items()}
+        tensors |= checkpoint.rng_state()
+    return checkpoint.save(
+        run.folder / into,
+        run.step,
+        model=model.state_dict(),
+        optimizer=tensors,
+        state={
+            "config": asdict(run.cfg),
+            "about": run.facts,
+            "broken": run.cfg.break_it.label,
+            "loader": run.loader.state_dict(),
+            "scaler": run.scaler.state_dict(),
+            "val_loss": run.val_loss if math.isfinite(run.val_loss) else None,
+        },
+        tokenizer=to_json(run.dataset.encoding),
+        keep_last=run.cfg.keep_last,
+    )
 
 
-def what_to_try(step: int, loss: float, norm: float, cfg: Config, dtype: str, saved: Path | None) -> str:
+# ---------------------------------------------------------------------------------------------------------------------
+# Finish.
+
+
+def what_to_try(run: Run, done: Step) -> str:
     """The message of a run that met NaN or infinity."""
+    cfg = run.cfg
     tries = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})", "a longer optimizer.warmup_steps"]
     if cfg.attention.impl != "naive":
         tries.append("attention=naive, to see whether attention does it")
-    if dtype != "float32":
+    if run.facts["dtype"] != "float32":
         tries.append("dtype=float32")
     if not cfg.probe.every:
         tries.append("probe.every=100, to be told the layer, the head and the tile that it comes from")
     if cfg.break_it.label:
         tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to watch it go on"]
-    kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint had been saved yet"
+    kept = f"the last good checkpoint is {run.saved}" if run.saved else "no checkpoint had been saved yet"
     return (
-        f"step {step}: loss {loss}, gradient norm {norm}: stopped before the optimizer step; {kept}.\n"
+        f"step {run.step}: loss {done.loss}, gradient norm {done.norm}: stopped before the optimizer step; {kept}.\n"
         f"try: {'; '.join(tries)}"
     )
 
 
-def again(name: str, runs: str) -> str:
-    """The command line that goes on with this run; the checkpoint has the rest of its configuration."""
-    where = [] if runs == "runs" else [f"runs={runs}"]
-    return shlex.join(["python", "train.py", "resume=auto", f"name={name}", *where])
+def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor]) -> None:
+    """Says in which tile the step that met NaN or infinity first goes wrong, and keeps the batch that shows it.
+
+    rng: the random state from before the step.
+    """
+    say, broken = run.metrics.say, run.cfg.break_it.label
+    fault = search(run.model, batches, rng, run.device, run.autocast)
+    if fault is None:
+        say(
+            f"{stamp(broken)}probe: attention is not where it begins, "
+            "as far as a second, uncompiled run of the same batch tells"
+        )
+        return
+    place, tensors = fault
+    say(f"{stamp(broken)}probe: {place}")
+    # The first fault of a run stays; those of its resumptions are pruned as checkpoints are.
+    into = "faults/later" if checkpoint.last(run.folder / "faults") else "faults"
+    try:
+        kept = save(run, into, tensors)
+        say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
+    except OSError as error:
+        say(
+            f"  its batch and weights are lost: {run.folder / into} cannot be written "
+            f"({os.strerror(error.errno)}); free some space, and the run, resumed or begun again, meets it"
+        )
+
+
+def close(run: Run) -> None:
+    """Draws the last picture and ends what metrics holds open, however the run ended."""
+    try:
+        if run.step:
+            run.metrics.picture()
+    finally:
+        run.metrics.close(run.code)
+
+
+def say_what_is_there(run: Run) -> None:
+    """The last lines of a run that reached its end: what there is now, and what to do next."""
+    cfg, folder = run.cfg, run.folder
+    best_loss, best_step = run.metrics.best or (math.nan, run.step)
+    show(f"{stamp(cfg.break_it.label)}done: best validation loss {best_loss:.4f} at step {best_step}")
+    show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
+    show(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
+    where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
+    show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, "prompt=def "]))
+    show(f"  {again(cfg)} steps={2 * cfg.steps}  # the rate rises again")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,14 @@ class Dataset:
 class Batch(NamedTuple):
     x: torch.Tensor  # int64 (B, T)
     y: torch.Tensor  # int64 (B, T): the tokens after x
-    documents: torch.Tensor  # int32 (B, T): number, within the split, of the document that each token of x is in
+    documents: torch.Tensor | None  # int32 (B, T): number, within the split, of the document that each token of x is
+    # in; None where they were not asked for
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`. The copy to a CUDA device runs beside the computation, from pinned memory."""
+        if device.type == "cuda":
+            return Batch(*(part if part is None else part.pin_memory().to(device, non_blocking=True) for part in self))
+        return Batch(*(part if part is None else part.to(device) for part in self))
 
 
 def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
@@ -187,6 +194,9 @@ class Loader:
     text in what they call an epoch.) At most 2 T tokens at the ends of the text are left out, other ones each epoch.
 
     Ranks take turns by `batch_size` samples. Costs 8 bytes a window for the epoch's permutation.
+
+    with_documents: number the documents of each batch. That takes about half of next(), so a run whose attention does
+    not look at documents leaves it out.
     """
 
     def __init__(
@@ -197,12 +207,13 @@ class Loader:
         batch_size: int,
         context_length: int,
         seed: int,
+        with_documents: bool = True,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         check_length(tokens, context_length, "training")
         self.tokens = tokens
-        self.documents = documents
+        self.documents = documents if with_documents else None
         self.batch_size = batch_size
         self.context_length = context_length
         self.seed = seed
@@ -263,20 +274,27 @@ class Loader:
 
 
 def validation_batches(
-    tokens: np.ndarray | Shards, documents: np.ndarray, batch_size: int, context_length: int, max_tokens: int
+    tokens: np.ndarray | Shards,
+    documents: np.ndarray,
+    batch_size: int,
+    context_length: int,
+    max_tokens: int,
+    with_documents: bool = True,
 ) -> Iterator[Batch]:
     """About `max_tokens` tokens of validation text, evenly spread over it: the same windows each time and in each run.
 
     Fresh random windows would add their own noise to the curve, and then the best checkpoint is the one with the
-    luckiest windows. The last batch may be smaller. Raises ValueError when the text is shorter than one window.
+    luckiest windows. The last batch may be smaller. with_documents: as in Loader. Raises ValueError when the text is
+    shorter than one window.
     """
     check_length(tokens, context_length, "validation")
+    numbered = documents if with_documents else None
     windows = (len(tokens) - 1) // context_length
     taken = min(windows, max(1, max_tokens // context_length))
     starts = np.arange(taken) * windows // taken * context_length
     # An expression and no yield: a text that is too short is to be refused at the call, not at the first evaluation.
     return (
-        make_batch(tokens, documents, starts[i : i + batch_size], context_length) for i in range(0, taken, batch_size)
+        make_batch(tokens, numbered, starts[i : i + batch_size], context_length) for i in range(0, taken, batch_size)
     )
 
 
@@ -287,19 +305,22 @@ def fingerprint(tokens: np.ndarray | Shards, documents: np.ndarray) -> str:
     return hashlib.sha256(f"{len(tokens)} ".encode() + documents.tobytes() + thousand).hexdigest()[:16]
 
 
-def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray, starts: np.ndarray, context_length: int) -> Batch:
-    """The windows that begin at `starts`, int64 (B,)."""
+def make_batch(
+    tokens: np.ndarray | Shards, documents: np.ndarray | None, starts: np.ndarray, context_length: int
+) -> Batch:
+    """The windows that begin at `starts`, int64 (B,), with the numbers of their documents if `documents` are given."""
     windows = np.stack([tokens[start : start + context_length + 1] for start in starts])  # (B, T + 1)
-    positions = starts[:, None] + np.arange(context_length)  # (B, T)
-    numbers = np.searchsorted(documents, positions, side="right") - 1  # (B, T): the last document to start by then
-    return Batch(
-        torch.from_numpy(windows[:, :-1].astype(np.int64)),
-        torch.from_numpy(windows[:, 1:].astype(np.int64)),
-        torch.from_numpy(numbers.astype(np.int32)),
-    )
+    numbers = None
+    if documents is not None:
+        positions = starts[:, None] + np.arange(context_length)  # (B, T)
+        # The document of a position is the last one that starts there or before.
+        numbers = torch.from_numpy((np.searchsorted(documents, positions, side="right") - 1).astype(np.int32))
+    x, y = (torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:]))
+    return Batch(x, y, numbers)
 
 
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
+    """ValueError for a text shorter than one window. what: "training" or "validation"."""
     if len(tokens) < context_length + 1:
         fraction = "a larger data.val_fraction, " if what == "validation" else ""
         raise ValueError(

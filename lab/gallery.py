@@ -14,9 +14,9 @@ from lab import draw, measure, trainings, trials
 from lab.files import plain, write
 from lab.runs import model_of_run
 from model.break_it import FAILURES
-from model.probe import record
 from training.machine import about
 from training.metrics import show
+from training.probe import record
 
 
 def gallery(

@@ -39,8 +39,8 @@ from lab.trials import (
 from model.attention import attention
 from model.break_it import FAILURES
 from model.mask import Tiling
-from model.probe import Call, Gauges, first_bad, gauges, on_chip_for, worst
 from model.tiled import INF, LOG2E, absorb, by_key_head, load, nothing_seen
+from training.probe import Call, Gauges, first_bad, gauges, on_chip_for, worst
 
 RESULTS = ("o", "dq", "dk", "dv")
 SHOWN = {"bf16_ties": "bf16"}  # the dtype of the pictures, where it is not float32
@@ -70,7 +70,7 @@ def measure(
 ) -> tuple[list[dict], dict[str, View]]:
     """The rows of the table, in the order of TRIALS, and for each failure its View.
 
-    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in model/probe.py). impls:
+    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in training/probe.py). impls:
     of naive, tiled, triton. say: is handed each row as it comes.
     """
     rows, views = [], {}

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from data.loader import Dataset, open_data
+from data.loader import Batch, Dataset, open_data
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
 from model.gpt import GPT
-from model.probe import find, gauges, record
 from training import checkpoint, config
 from training.metrics import show, stamp
+from training.probe import find, gauges, record
 
 TEXT = {"data": DataConfig, "tokenizer": TokenizerConfig}
 
@@ -76,7 +76,7 @@ def replay(path: Path, device: torch.device) -> None:
     checkpoint.set_rng_state(tensors)  # dropout as it was
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     with torch.autocast(device.type, low) if low else nullcontext():
-        calls = record(net, *(tensors[f"batch.{name}"].to(device) for name in ("x", "y", "documents")))
+        calls = record(net, *Batch(*(tensors.get(f"batch.{name}") for name in Batch._fields)).to(device))
     show(f"{stamp(kept.state['broken'])}{path}: {len(tensors['batch.x'])} sequences, {impl}, {dtype}, on {device}")
     show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
     for call in calls:

@@ -14,8 +14,8 @@ from data.loader import validation_batches
 from lab.files import plain, write
 from lab.runs import model_of_run
 from lab.story import THE_CAT, Tile, sentence, story, switches
-from model.probe import record
 from training.metrics import encodable
+from training.probe import record
 
 
 class Head(NamedTuple):

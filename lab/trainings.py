@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from lab.trials import broken
 from model.break_it import FAILURES
 from training import config
-from training.metrics import read_metrics, show
+from training.metrics import broken_name, read_metrics, show
 
 CONF = Path(__file__).parents[1] / "conf"
 FRESH_STEPS = 200  # of the model that q, k and v are taken from: 15 s, and scores up to 15
@@ -95,7 +95,7 @@ def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> li
             cfg.break_it = broken(name, setting.score_gain)
             cfg.attention.dropout_p, cfg.attention.window = setting.dropout_p, setting.window
             cfg.model.activation_checkpointing = not cfg.break_it.restore_seed
-            cfg.name, cfg.dtype = f"{len(found)}-{name}", setting.dtype
+            cfg.name, cfg.dtype = broken_name(f"{len(found)}-{name}", cfg.break_it.label), setting.dtype
             started = time.perf_counter()
             losses[name] = train_quietly(script, cfg)
             said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.attention import AttentionConfig, attention, check_switches, triton_refusal
 from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
-from model.probe import Call, Gauges, gauges
+from training.probe import Call, Gauges, gauges
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What can be seen. overflow: the weights times v leave the dtype while their sum does not; leak: the past changes with

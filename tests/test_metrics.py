@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from training import machine, metrics
-from training.metrics import Metrics, WandbConfig, choose_wandb_mode, log_line, loss_figure, read_metrics
+from training import machine, wandb_run
+from training.metrics import Metrics, log_line, loss_figure, read_metrics
+from training.wandb_run import WandbConfig, choose_wandb_mode
 
 ROOT = Path(__file__).parent.parent
 STEP = {
@@ -165,7 +166,8 @@ def test_on_a_terminal_lines_stay_whole_above_the_bar(tmp_path):
     """A window of 80 columns: a line broken there would not grep, and [x] must not be taken for markup."""
     code = f"""
 from pathlib import Path
-from training.metrics import Metrics, WandbConfig
+from training.metrics import Metrics
+from training.wandb_run import WandbConfig
 run = Metrics(Path({str(tmp_path)!r}), 600, config={{}}, wandb_config=WandbConfig(mode="disabled"), broken="no_max")
 run.log({ ({"step": 30, **STEP})!r})
 run.say("[bold]plain[/bold]")
@@ -307,7 +309,7 @@ def answering_server():
 
 
 def test_auto_without_a_key_is_offline_and_asks_nobody(clean_env):
-    clean_env.setattr(metrics, "_answers", lambda url: pytest.fail("the network was asked"))
+    clean_env.setattr(wandb_run, "_answers", lambda url: pytest.fail("the network was asked"))
     assert choose_wandb_mode(WandbConfig()) == ("offline", "no key for api.wandb.ai")
 
 
@@ -327,7 +329,7 @@ def test_a_host_that_does_not_answer_is_given_up_within_the_limit(clean_env, req
     """A bare TCP connect would call the silent one alive, and wandb.init() would then hang on it."""
     clean_env.setenv("WANDB_API_KEY", "a" * 40)
     clean_env.setenv("WANDB_BASE_URL", request.getfixturevalue(server))
-    clean_env.setattr(metrics, "WANDB_PROBE_SECONDS", 0.3)
+    clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", 0.3)
     start = time.monotonic()
     assert choose_wandb_mode(WandbConfig())[0] == "offline"
     assert time.monotonic() - start < 2
@@ -341,7 +343,7 @@ def test_a_name_that_takes_for_ever_to_resolve_is_given_up(clean_env):
         raise socket.gaierror
 
     clean_env.setattr(socket, "getaddrinfo", resolve)
-    clean_env.setattr(metrics, "WANDB_PROBE_SECONDS", 0.3)
+    clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", 0.3)
     start = time.monotonic()
     assert choose_wandb_mode(WandbConfig())[0] == "offline"
     assert time.monotonic() - start < 0.9
@@ -385,7 +387,8 @@ RUN = """
 import os, signal, subprocess, sys, time
 start = time.monotonic()
 from pathlib import Path
-from training.metrics import Metrics, WandbConfig
+from training.metrics import Metrics
+from training.wandb_run import WandbConfig
 step = {"loss": 2.0, "bits_per_byte": 3.0, "lr": 1e-3, "grad_norm": 1.0, "ms": 1.0, "tokens_per_second": 1.0,
         "mfu": None, "memory_gib": 1.0, "eta_s": 1.0}
 folder, first, kill_wandb = Path(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3

@@ -12,10 +12,10 @@ import train
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
-from model.probe import Call, find, first_bad, gauges, reading, record
 from tests.reference import Case, assert_float64_right, oracle, sees
 from training import checkpoint
 from training.metrics import read_metrics
+from training.probe import Call, find, first_bad, gauges, reading, record
 
 SIZE = GPTConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, context_length=64, vocab_size=50, dropout_p=0.0)
 TILED = AttentionConfig("tiled", 16, 16)

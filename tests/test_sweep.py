@@ -107,6 +107,16 @@ def test_without_a_name_the_sweep_is_named_by_the_time_and_names_of_ones_own_are
     assert {"a", "b"} < {path.name for path in (tmp_path / "own").iterdir()}
 
 
+def test_a_broken_job_has_its_fault_in_its_name_and_its_records_in_its_row(call, small, tmp_path):
+    faults = "break_it=none,no_max"
+    assert call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", faults).code == 0
+    assert [(row["job"], row["status"]) for row in table(tmp_path / "s")] == [
+        ("s-1", "done"),
+        ("s-2-BROKEN-no_max", "BROKEN[no_max] done"),
+    ]
+    assert all(float(row["val_loss"]) > 0 for row in table(tmp_path / "s"))
+
+
 @pytest.mark.parametrize("there", ["s", "s-2"])
 def test_a_sweep_over_a_run_that_exists_does_not_begin(call, small, tmp_path, there):
     (tmp_path / there).mkdir()

@@ -1,6 +1,8 @@
 """train.py: one curve whatever the attention, one run however often it is stopped, one line for a mistake."""
 
 import ast
+import copy
+import errno
 import json
 import math
 import os
@@ -9,7 +11,7 @@ import shlex
 import shutil
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from tests.reference import assert_within_budget
 from training import checkpoint, config, metrics
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
+from training.resume import changed, refuse_another_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("model", "training", "data")
@@ -416,7 +419,7 @@ def test_resume_alone_goes_on_with_the_run_as_it_was(call, small, tmp_path):
     assert call(train, *small, *theirs, f"runs={tmp_path}", "steps=2", "name=x").code == 0
     assert call(train, f"runs={tmp_path}", "resume=auto", "steps=3").code == 0
     before, after = (checkpoint.load(tmp_path / f"x/checkpoints/step_{step:06d}").state["config"] for step in (2, 3))
-    assert train.changed(before, after) == ["steps 2 -> 3"]
+    assert changed(before, after) == ["steps 2 -> 3"]
 
 
 def test_of_a_group_that_is_typed_on_resume_its_file_goes_over_the_checkpoints(call, small, tmp_path):
@@ -876,6 +879,74 @@ def test_a_broken_runs_own_sample_does_not_end_it(call, small, tmp_path):
     assert "stopped before the optimizer step" in ended.out
 
 
+@pytest.mark.parametrize("where", ["to_yaml", "run:"])
+def test_what_fails_before_the_first_step_lets_go_of_the_folder_and_of_the_metrics(
+    call, small, tmp_path, monkeypatch, where
+):
+    """The lock was held, and wandb and the progress bar left open, by a run that could not write its config.yaml or
+    print its first line."""
+    closed = []
+    monkeypatch.setattr(Metrics, "close", lambda self, code: closed.append(code))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "to_yaml":
+        monkeypatch.setattr(config, "to_yaml", full)
+    else:
+        say = Metrics.say
+        monkeypatch.setattr(Metrics, "say", lambda self, text: full() if text.startswith(where) else say(self, text))
+    ((cfg, _),) = config.compose(
+        [*small, "steps=1", f"runs={tmp_path}", "name=x"], train.Config, "config", ROOT / "conf", "train"
+    )
+    with pytest.raises(OSError, match="No space left") as error:  # whose traceback keeps what main() had
+        train.main(cfg)
+    assert error
+    assert closed == [1]
+    checkpoint.lock(tmp_path / "x").close()
+
+
+def test_out_of_memory_is_one_line_with_a_batch_that_fits_and_learns_the_same(call, small, tmp_path, monkeypatch):
+    def out_of_memory(run):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "train_step", out_of_memory)
+    ended = call(train, *small, "tokens_per_step=256", f"runs={tmp_path}", "name=x")
+    assert ended.code == 2
+    assert ended.err.endswith(
+        "train: out of GPU memory with batch_size=4 sequences of 32 tokens; "
+        "use batch_size=2 tokens_per_step=256, which learns the same\n"
+    )
+
+
+def test_a_run_leaves_the_configuration_that_it_was_given_as_it_was(small, tmp_path):
+    """It wrote its name, the size of the vocabulary and the rate into it, and callers came to rely on that."""
+    typed = [*small, "steps=1", "break_it=no_max", "optimizer.lr=null", f"runs={tmp_path}", "name=x"]
+    ((cfg, _),) = config.compose(typed, train.Config, "config", ROOT / "conf", "train")
+    given = copy.deepcopy(cfg)
+    assert train.main(cfg) == 0
+    assert cfg == given
+
+
+@dataclass
+class LaterAttention(AttentionConfig):
+    sinks: int = 0  # an option that this version does not have
+
+
+@dataclass
+class LaterConfig(train.Config):
+    attention: LaterAttention = field(default_factory=LaterAttention)
+
+
+def test_an_option_of_attention_that_comes_later_is_compared_on_resume():
+    """Options were compared by a list: what was not added to it was ignored, and the run went on as another model."""
+    state = {"config": asdict(LaterConfig()), "broken": ""}
+    resumed = checkpoint.Checkpoint(Path("step_000001"), 1, {}, state, "")
+    refuse_another_model(resumed, LaterConfig(attention=LaterAttention(block_m=32, dropout_p=0.5)))
+    with pytest.raises(ValueError, match=r"step_000001 was trained with attention\.sinks=0, this run has 4"):
+        refuse_another_model(resumed, LaterConfig(attention=LaterAttention(sinks=4)))
+
+
 def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
     there = [f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there, "steps=2", "optimizer.lr=1e-2", "attention.dropout_p=0.1").code == 0
@@ -963,6 +1034,22 @@ def test_attentions_options_reach_every_layer_in_training_and_validation(call, s
         for _, documents in seen[2 * number : 2 * number + 2]:
             assert torch.equal(documents, batch.documents) if cfg.attention.documents else documents is None
     assert len(seen) == 2 * (number + 1)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_documents_are_numbered_only_for_an_attention_that_looks_at_them(call, small, tmp_path, monkeypatch, wanted):
+    """Numbering took half of the loader's time in every run, to be thrown away in most."""
+    handed = []
+
+    class Spy(GPT):
+        def forward(self, idx, targets=None, documents=None, z_loss=0.0):
+            handed.append(documents is not None)
+            return super().forward(idx, targets, documents, z_loss)
+
+    monkeypatch.setattr(train, "GPT", Spy)
+    there = ["steps=2", f"attention.documents={wanted}", f"runs={tmp_path}", "name=x"]
+    assert call(train, *small, *there).code == 0
+    assert handed == [wanted] * (2 + 4)  # two steps, and 512 tokens of validation
 
 
 SHORT = ["steps=1", "model.context_length=64", "tokens_per_step=null"]

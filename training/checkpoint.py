@@ -1,7 +1,7 @@
 """Checkpoints: one directory a step, complete or absent, and a resumed run that is the same run, bit for bit.
 
     runs/NAME/checkpoints/step_000030/
-        model.safetensors       the weights that were validated and speak, by the model's own names; a tied weight once
+        model.safetensors       the weights to validate and sample from, by the model's own names; a tied weight once
         optimizer.safetensors   what only training needs: NAME.exp_avg, NAME.exp_avg_sq and NAME.step of AdamW or
                                 NAME.momentum_buffer of Muon; NAME.trained, where the weights above are an average of
                                 the ones being trained (ema_decay); rng.cpu, rng.cuda
@@ -90,8 +90,8 @@ def save(
     """Write folder/step_000030 whole or not at all, then prune.
 
     Kept afterwards: the newest `keep_last` and the one with the lowest finite state["val_loss"]. Checkpoints of later
-    steps go: they are of the future that this run left when it was resumed from an earlier step (or are damaged), and
-    were they left, `resume=auto` would go back to them.
+    steps are deleted. They are there when a run was resumed from an earlier step, and `resume=auto` would go on from
+    them instead of from this one.
 
     model: a state dict of any dtypes on any device, with the plain model's names (not the compiled or wrapped one's).
     optimizer: `optimizer_tensors(...) | rng_state()`.
@@ -262,8 +262,8 @@ def _header_hash(header: dict) -> str:
 
 def lock(run: Path) -> ExitStack:
     """Hold the folder `run` until the returned object is closed: two processes in one run would delete each other's
-    checkpoints and mix their metrics. The system lets go when the holder dies, however it dies. The file lies among the
-    temporary ones, so that it is in nobody's way; processes on other machines are not seen.
+    checkpoints and mix their metrics. The system releases the lock when its holder dies, however it dies. The lock is
+    a file in the system's temporary folder, so processes on other machines do not see it.
 
     Raises ValueError when another process holds it.
     """
@@ -383,7 +383,7 @@ def load_optimizer_tensors(
     named_parameters: Iterable[tuple[str, Tensor]],
     tensors: dict[str, Tensor],
 ) -> None:
-    """Put back what optimizer_tensors took out, every bit of it; entries of rng_state() and NAME.trained are not its.
+    """Put back what optimizer_tensors took out, bit for bit; skips the entries of rng_state() and NAME.trained.
 
     Raises ValueError if a tensor belongs to no parameter or has another shape: a checkpoint of another model.
     """
@@ -421,7 +421,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(tensors: dict[str, Tensor]) -> None:
-    """Put back what rng_state gave; other names are passed over, and CUDA's where there is no CUDA."""
+    """Put back what rng_state gave. Skips other names, and CUDA's state where there is no CUDA."""
     torch.set_rng_state(tensors["rng.cpu"].clone())
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng.cuda"].clone())

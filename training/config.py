@@ -45,8 +45,8 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 T = TypeVar("T")
 
-# Hydra's own flags, without and with a value. Listed, not asked of its argparse: that also takes beginnings of names,
-# and would read -model=nano as -m and more.
+# Hydra's own flags, without and with a value. Listed here because Hydra's argparse also accepts the beginning of a
+# flag: it would read -model=nano as -m.
 SWITCHES = {"-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun"}
 SWITCHES |= {"-sc", "--shell-completion"}
 VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
@@ -121,8 +121,8 @@ def compose(
     later. ValueError: one line naming what is wrong, where, and the nearest right name.
 
     resumed(composed): the dictionary that a job starts from instead of the defaults, or None. The job is then composed
-    again, over it: a group or key that was typed goes on top of it, a group that was not is left out, and whatever
-    key the dictionary and the command line both give is the command line's, but for resume=, whose answer it is.
+    a second time: the dictionary first, then the groups and keys that were typed. A key that was typed wins over the
+    dictionary's, except resume=, which the dictionary answers.
     """
     groups = groups_of(conf / f"{config_name}.yaml")
     known = dict.fromkeys(groups) | known_keys(schema)
@@ -213,9 +213,9 @@ def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], l
 def check_override(override: str, known: Mapping[str, Any], groups: list[str], sweep: bool) -> str:
     """One key=value of the command line as Hydra should see it; ValueError for a key that nothing reads.
 
-    Text for a str key, and the name of a group's file, is quoted, so that it arrives as the shell gave it. Left alone
-    are text that the user has quoted for Hydra, null where None is allowed, and sweeps, where a comma separates values.
-    (??? stays what it is to OmegaConf: "must be given".)
+    Quotes the value of a str key and the name of a group's file, so that Hydra takes it as the shell gave it. Does not
+    quote what the user has quoted for Hydra, null where None is allowed, and the values of a sweep, which commas
+    separate. (??? keeps OmegaConf's meaning: "must be given".)
     """
     key, equals, value = override.partition("=")
     if key.lstrip("+~").startswith(("hydra.", "hydra/")):
@@ -287,15 +287,17 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
         return max(whole, last), whole
 
     ranked = sorted(known, key=likeness, reverse=True)
-    # 0.6 is difflib's own idea of "close". Only those as near as the nearest: a list of also-rans misleads.
+    # 0.6 is what difflib takes for close. Names that are less near than the nearest one are left out.
     return [key for key in ranked if likeness(key)[0] >= max(0.6, likeness(ranked[0])[0])][:3]
 
 
 def did_you_mean(names: list[str]) -> str:
+    """The end of a message about a mistyped name."""
     return f"did you mean {' or '.join(names)}?" if names else "--cfg job lists every key"
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
+    """The message about a key that is not there, with the nearest that is."""
     return f"there is no key {name}; {did_you_mean(nearest(name, known))}"
 
 

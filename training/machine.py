@@ -5,8 +5,11 @@ import importlib.metadata
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -85,6 +88,36 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def pick_dtype(dtype: str, device: torch.device) -> str:
+    """auto: bf16 on a GPU that computes in it, else float32. Any other name is returned as it is."""
+    if dtype != "auto":
+        return dtype
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_bf16 else "float32"
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yields a list to which Ctrl-C (SIGINT) or SIGTERM appends its number, so that a run can end its step and save.
+
+    A second one raises KeyboardInterrupt at once. Main thread only, as signal.signal() is.
+    """
+    received = []
+
+    def on_signal(number, frame):
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        print(f"\n{signal.Signals(number).name}: stopping after this step; once more leaves at once", file=sys.stderr)
+
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def about(device: torch.device) -> dict[str, str | int]:
     """What a reader of the figures needs to have them again: commit, versions, device."""
     return {
@@ -98,6 +131,7 @@ def about(device: torch.device) -> dict[str, str | int]:
 
 
 def version(package: str) -> str:
+    """The version of an installed package, or "none"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,11 +1,10 @@
-"""How a run is seen: one line a step, metrics.jsonl, samples.txt, loss.png, wandb. In that order of trust.
+"""What a run measures, and where it goes: one line a step, metrics.jsonl, samples.txt, loss.png, wandb.
 
     runs/NAME/
         metrics.jsonl   one JSON object a line, written and flushed first; everything else is drawn from it
         samples.txt     what the model wrote, under a line with the step
         loss.png        training loss (line) and validation loss (points)
-        wandb_id.txt    so that a resumed run goes on in the same wandb run
-        wandb/          wandb's own files; `wandb sync` takes the offline ones
+        wandb/          as training/wandb_run.py says
 
 Three kinds of record, plain dicts of Python numbers:
 
@@ -13,7 +12,7 @@ Three kinds of record, plain dicts of Python numbers:
      and in fp16 "loss_scale"}
     {"step", "val_loss", "val_bits_per_byte"}
     {"step", "max_score", "headroom", "max_weight", "min_l", "attention_error", of every head "entropy.LAYER.HEAD", and
-     "probe_ms", what the look took}: with probe.every (model/probe.py)
+     "probe_ms", what the look took}: with probe.every (training/probe.py)
 
 loss in nats a token, ms and eta_s of wall clock, mfu a fraction of the peak, memory the peak so far; mfu and memory_gib
 may be None. A broken run's records have "broken" too, its label.
@@ -21,29 +20,20 @@ may be None. A broken run's records have "broken" too, its label.
 JSON has no NaN, and a broken run is full of them: a float that is not finite is written as the string "nan", "inf" or
 "-inf" (null would not say which) and `read_metrics` gives the float back.
 
-wandb comes last and is on loan: it is asked for nothing that could stop or hold up a run (the price: if it dies
-halfway, its curves end there; ours do not). In a run of several processes only rank 0 makes a Metrics.
+wandb gets each record last. In a run of several processes only rank 0 makes a Metrics.
 """
 
-import html
-import http.client
-import importlib.util
 import json
 import math
-import netrc
 import os
 import re
-import secrets
 import sys
-import threading
 import unicodedata
-import urllib.error
-import urllib.parse
-import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
 
 # --- one line -------------------------------------------------------------------------------------------------------
 
@@ -106,15 +96,21 @@ def stamp(broken: str | None) -> str:
     return f"BROKEN[{broken}] " if broken else ""
 
 
+def broken_name(name: str, broken: str) -> str:
+    """The name of a run with its fault in it, as "mine-BROKEN-no_max"; `name` itself if it has it already or the run is
+    a sound one (broken: "")."""
+    return f"{name}-BROKEN-{broken}" if broken and broken not in name else name
+
+
 def printable(text: str) -> str:
     """text without control characters: a model of bytes writes escape sequences, and a terminal would obey them."""
-    # Cc only: joiners, no-break and wide spaces do not "print" either, and Persian and emoji need them
+    # Not by str.isprintable(), which would also take joiners and wide spaces away: Persian and emoji need them.
     return encodable("".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text))
 
 
 def show(text: str) -> None:
-    """Print a line. Where nobody reads it any more, as after `| head`, it and all that follow go nowhere: what a run
-    learns is in its files, and a run is not ended for want of a listener."""
+    """Print a line. Once the reader of the pipe has left, as `| head` does, this and all later ones are dropped and
+    the run goes on: its files have what it measured."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -133,13 +129,16 @@ SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl, "nan" and its kind floats again. A last line cut short by a kill is left out, and
-    so, with a word on stderr, is a line that is no record: an editor may have been there, and a run is worth more."""
+    """The records of a metrics.jsonl, with "nan", "inf" and "-inf" as floats again.
+
+    Leaves out a last line that a kill cut short, and any line that is no record: someone may have edited the file, and
+    that should not end a run. Says on stderr how many of those there are.
+    """
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    found = [record for record in map(_record, lines) if record is not None]
-    if len(found) < len(lines):
-        print(f"{path}: {len(lines) - len(found)} lines are no records and are left out", file=sys.stderr)
-    return found
+    records = [record for record in map(_record, lines) if record is not None]
+    if len(records) < len(lines):
+        print(f"{path}: {len(lines) - len(records)} lines are no records and are left out", file=sys.stderr)
+    return records
 
 
 def _record(line: str) -> dict | None:
@@ -198,181 +197,11 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
     return figure
 
 
-# --- wandb ----------------------------------------------------------------------------------------------------------
-
-WANDB_PROBE_SECONDS = 2.0
-WANDB_INIT_SECONDS = 5.0
-WANDB_FINISH_SECONDS = 20.0
-
-
-@dataclass
-class WandbConfig:
-    """mode: auto is online if a key is set and the host answers within 2 s, else offline. WANDB_MODE overrides auto."""
-
-    mode: str = "auto"  # auto | online | offline | disabled
-    project: str = "tilegpt"
-    entity: str | None = None
-    tags: list[str] = field(default_factory=list)
-
-
-def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
-    """(online | offline | disabled, why, in one line), within 2 s and without importing wandb.
-
-    Decided before the first wandb.init() because of what it does by itself: with no key and no terminal it raises, with
-    a key and no network it blocks for 100 s, and after a failed online init an offline one times out too (wandb #9865).
-
-    Raises ValueError for a mode that does not exist, or that was asked for by name and cannot be had.
-    """
-    modes = ("auto", "online", "offline", "disabled")
-    mode, asked = config.mode, f"wandb.mode={config.mode}"
-    if mode == "auto" and os.environ.get("WANDB_MODE"):
-        mode = os.environ["WANDB_MODE"]
-        asked = f"WANDB_MODE={mode}"
-    if mode not in modes:
-        raise ValueError(f"{asked} is not known: use one of {', '.join(modes)}")
-    if mode == "disabled":
-        return mode, asked
-    found = importlib.util.find_spec("wandb")
-    if found is None or found.origin is None:  # no origin: a mere folder called wandb, as wandb itself leaves about
-        if mode == "auto":
-            return "disabled", "the wandb package is not installed"
-        raise ValueError(f"{asked}, but the wandb package is not installed: pip install wandb, or wandb.mode=disabled")
-    if mode == "offline":
-        return mode, asked
-
-    url = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    host = urllib.parse.urlsplit(url).netloc
-    if not _has_wandb_key(host):
-        if mode == "auto":
-            return "offline", f"no key for {host}"
-        raise ValueError(
-            f"{asked}, but there is no key for {host}: set WANDB_API_KEY, run `wandb login`, or use wandb.mode=offline"
-        )
-    if mode == "online":
-        return mode, asked
-    if _answers(f"{url.rstrip('/')}/graphql"):  # what wandb itself calls; the front page would only redirect
-        return "online", f"{url} answers"
-    return "offline", f"no answer from {url} within {WANDB_PROBE_SECONDS:.0f} s"
-
-
-def _has_wandb_key(host: str) -> bool:
-    """Where wandb looks: WANDB_API_KEY, an identity token, then the netrc file that `wandb login` writes."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    files = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path("~/.netrc"), Path("~/_netrc")]
-    for path in files:
-        try:
-            login = netrc.netrc(path.expanduser()).authenticators(host)
-        except (OSError, netrc.NetrcParseError):  # none there, or one that wandb could not read either
-            continue
-        return bool(login and login[2])
-    return False
-
-
-def _answers(url: str) -> bool:
-    """Whether an HTTP server answers at `url`, with any status, within WANDB_PROBE_SECONDS.
-
-    A whole request, because behind a dead proxy or firewall a bare connection opens and then nothing comes. In a daemon
-    thread that is given up on, because name resolution obeys no timeout.
-    """
-    answered = threading.Event()
-
-    def ask():
-        try:
-            urllib.request.urlopen(url, timeout=WANDB_PROBE_SECONDS).close()
-        except urllib.error.HTTPError:  # 404 is an answer
-            pass
-        except (OSError, http.client.HTTPException, ValueError):  # no route or name, no HTTP, no URL
-            return
-        answered.set()
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(WANDB_PROBE_SECONDS)  # sooner if refused, as with no network at all
-    return answered.is_set()
-
-
-class _Wandb:
-    """A wandb run that cannot fail: the first error ends it with one line and the training goes on."""
-
-    def __init__(self, mode: str, config: WandbConfig, folder: Path, run_config: dict, broken: str | None, say):
-        self.run, self.mode, self.folder, self.say = None, mode, folder, say
-        if mode == "disabled":
-            return
-        # wandb also reports on itself, to the same host, and at exit waits for that: 10 s where nothing answers, in an
-        # offline run too. Set before the import, which reads it; whoever wants it can set it to true.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb  # only now: a disabled run need not pay its half second
-        from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
-        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
-
-        # What a call can raise: wandb's own errors; OSError (TimeoutError is one) when the helper process that wandb
-        # talks to through a socket has died; the other three when it cannot be reached or dies while an answer is
-        # awaited, which wandb does not derive from wandb.Error. Not listed: TypeError and its kind, our own mistakes.
-        self.errors = (wandb.Error, OSError, WandbServiceConnectionError, HandleAbandonedError, MailboxClosedError)
-        self.wandb = wandb
-        id_file = folder / "wandb_id.txt"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4) + "\n")
-        try:
-            self.run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=folder.name,
-                dir=folder,
-                mode=mode,
-                id=id_file.read_text().strip(),
-                resume="allow",
-                config=run_config,
-                tags=[*config.tags, *([f"broken:{broken}"] if broken else [])],
-                # console="off": wandb would otherwise stand between us and the terminal to copy what we print.
-                settings=wandb.Settings(
-                    silent=True, console="off", init_timeout=WANDB_INIT_SECONDS, finish_timeout=WANDB_FINISH_SECONDS
-                ),
-            )
-            # Our own step: wandb's counter counts calls, and runs ahead when a killed run repeats steps.
-            self.run.define_metric("step")
-            self.run.define_metric("*", step_metric="step")
-        except (*self.errors, ValueError) as error:  # ValueError: a WANDB_* variable that wandb's settings refuse
-            self.give_up(error)
-        if self.run and mode == "online":
-            say(f"wandb: {self.run.url}")
-
-    def give_up(self, error: Exception) -> None:
-        # No second try, in any mode: after a failed online init an offline one times out as well.
-        self.run = None
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.say(f"wandb: gave up, the run goes on without it ({reason})")
-
-    def attempt(self, call) -> None:
-        if self.run:
-            try:
-                call()
-            except self.errors as error:
-                self.give_up(error)
-
-    def log(self, record: dict) -> None:
-        """Hand over a record; returns at once, the sending is another process's business."""
-        # None (no MFU on this machine) would be a chart of nothing.
-        self.attempt(lambda: self.run.log({k: v for k, v in record.items() if v is not None}))
-
-    def sample(self, step: int, text: str) -> None:
-        self.attempt(lambda: self.run.log({"step": step, "sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}))
-
-    def finish(self, exit_code: int, picture: Path) -> None:
-        """Send the picture and the exit code, in at most WANDB_FINISH_SECONDS."""
-        if picture.exists():
-            self.attempt(lambda: self.run.log({"loss_picture": self.wandb.Image(str(picture))}))
-        self.attempt(lambda: self.run.finish(exit_code=exit_code))
-        if self.run and self.mode == "offline":
-            self.say(f"wandb: to send this run later: wandb sync {self.folder / 'wandb' / 'offline-run-*'}")
-
-
-# --- the run's eyes -------------------------------------------------------------------------------------------------
+# --- metrics -------------------------------------------------------------------------------------------------
 
 
 class Metrics:
-    """Where train.py sends what it measures. Make one before the loop, `close` it in a finally.
+    """Where train.py sends what it measures. `close` it however the run ends.
 
         metrics = Metrics(folder, total_steps, config=asdict(cfg), wandb_config=cfg.wandb, resume_step=30)
         metrics.log({"step": 31, "loss": 2.1, ...})
@@ -419,7 +248,7 @@ class Metrics:
             self.task = self.progress.add_task("", total=total_steps, completed=resume_step or 0)
             self.progress.start()
         self.say(f"wandb: {mode} ({reason})")
-        self.wandb = _Wandb(mode, wandb_config, folder, config, broken, self.say)
+        self.wandb = WandbRun(mode, wandb_config, folder, config, broken, self.say)
 
     def _keep_until(self, step: int | None) -> None:
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"

@@ -1,4 +1,4 @@
-"""AdamW or Muon and their learning rate: what is decayed, and how the rate rises and falls."""
+"""AdamW or Muon, their learning rate, and the moving average of the weights."""
 
 import math
 from dataclasses import dataclass
@@ -114,3 +114,12 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     floor = config.min_lr_ratio * config.lr
     return floor + (config.lr - floor) * height
+
+
+@torch.no_grad()
+def average(averaged: GPT, model: GPT, decay: float) -> None:
+    """averaged = decay * averaged + (1 - decay) * model, weight by weight, in one pass over them.
+
+    By hand, because torch's AveragedModel has a count of updates and names of its own, which would have to be saved.
+    """
+    torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)

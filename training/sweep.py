@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from training.metrics import encodable, read_metrics, show, stamp
+from training.metrics import broken_name, encodable, read_metrics, show, stamp
 
 
 def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> int:
     """Run the jobs; returns 0 if all of them ended well, 1 if one did not, 128 + the signal if one was interrupted.
 
-    script: returns 0, 1 where a loss stopped it, or 128 + a signal; leaves the name of its run in its configuration.
-    jobs: (configuration, overrides), with `name`, `runs` in the configuration. Raises ValueError where a run of one of
-    the names exists already.
+    script: returns 0, 1 where a loss stopped it, or 128 + a signal, and leaves its files in runs/NAME.
+    jobs: (configuration, overrides), with `name`, `runs` and `break_it` in the configuration; sets each one's `name`.
+    Raises ValueError where a run of one of the names exists already.
     """
     folder = name_jobs([config for config, _ in jobs])
     typed = [dict(override.partition("=")[::2] for override in overrides) for _, overrides in jobs]
@@ -57,7 +57,7 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
             free_memory()
         return code
     finally:
-        # Also on the way out of a bug in the script: hours of finished jobs should not hang on the last one.
+        # After a bug in the script too: a table of the finished jobs is worth having.
         write_table(folder / "table.csv", rows)
         if curves:
             losses_figure(curves, folder.name).savefig(folder / "losses.png", dpi=120)
@@ -66,10 +66,11 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
 
 
 def name_jobs(configs: list[Any]) -> Path:
-    """Number the names that several jobs share and return the sweep's folder, made.
+    """Gives each job a name of its own: numbers the names that several share, adds the fault of a broken run. Returns
+    the sweep's folder, made.
 
-    Every job is a run of its own, one that begins from a checkpoint (resume=) too: going on in the checkpoint's own
-    run, each job would begin where the one before it ended.
+    A job that resumes a checkpoint gets a new run too. In the checkpoint's run it would go on from where the job before
+    it ended.
     """
     shared = {config.name for config in configs}
     title = shared.pop() if len(shared) == 1 and None not in shared else time.strftime("%Y%m%d-%H%M%S-sweep")
@@ -77,6 +78,7 @@ def name_jobs(configs: list[Any]) -> Path:
     for number, config in enumerate(configs, start=1):
         if times[config.name] > 1 or config.name is None:
             config.name = f"{config.name or title}-{number}"
+        config.name = broken_name(config.name, config.break_it.label)
     folder = Path(configs[0].runs) / title
     for path in (folder, *(Path(config.runs) / config.name for config in configs)):
         if path.exists():
@@ -86,6 +88,7 @@ def name_jobs(configs: list[Any]) -> Path:
 
 
 def records_of(config: Any) -> list[dict]:
+    """What a job's run has measured; [] where it did not come to that."""
     path = Path(config.runs) / config.name / "metrics.jsonl"
     return read_metrics(path) if path.exists() else []
 
@@ -131,10 +134,10 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
     for number, (label, records) in enumerate(curves.items()):
-        # Neighbours in the sweep are neighbours in colour: a curve's place among the others is what is looked for.
+        # The colour follows the job's number, so that a value that rises from job to job shows as a change of colour.
         colour = colormaps["viridis"](0.9 * number / max(1, len(curves) - 1))
         broken = next((r["broken"] for r in records if r.get("broken")), None)
-        # of two or three the first are wider, and show where the next lies on top
+        # Of two or three curves the earlier ones are wider, so that they still show under a later one.
         few = len(curves) <= 3
         thin = {"lw": 0.8 + 2 * (len(curves) - 1 - number), "alpha": 0.8} if few else {"lw": 0.5, "alpha": 0.4}
         for key, style in (("loss", thin), ("val_loss", {"marker": "o", "ms": 4})):
@@ -151,10 +154,10 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
 
 
 def free_memory() -> None:
-    """So that the next job has the machine as the first one had it. (What a process on a CPU used at most stays in its
-    records: the system keeps one mark for the whole process.)"""
-    gc.collect()  # model, optimizer and closures hold one another
-    if "torch._dynamo" in sys.modules:  # it keeps eight compiled versions of a function, and then compiles no more
+    """Frees what a job leaves behind, so that the next one has the same memory. (memory_gib on a CPU keeps the peak of
+    the earlier jobs: the system counts one peak for the whole process.)"""
+    gc.collect()  # a model and its optimizer refer to each other
+    if "torch._dynamo" in sys.modules:  # keeps eight compiled versions of a function, and then compiles no more
         torch.compiler.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
     calls = record(model, x, y, documents)     every attention call of a forward and, with y, of its backward
     gauges(calls[3])                           largest score, headroom, largest weight, smallest l, error, entropy
     find(calls)                                the first tile, in the order of computing, that holds a number not finite
+    search(model, batches, rng, ...)           find() over all the batches of a step that stopped a run
 
 They are for any implementation, as they look at what goes into a call and what comes out. find() walks through the
 tiles as tiled does, with what break_it has taken out, in tiles of attention.block_m x block_n. Memory is O(T).
@@ -11,6 +12,7 @@ Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_k
 """
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,6 +39,7 @@ from model.tiled import (
     sum_dtype,
     weights_again,
 )
+from training import checkpoint
 
 
 @dataclass
@@ -70,6 +73,7 @@ class Call:
     dv: Tensor | None = None
 
     def problem(self, break_it: BreakIt | None = None) -> Problem:
+        """The call as attention()'s implementations take it; break_it: instead of the call's own."""
         T, T_k = self.q.shape[2], self.k.shape[2]
         tokens = {}
         if self.documents is not None:
@@ -80,13 +84,13 @@ class Call:
 
 def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
     """Every attention call of model(x), in order; with targets y also the gradients of the loss, which leave the
-    parameters' alone. x, y: token ids int64 (B, T), documents: the loader's. The model as it is: in training mode it
-    draws dropout. Not of a compiled model, which does not come by here."""
+    parameters' alone. x, y: token ids int64 (B, T), documents: the loader's. In training mode the
+    model draws dropout. A compiled model cannot be recorded: it does not look `attention` up in model/gpt.py."""
     calls, door, listening = [], gpt.attention, True
 
     def recording(q, k, v, config, **options):
         o = door(q, k, v, config, **options)
-        if listening:  # checkpointing comes by once more, in the backward
+        if listening:  # activation checkpointing makes each call a second time, in the backward
             rest = (options[name] for name in ("break_it", "seed", "documents"))
             calls.append(Call(len(calls), q, k, v, o, config, *rest))
         return o
@@ -145,7 +149,7 @@ def gauges(call: Call) -> Gauges:
                 keep = keep_mask(problem.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
                 zp = p * keep * keep_scale(problem.dropout_p)
             right = zp @ v
-            if not broken.scale_scores:  # what the call made of q k^T, for once not what it should have
+            if not broken.scale_scores:  # l as the call has it, which is not the l of the whole algorithm
                 s = score(qk, call.problem().scale, problem, rows, columns).masked_fill(hidden, -INF)
                 lse = s.logsumexp(-1, keepdim=True)
             m = s.amax(-1, keepdim=True)
@@ -155,7 +159,7 @@ def gauges(call: Call) -> Gauges:
             parts.append(torch.stack((m.max(), p.max(), l.min(), wrong.square().sum(), right.square().sum())))
         found = torch.stack(parts)
         largest, least, sums = found.amax(0), found.amin(0), found.sum(0)
-        # one wait for the device, and not one for each number
+        # All numbers in one transfer: each waits for the device.
         max_score, max_weight, min_l, *squares = torch.stack((*largest[:2], least[2], *sums[3:])).tolist()
     headroom = math.log(torch.finfo(call.q.dtype).max) - max_score
     error = math.sqrt(squares[0] / max(squares[1], 1e-300))
@@ -217,6 +221,26 @@ class Place(NamedTuple):
         )
 
 
+def search(
+    model: gpt.GPT, batches: list, rng: dict[str, Tensor], device: torch.device, autocast: AbstractContextManager
+) -> tuple[Place, dict[str, Tensor]] | None:
+    """Runs the batches of one step again, uncompiled, and stops at the first in which a tile is not finite.
+
+    batches: data.loader's, in the order of the step's passes. rng: checkpoint.rng_state() from before the step.
+    Returns the tile and what replays it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and the random
+    state from before the batch. None if find() finds no tile in any of them. Leaves the parameters' gradients alone.
+    """
+    checkpoint.set_rng_state(rng)  # draws the dropout of the step once more, unless that was compiled
+    for batch in batches:
+        before = checkpoint.rng_state()
+        batch = batch.to(device)
+        with autocast:
+            place = find(record(model, *batch))
+        if place:
+            return place, {f"batch.{k}": part for k, part in batch._asdict().items() if part is not None} | before
+    return None
+
+
 def find(calls: list[Call]) -> Place | None:
     """The first tile with a number that is not finite: in the forward from the first layer on, then in the backward
     from the last. None where attention is not where it begins: what reaches it is finite and what leaves it too, or
@@ -247,8 +271,8 @@ def first_row(call: Call) -> Place:
 @torch.no_grad()
 def first_bad(call: Call) -> Place | None:
     """The first tile of a call, in the order of queries outside, in which the forward or, with gradients, the backward
-    makes a number that is not finite. (tiled hides by a minimum, which keeps NaN: a NaN key shows in the first query
-    tile that visits its tile.)"""
+    makes a number that is not finite. (A NaN key shows in the first query tile that visits its tile, even where the key
+    is hidden: tiled masks scores by a minimum with -inf, which keeps NaN.)"""
     with torch.autocast(call.q.device.type, enabled=False):
         found = first_bad_forward(call)
         return found if found or call.do is None else first_bad_backward(call)

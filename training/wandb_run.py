@@ -1,0 +1,204 @@
+"""Weights & Biases: where a run goes if wandb can be reached, and how it goes on if wandb fails.
+
+    runs/NAME/
+        wandb_id.txt    so that a resumed run goes on in the same wandb run
+        wandb/          wandb's own files; `wandb sync` sends the offline ones
+
+Nothing here stops or holds up a run: choose_wandb_mode() takes at most 2 s, and the first error of a wandb run ends
+that run and not the training. The price: wandb's curves end at that error; those in the run's folder do not.
+"""
+
+import html
+import http.client
+import importlib.util
+import netrc
+import os
+import secrets
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WANDB_PROBE_SECONDS = 2.0
+WANDB_INIT_SECONDS = 5.0
+WANDB_FINISH_SECONDS = 20.0
+
+
+@dataclass
+class WandbConfig:
+    """mode: auto is online if a key is set and the host answers within 2 s, else offline. WANDB_MODE overrides auto."""
+
+    mode: str = "auto"  # auto | online | offline | disabled
+    project: str = "tilegpt"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
+    """(online | offline | disabled, why, in one line), within 2 s and without importing wandb.
+
+    Decided before the first wandb.init() because of what it does by itself: with no key and no terminal it raises, with
+    a key and no network it blocks for 100 s, and after a failed online init an offline one times out too (wandb #9865).
+
+    Raises ValueError for a mode that does not exist, or that was asked for by name and cannot be had.
+    """
+    modes = ("auto", "online", "offline", "disabled")
+    mode, asked = config.mode, f"wandb.mode={config.mode}"
+    if mode == "auto" and os.environ.get("WANDB_MODE"):
+        mode = os.environ["WANDB_MODE"]
+        asked = f"WANDB_MODE={mode}"
+    if mode not in modes:
+        raise ValueError(f"{asked} is not known: use one of {', '.join(modes)}")
+    if mode == "disabled":
+        return mode, asked
+    found = importlib.util.find_spec("wandb")
+    if found is None or found.origin is None:  # no origin: a mere folder called wandb, as wandb itself leaves about
+        if mode == "auto":
+            return "disabled", "the wandb package is not installed"
+        raise ValueError(f"{asked}, but the wandb package is not installed: pip install wandb, or wandb.mode=disabled")
+    if mode == "offline":
+        return mode, asked
+
+    url = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    host = urllib.parse.urlsplit(url).netloc
+    if not _has_wandb_key(host):
+        if mode == "auto":
+            return "offline", f"no key for {host}"
+        raise ValueError(
+            f"{asked}, but there is no key for {host}: set WANDB_API_KEY, run `wandb login`, or use wandb.mode=offline"
+        )
+    if mode == "online":
+        return mode, asked
+    if _answers(f"{url.rstrip('/')}/graphql"):  # what wandb itself calls; the front page would only redirect
+        return "online", f"{url} answers"
+    return "offline", f"no answer from {url} within {WANDB_PROBE_SECONDS:.0f} s"
+
+
+def _has_wandb_key(host: str) -> bool:
+    """Where wandb looks: WANDB_API_KEY, an identity token, then the netrc file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    files = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path("~/.netrc"), Path("~/_netrc")]
+    for path in files:
+        try:
+            login = netrc.netrc(path.expanduser()).authenticators(host)
+        except (OSError, netrc.NetrcParseError):  # none there, or one that wandb could not read either
+            continue
+        return bool(login and login[2])
+    return False
+
+
+def _answers(url: str) -> bool:
+    """Whether an HTTP server answers at `url`, with any status, within WANDB_PROBE_SECONDS.
+
+    A whole request, because behind a dead proxy or firewall a bare connection opens and then nothing comes. In a daemon
+    thread that is given up on, because name resolution obeys no timeout.
+    """
+    answered = threading.Event()
+
+    def ask():
+        try:
+            urllib.request.urlopen(url, timeout=WANDB_PROBE_SECONDS).close()
+        except urllib.error.HTTPError:  # 404 is an answer
+            pass
+        except (OSError, http.client.HTTPException, ValueError):  # no route or name, no HTTP, no URL
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(WANDB_PROBE_SECONDS)  # sooner if refused, as with no network at all
+    return answered.is_set()
+
+
+class WandbRun:
+    """A run of wandb's. Its first error ends it, with one line through `say`, and the training goes on.
+
+    mode: online | offline | disabled. folder: runs/NAME. run_config: what wandb shows as the configuration.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        config: WandbConfig,
+        folder: Path,
+        run_config: dict,
+        broken: str | None,
+        say: Callable[[str], None],
+    ):
+        self.run, self.mode, self.folder, self.say = None, mode, folder, say
+        if mode == "disabled":
+            return
+        # wandb also reports on itself, to the same host, and at exit waits for that: 10 s where nothing answers, in an
+        # offline run too. Set before the import, which reads it; whoever wants it can set it to true.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb  # only now: a disabled run need not pay its half second
+        from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
+        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
+        # What a call can raise: wandb's own errors; OSError (TimeoutError is one) when the helper process that wandb
+        # talks to through a socket has died; the other three when it cannot be reached or dies while an answer is
+        # awaited, which wandb does not derive from wandb.Error. Not listed: TypeError and its kind, our own mistakes.
+        self.errors = (wandb.Error, OSError, WandbServiceConnectionError, HandleAbandonedError, MailboxClosedError)
+        self.wandb = wandb
+        id_file = folder / "wandb_id.txt"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4) + "\n")
+        try:
+            self.run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=folder.name,
+                dir=folder,
+                mode=mode,
+                id=id_file.read_text().strip(),
+                resume="allow",
+                config=run_config,
+                tags=[*config.tags, *([f"broken:{broken}"] if broken else [])],
+                # console="off": wandb would otherwise stand between us and the terminal to copy what we print.
+                settings=wandb.Settings(
+                    silent=True, console="off", init_timeout=WANDB_INIT_SECONDS, finish_timeout=WANDB_FINISH_SECONDS
+                ),
+            )
+            # Our own step: wandb's counter counts calls, and runs ahead when a killed run repeats steps.
+            self.run.define_metric("step")
+            self.run.define_metric("*", step_metric="step")
+        except (*self.errors, ValueError) as error:  # ValueError: a WANDB_* variable that wandb's settings refuse
+            self.give_up(error)
+        if self.run and mode == "online":
+            say(f"wandb: {self.run.url}")
+
+    def give_up(self, error: Exception) -> None:
+        """Ends wandb's run for good, and says so."""
+        # No second try, in any mode: after a failed online init an offline one times out as well.
+        self.run = None
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self.say(f"wandb: gave up, the run goes on without it ({reason})")
+
+    def attempt(self, call: Callable[[], object]) -> None:
+        """Calls `call` unless wandb has been given up; gives it up if that fails."""
+        if self.run:
+            try:
+                call()
+            except self.errors as error:
+                self.give_up(error)
+
+    def log(self, record: dict) -> None:
+        """Hand over a record; returns at once, the sending is another process's business."""
+        # None (no MFU on this machine) would be a chart of nothing.
+        self.attempt(lambda: self.run.log({k: v for k, v in record.items() if v is not None}))
+
+    def sample(self, step: int, text: str) -> None:
+        """Hand over a sample's text."""
+        self.attempt(lambda: self.run.log({"step": step, "sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}))
+
+    def finish(self, exit_code: int, picture: Path) -> None:
+        """Send the picture and the exit code, in at most WANDB_FINISH_SECONDS."""
+        if picture.exists():
+            self.attempt(lambda: self.run.log({"loss_picture": self.wandb.Image(str(picture))}))
+        self.attempt(lambda: self.run.finish(exit_code=exit_code))
+        if self.run and self.mode == "offline":
+            self.say(f"wandb: to send this run later: wandb sync {self.folder / 'wandb' / 'offline-run-*'}")
