@@ -70,8 +70,8 @@ def measure(
 ) -> tuple[list[dict], dict[str, View]]:
     """The rows of the table, in the order of TRIALS, and for each failure its View.
 
-    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in training/probe.py). impls:
-    of naive, tiled, triton. say: is handed each row as it comes.
+    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in training/probe.py).
+    impls: of naive, tiled, triton. say: is handed each row as it comes.
     """
     rows, views = [], {}
     shown = {trial.failure: trial for trial in TRIALS if trial.failure in FAILURES}
