@@ -41,7 +41,7 @@ LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def forward_kernel(q, k, v, o, lse, lse2, task, how):
+def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """o, and lse twice: the natural logarithm, and in base 2 for the backward."""
     mask, H = task.mask, task.H
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
@@ -82,7 +82,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how):
 
 
 @triton.jit
-def every_tile(q_i, k, v, b, h, row0, asked, where, task, how):
+def every_tile(q_i, k, v, b, h, row0, asked, where, task, how: tl.constexpr):
     """Steps 1 to 5 for a tile of queries.
 
     TRUST_MAX: the whole tiles from `asked` on are not asked for their maximum. What is subtracted there is the m of
@@ -106,7 +106,7 @@ def every_tile(q_i, k, v, b, h, row0, asked, where, task, how):
 
 @triton.jit
 def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
-                  PART: tl.constexpr, TRUSTED: tl.constexpr, how):  # fmt: skip
+                  PART: tl.constexpr, TRUSTED: tl.constexpr, how: tl.constexpr):  # fmt: skip
     """Steps 1 to 5 for the tiles of keys start .. stop. PART: the mask cuts them. TRUSTED: m is not updated."""
     scoring = task.scoring
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
@@ -140,7 +140,7 @@ def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
 
 
 @triton.jit
-def online_softmax(s, factor, m, l, TRUSTED: tl.constexpr, how):
+def online_softmax(s, factor, m, l, TRUSTED: tl.constexpr, how: tl.constexpr):
     """Step 3 for one more tile: p, and the new m, l (in eighths) and alpha. factor brings s into base 2, in passing."""
     m_new = tl.maximum(m, tl.max(s, 1) * factor) if how.SUBTRACT_MAX and not TRUSTED else m
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
@@ -157,7 +157,7 @@ def eighths(p):
 
 
 @triton.jit
-def nothing_seen(how):
+def nothing_seen(how: tl.constexpr):
     """acc, m, l in eighths and most, before the first tile. most: each eighth's largest sum in one trusted tile."""
     zeros = tl.zeros([how.BLOCK_M, 8], tl.float32)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -178,7 +178,7 @@ def in_vain(acc, l, most):
 
 
 @triton.jit
-def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, task, padded, how):
+def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, task, padded, how: tl.constexpr):
     """dq; and minus lse2 and delta of every row into of_rows (B, H, padded, 2), for dkdv_kernel."""
     mask, H = task.mask, task.H
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
@@ -214,7 +214,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, task, padded, how):
 
 @triton.jit
 def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task,
-             PART: tl.constexpr, how):  # fmt: skip
+             PART: tl.constexpr, how: tl.constexpr):  # fmt: skip
     """Steps 8 and 10 to 12 for the tiles of keys that are whole or, with PART, those that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
@@ -236,7 +236,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, do, of_rows, dk, dv, task, padded, how):
+def dkdv_kernel(q, k, v, do, of_rows, dk, dv, task, padded, how: tl.constexpr):
     """dk and dv; of_rows is dq_kernel's."""
     H, G = task.H, task.G
     n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
@@ -261,7 +261,7 @@ def dkdv_kernel(q, k, v, do, of_rows, dk, dv, task, padded, how):
 
 @triton.jit
 def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, task, padded,
-               PART: tl.constexpr, how):  # fmt: skip
+               PART: tl.constexpr, how: tl.constexpr):  # fmt: skip
     """Steps 8 to 12 for the tiles of queries that are whole or, with PART, those that the mask cuts."""
     n = b * task.H + h
     row, column = tl.arange(0, how.BLOCK_M)[None, :], tl.arange(0, how.BLOCK_N)[:, None]
@@ -417,7 +417,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def key_tiles(task, b, tile, how):
+def key_tiles(task, b, tile, how: tl.constexpr):
     """The tiles of keys that a tile of queries visits: between()'s four answers, and where its list begins."""
     mask, visits = task.mask, task.visits
     n = tl.cdiv(mask.T_k, how.BLOCK_N)
@@ -438,7 +438,7 @@ def key_tiles(task, b, tile, how):
 
 
 @triton.jit
-def query_tiles(task, b, tile, how):
+def query_tiles(task, b, tile, how: tl.constexpr):
     """The tiles of queries that a tile of keys visits. Rows past the last weigh nothing, so their tile may be whole."""
     mask, visits = task.mask, task.visits
     n = tl.cdiv(mask.T, how.BLOCK_M)
@@ -570,7 +570,7 @@ def tile_at(t, stop, ahead, where, visits, PART: tl.constexpr):
 
 
 @triton.jit
-def load(x, b, h, row, ROWS: tl.constexpr, how):
+def load(x, b, h, row, ROWS: tl.constexpr, how: tl.constexpr):
     """A tile (ROWS, BLOCK_D) of a descriptor or a Strided, 0 where it reaches beyond."""
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([b, h, row, 0]).reshape(ROWS, how.BLOCK_D)
@@ -581,7 +581,7 @@ def load(x, b, h, row, ROWS: tl.constexpr, how):
 
 
 @triton.jit
-def store(x, b, h, row, values, ROWS: tl.constexpr, how):
+def store(x, b, h, row, values, ROWS: tl.constexpr, how: tl.constexpr):
     """values (ROWS, BLOCK_D) to a tile of x; what reaches beyond is left out."""
     if isinstance(x, tl.tensor_descriptor):
         x.store([b, h, row, 0], values.to(x.dtype).reshape(1, 1, ROWS, how.BLOCK_D))

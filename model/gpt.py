@@ -9,6 +9,7 @@ Attention itself is not here: a block projects to q, k, v and goes through the d
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,14 @@ def norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
+class Context(NamedTuple):
+    """What a layer is handed beside the residual stream."""
+
+    rope: tuple[Tensor, Tensor] | None  # cos, sin of rope_table()
+    seed: Tensor | None  # of the layer's attention dropout, int64 scalar; None: no dropout
+    documents: Tensor | None  # (B, T) integers; None: one document
+
+
 class CausalSelfAttention(nn.Module):
     """Projections only; see model/attention.py for what happens between them."""
 
@@ -120,15 +129,16 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None, documents: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x (B, T, C) to (B, T, C)."""
         # Split first, then into heads, (B, T, H*D) to (B, H, T, D): the other way round the backward copies once more.
         qkv = self.qkv(x).split(self.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in qkv)
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
-        o = attention(q, k, v, self.config, seed=seed, documents=documents, break_it=self.break_it)  # (B, H, T, D)
+        if context.rope is not None:
+            q, k = rotate(q, *context.rope), rotate(k, *context.rope)
+        o = attention(
+            q, k, v, self.config, seed=context.seed, documents=context.documents, break_it=self.break_it
+        )  # (B, H, T, D)
         return self.out(o.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -160,18 +170,15 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout_p)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None, documents: Tensor | None
-    ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, documents))
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x (B, T, C) to (B, T, C)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), context))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-def draw_and_run(
-    block: Block, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: None, documents: Tensor | None
-) -> Tensor:
+def draw_and_run(block: Block, x: Tensor, context: Context) -> Tensor:
     """Where break_it.restore_seed is off: the seed is drawn here, and so once more when the block is computed again."""
-    return block(x, rope, torch.randint(2**63 - 1, (), device=x.device), documents)
+    return block(x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)))
 
 
 class GPT(nn.Module):
@@ -234,12 +241,13 @@ class GPT(nn.Module):
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
         for block, seed in zip(self.blocks, seeds, strict=True):
+            context = Context(rope, seed, documents)
             if self.training and self.config.activation_checkpointing:
                 restore = self.break_it.restore_seed  # the same for what torch draws: model.dropout_p, sdpa's mask
                 block = block if restore else partial(self.draw_and_run, block)
-                x = checkpoint(block, x, rope, seed, documents, use_reentrant=False, preserve_rng_state=restore)
+                x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=restore)
             else:
-                x = block(x, rope, seed, documents)
+                x = block(x, context)
         return self.norm(x)
 
     def forward(

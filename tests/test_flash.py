@@ -5,10 +5,12 @@ A few milliseconds a tile, whatever its size: so there are few of them, and head
 
 import math
 from dataclasses import replace
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, alibi_slopes, attention, attention_varlen, blocks_of
@@ -32,10 +34,11 @@ from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
 
 triton = pytest.importorskip("triton", reason="triton is made for Linux")
 from triton import language as tl  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from kernels import flash, op, sizes  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
-from kernels.task import Dropout, How, Mask, Task, mask_of, visits_of  # noqa: E402
+from kernels.task import Dropout, Mask, Task, how, in_tiles, mask_of, visits_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py runs the kernels themselves"),
@@ -433,6 +436,15 @@ def test_a_picture_and_slopes_first_used_in_inference_mode_can_be_trained_with()
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 70, 64), (1, 1, 1, 24), (2, 2, 130, 256)], ids=str)
+def test_a_descriptor_that_goes_around_the_checks_is_one_as_triton_makes_it(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    found, width = in_tiles(x, 64), max(16, 1 << (shape[3] - 1).bit_length())
+    strides = [step if size > 1 else 16 for step, size in zip(x.stride()[:3], shape[:3], strict=True)]
+    assert type(found) is TensorDescriptor
+    assert vars(found) == vars(TensorDescriptor(x, list(shape), [*strides, 1], [1, 1, 64, width]))
+
+
 # --- autograd, torch.compile ------------------------------------------------------------------------------------------
 
 
@@ -461,6 +473,25 @@ def of_the_op(dtype: torch.dtype) -> tuple:
 def test_the_op_is_registered_as_torch_wants_it():
     """Its schema, its fake (shapes and strides), its autograd, and all of that traced with symbolic shapes."""
     torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, of_the_op(torch.float32))
+
+
+def test_a_dispatch_mode_sees_the_op_and_nobody_else_waits_for_it():
+    """FLOP counters and selective checkpointing know attention by its op; without them a call goes around it."""
+
+    class Seen(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 1, 8, 16, requires_grad=True)
+    with Seen():
+        seen = attention(q, q, q, TRITON)
+    assert "tilegpt.flash_forward.default" in Seen.names
+    around = attention(q, q, q, TRITON)
+    assert type(around.grad_fn).__name__ == "EagerBackward"
+    assert torch.equal(seen, around)
 
 
 def test_a_compiled_graph_gives_the_bits_of_the_eager_one():
@@ -622,7 +653,7 @@ def seen_pairs(mask: Mask) -> torch.Tensor:
 
 
 @triton.jit
-def tiles_kernel(out, task, n_mine, TRANSPOSED: tl.constexpr, how):
+def tiles_kernel(out, task, n_mine, TRANSPOSED: tl.constexpr, how: tl.constexpr):
     b, tile = tl.program_id(0) // n_mine, tl.program_id(0) % n_mine
     found = flash.query_tiles(task, b, tile, how) if TRANSPOSED else flash.key_tiles(task, b, tile, how)
     for i in tl.static_range(5):
@@ -635,8 +666,8 @@ def answers(mask: Mask, M: int, N: int, transposed: bool) -> tuple[torch.Tensor,
     mine, others = -(-mask.T // M), -(-mask.T_k // N)
     mine, others = (others, mine) if transposed else (mine, others)
     visits, out = visits_of(mask, M, N, transposed), torch.empty(B, mine, 5, dtype=torch.int64)
-    task, how = Task(mask, None, None, visits, 1.0, 1, 1), How(*map(tl.constexpr, How(M, N, 16, "ieee")))
-    tiles_kernel[(B * mine,)](out, task, mine, transposed, how)
+    task, kind = Task(mask, None, None, visits, 1.0, 1, 1), how(M, N, 16, "ieee", (), False, False)
+    tiles_kernel[(B * mine,)](out, task, mine, transposed, kind)
     visited, whole = (torch.zeros(B, mine, others, dtype=torch.bool) for _ in range(2))
     for at in torch.cartesian_prod(torch.arange(B), torch.arange(mine)).tolist():
         start, whole_start, whole_stop, stop, first = out[tuple(at)].tolist()
@@ -646,7 +677,7 @@ def answers(mask: Mask, M: int, N: int, transposed: bool) -> tuple[torch.Tensor,
     return (visited.mT, whole.mT) if transposed else (visited, whole)
 
 
-def in_tiles(seen: torch.Tensor, M: int, N: int, beyond: bool) -> torch.Tensor:
+def tiles_of(seen: torch.Tensor, M: int, N: int, beyond: bool) -> torch.Tensor:
     """bool (B, T, T_k) to (B, row tiles, key tiles, M, N), `beyond` where a tile reaches past the end."""
     T, T_k = seen.shape[1:]
     padded = torch.nn.functional.pad(seen, (0, -T_k % N, 0, -T % M), value=beyond)
@@ -683,10 +714,10 @@ def test_no_pair_is_missed_and_no_tile_called_whole_that_hides_one(kind, transpo
         mask, (M, N) = random_mask(draw, kind), 2 ** torch.randint(4, 8, (2,), generator=draw)
         visited, whole = answers(mask, int(M), int(N), transposed)
         seen = seen_pairs(mask)
-        assert not (in_tiles(seen, M, N, False).any(-1).any(-1) & ~visited).any()
+        assert not (tiles_of(seen, M, N, False).any(-1).any(-1) & ~visited).any()
         # Columns past the last must be hidden one by one; rows past the last weigh nothing, and need not be.
-        real = in_tiles(torch.ones_like(seen), M, N, False).any(3, keepdim=True)
-        hides = ~in_tiles(seen, M, N, True) & real if transposed else ~(in_tiles(seen, M, N, True))
+        real = tiles_of(torch.ones_like(seen), M, N, False).any(3, keepdim=True)
+        hides = ~tiles_of(seen, M, N, True) & real if transposed else ~(tiles_of(seen, M, N, True))
         assert not (hides.any(-1).any(-1) & whole).any()
 
 
@@ -709,4 +740,4 @@ def test_documents_in_order_cost_no_tile_too_many(transposed):
         mask, (M, N) = random_mask(draw, "sorted documents"), 2 ** torch.randint(4, 8, (2,), generator=draw)
         mask = mask._replace(at_least=None)
         visited, _ = answers(mask, int(M), int(N), transposed)
-        assert torch.equal(visited, in_tiles(seen_pairs(mask), M, N, False).any(-1).any(-1))
+        assert torch.equal(visited, tiles_of(seen_pairs(mask), M, N, False).any(-1).any(-1))
