@@ -25,11 +25,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600  # that the tests of one fault may take
 
 
+BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
+NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
+OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_validation"
+RESUMED = "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
+SKIPPED = "train::test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight"
+
+
 class Fault(NamedTuple):
     what: str
     old: str
     new: str
-    tests: str  # files of tests/ without test_ and .py, the likeliest to notice first
+    tests: str  # files of tests/ without test_ and .py, or FILE::TEST of them, the likeliest to notice first
 
 
 TABLE = [
@@ -43,10 +50,10 @@ TABLE = [
      "min(cfg.ema_decay, (1 + step) / (10 + step))", "cfg.ema_decay", "arithmetic"),
     ("the average is the wrong way round",
      "list(model.parameters()), 1 - decay", "list(model.parameters()), decay", "arithmetic"),
-    ("gradients stay scaled in fp16", "scaler.unscale_(optimizer)", "pass", "train"),
-    ("fp16 steps over infinite gradients", "scaler.is_enabled() and not math.isfinite(norm)", "False", "train"),
-    ("every infinite gradient ends an fp16 run", "math.isfinite(norm) or scale > 1", "math.isfinite(norm)", "train"),
-    ("bits per byte by tokens", "math.log(2) * max(1, int(text_bytes))", "math.log(2) * tokens_per_step", "train"),
+    ("gradients stay scaled in fp16", "scaler.unscale_(optimizer)", "pass", NORM),
+    ("fp16 steps over infinite gradients", "scaler.is_enabled() and not math.isfinite(norm)", "False", SKIPPED),
+    ("every infinite gradient ends an fp16 run", "math.isfinite(norm) or scale > 1", "math.isfinite(norm)", SKIPPED),
+    ("bits per byte by tokens", "math.log(2) * max(1, int(text_bytes))", "math.log(2) * tokens_per_step", BITS),
     # --- evaluation, sample and resume ---
     ("validation with dropout", "averaged.eval()\n        nats", "nats", "arithmetic"),
     ("a short batch counts as a whole one",
@@ -54,14 +61,14 @@ TABLE = [
     ("a sample takes training's random numbers", "torch.Generator(device).manual_seed(cfg.seed)", "None", "arithmetic"),
     ("the weights are kept, not their average",
      "(averaged if batch is None else model).state", "model.state", "arithmetic"),
-    ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", "train"),
-    ("random numbers begin anew on resume", "checkpoint.set_rng_state(tensors)", "pass", "train"),
-    ("the average is trained on after resume", 'p.copy_(tensors[f"{weight}.trained"])', "pass", "train"),
-    ("the scaler begins anew on resume", 'scaler.load_state_dict(resumed.state["scaler"])', "pass", "train"),
+    ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
+    ("random numbers begin anew on resume", "checkpoint.set_rng_state(tensors)", "pass", RESUMED),
+    ("the average is trained on after resume", 'p.copy_(tensors[f"{weight}.trained"])', "pass", RESUMED),
+    ("the scaler begins anew on resume", 'scaler.load_state_dict(resumed.state["scaler"])', "pass", RESUMED),
     # --- optimizer and rate ---
     ("betas swapped", "betas=(config.beta1, config.beta2)", "betas=(config.beta2, config.beta1)", "arithmetic"),
     ("norms and biases decay too", '"weight_decay": 0.0', '"weight_decay": config.weight_decay', "optimizer"),
-    ("embeddings do not decay", "if p.dim() >= 2]", "if p.dim() >= 2 and len(p) < 100]", "arithmetic"),
+    ("embeddings do not decay", "if p.dim() >= 2]", "if p.dim() >= 2 and len(p) < 100]", "optimizer arithmetic"),
     ("min_lr_ratio is ignored", "floor = config.min_lr_ratio * config.lr", "floor = 0.0", "optimizer arithmetic"),
     ("the warm-up begins at 0", "config.lr * step / config", "config.lr * (step - 1) / config", "optimizer"),
     ("cosine takes the warm-up for a part of itself", "max(1, steps - config.warmup_steps)", "steps", "arithmetic"),
@@ -69,7 +76,7 @@ TABLE = [
     ("Muon's steps have another size", '"match_rms_adamw"', '"original"', "optimizer"),
     ("Muon's momentum is always the default",
      "MOMENTUM if config.momentum is None else config.momentum", "MOMENTUM", "optimizer"),
-    ("the rate grows with the width", "6e-4 * 768 / n_embd", "6e-4 * n_embd / 768", "optimizer arithmetic train"),
+    ("the rate grows with the width", "6e-4 * 768 / n_embd", "6e-4 * n_embd / 768", "arithmetic"),
     # --- checkpoints and metrics ---
     ("best is the highest loss", "min(losses, key=losses.get", "max(losses, key=losses.get", "checkpoint"),
     ("the oldest checkpoints are kept", "past[-keep_last:]", "past[:keep_last]", "checkpoint"),
@@ -88,7 +95,7 @@ TABLE = [
     ("the head is tied when it should not be", "if config.tie_head:", "if True:", "arithmetic"),
     ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt arithmetic"),
     ("rope's base is always 10000", "frequency = base **", "frequency = 10000.0 **", "arithmetic"),
-    ("every layer has the first one's window", "attention.layer(i)", "attention.layer(0)", "train gpt"),
+    ("every layer has the first one's window", "attention.layer(i)", "attention.layer(0)", OPTIONS),
     ("z_loss has the wrong sign", "1 + 2 * z_loss * lse", "1 - 2 * z_loss * lse", "loss"),
     ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss"),
     ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sample"),
@@ -111,10 +118,10 @@ TABLE = [
     ("every epoch is in the first one's order", "[self.seed, epoch]", "[self.seed, 0]", "data"),
     ("ranks take overlapping samples", "self.rank * self.batch_size", "self.rank", "data"),
     ("the loader's state is a batch late",
-     '"position": self.position,', '"position": self.position + self.batch_size,', "data train"),
+     '"position": self.position,', '"position": self.position + self.batch_size,', f"data {RESUMED}"),
     ("validation is the beginning of its text",
      "np.arange(taken) * windows // taken", "np.arange(taken)", "data arithmetic"),
-    ("a token stands for one byte", "lengths[rank] = len(token)", "lengths[rank] = 1", "tokenizer train"),
+    ("a token stands for one byte", "lengths[rank] = len(token)", "lengths[rank] = 1", f"tokenizer {BITS}"),
     ("documents have no end-of-text token between", "writer.write(end_of_text)", "pass", "data"),
     ("a text that repeats is in both splits", "corpus.split[i] != REPEATED and taken", "taken", "data sources"),
 ]  # fmt: skip
@@ -159,7 +166,8 @@ def plant(fault: Fault) -> Outcome:
             text = files[0].read_text(encoding="utf-8")
             files[0].write_text(text.replace(fault.old, fault.new), encoding="utf-8")
             try:
-                failed = failed_tests(tree, [f"tests/test_{name}.py" for name in fault.tests.split()], "-x")
+                names = [name.partition("::") for name in fault.tests.split()]
+                failed = failed_tests(tree, [f"tests/test_{file}.py{sep}{test}" for file, sep, test in names], "-x")
                 noticed = failed[0] if failed else ""
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 problem = str(error)
