@@ -1,12 +1,13 @@
 # make train    set up .venv, prepare the default data, train the default model, draw the loss, write a sample
 # make test     the same set-up, then ruff and every test that needs no GPU, a file to a core at a time
+# make mutants  plant wrong lines in a copy, one at a time, and see which test notices: about ten minutes
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test browser clean
+.PHONY: train test mutants browser clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
@@ -15,6 +16,9 @@ test: .venv/installed browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+mutants: .venv/installed
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 # The explorer's tests drive Chromium. Where this may install packages (root on Debian or Ubuntu, as in CI), it does.
 APT := timeout 300 apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20

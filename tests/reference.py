@@ -11,6 +11,7 @@ plus twice the rounding of the largest result: error <= 2 * (error of naive + ep
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -162,16 +163,31 @@ def table(rows: int, columns: int, value) -> Tensor:
     return torch.tensor([[value(i, j) for j in range(columns)] for i in range(rows)])
 
 
+@cache
+def visible(case: Case) -> Tensor:
+    """bool (B, T, T_k): sees(), of every pair."""
+    rows, columns = case.T, case.T_k or case.T
+    return torch.stack([table(rows, columns, lambda i, j, b=b: sees(i, j, case, b)) for b in range(case.B)])
+
+
+@cache
+def dropout_factors(case: Case) -> Tensor:
+    """Z, float64 (B, H, T, T_k): keep(), of every element, over the share kept."""
+    rows, columns, kept = case.T, case.T_k or case.T, 1 - round(256 * case.dropout_p) / 256
+    heads = range(case.B * case.H)
+    z = [table(rows, columns, lambda i, j, n=n: keep(SEED, n, i, j, case.dropout_p)) for n in heads]
+    return torch.stack(z).double().view(case.B, case.H, rows, columns) / kept
+
+
 def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv in float64 for the gradients do and dlse, from the formulas."""
     q, k, v, do, dlse = (inputs[name].cpu().double() for name in ("q", "k", "v", "do", "dlse"))
-    B, H, T, D = q.shape
+    H, T, D = q.shape[1:]
     H_kv, T_k = k.shape[1:3]
     head = torch.arange(H) // (H // H_kv)  # the key head of each query head
     k, v = k[:, head], v[:, head]
     scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
 
-    seen = torch.stack([table(T, T_k, lambda i, j, b=b: sees(i, j, case, b)) for b in range(B)])
     s = torch.einsum("bhid,bhjd->bhij", q, k) * scale
     bend = torch.ones_like(s)
     if case.softcap is not None:
@@ -180,14 +196,10 @@ def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     if case.alibi:
         far = table(T, T_k, lambda i, j: abs(i + T_k - T - j)).double()
         s = s - torch.tensor(slopes(H), dtype=torch.float64)[:, None, None] * far
-    s = s.masked_fill(~seen[:, None], -torch.inf)
+    s = s.masked_fill(~visible(case)[:, None], -torch.inf)
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse[..., None]).nan_to_num(0.0)  # rows that see nothing: exp(-inf - -inf)
-    z = torch.ones_like(p)
-    if case.dropout_p:
-        kept = 1 - round(256 * case.dropout_p) / 256
-        for n in range(B * H):
-            z[n // H, n % H] = table(T, T_k, lambda i, j, n=n: keep(SEED, n, i, j, case.dropout_p)).double() / kept
+    z = dropout_factors(case) if case.dropout_p else torch.ones_like(p)
     o = torch.einsum("bhij,bhjd->bhid", z * p, v)
 
     dv = torch.einsum("bhij,bhid->bhjd", z * p, do)

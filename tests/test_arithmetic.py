@@ -20,7 +20,7 @@ from model.gpt import GPT, MLP, GPTConfig, norm, rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget
 from training import checkpoint, config
 from training.metrics import read_metrics
-from training.optimizer import OptimizerConfig, build_optimizers, learning_rate
+from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
 
 
 class Run(NamedTuple):
@@ -153,8 +153,9 @@ DROPOUT = ["model.dropout_p=0.5", "attention.dropout_p=0.5"]
 
 
 def test_the_validation_loss_is_the_mean_over_its_windows_without_dropout(float64, run):
-    """Ten windows, evenly spread, go through the model by four, four and two: a mean of three means is another."""
-    ran = run(*DROPOUT, "steps=2", "eval_every=2", "eval_tokens=320")
+    """Ten windows, evenly spread, go through the model by four, four and two: a mean of three means is another. The
+    weights are the moving average, which is what a checkpoint keeps."""
+    ran = run(*DROPOUT, "steps=2", "eval_every=2", "eval_tokens=320", "ema_decay=0.2")
     dataset = open_data(ran.cfg.data, ran.cfg.tokenizer)
     tokens = torch.from_numpy(dataset.val.astype("int64"))
     windows = (len(tokens) - 1) // 32
@@ -191,6 +192,11 @@ def test_wsd_at_its_corners():
     rates = OptimizerConfig(lr=0.5, schedule="wsd", decay_fraction=0.25, warmup_steps=4, min_lr_ratio=0.25)
     found = {step: learning_rate(step, 16, rates) for step in (1, 4, 5, 12, 13, 16)}
     assert found == {1: 0.125, 4: 0.5, 5: 0.5, 12: 0.5, 13: 0.125 + 0.375 * 0.75, 16: 0.125}
+
+
+def test_the_usual_rate_is_gpt3s_for_gpt2s_width_and_falls_with_the_width():
+    assert base_rate(768) == 6e-4
+    assert base_rate(128) == 6 * base_rate(768)
 
 
 # --- Muon -----------------------------------------------------------------------------------------------------------

@@ -72,19 +72,19 @@ def test_tiled_with_keys_outside_is_the_definition_in_float64(case, oracles):
     assert_float64_right(found, reference, terms=case.T_k or case.T)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_tiled_with_keys_outside_is_within_twice_naives_error(case, dtype, oracles):
-    inputs, reference = oracles(case, dtype)
-    assert_within_budget(run(inputs, case, tiled(32, 64, order="keys_outside")), run(inputs, case, NAIVE), reference)
+WAYS = [*(tiled(*tile) for tile in TILES), tiled(32, 64, order="keys_outside")]
+# Pairwise: every case goes every way, every case has every dtype, and every way has every dtype.
+PAIRWISE = [(case, way, DTYPES[(i + j) % 3]) for i, case in enumerate(CASES) for j, way in enumerate(WAYS)]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_tiled_is_within_twice_naives_error_at_any_tile_size(case, dtype, tile, oracles):
+@pytest.mark.parametrize(
+    ("case", "way", "dtype"),
+    PAIRWISE,
+    ids=[f"{case_name(case)}-{way.block_m}x{way.block_n}-{way.order}-{dtype}" for case, way, dtype in PAIRWISE],
+)
+def test_tiled_is_within_twice_naives_error_at_any_tile_size(case, way, dtype, oracles):
     inputs, reference = oracles(case, dtype)
-    assert_within_budget(run(inputs, case, tiled(*tile)), run(inputs, case, NAIVE), reference)
+    assert_within_budget(run(inputs, case, way), run(inputs, case, NAIVE), reference)
 
 
 @pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)

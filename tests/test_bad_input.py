@@ -1,5 +1,6 @@
 """Four hundred mistakes: command lines, values, files, manifests, checkpoints. Each is answered by one line on stderr
-that names what is wrong, with exit code 2, and leaves nothing new in the folders.
+that names what is wrong, with exit code 2, and leaves nothing new in the folders. Where a mistake is in a file, what
+reads the file is called, for a command line takes a tenth of a second; a damage of each kind comes by a command line.
 
 A table's line is what is typed after the script's name, two spaces, and words of the answer. {there} is a folder with
 runs/done (a run of 4 steps), cache (its data) and the files of FILES.
@@ -22,7 +23,11 @@ import bench
 import breakit
 import sample
 import train
+from data.loader import open_data
+from data.prepare import DataConfig
+from data.tokenizer import TokenizerConfig
 from tests.conftest import MODEL, RATE, RUN
+from training import checkpoint
 
 TRAIN = [*MODEL, *RUN, *RATE, "steps=4", "wandb.mode=disabled", "device=cpu"]
 
@@ -135,6 +140,16 @@ def refused(call, monkeypatch):
     return refused
 
 
+def refused_by(function: Callable, folder: Path, *words: str) -> None:
+    """function() raises a ValueError, of one line that has the words, and leaves `folder` as it is."""
+    before = below(folder)
+    with pytest.raises(ValueError, match=r"\A.*\Z") as error:  # a dot matches no line's end
+        function()
+    for answer in words:
+        assert answer.replace("{there}", str(folder)) in str(error.value)
+    assert below(folder) == before
+
+
 @pytest.fixture
 def refused_training(refused, there):
     def refused_training(typed: str, answer: str) -> None:
@@ -232,6 +247,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     z_loss=inf                  z_loss=inf must be finite
     ema_decay=1                 ema_decay=1.0 is outside [0, 1); 0.999 is usual
     ema_decay=nan               ema_decay=nan is outside
+    ema_decay=-0.1              ema_decay=-0.1 is outside
     dtype=float64               dtype=float64 is not known; choose auto, bf16, fp16, float32
     dtype=half                  dtype=half is not known
     compile=maybe               compile=maybe is not known; choose auto, true, false
@@ -242,6 +258,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     device=meta                 device=meta cannot be used here
     name=                       name= is empty
     name=..                     name='..' cannot name a run
+    name=../out                 name='../out' cannot name a run
     name=latest                 name='latest' cannot name a run
     name=a/b                    name='a/b' cannot name a run
     name=done                   runs/done exists already: go on with it by resume=auto, or use another name=
@@ -280,6 +297,7 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.rope_base=nan                     model.rope_base=nan must be above 1
     model.rope_base=inf                     model.rope_base=inf must be above 1 and finite
     model.nlayer=3                          did you mean model.n_layer?
+    modle.n_layer=3                         there is no key modle.n_layer; did you mean model.n_layer?
 """)
 def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     refused_training(typed, answer)
@@ -318,6 +336,8 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     attention=sdpa attention.block_mask=[x]                 attention.block_mask=['x']: sdpa has nothing of the kind
     attention.dropout_p=1                                   dropout_p=1.0 is outside [0, 1)
     attention.dropout_p=nan                                 dropout_p=nan is outside
+    attention.dropout_p=-0.1                                dropout_p=-0.1 is outside [0, 1)
+    attention=sdpa attention.window=8                       attention.window=8: sdpa has nothing of the kind
     attention.dropout_p=0.0001                              dropout_p=0.0001 is finer than the mask's steps
     break_it.subtract_max=no_max                            break_it.subtract_max=no_max: not of the type
     break_it.score_gain=0                                   break_it.score_gain=0.0 is outside (0, 1e30]
@@ -450,8 +470,9 @@ def test_data_that_cannot_be(refused_training, typed, answer):
     deep.jsonl          deep.jsonl:1: maximum recursion depth exceeded
     zero.jsonl          zero.jsonl:1: Expecting value
 """)
-def test_a_file_that_is_no_text(refused_training, typed, answer):
-    refused_training(f"data.path={{there}}/{typed}", f"{{there}}/{answer}")
+def test_a_file_that_is_no_text(there, typed, answer):
+    data = DataConfig("text", path=f"{there}/{typed}", cache=f"{there}/cache")
+    refused_by(lambda: open_data(data, TokenizerConfig()), there, f"{{there}}/{answer}")
 
 
 @table(r"""
@@ -463,11 +484,20 @@ def test_a_file_that_is_no_text(refused_training, typed, answer):
     negative.bin    negative.bin has 3001 tokens, its header says -1
     odd.bin         odd.bin has 3001 tokens and 1 bytes, its header says 3001
     unknown.bin     unknown.bin has token 257, tokenizer byte has 257
-    none.bin        the training text has 0 tokens, one window takes 33
-    short.bin       the training text has 8 tokens, one window takes 33
 """)
-def test_a_file_that_is_no_shard(refused_training, typed, answer):
-    refused_training(f"data=bin tokenizer=byte data.path={{there}}/{typed}", answer)
+def test_a_file_that_is_no_shard(there, typed, answer):
+    data = DataConfig("bin", path=f"{there}/{typed}")
+    refused_by(lambda: open_data(data, TokenizerConfig()), there, answer)
+
+
+@table(r"""
+    late.txt                            late.txt is not UTF-8 at byte offset 600000 (0xff)
+    more.bin data=bin tokenizer=byte    more.bin has 3001 tokens, its header says 5000
+    none.bin data=bin tokenizer=byte    the training text has 0 tokens, one window takes 33
+    short.bin data=bin tokenizer=byte   the training text has 8 tokens, one window takes 33
+""")
+def test_a_file_that_cannot_be_trained_on(refused_training, typed, answer):
+    refused_training(f"data.path={{there}}/{typed}", answer)
 
 
 @pytest.mark.parametrize(
@@ -495,14 +525,15 @@ def test_a_file_that_is_no_shard(refused_training, typed, answer):
         (lambda content: content | {"special_tokens": {"<|endoftext|>": 2**31}}, "ids must be distinct and below"),
     ],
 )
-def test_a_tokenizer_that_is_none(refused, there, tmp_path, change, answer):
+def test_a_tokenizer_that_is_none(there, tmp_path, change, answer):
     (kept,) = there.glob("cache/*/tokenizer.json")
     changed = change(json.loads(kept.read_text()))
     changed = changed if isinstance(changed, str) else json.dumps(changed)
     (tmp_path / "tokenizer.json").write_bytes(changed.encode(errors="surrogateescape"))
     (tmp_path / "a.bin").write_bytes(FILES["good.bin"])
-    arguments = ["data=bin", f"data.path={tmp_path}", f"runs={tmp_path}/runs", *TRAIN]
-    refused(train, tmp_path, arguments, f"{tmp_path}: tokenizer.json cannot be read (", answer)
+    data = DataConfig("bin", path=f"{tmp_path}")
+    unreadable = f"{tmp_path}: tokenizer.json cannot be read ("
+    refused_by(lambda: open_data(data, TokenizerConfig("kept")), tmp_path, unreadable, answer)
 
 
 # --- what was made before -------------------------------------------------------------------------------------------
@@ -545,12 +576,12 @@ NO_JSON = [write(text) for text in ("{", "[]", "null", '{"version": 2}', "[" * 5
         *[("manifest.json", edit(**change)) for change in ({"sha256": None}, {"sha256": {"train.bin": "0"}})],
     ],
 )
-def test_damaged_data_is_named_with_the_folder_to_delete(refused, there, tmp_path, name, damage):
+def test_damaged_data_is_named_with_the_folder_to_delete(there, tmp_path, name, damage):
     shutil.copytree(there / "cache", tmp_path / "cache")
     (file,) = tmp_path.glob(f"cache/*/{name}")
     damage(file)
-    given = [f"data.path={there}/text", f"data.cache={tmp_path}/cache", f"runs={tmp_path}/runs"]
-    refused(train, tmp_path, ["data=text", *given, *TRAIN], str(file.parent), "delete")
+    data = DataConfig("text", path=f"{there}/text", cache=f"{tmp_path}/cache")
+    refused_by(lambda: open_data(data, TokenizerConfig()), tmp_path, str(file.parent), "delete")
 
 
 @pytest.mark.parametrize(
@@ -561,22 +592,37 @@ def test_damaged_data_is_named_with_the_folder_to_delete(refused, there, tmp_pat
         *[("state.json", edit(**change)) for change in ({"step": 9}, {"state": {}}, {"sha256": {}}, {"alias": 3})],
     ],
 )
-def test_a_damaged_checkpoint_is_named_with_the_one_before_it(refused, there, tmp_path, name, damage):
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it(there, tmp_path, name, damage):
     shutil.copytree(there / "runs", tmp_path / "runs")
-    checkpoint = tmp_path / "runs/done/checkpoints/step_000004"
-    damage(checkpoint / name)
-    answer, way_out = f"checkpoint {checkpoint} is damaged (", f"use resume={checkpoint.parent}/step_000002"
-    refused(sample, tmp_path, [f"checkpoint={checkpoint}"], answer, way_out)
-    refused(train, tmp_path, [f"resume={checkpoint}", f"runs={tmp_path}/runs", "steps=8"], answer, way_out)
+    path = tmp_path / "runs/done/checkpoints/step_000004"
+    damage(path / name)
+    answer, way_out = f"checkpoint {path} is damaged (", f"use resume={path.parent}/step_000002"
+    refused_by(lambda: checkpoint.load(path), tmp_path, answer, way_out)
+    if name == "state.json":
+        refused_by(lambda: checkpoint.load_state(path), tmp_path, answer, way_out)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_optimizer_is_named_when_training_goes_on(refused, there, tmp_path, damage):
+def test_a_damaged_optimizer_is_named_when_training_goes_on(there, tmp_path, damage):
     shutil.copytree(there / "runs", tmp_path / "runs")
-    checkpoint = tmp_path / "runs/done/checkpoints/step_000004"
-    damage(checkpoint / "optimizer.safetensors")
-    arguments = [f"resume={checkpoint}", f"runs={tmp_path}/runs", "steps=8"]
-    refused(train, tmp_path, arguments, f"checkpoint {checkpoint} is damaged (optimizer.safetensors")
+    path = tmp_path / "runs/done/checkpoints/step_000004"
+    damage(path / "optimizer.safetensors")
+    found = checkpoint.load(path)
+    refused_by(found.optimizer, tmp_path, f"checkpoint {path} is damaged (optimizer.safetensors")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "optimizer.safetensors", "cache"])
+def test_what_is_damaged_is_refused_by_each_script_that_reads_it(refused, there, tmp_path, name):
+    shutil.copytree(there / "runs", tmp_path / "runs")
+    shutil.copytree(there / "cache", tmp_path / "cache")
+    path = tmp_path / "runs/done/checkpoints/step_000004"
+    (file,) = tmp_path.glob("cache/*/val.bin") if name == "cache" else [path / name]
+    flip(file)
+    given = [f"resume={path}", f"runs={tmp_path}/runs", f"data.cache={tmp_path}/cache", "steps=8"]
+    answer = f"{file} was edited" if name == "cache" else f"checkpoint {path} is damaged ("
+    refused(train, tmp_path, given, answer)
+    if name in ("model.safetensors", "state.json"):
+        refused(sample, tmp_path, [f"checkpoint={path}"], answer)
 
 
 def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tmp_path):
@@ -607,6 +653,9 @@ def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tm
 @table(r"""
     resume=                                             resume=: no checkpoint
     resume=auto                                         step_000004 is at step 4 of steps=4; give a larger steps=
+    resume=auto steps=2                                 step_000004 is at step 4 of steps=2; give a larger steps=
+    resume=done steps=8 model.n_layer=3                 model.n_layer is 2 there and 3 here; use model.n_layer=2, or
+    resume=done steps=8 model.mlp=swiglu                model.mlp is gelu_tanh there and swiglu here
     resume=auto name=nobody                             no checkpoint in {there}/runs/nobody; runs that have one: done
     resume=nobody                                       resume=nobody: no checkpoint
     resume={there}/runs/done/config.yaml                resume={there}/runs/done/config.yaml: no checkpoint

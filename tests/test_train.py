@@ -22,7 +22,6 @@ import torch
 import sample
 import train
 from data.loader import Loader, open_data, open_dataset, validation_batches
-from data.prepare import prepare
 from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
 from tests.reference import assert_within_budget
@@ -51,7 +50,7 @@ def tiled(block: int) -> list[str]:
 # --- one curve, whatever the attention ------------------------------------------------------------------------------
 
 NAIVE = ["attention=naive"]
-# The rate stays at its peak, so that the first 50 steps of a run of 200 are the run of 50.
+# The rate stays at its peak, so that the first 50 steps of a run of 100 are the run of 50.
 CURVE = ["model.context_length=128", "batch_size=2", "tokens_per_step=256"]
 CURVE += ["attention.dropout_p=0.1", "optimizer.min_lr_ratio=1"]
 
@@ -80,29 +79,29 @@ def curve(call, small, tmp_path_factory):
 def assert_on_one_curve(found, curve):
     """Within the budget of tests/reference.py, where the oracle is the whole training in float64: training multiplies
     each rounding, so no bound on one step's would do, but what it makes of naive's own rounding can be measured."""
-    reference = curve(200, NAIVE, torch.float64)[: len(found)].double()
-    assert_within_budget({"loss": found}, {"loss": curve(200, NAIVE)[: len(found)]}, {"loss": reference})
+    reference = curve(100, NAIVE, torch.float64)[: len(found)].double()
+    assert_within_budget({"loss": found}, {"loss": curve(100, NAIVE)[: len(found)]}, {"loss": reference})
 
 
 @pytest.mark.slow
-def test_naive_and_tiled_train_on_one_curve_for_200_steps_with_dropout(curve, record_property):
+def test_naive_and_tiled_train_on_one_curve_for_100_steps_with_dropout(curve, record_property):
     """The largest difference between the two was 9e-6 nats, of a loss that falls from 5.8 to 3.2; naive itself strays
     1.6e-4 from the float64 run."""
-    found = curve(200, tiled(64))
-    record_property("largest_difference", float((found - curve(200, NAIVE)).abs().max()))
+    found = curve(100, tiled(64))
+    record_property("largest_difference", float((found - curve(100, NAIVE)).abs().max()))
     assert_on_one_curve(found, curve)
     assert found[-1] < found[0] - 1  # it did learn: two flat lines would lie on each other as well
 
 
 @pytest.mark.slow
-def test_in_float64_naive_and_tiled_record_the_same_200_losses(curve):
+def test_in_float64_naive_and_tiled_record_the_same_100_losses(curve):
     """What is left between the float32 curves is rounding and nothing else: in float64 it is 2**29 times smaller, too
     small for the float32 in which losses are recorded. A wrong term of relative size 1e-7 would show here."""
-    assert torch.equal(curve(200, tiled(64), torch.float64), curve(200, NAIVE, torch.float64))
+    assert torch.equal(curve(100, tiled(64), torch.float64), curve(100, NAIVE, torch.float64))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [16, 32, 128])  # 64 is the one above
+@pytest.mark.parametrize("block", [16])  # 64 is the one above, and tests/test_attention.py has the others
 def test_the_block_size_changes_nothing_beyond_rounding(curve, block):
     assert_on_one_curve(curve(50, tiled(block)), curve)
 
@@ -116,10 +115,7 @@ def test_without_the_maximum_small_scores_train_on_the_same_curve(curve, argumen
 # --- stopped and resumed --------------------------------------------------------------------------------------------
 
 DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
-VARIANTS = {
-    "naive": [*NAIVE, *DROPOUT],
-    "tiled": [*tiled(16), *DROPOUT, "tokens_per_step=256"],  # two passes a step
-}
+TWO_PASSES = [*tiled(16), *DROPOUT, "tokens_per_step=256"]
 SIXTY = ["steps=60", "checkpoint_every=30", "eval_every=20"]
 
 # kill -9 cannot be caught, so nothing of train.py can tell that it comes from within; but it comes at a known step.
@@ -154,30 +150,18 @@ def assert_same_run(run: Path, other: Path) -> None:
         assert all(torch.equal(x[name], y[name]) for name in x)
 
 
-@pytest.fixture(scope="module")
-def killed(start, small, tmp_path_factory):
-    """The folder of the runs that were killed, all at once because most of it is waiting for imports."""
-    runs = tmp_path_factory.mktemp("killed")
-    common = [*small, *SIXTY, f"runs={runs}"]
-    started = [start("-c", KILLED_AT_37, *common, *VARIANTS[name], f"name={name}") for name in VARIANTS]
-    for process in started:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, err
-    return runs
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_killed_at_37_and_resumed_from_30_is_the_run_of_60_steps_bit_for_bit(
-    call, small, killed, tmp_path, variant
-):
-    assert checkpoint.last(killed / variant / checkpoint.FOLDER).name == "step_000030"
-    assert records(killed / variant)[-1]["step"] == 37
-    common = [*small, *SIXTY, *VARIANTS[variant], f"name={variant}"]
-    resumed = call(train, *common, f"runs={killed}", "resume=auto")
+def test_a_run_killed_at_37_and_resumed_from_30_is_the_run_of_60_steps_bit_for_bit(start, call, small, tmp_path):
+    common = [*small, *SIXTY, *TWO_PASSES]
+    process = start("-c", KILLED_AT_37, *common, f"runs={tmp_path}", "name=killed")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, err
+    assert checkpoint.last(tmp_path / "killed" / checkpoint.FOLDER).name == "step_000030"
+    assert records(tmp_path / "killed")[-1]["step"] == 37
+    resumed = call(train, *common, f"runs={tmp_path}", "name=killed", "resume=auto")
     assert resumed.code == 0, resumed.err
     assert "resumed from" in resumed.out
-    assert call(train, *common, f"runs={tmp_path}").code == 0
-    assert_same_run(killed / variant, tmp_path / variant)
+    assert call(train, *common, f"runs={tmp_path}", "name=whole").code == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 # Without an end, and with a rate that does not depend on where the end is.
@@ -238,10 +222,8 @@ def test_the_line_that_a_stopped_run_prints_goes_on_with_the_same_run(call, smal
 
 # A rate that does not depend on where the end is: after the warm-up the peak, as min_lr_ratio=1 has it.
 RECIPES = {
-    "muon": ["optimizer=muon", "optimizer.schedule=wsd"],
     "fp16": ["dtype=fp16", "model.dropout_p=0.1"],
-    "average": ["ema_decay=0.9"],
-    "all": ["optimizer=muon", "dtype=fp16", "ema_decay=0.9", "z_loss=1e-3", "tokens_per_step=256", *DROPOUT],
+    "all": ["optimizer=muon", "optimizer.schedule=wsd", "dtype=fp16", "ema_decay=0.9", "z_loss=1e-3", *DROPOUT],
 }
 TEN = ["optimizer.min_lr_ratio=1", "optimizer.warmup_steps=3", "eval_every=5", "checkpoint_every=1", "keep_last=100"]
 
@@ -320,44 +302,6 @@ def test_a_loss_of_nan_stops_an_fp16_run_at_once(call, small, tmp_path):
     assert records(tmp_path / "x")[-1]["step"] == 2
 
 
-def test_what_is_kept_and_validated_is_the_moving_average_of_the_weights(call, small, tmp_path):
-    arguments = [*small, *TEN, "ema_decay=0.2", "steps=5", "eval_every=1", f"runs={tmp_path}", "name=x"]
-    assert call(train, *arguments).code == 0
-    found = [checkpoint.load(path) for path in checkpoint.all_checkpoints(tmp_path / "x" / checkpoint.FOLDER)]
-    cfg = config.from_dict(train.Config, found[0].state["config"])
-    torch.manual_seed(cfg.seed)
-    model = GPT(cfg.model, resolve(cfg.attention, "cpu"))
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step, one in enumerate(found):
-        trained, decay = one.optimizer(), min(0.2, (1 + step) / (10 + step))  # at most 0.2, from the third step on
-        for name in average:
-            average[name].lerp_(trained[f"{name}.trained"], 1 - decay)
-            assert torch.equal(average[name], one.model[name])
-            assert not torch.equal(average[name], trained[f"{name}.trained"])
-
-    dataset = open_dataset(prepare(cfg.data, cfg.tokenizer))
-    model.load_state_dict(found[-1].model)
-    batches = list(validation_batches(dataset.val, dataset.val_documents, 4, 32, 512))
-    with torch.no_grad():
-        nats = sum(float(model(x, y)) * y.numel() for x, y, _ in batches)
-    assert found[-1].state["val_loss"] == nats / sum(y.numel() for _, y, _ in batches)
-
-
-def test_averaging_does_not_touch_what_is_trained(call, small, tmp_path):
-    for name, decay in (("with", 0.9), ("without", 0)):
-        arguments = [*DROPOUT, f"ema_decay={decay}", "steps=10", "sample_every=5", "sample_tokens=5"]
-        assert call(train, *small, *arguments, f"runs={tmp_path}", f"name={name}").code == 0
-    assert losses(tmp_path / "with") == losses(tmp_path / "without")
-
-
-def test_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_logged(call, small, tmp_path):
-    for z_loss in (0, 0.1):
-        assert call(train, *small, f"z_loss={z_loss}", "steps=1", f"runs={tmp_path}", f"name={z_loss}").code == 0
-    (without,), (with_it,) = records(tmp_path / "0"), records(tmp_path / "0.1")
-    assert with_it["loss"] == without["loss"]
-    assert with_it["grad_norm"] != without["grad_norm"]
-
-
 def test_the_smoke_recipe_runs_and_learns(call, text, tmp_path):
     data = ["data=text", f"data.path={text}", f"data.cache={tmp_path}/cache", "device=cpu"]
     ended = call(train, "experiment=smoke", *data, f"runs={tmp_path}", "name=x")
@@ -372,22 +316,19 @@ import sys
 sys.modules["triton"] = None
 import sample, train
 from training import config
-script = {"train.py": train, "sample.py": sample}[sys.argv[0]]
-config.run(script.main, script.Config, "config" if script is train else "sample")
+runs = sys.argv[1]
+config.run(train.main, train.Config, "config")
+sys.argv[1:] = ["max_new_tokens=3", "device=cpu", runs]
+config.run(sample.main, sample.Config, "sample")
 """
 
 
 def test_where_there_is_no_triton_a_run_trains_and_samples(start, small, tmp_path):
     """As on Windows and on Apple's machines, for which triton is not made."""
-    commands = {
-        "train.py": [*small, "steps=3", "name=x"],
-        "sample.py": ["max_new_tokens=3", "device=cpu"],
-    }
-    for script, arguments in commands.items():
-        code = WITHOUT_TRITON.replace("sys.argv[0]", repr(script))
-        process = start("-c", code, *arguments, f"runs={tmp_path}")
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
+    process = start("-c", WITHOUT_TRITON, f"runs={tmp_path}", *small, "steps=3", "name=x")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"{tmp_path}/x/checkpoints/step_000003" in err  # sample.py names what it speaks from
 
 
 def test_nothing_that_only_some_systems_have_is_imported_before_it_is_needed():
@@ -657,153 +598,44 @@ def test_each_preset_made_small_knows_nothing_at_first(preset):
     assert variance / 2 - sampling < difference < variance / 2 + math.expm1(64 * 0.02) / 512 + sampling
 
 
-# --- refused --------------------------------------------------------------------------------------------------------
+# --- refused: what tests/test_bad_input.py has not -------------------------------------------------------------------
 
 
-def files_below(folder: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+def test_a_text_that_is_too_short_or_another_than_the_checkpoints_is_refused(call, small, tmp_path):
+    given = [argument for argument in small if not argument.startswith("data.path=")]
+    (tmp_path / "short.txt").write_text("too short\n")
+    (tmp_path / "other.txt").write_text("another text\n" * 1000)
+    ended = call(train, *given, f"data.path={tmp_path}/short.txt", f"runs={tmp_path}/runs", "name=x")
+    assert ended.code == 2
+    assert "use more text or a smaller model.context_length" in ended.err
+    assert not (tmp_path / "runs").exists()
+    assert call(train, *small, "steps=2", f"runs={tmp_path}/runs", "name=x").code == 0
+    other = [f"data.path={tmp_path}/other.txt", f"data.cache={tmp_path}/cache", "resume=auto", "steps=4"]
+    ended = call(train, *given, *other, f"runs={tmp_path}/runs")
+    assert ended.code == 2
+    assert "trained with dataset=" in ended.err
+    assert "use the same data and tokenizer" in ended.err
 
 
-@pytest.fixture(scope="module")
-def there(call, small, tmp_path_factory):
-    """What the refused runs are given: a finished run of 4 steps, and files that are no text."""
-    folder = tmp_path_factory.mktemp("there")
-    assert call(train, *small, "steps=4", f"runs={folder}/runs", "name=done").code == 0
-    (folder / "empty.txt").touch()
-    (folder / "binary.txt").write_bytes(b"text\0\1\2")
-    (folder / "latin1.txt").write_bytes(b"caf\xe9\n" * 100)
-    (folder / "short.txt").write_text("too short\n")
-    (folder / "long.txt").write_text("another text\n" * 1000)
-    return folder
-
-
-@pytest.fixture
-def refusal(call, small, there, tmp_path):
-    """refusal(arguments): the one line on stderr of a run that was refused, and that left no trace."""
-
-    def refusal(*arguments: str) -> str:
-        before = files_below(there)
-        given = [argument.format(there=there) for argument in arguments]
-        ended = call(train, *small, f"runs={tmp_path}/runs", f"data.cache={tmp_path}/cache", *given)
-        assert ended.code == 2
-        assert not (tmp_path / "runs").exists()
-        assert not list(tmp_path.rglob("*.tmp"))
-        assert files_below(there) == before
-        # Preparing the data, where it came to that, is told on stderr as well: stdout may be a pipe.
-        (line,) = [line for line in ended.err.splitlines() if not line.startswith("data: ")]
-        assert line.startswith("train: ")
-        assert "Traceback" not in ended.out
-        return line.removeprefix("train: ").replace(str(there), "{there}")
-
-    return refusal
-
-
-@pytest.mark.parametrize(
-    ("arguments", "value", "way_out"),
-    [
-        (["data.path={there}/no.txt"], "data.path={there}/no.txt does not exist", "give a file, a folder or a glob"),
-        (["data.path={there}/*.csv"], "data.path={there}/*.csv matches no file", "give a file, a folder or a glob"),
-        (["data.path=null"], "data=text has no text", "say which with data.path=FILE"),
-        (["data.path={there}/empty.txt"], "{there}/empty.txt holds no text", "use data=text data.path=FILE with text"),
-        (["data.path={there}/binary.txt"], "binary.txt has a zero byte at offset 4", "save it as UTF-8"),
-        (["data.path={there}/latin1.txt"], "latin1.txt is not UTF-8 at byte offset 3 (0xe9)", "iconv"),
-        (["data.path={there}/short.txt"], "text has", "use more text or a smaller model.context_length"),
-        (["model.n_embd=30", "model.n_head=4"], "model.n_embd=30 is not divisible by model.n_head=4", ""),
-        (["model.n_kv_head=3"], "model.n_head=2 is not divisible by model.n_kv_head=3", ""),
-        (["attention.window=0"], "attention.window=0 must be at least 1", "null for none"),
-        (["attention.window=-5"], "attention.window=-5 must be at least 1", "null for none"),
-        (["attention.dropout_p=1"], "dropout_p=1.0 is outside [0, 1)", "0 switches dropout off"),
-        (["attention.dropout_p=-0.1"], "dropout_p=-0.1 is outside [0, 1)", "0 switches dropout off"),
-        (["model.dropout_p=1.5"], "model.dropout_p=1.5 is outside [0, 1)", "0 switches dropout off"),
-        (["attention=naive", "break_it=no_rescale"], "break_it=no_rescale: naive", "use attention=tiled"),
-        (["attention=sdpa", "break_it=no_max"], "break_it=no_max: torch's sdpa", "use attention=tiled"),
-        (["attention=sdpa", "attention.window=8"], "attention.window=8: sdpa", "use attention=tiled"),
-        (["tokens_per_step=100"], "tokens_per_step=100 is no multiple", "use tokens_per_step=128"),
-        (["model.vocab_size=300"], "model.vocab_size=300, the tokenizer has 257", "leave it out"),
-        (["device=cuda:99"], "device=cuda:99 cannot be used here", "use device=auto or device=cpu"),
-        (["steps=0"], "steps=0 must be at least 1", ""),
-        (["modle.n_layer=3"], "modle.n_layer=3: there is no key modle.n_layer", "did you mean model.n_layer?"),
-        (["--lr=1"], "--lr=1: options are written key=value here", "did you mean optimizer.lr=1?"),
-    ],
-    ids=lambda part: part[0].replace("{there}/", "") if isinstance(part, list) else "",
-)
-def test_a_mistake_is_one_line_that_names_the_value_and_the_way_out(refusal, arguments, value, way_out):
-    line = refusal(*arguments)
-    assert value in line
-    assert way_out in line
-
-
-def test_gpt2s_tokenizer_without_a_network_is_one_line(refusal, tmp_path, monkeypatch):
+def test_gpt2s_tokenizer_without_a_network_is_one_line(call, small, tmp_path, monkeypatch):
     def unreachable(name):
         raise ConnectionError("no route to host")
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
-    line = refusal("tokenizer=gpt2")
-    assert line.startswith("tokenizer=gpt2 has to download its vocabulary and could not (ConnectionError)")
-    assert line.endswith("into a folder and set TIKTOKEN_CACHE_DIR to it, or use tokenizer=bpe")
+    line = call(train, *small, "tokenizer=gpt2", f"runs={tmp_path}/runs").err
+    assert line.startswith("train: tokenizer=gpt2 has to download its vocabulary and could not (ConnectionError)")
+    assert line.endswith("into a folder and set TIKTOKEN_CACHE_DIR to it, or use tokenizer=bpe\n")
 
 
-RESUME = "resume={there}/runs/done"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "value", "way_out"),
-    [
-        (["model.n_layer=3"], "model.n_layer is 2 there and 3 here", "use model.n_layer=2, or start a new run"),
-        (["model.mlp=swiglu"], "model.mlp is gelu_tanh there and swiglu here", "or start a new run without resume="),
-        (["tokenizer=bpe"], "tokenizer.kind is byte there and bpe here", "use tokenizer.kind=byte, or start a new run"),
-        (["data.path={there}/long.txt"], "trained with dataset=", "use the same data and tokenizer"),
-        (["break_it=no_max"], "trained with break_it: none, this run has no_max", "resume with the same"),
-        (["seed=3"], "trained with seed=1337, this run has 3", "use seed=1337"),
-        (["steps=4"], "step_000004 is at step 4 of steps=4", "give a larger steps="),
-        (["steps=2"], "step_000004 is at step 4 of steps=2", "give a larger steps="),
-        (["resume={there}/runs/other"], "resume={there}/runs/other: no checkpoint", "train one first: python train.py"),
-        (["resume=auto", "name=mine"], "resume=auto: no checkpoint in ", "train one first: python train.py"),
-        (["resume=auto", "runs={there}/runs", "name=dome"], "runs/dome", "runs that have one: done"),
-        (["resume={there}/runs/done/checkpoints/step_000009"], "step_000009", "train one first: python train.py"),
-        (["resume=null", "runs={there}/runs", "name=done"], "run {there}/runs/done exists already", "resume=auto"),
-    ],
-    ids=lambda part: part[-1].replace("{there}/", "") if isinstance(part, list) else "",
-)
-def test_a_resume_that_cannot_be_is_one_line_that_names_the_value_and_the_way_out(refusal, arguments, value, way_out):
-    line = refusal("steps=8", RESUME, *arguments)
-    assert value in line
-    assert way_out in line
-
-
-def cut_short(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 10)
-
-
-def edit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "name", "message"),
-    [
-        (cut_short, "train.bin", "tokens, its header says"),
-        (edit, "train.bin", "was edited since it was made"),
-        (edit, "val_documents.npy", "was edited since it was made"),
-        (cut_short, "manifest.json", "cannot be read"),
-        (os.unlink, "tokenizer.json", "is missing"),
-    ],
-)
-def test_damaged_token_files_are_refused_and_made_again_once_deleted(call, small, tmp_path, damage, name, message):
+def test_damaged_token_files_are_made_again_once_deleted(call, small, tmp_path):
     arguments = [*small, f"data.cache={tmp_path}/cache", "steps=1"]
     assert call(train, *arguments, f"runs={tmp_path}/runs", "name=before").code == 0
-    (file,) = (tmp_path / "cache").glob(f"*/{name}")
-    damage(file)
+    (file,) = (tmp_path / "cache").glob("*/train.bin")
+    os.truncate(file, file.stat().st_size - 10)
     ended = call(train, *arguments, f"runs={tmp_path}/refused")
     assert ended.code == 2
-    assert ended.err.startswith(f"train: {file} ")
-    assert message in ended.err
     assert f"delete {file.parent} and run again" in ended.err
-    assert ended.err.count("\n") == 1
-    assert not (tmp_path / "refused").exists()
     shutil.rmtree(file.parent)
     assert call(train, *arguments, f"runs={tmp_path}/runs", "name=after").code == 0
     assert losses(tmp_path / "runs/before") == losses(tmp_path / "runs/after")
@@ -964,27 +796,8 @@ def test_another_window_is_another_model(call, small, tmp_path):
     assert "was trained with attention.window=4, this run has None" in ended.err
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        *["tokens_per_step=-128", "tokens_per_step=0", "seed=-1", "tokenizer.vocab_size=300"],
-        *["z_loss=-1", "z_loss=inf", "ema_decay=1", "ema_decay=-0.1", "ema_decay=nan"],
-        # what no machine can hold, and what no 64 bits can count
-        *["model.n_embd=1000000000000", "model.n_embd=100000000000000000000000"],
-    ],
-)
-def test_a_number_that_cannot_be_is_refused_and_leaves_nothing(call, small, tmp_path, mistake):
-    arguments = [a for a in small if not a.startswith(mistake.split("=")[0])]
-    ended = call(train, *arguments, mistake, f"runs={tmp_path}", "name=x")
-    assert ended.code == 2
-    assert mistake in ended.err
-    assert ended.err.count("\n") == 1
-    assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("name", ["", "..", "latest", "../out", "a/b", "a\nb"])
-def test_a_name_that_is_none_is_refused(call, small, tmp_path, name):
-    ended = call(train, *small, f"runs={tmp_path / 'runs'}", f"name={name}")
+def test_a_name_of_two_lines_is_refused(call, small, tmp_path):
+    ended = call(train, *small, f"runs={tmp_path / 'runs'}", "name=a\nb")
     assert ended.code == 2
     assert "name=" in ended.err
     assert not (tmp_path / "runs").exists()

@@ -1,0 +1,197 @@
+"""Do the tests notice a wrong line? One fault at a time is planted in a copy of the tree, and its tests run there.
+
+    make mutants                       every fault, one to a core at a time: about ten minutes on two cores
+    make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
+
+A fault is a text that stands exactly once in train.py, training/, model/ and data/ together, so it is found wherever
+its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In the end the
+tests that failed run on the tree as it is: one that fails there too has not noticed anything.
+
+Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 600  # that the tests of one fault may take
+
+
+BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
+NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
+OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_validation"
+RESUMED = "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
+SKIPPED = "train::test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight"
+
+
+class Fault(NamedTuple):
+    what: str
+    old: str
+    new: str
+    tests: str  # files of tests/ without test_ and .py, or FILE::TEST of them, the likeliest to notice first
+
+
+TABLE = [
+    # --- the loop ---
+    ("gradients are never clipped", "cfg.optimizer.grad_clip or math.inf", "math.inf", "arithmetic"),
+    ("the loss is not divided by the passes", "z_loss=cfg.z_loss) / accumulation", "z_loss=cfg.z_loss)", "arithmetic"),
+    ("z_loss is not handed on", "z_loss=cfg.z_loss", "z_loss=0.0", "arithmetic"),
+    ("gradients add up over the steps", "model.zero_grad(set_to_none=True)", "pass", "arithmetic"),
+    ("the rate of the step before", "learning_rate(step + 1,", "learning_rate(step,", "arithmetic"),
+    ("the average has its full length at once",
+     "min(cfg.ema_decay, (1 + step) / (10 + step))", "cfg.ema_decay", "arithmetic"),
+    ("the average is the wrong way round",
+     "list(model.parameters()), 1 - decay", "list(model.parameters()), decay", "arithmetic"),
+    ("gradients stay scaled in fp16", "scaler.unscale_(optimizer)", "pass", NORM),
+    ("fp16 steps over infinite gradients", "scaler.is_enabled() and not math.isfinite(norm)", "False", SKIPPED),
+    ("every infinite gradient ends an fp16 run", "math.isfinite(norm) or scale > 1", "math.isfinite(norm)", SKIPPED),
+    ("bits per byte by tokens", "math.log(2) * max(1, int(text_bytes))", "math.log(2) * tokens_per_step", BITS),
+    # --- evaluation, sample and resume ---
+    ("validation with dropout", "averaged.eval()\n        nats", "nats", "arithmetic"),
+    ("a short batch counts as a whole one",
+     "documents)) * y.numel()", "documents)) * cfg.batch_size * T", "arithmetic"),
+    ("a sample takes training's random numbers", "torch.Generator(device).manual_seed(cfg.seed)", "None", "arithmetic"),
+    ("the weights are kept, not their average",
+     "(averaged if batch is None else model).state", "model.state", "arithmetic"),
+    ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
+    ("random numbers begin anew on resume", "checkpoint.set_rng_state(tensors)", "pass", RESUMED),
+    ("the average is trained on after resume", 'p.copy_(tensors[f"{weight}.trained"])', "pass", RESUMED),
+    ("the scaler begins anew on resume", 'scaler.load_state_dict(resumed.state["scaler"])', "pass", RESUMED),
+    # --- optimizer and rate ---
+    ("betas swapped", "betas=(config.beta1, config.beta2)", "betas=(config.beta2, config.beta1)", "arithmetic"),
+    ("norms and biases decay too", '"weight_decay": 0.0', '"weight_decay": config.weight_decay', "optimizer"),
+    ("embeddings do not decay", "if p.dim() >= 2]", "if p.dim() >= 2 and len(p) < 100]", "optimizer arithmetic"),
+    ("min_lr_ratio is ignored", "floor = config.min_lr_ratio * config.lr", "floor = 0.0", "optimizer arithmetic"),
+    ("the warm-up begins at 0", "config.lr * step / config", "config.lr * (step - 1) / config", "optimizer"),
+    ("cosine takes the warm-up for a part of itself", "max(1, steps - config.warmup_steps)", "steps", "arithmetic"),
+    ("wsd ends a step late", "(steps - step) / decay_steps", "(steps - step + 1) / decay_steps", "optimizer"),
+    ("Muon's steps have another size", '"match_rms_adamw"', '"original"', "optimizer"),
+    ("Muon's momentum is always the default",
+     "MOMENTUM if config.momentum is None else config.momentum", "MOMENTUM", "optimizer"),
+    ("the rate grows with the width", "6e-4 * 768 / n_embd", "6e-4 * n_embd / 768", "arithmetic"),
+    # --- checkpoints and metrics ---
+    ("best is the highest loss", "min(losses, key=losses.get", "max(losses, key=losses.get", "checkpoint"),
+    ("the oldest checkpoints are kept", "past[-keep_last:]", "past[:keep_last]", "checkpoint"),
+    ("done names the worst evaluation", "loss < self.best[0]", "loss > self.best[0]", "metrics"),
+    ("the resumed step's record is lost", 'record["step"] <= step]', 'record["step"] < step]', "metrics"),
+    # --- the model ---
+    ("no 1 / sqrt(2 L) in the first weights",
+     "0.02 / math.sqrt(2 * self.config.n_layer) if adds else 0.02", "0.02", "arithmetic"),
+    ("SwiGLU with gelu", "F.silu(self.gate(x))", "F.gelu(self.gate(x))", "arithmetic"),
+    ("gate and up swapped", "F.silu(self.gate(x)) * self.up(x)", "F.silu(self.up(x)) * self.gate(x)", "arithmetic"),
+    ("gelu is always the exact one", '"tanh" if config.mlp == "gelu_tanh" else "none"', '"none"', "arithmetic"),
+    ("rmsnorm with torch's epsilon",
+     "nn.RMSNorm(config.n_embd, eps=config.norm_eps)", "nn.RMSNorm(config.n_embd)", "arithmetic"),
+    ("the mlp without its norm", "self.mlp(self.mlp_norm(x))", "self.mlp(x)", "gpt"),
+    ("no norm before the head", "return self.norm(x)", "return x", "gpt"),
+    ("the head is tied when it should not be", "if config.tie_head:", "if True:", "arithmetic"),
+    ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt arithmetic"),
+    ("rope's base is always 10000", "frequency = base **", "frequency = 10000.0 **", "arithmetic"),
+    ("every layer has the first one's window", "attention.layer(i)", "attention.layer(0)", OPTIONS),
+    ("z_loss has the wrong sign", "1 + 2 * z_loss * lse", "1 - 2 * z_loss * lse", "loss"),
+    ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss"),
+    ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sample"),
+    ("top_k keeps one too few", "logits < smallest", "logits <= smallest", "sample"),
+    ("generation sees the beginning of a long text", "idx[:, -model.config", "idx[:, : model.config", "sample"),
+    # --- attention ---
+    ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", "attention"),
+    ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=slope)", "slope.copy_(s)", "attention"),
+    ("lse's gradient has the wrong sign", "delta -= dlse", "delta += dlse", "attention"),
+    ("half of the heads have another slope", "2 ** (-8 * i / n)", "2 ** (-4 * i / n)", "attention"),
+    ("a window sees one key more", "(j > i - self.window)", "(j >= i - self.window)", "attention mask"),
+    ("a tile at a window's edge counts as whole", "last - left < self.window", "last - left <= self.window", "mask"),
+    ("dropout's survivors are scaled by 1 / (1 - p)",
+     "256 / (256 - drop_threshold(dropout_p))", "1 / (1 - dropout_p)", "attention"),
+    ("the dropout bits have a round less", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
+    # --- data ---
+    ("the target is the token itself", "windows[:, 1:].astype", "windows[:, :-1].astype", "data"),
+    ("a document begins a token late",
+     'searchsorted(documents, positions, side="right")', "searchsorted(documents, positions)", "data"),
+    ("every epoch is in the first one's order", "[self.seed, epoch]", "[self.seed, 0]", "data"),
+    ("ranks take overlapping samples", "self.rank * self.batch_size", "self.rank", "data"),
+    ("the loader's state is a batch late",
+     '"position": self.position,', '"position": self.position + self.batch_size,', f"data {RESUMED}"),
+    ("validation is the beginning of its text",
+     "np.arange(taken) * windows // taken", "np.arange(taken)", "data arithmetic"),
+    ("a token stands for one byte", "lengths[rank] = len(token)", "lengths[rank] = 1", f"tokenizer {BITS}"),
+    ("documents have no end-of-text token between", "writer.write(end_of_text)", "pass", "data"),
+    ("a text that repeats is in both splits", "corpus.split[i] != REPEATED and taken", "taken", "data sources"),
+]  # fmt: skip
+FAULTS = [Fault(*row) for row in TABLE]
+
+
+class Outcome(NamedTuple):
+    fault: Fault
+    noticed: str  # the test that failed; empty: none
+    problem: str  # why there is no outcome
+    seconds: float
+
+
+def copy_of_the_tree(to: Path) -> Path:
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "docs")
+    return Path(shutil.copytree(ROOT, to / "tree", ignore=left_out))
+
+
+def sources(tree: Path) -> list[Path]:
+    return [tree / "train.py", *(file for part in ("training", "model", "data") for file in (tree / part).glob("*.py"))]
+
+
+def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:
+    """The names of the tests that fail. RuntimeError where pytest could not run them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "0", *options]
+    ended = subprocess.run([*command, *tests], cwd=tree, capture_output=True, text=True, timeout=SECONDS, check=False)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.*?)(?: - .*)?$", ended.stdout, re.MULTILINE)
+    if ended.returncode not in (0, 1) or ended.returncode != bool(failed):
+        raise RuntimeError(f"pytest left with {ended.returncode}: {ended.stdout[-500:]}{ended.stderr[-500:]}")
+    return failed
+
+
+def plant(fault: Fault) -> Outcome:
+    started = time.monotonic()
+    noticed, problem = "", ""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_the_tree(Path(folder))
+        files = [file for file in sources(tree) for _ in range(file.read_text(encoding="utf-8").count(fault.old))]
+        if len(files) != 1:
+            problem = f"its text stands {len(files)} times in the code"
+        else:
+            text = files[0].read_text(encoding="utf-8")
+            files[0].write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+            try:
+                names = [name.partition("::") for name in fault.tests.split()]
+                failed = failed_tests(tree, [f"tests/test_{file}.py{sep}{test}" for file, sep, test in names], "-x")
+                noticed = failed[0] if failed else ""
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                problem = str(error)
+    return Outcome(fault, noticed, problem, time.monotonic() - started)
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    faults = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
+    found = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for outcome in pool.map(plant, faults):
+            by = outcome.problem or outcome.noticed.removeprefix("tests/") or "UNNOTICED"
+            print(f"{outcome.seconds:4.0f} s  {outcome.fault.what:<50}  {by}", flush=True)
+            found.append(outcome)
+    tests = sorted({outcome.noticed for outcome in found} - {""})
+    with tempfile.TemporaryDirectory() as folder:
+        void = failed_tests(copy_of_the_tree(Path(folder)), tests) if tests else []
+    for test in void:
+        print(f"{test} fails without any fault, too")
+    noticed = sum(bool(outcome.noticed) and outcome.noticed not in void for outcome in found)
+    print(f"{noticed} of {len(faults)} faults noticed")
+    return 0 if noticed == len(faults) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
