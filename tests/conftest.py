@@ -17,10 +17,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import tiktoken
 import torch
 from hydra._internal.hydra import Hydra
+from tiktoken_ext.openai_public import r50k_pat_str
 
 import train
+from data.tokenizer import END_OF_TEXT
 from training import config
 
 # A kernel is for the interpreter or for a GPU from the moment kernels/ is imported, so it is said before anything does.
@@ -72,6 +75,17 @@ def small(text, tmp_path_factory) -> list[str]:
     cache = tmp_path_factory.mktemp("cache")
     data = ["data=text", f"data.path={text}", f"data.cache={cache}"]
     return [*data, *MODEL, *RUN, *RATE, "wandb.mode=disabled", "device=cpu"]
+
+
+@pytest.fixture
+def gpt2(monkeypatch) -> tiktoken.Encoding:
+    """A stand-in for GPT-2's tokenizer, which has to be downloaded: its pattern, name and number of symbols, but merges
+    of any two bytes."""
+    ranks = {bytes([b]): b for b in range(256)} | {bytes(divmod(i, 256)): 256 + i for i in range(50_000)}
+    special = {END_OF_TEXT: 50_256}
+    made = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": made}.__getitem__)
+    return made
 
 
 @pytest.fixture(scope="session")

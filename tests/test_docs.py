@@ -70,12 +70,6 @@ def test_the_numbers_of_tiles():
     assert "2 n - 1" in PAGE
 
 
-def test_the_numbers_of_bytes():
-    assert 8192 * 8192 * 4 == 268_435_456
-    assert "268,435,456 bytes" in PAGE
-    assert (2 * 1024 * 1024 + 1024 * 64) * 4 == 8.25 * 2**20
-
-
 def naive_words(N: int, D: int) -> int:
     half, whole = (words_of(AttentionConfig("naive"), n, D) for n in (256, 512))
     square = (whole - 2 * half) // (512**2 - 2 * 256**2)

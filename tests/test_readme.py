@@ -76,9 +76,3 @@ def test_a_step_of_the_algorithm_is_found_where_readme_says(column, file):
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
 def test_a_link_of_readmes_leads_somewhere(link):
     assert (ROOT / link).exists()
-
-
-def test_the_makefiles_commands_are_readmes():
-    assert "make train" in README
-    assert "make test" in README
-    assert "make test" in (ROOT / ".ci" / "run").read_text()

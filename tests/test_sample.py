@@ -13,7 +13,7 @@ import train
 from data.tokenizer import byte_encoding, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
-from model.generate import Sampler
+from model.generate import Sampler, generate
 from model.gpt import GPT, GPTConfig
 from tests.test_train import OVERFLOW, OVERFLOW_NAME
 from training import checkpoint
@@ -98,6 +98,22 @@ def test_a_prompt_longer_than_the_context_is_seen_by_its_end(write, runs):
     prompt = "some words\n" * 9  # 99 tokens, the context is 32
     expected = greedy(load(runs), prompt.encode(), 40)
     assert write(f"prompt={prompt}", "temperature=0", "max_new_tokens=40").encode() == expected
+
+
+def test_each_token_is_chosen_from_the_last_context_length_tokens():
+    """With weights so large that every token tells; the taught model writes the same whatever it is told."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, context_length=16, vocab_size=257), AttentionConfig("naive"))
+    model.eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10)
+    tokens = torch.randint(257, (1, 40))
+    found = [int(token) for token in generate(model, tokens, 20, Sampler(temperature=0))]
+    for token in found:
+        assert token == int(model(tokens[:, -16:])[0, -1].argmax())
+        tokens = torch.cat((tokens, torch.tensor([[token]])), dim=1)
+    assert len(set(found)) > 10
 
 
 def test_a_seed_gives_its_text_again_and_another_seed_another(write):

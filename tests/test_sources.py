@@ -1,6 +1,7 @@
 """Where text comes from: .jsonl, .gz, standard input, token shards; of any size, and all the way to a sample."""
 
 import gzip
+import hashlib
 import json
 import os
 import socket
@@ -24,20 +25,12 @@ from data.shards import Shards, Writer, join
 from data.tokenizer import TokenizerConfig, build, encode
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 BYTE = TokenizerConfig("byte")
 # Every length of UTF-8, a joined emoji, and what no text editor leaves at the end: no line end.
 UNICODE = (
     "caf\u00e9 \u4f60\u597d \U0001f600 \U0001f469\u200d\U0001f4bb \u0928\u092e\u0938\u094d\u0924\u0947\n" * 40
     + "\u20ac"
 )
-
-
-@pytest.fixture
-def gpt2_files(monkeypatch):
-    if not (SHARED / "tiktoken").exists():
-        pytest.skip(f"GPT-2's vocabulary is not in {SHARED / 'tiktoken'}")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
 
 
 @pytest.fixture
@@ -409,7 +402,7 @@ def test_a_shard_in_32_bits_is_read(tmp_path):
     )
 
 
-def test_shards_of_another_tokenizer_are_refused(make, tmp_path, gpt2_files):
+def test_shards_of_another_tokenizer_are_refused(make, tmp_path, gpt2):
     folder = make(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     data = DataConfig("bin", str(folder))
     assert "tokenizer.json is of tokenizer byte, not of gpt2: use tokenizer=kept" in refusal(
@@ -450,7 +443,7 @@ def test_too_short_a_validation_text_names_the_share():
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2"])
-def test_bytes_of_a_split_are_those_of_its_text(make, tmp_path, gpt2_files, kind):
+def test_bytes_of_a_split_are_those_of_its_text(make, tmp_path, gpt2, kind):
     """What makes bits per byte comparable: the same splits of the same text have as many bytes in every tokenizer,
     whatever pieces of characters its tokens are."""
     config = TokenizerConfig(kind, 300 if kind == "bpe" else None)
@@ -525,7 +518,7 @@ def test_shards_train_and_sample(train_and_sample, make, tmp_path):
     train_and_sample("data=bin", f"data.path={folder}")
 
 
-def test_fineweb_trains_and_samples(train_and_sample, server, gpt2_files, monkeypatch, tmp_path):
+def test_fineweb_trains_and_samples(train_and_sample, server, gpt2, monkeypatch, tmp_path):
     served, url = server
     folder = served / "datasets/kjj0/fineweb10B-gpt2/resolve/main"
     folder.mkdir(parents=True)
@@ -556,12 +549,17 @@ def test_a_page_instead_of_a_shard_is_refused(server, monkeypatch, tmp_path):
     assert "is no token file" in refusal(open_data, data, TokenizerConfig("gpt2"))
 
 
+VERSES = "".join(
+    f"Speaker {i}:\n{'So long lives this, ' * (i % 7)}and this gives life to thee.\n\n" for i in range(900)
+)
+
+
 @pytest.fixture
-def shakespeare(server):
-    if not (SHARED / "tinyshakespeare.txt").exists():
-        pytest.skip(f"{SHARED / 'tinyshakespeare.txt'} is not there")
+def shakespeare(server, monkeypatch):
+    """The address of another text in the place of tinyshakespeare, which has to be downloaded."""
     served, url = server
-    (served / "input.txt").write_bytes((SHARED / "tinyshakespeare.txt").read_bytes())
+    (served / "input.txt").write_text(VERSES)
+    monkeypatch.setattr(download, "SHAKESPEARE_SHA256", hashlib.sha256(VERSES.encode()).hexdigest())
     return url
 
 
@@ -573,10 +571,9 @@ def test_shakespeare_is_split_as_nanogpt_does_to_the_nearest_line(shakespeare, t
     assert "val_fraction: 0.1" in (ROOT / "conf/data/shakespeare.yaml").read_text(encoding="utf-8")
     data = DataConfig("shakespeare", url=shakespeare, val_fraction=0.1, cache=str(tmp_path / "cache"))
     train_text, val_text = texts(prepare.prepare(data, BYTE, quiet=True))
-    whole = (SHARED / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    assert train_text + val_text == whole
-    theirs = int(0.9 * len(whole))
-    assert 0 <= len(train_text) - theirs <= whole[theirs:].index("\n") + 1
+    assert train_text + val_text == VERSES
+    theirs = int(0.9 * len(VERSES))
+    assert 0 <= len(train_text) - theirs <= VERSES[theirs:].index("\n") + 1
     assert train_text.endswith("\n")
 
 

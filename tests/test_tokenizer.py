@@ -2,7 +2,6 @@
 
 import json
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import tiktoken
 from data import tokenizer
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, build, encode, from_json, to_json, token_bytes
 
-GPT2_FILES = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken"
 FILES_OF_GPT2 = {
     "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
     "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
@@ -20,11 +18,7 @@ TEXT = 'def f(x):\r\n\treturn "caf\u00e9 \u20ac \U0001f600" * x  # <|endoftext|>
 
 
 @pytest.fixture(params=["byte", "bpe", "gpt2"])
-def encoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tiktoken.Encoding:
-    if request.param == "gpt2":
-        if not GPT2_FILES.exists():
-            pytest.skip(f"GPT-2's vocabulary is not in {GPT2_FILES}")
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
+def encoding(request: pytest.FixtureRequest, gpt2: tiktoken.Encoding) -> tiktoken.Encoding:
     return build(TokenizerConfig(request.param, vocab_size=280 if request.param == "bpe" else None), [TEXT])
 
 
@@ -157,14 +151,11 @@ def test_gpt2_without_a_network_names_the_way_out(tmp_path, monkeypatch):
 
 
 def test_gpt2_needs_no_network_once_the_files_are_where_the_message_says(tmp_path, monkeypatch):
-    if not GPT2_FILES.exists():
-        pytest.skip(f"GPT-2's vocabulary is not in {GPT2_FILES}")
-    for name in FILES_OF_GPT2.values():
-        (tmp_path / name).write_bytes((GPT2_FILES / name).read_bytes())
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("tiktoken.load.read_file", None)  # the only function of tiktoken's that reads from the network
-    monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
-    assert encode(tokenizer.gpt2_encoding(), "hello world").tolist() == [31373, 995]
+    for url in tokenizer.GPT2_URLS:
+        (tmp_path / FILES_OF_GPT2[url.rpartition("/")[2]]).write_text(url)
+        assert tiktoken.load.read_file_cached(url) == url.encode()
 
 
 def test_gpt2_does_not_wait_for_a_download_that_hangs(monkeypatch):

@@ -223,7 +223,8 @@ def test_the_line_that_a_stopped_run_prints_goes_on_with_the_same_run(call, smal
 # A rate that does not depend on where the end is: after the warm-up the peak, as min_lr_ratio=1 has it.
 RECIPES = {
     "fp16": ["dtype=fp16", "model.dropout_p=0.1"],
-    "all": ["optimizer=muon", "optimizer.schedule=wsd", "dtype=fp16", "ema_decay=0.9", "z_loss=1e-3", *DROPOUT],
+    "average": ["optimizer=muon", "optimizer.schedule=wsd", "ema_decay=0.9", "tokens_per_step=256"],
+    "all": ["optimizer=muon", "dtype=fp16", "ema_decay=0.9", "z_loss=1e-3", "tokens_per_step=256", *DROPOUT],
 }
 TEN = ["optimizer.min_lr_ratio=1", "optimizer.warmup_steps=3", "eval_every=5", "checkpoint_every=1", "keep_last=100"]
 
