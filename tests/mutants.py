@@ -42,28 +42,28 @@ class Fault(NamedTuple):
 TABLE = [
     # --- the loop ---
     ("gradients are never clipped", "cfg.optimizer.grad_clip or math.inf", "math.inf", "arithmetic"),
-    ("the loss is not divided by the passes", "z_loss=cfg.z_loss) / accumulation", "z_loss=cfg.z_loss)", "arithmetic"),
-    ("z_loss is not handed on", "z_loss=cfg.z_loss", "z_loss=0.0", "arithmetic"),
-    ("gradients add up over the steps", "model.zero_grad(set_to_none=True)", "pass", "arithmetic"),
-    ("the rate of the step before", "learning_rate(step + 1,", "learning_rate(step,", "arithmetic"),
+    ("the loss is not divided by the passes", "z_loss=run.cfg.z_loss) / run.accumulation", "z_loss=run.cfg.z_loss)", "arithmetic"),
+    ("z_loss is not handed on", "z_loss=run.cfg.z_loss", "z_loss=0.0", "arithmetic"),
+    ("gradients add up over the steps", "run.model.zero_grad(set_to_none=True)", "pass", "arithmetic"),
+    ("the rate of the step before", "learning_rate(run.step + 1,", "learning_rate(run.step,", "arithmetic"),
     ("the average has its full length at once",
-     "min(cfg.ema_decay, (1 + step) / (10 + step))", "cfg.ema_decay", "arithmetic"),
+     "min(cfg.ema_decay, (1 + run.step) / (10 + run.step))", "cfg.ema_decay", "arithmetic"),
     ("the average is the wrong way round",
      "list(model.parameters()), 1 - decay", "list(model.parameters()), decay", "arithmetic"),
     ("gradients stay scaled in fp16", "scaler.unscale_(optimizer)", "pass", NORM),
     ("fp16 steps over infinite gradients", "scaler.is_enabled() and not math.isfinite(norm)", "False", SKIPPED),
     ("every infinite gradient ends an fp16 run", "math.isfinite(norm) or scale > 1", "math.isfinite(norm)", SKIPPED),
-    ("bits per byte by tokens", "math.log(2) * max(1, int(text_bytes))", "math.log(2) * tokens_per_step", BITS),
+    ("bits per byte by tokens", "math.log(2) * max(1, int(done.text_bytes))", "math.log(2) * run.tokens_per_step", BITS),
     # --- evaluation, sample and resume ---
-    ("validation with dropout", "averaged.eval()\n        nats", "nats", "arithmetic"),
+    ("validation with dropout", "model.eval()\n", "\n", "arithmetic"),
     ("a short batch counts as a whole one",
-     "documents)) * y.numel()", "documents)) * cfg.batch_size * T", "arithmetic"),
-    ("a sample takes training's random numbers", "torch.Generator(device).manual_seed(cfg.seed)", "None", "arithmetic"),
+     "documents)) * y.numel()", "documents)) * run.cfg.batch_size * run.cfg.model.context_length", "arithmetic"),
+    ("a sample takes training's random numbers", "torch.Generator(run.device).manual_seed(run.cfg.seed)", "None", "arithmetic"),
     ("the weights are kept, not their average",
-     "(averaged if batch is None else model).state", "model.state", "arithmetic"),
+     "model = dict(run.model.named_parameters()), run.averaged", "model = dict(run.model.named_parameters()), run.model", "arithmetic"),
     ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
     ("random numbers begin anew on resume", "checkpoint.set_rng_state(tensors)", "pass", RESUMED),
-    ("the average is trained on after resume", 'p.copy_(tensors[f"{weight}.trained"])', "pass", RESUMED),
+    ("the average is trained on after resume", 'p.copy_(tensors[f"{name}.trained"])', "pass", RESUMED),
     ("the scaler begins anew on resume", 'scaler.load_state_dict(resumed.state["scaler"])', "pass", RESUMED),
     # --- optimizer and rate ---
     ("betas swapped", "betas=(config.beta1, config.beta2)", "betas=(config.beta2, config.beta1)", "arithmetic"),
@@ -106,13 +106,13 @@ TABLE = [
     ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=slope)", "slope.copy_(s)", "attention"),
     ("lse's gradient has the wrong sign", "delta -= dlse", "delta += dlse", "attention"),
     ("half of the heads have another slope", "2 ** (-8 * i / n)", "2 ** (-4 * i / n)", "attention"),
-    ("a window sees one key more", "(j > i - self.window)", "(j >= i - self.window)", "attention mask"),
-    ("a tile at a window's edge counts as whole", "last - left < self.window", "last - left <= self.window", "mask"),
+    ("a window sees one key more", "(j > i - problem.window)", "(j >= i - problem.window)", "attention mask"),
+    ("a tile at a window's edge counts as whole", "last - left < window", "last - left <= window", "mask"),
     ("dropout's survivors are scaled by 1 / (1 - p)",
      "256 / (256 - drop_threshold(dropout_p))", "1 / (1 - dropout_p)", "attention"),
     ("the dropout bits have a round less", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
     # --- data ---
-    ("the target is the token itself", "windows[:, 1:].astype", "windows[:, :-1].astype", "data"),
+    ("the target is the token itself", "windows[:, 1:])", "windows[:, :-1])", "data"),
     ("a document begins a token late",
      'searchsorted(documents, positions, side="right")', "searchsorted(documents, positions)", "data"),
     ("every epoch is in the first one's order", "[self.seed, epoch]", "[self.seed, 0]", "data"),
@@ -165,6 +165,10 @@ def plant(fault: Fault) -> Outcome:
         else:
             text = files[0].read_text(encoding="utf-8")
             files[0].write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+            # Code that cannot run would be noticed by anything: a fault has to be one that only a test can find.
+            ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "E9,F821", str(files[0])]
+            if subprocess.run(ruff, capture_output=True, check=False).returncode:
+                return Outcome(fault, "", "its text does not run", time.monotonic() - started)
             try:
                 names = [name.partition("::") for name in fault.tests.split()]
                 failed = failed_tests(tree, [f"tests/test_{file}.py{sep}{test}" for file, sep, test in names], "-x")
