@@ -44,7 +44,6 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
 REPEATED = -1  # instead of the number of a split: the document is left out
 FILES = {"tokenizer.json", *(name for split in SPLITS for name in (f"{split}.bin", f"{split}_documents.npy"))}
-TEMPORARY = re.compile(r"(pystdlib|text|shakespeare)-\w+-[0-9a-f]{12}\.tmp")
 
 THREADS = os.cpu_count() or 1  # that encode; the result does not depend on it
 LEARN = 1 << 28  # bytes that the tokenizer learns from: more changes few merges, and rustbpe's word counts grow with it
@@ -53,11 +52,13 @@ LEARN = 1 << 28  # bytes that the tokenizer learns from: more changes few merges
 READS = {"pystdlib": (), "text": ("path",), "bin": ("path",), "shakespeare": ("url",), "fineweb": ("url", "shards")}
 
 ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
+PREPARED = ("text", *ORIGINS)  # the sources of text; the others bring token files
+TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 
 
 @dataclass
 class DataConfig:
-    source: str = "pystdlib"  # pystdlib | text | bin | shakespeare | fineweb
+    source: str = "pystdlib"  # one of READS
     path: str | None = None  # text, bin: a file, a folder or a glob; text: also -, standard input
     val_fraction: float = 0.05  # of the bytes; of the tokens for a bin that has no *val* file
     shards: int | None = None  # fineweb: how many files of 100 M tokens, of 103; None: 1
@@ -92,7 +93,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     for everything that the user can put right.
     """
     check(data)
-    assert data.source in ("text", *ORIGINS), "token files need no preparing: open_data() opens them"
+    assert data.source in PREPARED, "token files need no preparing: open_data() opens them"
     started = time.perf_counter()
     corpus = scan(data)
     cache = Path(data.cache)

@@ -36,8 +36,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune:
     q (B, H, T, D); k, v (B, H_kv, T_k, D), float32, float16 or bfloat16, H a multiple of H_kv, D at most 256, any
     strides. (Where a row does not begin at a multiple of 16 bytes, or its numbers lie apart, a copy is made.) float32
     products are true float32 ones unless torch.set_float32_matmul_precision allows TF32.
-    problem: what to compute. Its `without` may hold subtract_max, start_low, rescale_sum, rescale_output, wide_output,
-    global_mask, guard_empty_rows and same_seed; the other switches of model/break_it.py act elsewhere.
+    problem: what to compute.
     autotune: time some tile sizes at the first call of a kind, and keep the fastest. Which that is may differ between
     two runs, and with it the last bits of the results.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row with

@@ -616,14 +616,13 @@ def test_byte_batches_decode_to_the_text(corpus, make):
     assert text.startswith("Text ")
 
 
-def test_only_our_own_leftovers_are_removed_from_the_cache(corpus, make, tmp_path):
+def test_only_our_own_leftovers_are_removed_from_the_cache(corpus, tmp_path):
     """data.cache=$HOME deleted every folder called *.tmp in it."""
     (tmp_path / "cache" / "precious.tmp").mkdir(parents=True)
-    ours = tmp_path / "cache" / "text-byte-0123456789ab.tmp"
-    ours.mkdir()
+    for source in prepare_module.PREPARED:
+        (tmp_path / "cache" / f"{source}-byte-0123456789ab.tmp").mkdir()
     prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "cache")), TokenizerConfig(), quiet=True)
-    assert (tmp_path / "cache" / "precious.tmp").is_dir()
-    assert not ours.exists()
+    assert [path.name for path in (tmp_path / "cache").glob("*.tmp")] == ["precious.tmp"]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"version": 1}', '{"version": 1, "sha256": {}}', "x"])

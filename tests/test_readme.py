@@ -1,4 +1,4 @@
-"""What README says is so: its commands parse, its tour is the tree, its files and links exist."""
+"""What README and CONTRIBUTING say is so: commands parse, the tour is the tree, files, functions and links exist."""
 
 import importlib
 import re
@@ -12,6 +12,7 @@ from training import config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SCRIPTS = {"train.py": "config", "sample.py": "sample", "bench.py": "bench", "breakit.py": "breakit"}
 
 
@@ -20,8 +21,8 @@ def blocks() -> list[str]:
 
 
 def commands() -> list[str]:
-    """Every `python SCRIPT ...` in README, in blocks, tables and running text, continuation lines joined."""
-    text = README.replace("\\\n", " ")
+    """Every `python SCRIPT ...` in README and CONTRIBUTING, in blocks, tables and text, continuation lines joined."""
+    text = (README + CONTRIBUTING).replace("\\\n", " ")
     found = re.findall(
         r"^\s*(?:[A-Z_]+=1 )?(?:\.venv/bin/)?python (\w+\.py[^\n#`|]*)",
         "\n".join(blocks()).replace("\\\n", " "),
@@ -63,14 +64,38 @@ def test_the_tour_is_the_tree():
     assert folders <= named
 
 
-@pytest.mark.parametrize(("column", "file"), [(3, "model/attention.py"), (4, "kernels/flash.py")])
+def undefined(names: list[str], files: list[str]) -> list[str]:
+    """The names that none of the files defines as a function, class, constant or field."""
+    code = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+    return [n for n in names if not re.search(rf"^ *(?:(?:def|class|const) )?{n}\b *[(:=]", code, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(
+    ("column", "file"), [(3, "model/attention.py"), (4, "model/tiled.py"), (5, "kernels/flash.py")]
+)
 def test_a_step_of_the_algorithm_is_found_where_readme_says(column, file):
+    """In the column's file, or in one that the table's row links to."""
     table = README.split("Where to find a line", 1)[1].split("\n### ", 1)[0]
-    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
-    names = [name for row in rows for name in re.findall(r"`(\w+)(?:\.\w+)?`", row[column])]
-    code = (ROOT / file).read_text(encoding="utf-8")
-    assert names
-    assert [name for name in names if not re.search(rf"^(?:def|class|from .* import .*\b) ?{name}\b", code, re.M)] == []
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for row in rows:
+        cell = row.split("|")[column]
+        names = re.findall(r"`(\w+)(?:\.\w+)?`", cell)
+        assert undefined(names, [file, *re.findall(r"\]\(([\w/.]+)\)", row)]) == []
+        assert [n for n in re.findall(r"`# (\d+)`", cell) if f"# {n}" not in (ROOT / file).read_text()] == []
+
+
+@pytest.mark.parametrize(
+    "item", re.findall(r"^\d\. .*(?:\n   .*)*", CONTRIBUTING.split("## How to add")[1], re.MULTILINE)
+)
+def test_what_contributing_names_is_there(item):
+    """Its files; and its functions, classes and constants, in one of the files that the same item names."""
+    spans = re.findall(r"`([^`]+)`", item)
+    files = [span for span in spans if re.fullmatch(r"[\w/.]+\.(?:py|md|yaml|csv|html)", span)]
+    assert [file for file in files if not (ROOT / file.replace("NAME", "none")).parent.is_dir()] == []
+    files = [file for file in files if "NAME" not in file]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert undefined([span for span in spans if re.fullmatch(r"\w+", span)], files) == []
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))

@@ -295,4 +295,4 @@ def test_an_order_and_shapes_that_cannot_be_are_refused():
 
 
 def test_each_failure_takes_out_something_of_its_own():
-    assert len({tuple(vars(switches(name)).items()) for name in STORY_FAILURES}) == len(STORY_FAILURES) == 9
+    assert len({tuple(vars(switches(name)).items()) for name in STORY_FAILURES}) == len(STORY_FAILURES)
