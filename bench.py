@@ -57,7 +57,7 @@ class Config:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
         for key in fields(self):
-            usual = key.default if key.default is not MISSING else key.default_factory()
+            usual = key.default if key.default_factory is MISSING else key.default_factory()
             read = key.name in TRAFFIC_READS if self.mode == "traffic" else key.name != "on_chip"
             if not read and getattr(self, key.name) != usual:
                 raise ValueError(

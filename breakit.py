@@ -136,13 +136,12 @@ def main(cfg: Config) -> None:
             trace_of(cfg)
         case Config(explorer=True):
             explorer(Path(cfg.real), Path(cfg.out or PAGE))
-        case Config(replay=str()):
-            replay(Path(cfg.replay), pick_device(cfg.device))
+        case Config(replay=str(path)):
+            replay(Path(path), pick_device(cfg.device))
         case _:
             device, out = pick_device(cfg.device), Path(cfg.out or "runs/breakit")
             short = short_training(train.Config, cfg.steps, cfg.seed, cfg.device)
-            options = {"failure": cfg.failure, "run": cfg.run, "runs": Path(cfg.runs), "device": device, "out": out}
-            gallery(train.main, short, **options)
+            gallery(train.main, short, failure=cfg.failure, run=cfg.run, runs=Path(cfg.runs), device=device, out=out)
 
 
 def trace_of(cfg: Config) -> None:
