@@ -66,6 +66,9 @@ LEAST = {"block_m": 1, "block_n": 1, "tokens": 1, "steps": 1, "layer": 0, "head"
 
 @dataclass
 class Config:
+    """Every key of the command line. Raises ValueError for values that cannot be, and for keys that the mode
+    does not read."""
+
     trace: bool = False  # tell one row's story, instead of the lab
     explorer: bool = False  # make the page, instead of the lab
     replay: str | None = None  # show this fault again, instead of the lab
@@ -131,6 +134,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    """The lab, or the one of its three other modes that was asked for. ValueError for what the user can put right."""
     match cfg:
         case Config(trace=True):
             trace_of(cfg)

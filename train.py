@@ -50,6 +50,8 @@ from training.wandb_run import WandbConfig
 
 @dataclass
 class Config:
+    """Every key of the command line, with its default. Raises ValueError for values that cannot be."""
+
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -362,6 +364,8 @@ def due(run: Run, every: int) -> bool:
 
 
 class Step(NamedTuple):
+    """What one update has measured."""
+
     batches: list[Batch]  # on the CPU, one a pass
     loss: float  # nats a token, the mean over all passes
     text_bytes: torch.Tensor  # int64 (): of the text that was predicted

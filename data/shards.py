@@ -50,6 +50,7 @@ class Writer:
         self.append(ids)
 
     def append(self, ids: np.ndarray) -> None:
+        """Write tokens for which the open file has room."""
         self.file.write(ids.data)
         self.here += len(ids)
         self.tokens += len(ids)

@@ -249,5 +249,6 @@ def aligned(x: Tensor) -> Tensor:
 
 @lru_cache(1024)
 def in_steps(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> bool:
+    """Whether rows (of the last axis) have no gaps and begin at multiples of 16 bytes from the first."""
     apart = [step for step, size in zip(stride[:3], shape[:3], strict=True) if size > 1]
     return stride[3] == 1 and all(step > 0 and step * itemsize % 16 == 0 for step in apart)

@@ -315,6 +315,7 @@ def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> list[dict]:
 
 
 def new_figure(row: dict, width: float, height: float, title: str) -> Figure:
+    """An empty figure, in inches, that says under its title where the row was measured."""
     figure = Figure(figsize=(width, height), layout="constrained")
     where = f"{row['device']}, {row['dtype']}, torch {row['torch']}, triton {row['triton']}, commit {row['commit']}"
     figure.suptitle(f"{title}\n{where}", fontsize=11)
@@ -328,6 +329,7 @@ def look(impl: str) -> dict:
 
 
 def over_length(axes, lengths: list[int]) -> None:
+    """A logarithmic axis of context length, with a tick at each length."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
     axes.set_xlabel("context length T (tokens)")

@@ -167,6 +167,7 @@ def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
+    """Delete what save() does not keep after writing `step`."""
     found = all_checkpoints(folder)
     past = [path for path in found if _step(path) <= step]
     keep = {*past[-keep_last:], _lowest_loss(past)}
@@ -225,6 +226,7 @@ def _read(path: Path, names: Iterable[str]) -> dict:
 
 
 def _verified(path: Path, names: Iterable[str]) -> dict:
+    """As _read(), but the ValueError says only what is wrong with the checkpoint."""
     found = {}
     try:
         header = json.loads((path / "state.json").read_bytes())

@@ -251,6 +251,7 @@ class Metrics:
         self.wandb = WandbRun(mode, wandb_config, folder, config, broken, self.say)
 
     def _keep_until(self, step: int | None) -> None:
+        """Drop records and samples past `step`, and all of them where it is None."""
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
         if step is None:  # a new run in an old folder is not the old wandb run
             (self.folder / "wandb_id.txt").unlink(missing_ok=True)
