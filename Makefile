@@ -1,5 +1,5 @@
 # make train    set up .venv, prepare the default data, train the default model, draw the loss, write a sample
-# make test     the same set-up, then ruff and every test that needs no GPU, a file to a core at a time
+# make test     the same set-up, then ruff, mypy and every test that needs no GPU, a file to a core at a time
 # make mutants  plant wrong lines in a copy, one at a time, and see which test notices: about ten minutes
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
@@ -15,6 +15,7 @@ train: .venv/installed
 test: .venv/installed browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 mutants: .venv/installed
@@ -35,4 +36,4 @@ browser:
 	@touch $@
 
 clean: # removes what set-up made; runs and data stay
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

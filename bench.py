@@ -34,6 +34,9 @@ TRAFFIC_READS = ("mode", "lengths", "head_sizes", "on_chip", "out")
 
 @dataclass
 class Config:
+    """Every key of the command line. Raises ValueError for values that cannot be, and for keys that the mode
+    does not read."""
+
     mode: str = "race"  # race | traffic
     impls: list[str] | None = None  # of IMPLS; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
@@ -57,7 +60,7 @@ class Config:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
         for key in fields(self):
-            usual = key.default if key.default is not MISSING else key.default_factory()
+            usual = key.default if key.default_factory is MISSING else key.default_factory()
             read = key.name in TRAFFIC_READS if self.mode == "traffic" else key.name != "on_chip"
             if not read and getattr(self, key.name) != usual:
                 raise ValueError(
@@ -94,6 +97,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    """Races or counts. ValueError for what the user can put right; RuntimeError where one of ours is wrong."""
     match cfg.mode:
         case "race":
             heads = cfg.heads * len(cfg.head_sizes) if len(cfg.heads) == 1 else cfg.heads

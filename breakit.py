@@ -66,6 +66,9 @@ LEAST = {"block_m": 1, "block_n": 1, "tokens": 1, "steps": 1, "layer": 0, "head"
 
 @dataclass
 class Config:
+    """Every key of the command line. Raises ValueError for values that cannot be, and for keys that the mode
+    does not read."""
+
     trace: bool = False  # tell one row's story, instead of the lab
     explorer: bool = False  # make the page, instead of the lab
     replay: str | None = None  # show this fault again, instead of the lab
@@ -131,18 +134,18 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    """The lab, or the one of its three other modes that was asked for. ValueError for what the user can put right."""
     match cfg:
         case Config(trace=True):
             trace_of(cfg)
         case Config(explorer=True):
             explorer(Path(cfg.real), Path(cfg.out or PAGE))
-        case Config(replay=str()):
-            replay(Path(cfg.replay), pick_device(cfg.device))
+        case Config(replay=str(path)):
+            replay(Path(path), pick_device(cfg.device))
         case _:
             device, out = pick_device(cfg.device), Path(cfg.out or "runs/breakit")
             short = short_training(train.Config, cfg.steps, cfg.seed, cfg.device)
-            options = {"failure": cfg.failure, "run": cfg.run, "runs": Path(cfg.runs), "device": device, "out": out}
-            gallery(train.main, short, **options)
+            gallery(train.main, short, failure=cfg.failure, run=cfg.run, runs=Path(cfg.runs), device=device, out=out)
 
 
 def trace_of(cfg: Config) -> None:

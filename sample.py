@@ -24,6 +24,8 @@ from training.metrics import printable, stamp
 
 @dataclass
 class Config:
+    """Every key of the command line, with its default. Raises ValueError for values that cannot be."""
+
     run: str = "latest"  # a run's name or folder; latest: the one that saved last
     checkpoint: str = "best"  # best (lowest validation loss) | last | the path of one
     runs: str = "runs"

@@ -50,6 +50,8 @@ from training.wandb_run import WandbConfig
 
 @dataclass
 class Config:
+    """Every key of the command line, with its default. Raises ValueError for values that cannot be."""
+
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -362,6 +364,8 @@ def due(run: Run, every: int) -> bool:
 
 
 class Step(NamedTuple):
+    """What one update has measured."""
+
     batches: list[Batch]  # on the CPU, one a pass
     loss: float  # nats a token, the mean over all passes
     text_bytes: torch.Tensor  # int64 (): of the text that was predicted
@@ -384,11 +388,11 @@ def train_step(run: Run) -> Step:
     batches, total, text_bytes = forward_and_backward(run)
     for optimizer in run.optimizers:
         scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.optimizer.grad_clip or math.inf)
+    total_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.optimizer.grad_clip or math.inf)
 
     # The guard. To read the loss is to wait for the device, once a step. It is the price for stopping before a bad
     # update: weights that have become NaN cannot be repaired.
-    loss, norm = float(total), float(norm)
+    loss, norm = float(total), float(total_norm)
     # An infinite gradient is normal while the scaler can answer it with a smaller scale. It cannot where the scale is
     # 1: then nothing is scaled (as in every dtype but fp16), and the infinity is the model's own.
     scale = scaler.get_scale()
@@ -497,7 +501,7 @@ def write_sample(run: Run) -> str:
 def look(run: Run) -> dict[str, float]:
     """The gauges of attention, on one validation sequence, and the time that they take."""
     started = time.perf_counter()
-    first = Batch(*(part if part is None else part[:1] for part in next(validation(run.cfg, run.dataset))))
+    first = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])
     x, _, documents = first.to(run.device)
     with evaluation_mode(run.averaged) as model, run.autocast:
         gauges = reading(record(model, x, documents=documents))
@@ -507,8 +511,9 @@ def look(run: Run) -> dict[str, float]:
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
     """Writes a checkpoint and returns its folder. With `fault`, the batch that a run stopped at and its random state,
     writes that and the weights that met it, and nothing to go on from."""
-    tensors, model = fault, run.model
-    if fault is None:
+    if fault is not None:
+        tensors, model = fault, run.model
+    else:
         parameters, model = dict(run.model.named_parameters()), run.averaged
         tensors = checkpoint.optimizer_tensors(run.optimizers, parameters.items())
         if run.averaged is not run.model:
@@ -576,9 +581,10 @@ def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor])
         kept = save(run, into, tensors)
         say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
         say(
             f"  its batch and weights are lost: {run.folder / into} cannot be written "
-            f"({os.strerror(error.errno)}); free some space, and the run, resumed or begun again, meets it"
+            f"({why}); free some space, and the run, resumed or begun again, meets it"
         )
 
 

@@ -219,6 +219,7 @@ def span(response: requests.Response) -> tuple[int, int]:
 
 
 def check_sha256(file: Path, sha256: str) -> None:
+    """ValueError where the file has another SHA-256 (hexadecimal)."""
     with open(file, "rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != sha256:
@@ -226,6 +227,7 @@ def check_sha256(file: Path, sha256: str) -> None:
 
 
 def by_hand(url: str, file: Path, sha256: str | None, reason: str) -> str:
+    """The message about a download that failed: why, and how to do without it."""
     which = f" (SHA-256 {sha256})" if sha256 else ""
     return f"{url} cannot be downloaded: {reason}; run again, or put the file{which} at {file.resolve()} yourself"
 

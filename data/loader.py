@@ -8,7 +8,7 @@ A saved generator would have to be saved for each rank, and be wrong once the nu
 import glob
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,8 @@ class Dataset:
 
 
 class Batch(NamedTuple):
+    """B windows, and for each token the one that comes after it."""
+
     x: torch.Tensor  # int64 (B, T)
     y: torch.Tensor  # int64 (B, T): the tokens after x
     documents: torch.Tensor | None  # int32 (B, T): number, within the split, of the document that each token of x is
@@ -49,8 +51,12 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`. The copy to a CUDA device runs beside the computation, from pinned memory."""
         if device.type == "cuda":
-            return Batch(*(part if part is None else part.pin_memory().to(device, non_blocking=True) for part in self))
-        return Batch(*(part if part is None else part.to(device) for part in self))
+            return self.each(lambda part: part.pin_memory().to(device, non_blocking=True))
+        return self.each(lambda part: part.to(device))
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The batch with change() applied to its tensors."""
+        return Batch(change(self.x), change(self.y), None if self.documents is None else change(self.documents))
 
 
 def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
@@ -59,6 +65,7 @@ def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
     match data.source:
         case "bin":
             check(data)
+            assert data.path is not None, "check() refuses that"
             return open_shards(find_shards(data.path), tokenizer, data.val_fraction)
         case "fineweb":
             check(data)

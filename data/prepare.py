@@ -21,8 +21,8 @@ import sysconfig
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -58,6 +58,8 @@ TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 
 @dataclass
 class DataConfig:
+    """Which text, and how much of it is for validation. READS says which source reads which key."""
+
     source: str = "pystdlib"  # one of READS
     path: str | None = None  # text, bin: a file, a folder or a glob; text: also -, standard input
     val_fraction: float = 0.05  # of the bytes; of the tokens for a bin that has no *val* file
@@ -80,6 +82,8 @@ class Corpus:
 
 
 class Piece(NamedTuple):
+    """Part of a document's text: UTF-8, cut between characters."""
+
     split: str
     first: bool  # of its document, in this split
     text: bytes
@@ -118,7 +122,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
             temporary = cache / f"{folder.name}.tmp"
             temporary.mkdir()
             counts = write(temporary, corpus, encoding, progress)
-        manifest = {
+        manifest: dict[str, Any] = {
             "version": FORMAT,
             "source": data.path or ORIGINS[data.source],
             "left_out": corpus.left_out,
@@ -187,11 +191,13 @@ def scan(data: DataConfig) -> Corpus:
     Empty ones are passed over. What is not UTF-8 is left out of the standard library, but an error in the user's own
     text, where it would otherwise go missing unnoticed.
     """
+    found: Sequence[File]
     match data.source:
         case "pystdlib":
             root = sysconfig.get_path("stdlib")
             found = in_order(file for file in walk(root, LEFT_OUT) if file.endswith(".py"))
         case "text":
+            assert data.path is not None, "check() refuses that"
             found = find(data.path, Path(data.cache))
         case "shakespeare":
             found = [str(shakespeare(Path(data.cache), data.url))]
@@ -201,11 +207,11 @@ def scan(data: DataConfig) -> Corpus:
     for file in found:
         try:
             for _, pieces in groupby(read(file), key=itemgetter(0)):
-                sha256, size = hashlib.sha256(), 0
+                digest, size = hashlib.sha256(), 0
                 for _, piece in pieces:
-                    sha256.update(piece)
+                    digest.update(piece)
                     size += len(piece)
-                hashes += sha256.digest()
+                hashes += digest.digest()
                 sizes.append(size)
             files.append(file)
         except ValueError:  # within a file's one document, so nothing of it has been counted yet
@@ -373,7 +379,7 @@ def encode_pieces(
         return [(piece, encode(encoding, piece.text.decode()).astype(dtype)) for piece in batch]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        waiting = deque()
+        waiting: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
         for batch in batches(pieces):
             waiting.append(pool.submit(work, batch))
             if len(waiting) > 2 * THREADS:  # as far ahead as keeps the threads busy, and no further: it is all memory

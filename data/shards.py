@@ -12,7 +12,7 @@ import numpy as np
 HEADER_INTS = 256
 MAGIC_UINT16 = (20240520, 1)  # llm.c's GPT-2 shards
 MAGIC_UINT32 = (20240801, 7)  # llm.c's Llama 3 shards
-DTYPES = {MAGIC_UINT16: np.dtype("<u2"), MAGIC_UINT32: np.dtype("<u4")}
+DTYPES: dict[tuple[int, ...], np.dtype] = {MAGIC_UINT16: np.dtype("<u2"), MAGIC_UINT32: np.dtype("<u4")}
 MOST_TOKENS = 2**31 - 1  # of one file: its header counts in int32
 
 BLOCK = 1 << 24  # tokens that are looked at at once
@@ -31,6 +31,7 @@ class Writer:
         self.open()
 
     def open(self) -> None:
+        """Begin the next file, with room for the header that close() writes."""
         # "_" sorts after ".": NAME.bin stays the first of them in the order of names
         name = f"{self.name}_{self.files:03d}.bin" if self.files else f"{self.name}.bin"
         self.file = open(self.folder / name, "wb")  # noqa: SIM115
@@ -39,7 +40,7 @@ class Writer:
         self.here = 0  # tokens in this file
 
     def write(self, ids: np.ndarray) -> None:
-        """ids: self.dtype (n,)"""
+        """Append tokens, self.dtype (n,), and go on in another file where this one is full."""
         while len(ids) > MOST_TOKENS - self.here:
             room = MOST_TOKENS - self.here
             self.append(ids[:room])
@@ -49,15 +50,17 @@ class Writer:
         self.append(ids)
 
     def append(self, ids: np.ndarray) -> None:
-        self.file.write(ids)
+        """Write tokens for which the open file has room."""
+        self.file.write(ids.data)
         self.here += len(ids)
         self.tokens += len(ids)
 
     def close(self) -> None:
+        """Write the header and close the file that is open."""
         header = np.zeros(HEADER_INTS, "<i4")
         header[:3] = *self.magic, self.here  # the count is known only now, without holding the tokens in memory
         self.file.seek(0)
-        self.file.write(header)
+        self.file.write(header.data)
         self.file.close()
 
 
@@ -102,7 +105,7 @@ class Shards:
         start, stop, step = index.indices(len(self))
         assert step == 1
         number = min(int(np.searchsorted(self.ends, start, side="right")), len(self.arrays) - 1)
-        parts = []
+        parts: list[np.ndarray] = []
         while not parts or start < stop:
             array = self.arrays[number]
             begin = len(array) - (int(self.ends[number]) - start)

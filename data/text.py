@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
@@ -35,12 +35,13 @@ TEXT_SUFFIXES = {
 KINDS = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
 
 File = str | BinaryIO  # a path, or the copy of standard input
+Stream = BinaryIO | gzip.GzipFile
 
 
 # ---- which files
 
 
-def find(path: str, cache: Path) -> list[File]:
+def find(path: str, cache: Path) -> Sequence[File]:
     """The files that data.path means, in order: a file, a folder's files that look like text by their suffix, whatever
     a glob matches, or "-", which is standard input. `cache` is the folder for its copy.
 
@@ -144,14 +145,16 @@ def read(file: File) -> Iterator[tuple[str, bytes]]:
         raise ValueError(f"{name} cannot be decompressed ({reason}): fetch it again or leave it out") from error
 
 
-def open_bytes(file: File) -> AbstractContextManager[BinaryIO]:
+def open_bytes(file: File) -> AbstractContextManager[Stream]:
+    """The file from its beginning, unpacked if its name ends in .gz. Leaving the context closes it, but for standard
+    input's copy, which is read again."""
     if not isinstance(file, str):
         file.seek(0)
         return nullcontext(file)
     return gzip.open(file) if file.lower().endswith(".gz") else open(file, "rb")
 
 
-def read_text(stream: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
+def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
     """The whole stream as one document, line ends included.
 
     A byte order mark tells a reader how the file is encoded and is no part of the text; left in, the model would learn
@@ -179,7 +182,7 @@ def read_text(stream: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
         text = text[len(piece) :] + stream.read(len(piece))
 
 
-def read_lines(stream: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
+def read_lines(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
     """Each line a document. Lines of nothing but blanks are passed over: many writers leave one at the end."""
     for number, line in enumerate(iter(lambda: stream.readline(LINE), b""), start=1):
         if line.isspace():

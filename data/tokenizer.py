@@ -34,6 +34,8 @@ GPT2_URLS = [
 
 @dataclass
 class TokenizerConfig:
+    """Which tokenizer. Raises ValueError for a vocabulary size that it cannot have."""
+
     kind: str = "byte"  # byte | bpe | gpt2 | kept
     vocab_size: int | None = None  # bpe only, the end-of-text token included; None: 4096
 

@@ -12,7 +12,7 @@ same as the kernels take it.
 
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ def gradients(
     (B, H, T, _), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     dropout = problem.seed is not None
     mask = mask_of(problem, sizes.tiles_for("forward", q, dropout)[:2])
-    if dropout and "same_seed" in problem.without:
+    if problem.seed is not None and "same_seed" in problem.without:
         problem = problem._replace(seed=problem.seed + 1)
     dlse = None if dlse is None else dlse.contiguous()
     # Of every row, and of those from the last to the end of its tile: minus lse2 and delta, side by side for one load.
@@ -156,7 +156,7 @@ def gradients(
 # ---------------------------------------------------------------------------------------------------------------------
 # The op and its autograd. An op takes tensors, numbers and texts alone, so a Problem travels as its fields.
 
-KINDS = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", bool: "bool"}
+KINDS: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", bool: "bool"}
 KINDS |= {Tensor | None: "Tensor?", tuple[str, ...]: "str[]"}
 FIELDS = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Problem).items()) + ", bool autotune"
 RESULTS = "(Tensor, Tensor, Tensor)"
@@ -193,6 +193,8 @@ def keep_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, do, dlse, _, gradients=flash_backward):
+    """The gradient of every input of forward(), None for what is no tensor to learn. do or dlse is None where no loss
+    asked for it. gradients: the op, or the function that it calls."""
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
     description = [x if tensor is None else tensor for x, tensor in zip(ctx.description, tensors, strict=True)]
     do = torch.zeros_like(o) if do is None else do
@@ -214,12 +216,14 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        return backward(ctx, *grads, gradients=gradients)
+    def backward(ctx, do, dlse, _):
+        return backward(ctx, do, dlse, None, gradients)
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return like_heads(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    """o like q, lse and lse2 float32 (B, H, T), all to be filled."""
+    lse, lse2 = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    return like_heads(q), lse, lse2
 
 
 def on(device: torch.device):
@@ -244,5 +248,6 @@ def aligned(x: Tensor) -> Tensor:
 
 @lru_cache(1024)
 def in_steps(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> bool:
+    """Whether rows (of the last axis) have no gaps and begin at multiples of 16 bytes from the first."""
     apart = [step for step, size in zip(stride[:3], shape[:3], strict=True) if size > 1]
     return stride[3] == 1 and all(step > 0 and step * itemsize % 16 == 0 for step in apart)

@@ -17,14 +17,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it when 
 
 
 class Tiles(NamedTuple):
-    BLOCK_M: int
-    BLOCK_N: int
+    """The tile sizes of a kernel, and how Triton is to compile and launch it."""
+
+    BLOCK_M: int  # query rows
+    BLOCK_N: int  # key rows
     num_warps: int
     num_stages: int
     maxnreg: int | None = None  # registers of a thread, at most
 
     def options(self) -> dict:
-        """Of a launch."""
+        """The keyword arguments of a launch."""
         return {name: getattr(self, name) for name in ("num_warps", "num_stages", "maxnreg")}
 
 
@@ -75,6 +77,7 @@ TUNED: dict[tuple, Tiles] = {}
 
 
 def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
+    """The tiles of the table for kernel "forward", "dq" or "dkdv" and q (B, H, T, D), on q's device."""
     BLOCK_D = max(64, block_d(q.shape[3]))
     if q.dtype == torch.float32:
         return FLOAT32
@@ -110,20 +113,26 @@ def launch_with(
 
 
 def block_d(D: int) -> int:
+    """The width of a tile: D rounded up to a power of two, 16 at least."""
     return max(16, 1 << (D - 1).bit_length())  # triton.next_power_of_2 takes 8 us
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have; where there is no GPU, as on the one that the kernels were measured on."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 232_448
+    if device.type != "cuda":
+        return 232_448
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's type stub lacks it
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
+    """Whether the GPU is of sm_90, as the interpreter on a CPU pretends to be."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def has_descriptors(device: torch.device) -> bool:
+    """Whether the hardware loads tiles through tensor descriptors: sm_90 and later, and the interpreter on a CPU."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9

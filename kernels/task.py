@@ -54,6 +54,8 @@ class Scoring(NamedTuple):
 
 
 class Dropout(NamedTuple):
+    """Step 4: the mask of model/dropout.py, from its seed."""
+
     seed: Tensor | None  # int64 scalar; None: no dropout
     threshold: int  # of 256: bytes below it drop their element
     zero: float  # 0.0, handed in: with a constant the compiler rounds first and selects 16-bit halves (LOG.md)
@@ -100,8 +102,8 @@ class How:
     TRUST_MAX: tl.constexpr  # most tiles are not asked for their maximum (every_tile in flash.py)
 
 
-def mask_of(problem: Problem, local_tile: tuple[int, int] = (None, None)) -> Mask:
-    """local_tile: rows and columns of the forward's tile, where global_mask is left out."""
+def mask_of(problem: Problem, local_tile: tuple[int | None, int | None] = (None, None)) -> Mask:
+    """The mask of a problem. local_tile: rows and columns of the forward's tile, where global_mask is left out."""
     local, reach = "global_mask" in problem.without, problem.T + problem.T_k
     at_least = at_most = None
     if problem.window is not None and problem.window <= reach:  # a wider one hides nothing, and might pass 32 bits
@@ -109,10 +111,13 @@ def mask_of(problem: Problem, local_tile: tuple[int, int] = (None, None)) -> Mas
     if problem.causal:
         at_most = None if local else 0
     tensors = (problem.documents_q, problem.documents_k, problem.positions, problem.blocks)
-    tensors = (None if x is None else x.contiguous() for x in tensors)
+    documents_q, documents_k, positions, blocks = (None if x is None else x.contiguous() for x in tensors)
     columns = 0 if problem.blocks is None else problem.blocks.shape[1]
-    tile = local_tile if local else (None, None)
-    return Mask(problem.T, problem.T_k, at_least, at_most, *tensors, problem.block_size, columns, *tile)
+    local_m, local_n = local_tile if local else (None, None)
+    return Mask(
+        problem.T, problem.T_k, at_least, at_most, documents_q, documents_k, positions, blocks, problem.block_size,
+        columns, local_m, local_n,
+    )  # fmt: skip
 
 
 def task_for(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, transposed: bool = False) -> Task:
@@ -140,13 +145,13 @@ def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
         )
     else:
         positions = None if mask.positions is None else edges(mask.positions[None], M)
-        if mask.documents_q is not None:
+        if mask.documents_q is not None and mask.documents_k is not None:
             of_rows, of_keys = edges(mask.documents_q, M), edges(mask.documents_k, N)
     return Visits(positions, of_rows, of_keys, bounds, tiles)
 
 
 def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -> How:
-    """trust_max is the forward's own affair."""
+    """What a kernel is compiled for: tile, precision and switches. trust_max: for the forward only."""
     return how(
         tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), tuple(problem.without),
         q.dtype == torch.float32, trust_max,
@@ -190,9 +195,10 @@ class Strided(NamedTuple):
 
 
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
-    """x in tiles of rows x BLOCK_D."""
+    """x (B, H, T, D) as a kernel reads or writes it, in tiles of rows x BLOCK_D."""
     if not sizes.has_descriptors(x.device):
-        return Strided(x, *steps(x.shape, x.stride()), x.shape[2], x.shape[3])
+        b, h, t = steps(x.shape, x.stride())
+        return Strided(x, b, h, t, x.shape[2], x.shape[3])
     # Around __init__ and its checks, which one of this kind has passed: 0.8 us instead of 3.0, 16 times a forward and
     # backward, whose host time is a sixth shorter by it (LOG.md).
     descriptor = object.__new__(TensorDescriptor)

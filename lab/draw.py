@@ -135,6 +135,7 @@ def draw_errors(axes, shown: View):
 
 
 def with_scale(figure, image, panels) -> None:
+    """Adds the colour scale of draw_errors() beside the panels."""
     bar = figure.colorbar(image, ax=panels, ticks=range(-7, 2, 2), extend="both")
     bar.ax.set_yticklabels(["1e-7", "1e-5", "0.1 %", "10 %", "1000 %"], fontsize=8)
     bar.set_label("error of the worst row / largest |right|\nblue: not finite", fontsize=8)

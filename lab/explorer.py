@@ -6,7 +6,7 @@ The page loads nothing: it is docs/explorer.template.html with all stories in it
 import json
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,12 @@ def small_inputs() -> list[Input]:
     """The worked example, and three inputs that bring on the failures for which its scores are too small."""
     head = worked_example()
     few = head._replace(k=head.k[2:], v=head.v[2:])
-    rest = {"causal": [False, True], "sizes": [1, 2, 3, 4, 5], "failures": list(STORY_FAILURES), "row": 3}
+    rest: dict[str, Any] = {
+        "causal": [False, True],
+        "sizes": [1, 2, 3, 4, 5],
+        "failures": list(STORY_FAILURES),
+        "row": 3,
+    }
     return [
         Input("cat", "the cat sat on the mat", "Five tokens, D = 4, scores q k / 2.", head, head.labels, **rest),
         Input("large", "scores times 120", "The same five tokens, their scores times 120, in float32.", head,
@@ -75,7 +80,8 @@ def real_input(path: Path) -> Input:
         raise ValueError(
             f"real={path}: {len(head.q)} tokens are more than a page can show; keep a trace with tokens=64"
         )
-    head = head._replace(**{name: np.array(getattr(head, name), np.float64) for name in "qkv"})
+    q, k, v = (np.array(x, np.float64) for x in (head.q, head.k, head.v))
+    head = head._replace(q=q, k=k, v=v)
     sizes = sorted({-(-len(head.q) // 4), -(-len(head.q) // 2)})
     failures = ["none", "no_rescale", "local_mask", "no_scale"]
     about = f"{len(head.q)} tokens, D = {head.q.shape[1]}: {head.about}."

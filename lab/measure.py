@@ -12,7 +12,7 @@ Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_k
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gau
     """What a row says after failure, where, impl, dtype and gain. verdict: harmless (within the budget), silent (wrong
     and finite) or loud (not finite)."""
     symptom = observed(tried, seen)
-    row = {"tiles": "" if tried[0].config.impl == "naive" else "{} x {}".format(*tile_of(tried[0]))}
+    row: dict[str, Any] = {"tiles": "" if tried[0].config.impl == "naive" else "{} x {}".format(*tile_of(tried[0]))}
     row |= {"predicted": guess, "observed": symptom, "agrees": guess == symptom}
     row |= first_place(tried, seen, symptom)
     row |= {name: max(getattr(g, name) for g in measured) for name in ("max_score", "max_weight")}
@@ -116,13 +116,13 @@ def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gau
 
 def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
     """o, dq, dk, dv and lse, in float64 if wide."""
+    assert call.do is not None, "a call with gradients is wanted"
     q, k, v, do = (x.double() if wide else x for x in (call.q, call.k, call.v, call.do))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     seeds = iter([call.seed, None if call.seed is None else call.seed + 1])
 
     def forward(q, k, v):
-        options = {"seed": next(seeds), "break_it": call.break_it, "return_lse": True}
-        return attention(q, k, v, call.config, **options)
+        return attention(q, k, v, call.config, seed=next(seeds), break_it=call.break_it, return_lse=True)
 
     if call.break_it.restore_seed:
         o, lse = forward(q, k, v)
@@ -178,9 +178,10 @@ def leaks(call: Call) -> bool:
     half = call.q.shape[2] // 2
     v = call.v.clone()
     v[:, :, half:] += 1
-    options = {"seed": call.seed, "break_it": call.break_it}
-    first, second = (attention(call.q, call.k, x, call.config, **options)[:, :, :half] for x in (call.v, v))
-    return not torch.equal(first, second)
+    first, second = (
+        attention(call.q, call.k, x, call.config, seed=call.seed, break_it=call.break_it) for x in (call.v, v)
+    )
+    return not torch.equal(first[:, :, :half], second[:, :, :half])
 
 
 def row_errors(found: Tensor, right: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,8 @@ IMPLS = (*OURS, *SDPA, "flex", "flash4")
 
 @dataclass(frozen=True)
 class Case:
+    """One problem of the race: q, k, v (B, H, T, D)."""
+
     B: int
     H: int
     T: int
@@ -139,6 +141,7 @@ def results_in(out: Path) -> Path:
 
 
 def append(results: Path, rows: list[dict]) -> None:
+    """Adds rows to results.csv, under a header where the file is new."""
     with open(results, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if not file.tell():
@@ -174,8 +177,10 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
     """
     causal, p = case.causal, case.dropout_p
     if name in OURS:
-        tile = (block, block) if name == "tiled" else ()
-        impl = resolve(AttentionConfig(name, *tile, dropout_p=p), device.type)
+        config = AttentionConfig(name, dropout_p=p)
+        if name == "tiled":
+            config = replace(config, block_m=block, block_n=block)
+        impl = resolve(config, device.type)
         seed = torch.tensor(case.T, device=device) if p else None
         return lambda q, k, v: attention(q, k, v, impl, causal=causal, seed=seed)
     if name in SDPA:
@@ -200,8 +205,8 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
         functorch.donated_buffer = False
         inductor.compile_threads = 1
         compiled = torch.compile(flex_attention, dynamic=False)
-        seen = (lambda b, h, i, j: i >= j) if causal else None
-        mask = create_block_mask(seen, None, None, case.T, case.T, device=device) if causal else None
+        T = case.T
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device) if causal else None
         return lambda q, k, v: compiled(q, k, v, block_mask=mask)
     assert name == "flash4"
     from flash_attn.cute import flash_attn_func
@@ -240,8 +245,8 @@ def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]
     """q, k, v and do of a case, (B, H, T, D) each, the same at every call. Random, because a matrix product is
     faster on zeros, and a kernel that reads do is faster on the expanded scalar that o.sum() would give it."""
     generator = torch.Generator(device).manual_seed(case.T)
-    made = {"generator": generator, "device": device, "dtype": dtype, "requires_grad": True}
-    return [torch.randn(case.B, case.H, case.T, case.D, **made) for _ in range(4)]
+    shape = case.B, case.H, case.T, case.D
+    return [torch.randn(shape, generator=generator, device=device, dtype=dtype, requires_grad=True) for _ in range(4)]
 
 
 def forward_and_backward(f: Callable, x: list[Tensor]) -> list[Tensor]:
@@ -252,6 +257,7 @@ def forward_and_backward(f: Callable, x: list[Tensor]) -> list[Tensor]:
 
 
 def gradients(name: str, case: Case, block: int, x: list[Tensor]) -> list[Tensor]:
+    """o, dq, dk, dv of the attention called name."""
     return forward_and_backward(attention_of(name, case, block, x[0].device), x)
 
 
@@ -309,6 +315,7 @@ def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> list[dict]:
 
 
 def new_figure(row: dict, width: float, height: float, title: str) -> Figure:
+    """An empty figure, in inches, that says under its title where the row was measured."""
     figure = Figure(figsize=(width, height), layout="constrained")
     where = f"{row['device']}, {row['dtype']}, torch {row['torch']}, triton {row['triton']}, commit {row['commit']}"
     figure.suptitle(f"{title}\n{where}", fontsize=11)
@@ -322,6 +329,7 @@ def look(impl: str) -> dict:
 
 
 def over_length(axes, lengths: list[int]) -> None:
+    """A logarithmic axis of context length, with a tick at each length."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
     axes.set_xlabel("context length T (tokens)")

@@ -20,8 +20,6 @@ from training import checkpoint, config
 from training.metrics import show, stamp
 from training.probe import find, gauges, record
 
-TEXT = {"data": DataConfig, "tokenizer": TokenizerConfig}
-
 
 class Model(NamedTuple):
     """A run's model as its best checkpoint has it, and its text."""
@@ -50,7 +48,8 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     # auto: a run that was trained on a GPU can be looked at on any machine
     attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)
     net = found.network(attention, device).eval()
-    data, tokenizer = (config.from_dict(schema, trained[key]) for key, schema in TEXT.items())
+    data = config.from_dict(DataConfig, trained["data"])
+    tokenizer = config.from_dict(TokenizerConfig, trained["tokenizer"])
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
     return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention)
 
@@ -75,13 +74,14 @@ def replay(path: Path, device: torch.device) -> None:
     net = kept.network(attention, device).train()
     checkpoint.set_rng_state(tensors)  # dropout as it was
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
+    batch = Batch(tensors["batch.x"], tensors["batch.y"], tensors.get("batch.documents"))
     with torch.autocast(device.type, low) if low else nullcontext():
-        calls = record(net, *Batch(*(tensors.get(f"batch.{name}") for name in Batch._fields)).to(device))
+        calls = record(net, *batch.to(device))
     show(f"{stamp(kept.state['broken'])}{path}: {len(tensors['batch.x'])} sequences, {impl}, {dtype}, on {device}")
     show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
     for call in calls:
         g = gauges(call)
-        sound = (all(x.isfinite().all() for x in group) for group in ((call.o,), (call.dq, call.dk, call.dv)))
+        sound = (all(x.isfinite().all() for x in group) for group in ([call.o], call.gradients))
         o, gradients = ("finite" if finite else "NOT" for finite in sound)
         show(f"{call.layer:5}{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}   "
              f"{o:9}{gradients}")  # fmt: skip

@@ -10,7 +10,7 @@ Sources: Dao 2023 (arXiv 2307.08691), algorithm 1; Dao et al. 2022 (arXiv 2205.1
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from model.mask import tiles
 from model.tiled import TINY
 
 # Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2.
-THE_CAT = {
+THE_CAT: dict[str, Any] = {
     "tokens": ["The", "cat", "sat", "on", "mat"],
     "q": [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
     "k": [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
@@ -101,8 +101,9 @@ def story(
             s = np.where(seen, scores, -np.inf)  # 2
             p, m_i, l_i, alpha = online_softmax(s, m[i], l[i], break_it)  # 3
             acc_i = (alpha * acc[i] if break_it.rescale_output else acc[i]) + p @ v[j]  # 5
-            state = (x[:, 0].copy() for x in (m[i], l[i], m_i, l_i, alpha))
-            told.append(Tile(rows, columns, scores, s, p, *state, acc_i, divided(acc_i, l_i, break_it)))
+            before = m[i][:, 0].copy(), l[i][:, 0].copy()
+            after = m_i[:, 0].copy(), l_i[:, 0].copy(), alpha[:, 0].copy()
+            told.append(Tile(rows, columns, scores, s, p, *before, *after, acc_i, divided(acc_i, l_i, break_it)))
             m[i], l[i], acc[i] = m_i, l_i, acc_i
         return told, divided(acc, l, break_it), (m + np.log(l))[:, 0]  # 6
 

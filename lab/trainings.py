@@ -11,7 +11,7 @@ from copy import deepcopy
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lab.trials import broken
 from model.break_it import FAILURES
@@ -20,8 +20,6 @@ from training.metrics import broken_name, read_metrics, show
 
 CONF = Path(__file__).parents[1] / "conf"
 FRESH_STEPS = 200  # of the model that q, k and v are taken from: 15 s, and scores up to 15
-
-T = TypeVar("T")
 
 
 class Setting(NamedTuple):
@@ -54,7 +52,7 @@ class Curves(NamedTuple):
     broken: dict[str, list[float]]  # by failure; a loss that is not finite is the last of its list
 
 
-def short_training(schema: type[T], steps: int, seed: int, device: str) -> T:
+def short_training(schema: type, steps: int, seed: int, device: str) -> Any:
     """The whole run that the broken ones are compared with: seconds, for a small model. schema: train.Config."""
     typed = ["model.n_layer=2", "model.n_embd=64", "model.context_length=128", "batch_size=8", f"steps={steps}"]
     typed += ["optimizer.lr=5e-3", "optimizer.warmup_steps=20", "eval_tokens=2048", "sample_every=0"]
@@ -65,7 +63,7 @@ def short_training(schema: type[T], steps: int, seed: int, device: str) -> T:
     return short
 
 
-def fresh_training(short: T) -> T:
+def fresh_training(short: Any) -> Any:
     """The run of the model that q, k and v are taken from: its sequences are longer, for more tiles."""
     fresh = deepcopy(short)
     fresh.name, fresh.steps, fresh.batch_size, fresh.model.context_length = "fresh", FRESH_STEPS, 4, 256
@@ -73,7 +71,7 @@ def fresh_training(short: T) -> T:
     return fresh
 
 
-def train_quietly(script: Callable[[T], int], cfg: T) -> list[float]:
+def train_quietly(script: Callable[[Any], int], cfg: Any) -> list[float]:
     """The loss of each step in nats a token; a NaN ends the run, and the list. script: train.main. A run that a signal
     ends leaves through sys.exit."""
     with redirect_stdout(StringIO()):
@@ -87,8 +85,8 @@ def train_quietly(script: Callable[[T], int], cfg: T) -> list[float]:
 
 def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> list[Curves]:
     """Each failure from one seed, and for each setting the whole run that goes with it. short: short_training()'s."""
-    found = []
-    for setting, together in groupby(sorted(failures, key=lambda name: SETTINGS[name]), key=SETTINGS.get):
+    found: list[Curves] = []
+    for setting, together in groupby(sorted(failures, key=lambda name: SETTINGS[name]), key=SETTINGS.__getitem__):
         losses = {}
         for name in ("whole", *together):
             cfg = deepcopy(short)

@@ -96,7 +96,7 @@ def computes_bf16(device: torch.device) -> bool:
         return True
     q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16)
     v = 1 + torch.tensor([1.0, 2.0]).view(1, 1, 2, 1).expand(1, 1, 2, 16) / 128
-    o = attention(*(x.bfloat16() for x in (q, k, v)), AttentionConfig("triton"))
+    o = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), AttentionConfig("triton"))
     return bool((o.float() == 1 + 2 / 128).all())  # 1 + 1.5 / 128, rounded to even
 
 
@@ -106,12 +106,13 @@ def keeps_subnormals(device: torch.device) -> bool:
     if device.type == "cuda":
         return False
     q, k, v = torch.ones(3, 1, 1, 1, 16)
-    options = {"softmax_scale": 90 / 16, "break_it": BreakIt(start_low=False)}
-    return not attention(-q, k, v, AttentionConfig("triton"), **options).isfinite().all()
+    o = attention(-q, k, v, AttentionConfig("triton"), softmax_scale=90 / 16, break_it=BreakIt(start_low=False))
+    return not o.isfinite().all()
 
 
 def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
     """The call as the trial has it: inputs rounded to dtype and, for `low`, q negated where that goes lower."""
+    assert call.do is not None, "a call with gradients is wanted"
     block = max(1, call.q.shape[2] // TILES_A_SIDE)
     q, k, v = call.q, call.k, call.v
     if trial.gain == "low" and lower_negated(call):
@@ -220,8 +221,10 @@ def hidden_first_tile(T: int, M: int, N: int, window: int) -> bool:
 
 
 def tile_of(call: Call) -> tuple[int, int]:
+    """block_m and block_n of a call."""
     return call.config.block_m, call.config.block_n
 
 
 def unbroken(call: Call) -> BreakIt:
+    """All switches on, and the call's own factor on its scores."""
     return BreakIt(score_gain=call.break_it.score_gain)

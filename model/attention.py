@@ -26,6 +26,7 @@ stand in model/tiled.py.
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +38,14 @@ from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
 from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
 
+# A Tensor, or two of them with return_lse=True. To tell the two apart would take two more signatures of each door.
+Output = Any
+
 
 @dataclass
 class AttentionConfig:
+    """What attention computes, and with which implementation. Raises ValueError for options that cannot be."""
+
     impl: str = "auto"  # naive | tiled | sdpa | triton; auto is resolved once, at start-up, by resolve()
     block_m: int = 96  # query rows of a tile (tiled); 96: the fastest for short contexts on a CPU (LOG.md)
     block_n: int = 96  # key rows of a tile (tiled)
@@ -187,7 +193,7 @@ def attention(
     documents: Tensor | None = None,
     break_it: BreakIt = UNBROKEN,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """o = dropout(softmax(q k^T * softmax_scale + mask)) v, by the implementation that config.impl names.
 
     q (B, H, T, D); k, v (B, H_kv, T_k, D) with H a multiple of H_kv; one float dtype, any strides.
@@ -229,7 +235,7 @@ def attention_varlen(
     seed: Tensor | None = None,
     break_it: BreakIt = UNBROKEN,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """attention() for sequences of several lengths laid end to end, with flash_attn_varlen_func's tensors.
 
     q (tokens_q, H, D); k, v (tokens_k, H_kv, D). cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each
@@ -248,9 +254,8 @@ def attention_varlen(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     check_inputs(q, k, v)
     found = attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse)
-    o, lse = found if return_lse else (found, None)
-    o = o[0].transpose(0, 1)
-    return (o, lse[0]) if return_lse else o
+    o = (found[0] if return_lse else found)[0].transpose(0, 1)
+    return (o, found[1][0]) if return_lse else o
 
 
 def attend(
@@ -264,7 +269,7 @@ def attend(
     seed: Tensor | None,
     break_it: BreakIt,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """What both doors come to. tokens: the fields of Problem that say which tokens belong together."""
     check_switches(config, break_it, causal, bool(tokens), softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
@@ -328,6 +333,7 @@ def problem_of(
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError unless q, k and v have the shapes of attention(), one floating-point dtype and one device."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4 and k.shape == v.shape):
         raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
@@ -347,6 +353,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 @cache
 @torch.inference_mode(False)
 def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
+    """attention.block_mask as bool (rows, columns): which blocks are computed."""
     return torch.tensor([[block == "x" for block in row] for row in picture], device=device)
 
 
@@ -401,7 +408,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) -> Tensor:
     """o (B, H, T, D). Dropout is torch's own: another mask than ours, and any dropout_p."""
-    bias, aligned = None, problem.T == problem.T_k  # is_causal aligns the diagonal at the start, ours is at the end
+    bias: Tensor | None = None
+    aligned = problem.T == problem.T_k  # is_causal aligns the diagonal at the start, ours is at the end
     if problem.causal and problem.T < problem.T_k:  # without a T x T_k mask, where a kernel knows this bias
         from torch.nn.attention.bias import causal_lower_right  # here, because it imports torch._dynamo: 2 s
 

@@ -66,6 +66,8 @@ class BreakIt:
 
 
 class Failure(NamedTuple):
+    """A failure in words, for tables and pictures."""
+
     switches: tuple[str, ...]  # of BreakIt, that are off
     removed: str
     seen: str

@@ -7,6 +7,7 @@ Attention itself is not here: a block projects to q, k, v and goes through the d
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -80,6 +81,7 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
+        """D = C / H."""
         return self.n_embd // self.n_head
 
 
@@ -105,6 +107,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def norm(config: GPTConfig) -> nn.Module:
+    """A norm of model.norm over the last axis, C wide."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
@@ -124,7 +127,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt):
         super().__init__()
         self.head_size = config.head_size
-        self.widths = [heads * config.head_size for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        kv_heads = config.n_kv_head or config.n_head
+        self.widths = [heads * config.head_size for heads in (config.n_head, kv_heads, kv_heads)]
         self.config, self.break_it = attention, break_it
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -143,6 +147,8 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """(B, T, C) to (B, T, C) by way of model.mlp_hidden: GELU, or SwiGLU with a gate (arXiv 2002.05202)."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.gated = config.mlp == "swiglu"
@@ -162,6 +168,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Adds attention, and then the MLP, to the residual stream, each on the stream's norm (pre-norm)."""
+
     def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt):
         super().__init__()
         self.attention_norm = norm(config)
@@ -233,7 +241,7 @@ class GPT(nn.Module):
             rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
         # One seed a layer, drawn here and handed down as tensors: whoever runs a block again (activation checkpointing)
         # or replays the graph (CUDA graphs) gets the same mask in the backward and a new one in the next step.
-        seeds = [None] * self.config.n_layer
+        seeds: Sequence[Tensor | None] = [None] * self.config.n_layer
         if self.training and self.attention_config.dropout_p > 0 and self.break_it.restore_seed:
             seeds = torch.randint(2**63 - 1, (self.config.n_layer,), device=idx.device).unbind()
         x = self.dropout(x)
@@ -244,8 +252,8 @@ class GPT(nn.Module):
             context = Context(rope, seed, documents)
             if self.training and self.config.activation_checkpointing:
                 restore = self.break_it.restore_seed  # the same for what torch draws: model.dropout_p, sdpa's mask
-                block = block if restore else partial(self.draw_and_run, block)
-                x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=restore)
+                again = block if restore else partial(self.draw_and_run, block)
+                x = checkpoint(again, x, context, use_reentrant=False, preserve_rng_state=restore)
             else:
                 x = block(x, context)
         return self.norm(x)
@@ -267,9 +275,11 @@ class GPT(nn.Module):
         return self.logits(self.hidden(idx)[:, -1])
 
     def logits(self, x: Tensor) -> Tensor:
+        """The residual stream (..., C), after the last norm, to the logits (..., V)."""
         return self.head(x)[..., : self.config.vocab_size]  # the rows that vocab_multiple added stand for no token
 
     def parameter_count(self) -> int:
+        """All weights; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int) -> float:

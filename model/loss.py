@@ -40,6 +40,8 @@ def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 
 
 
 class NextTokenLoss(torch.autograd.Function):
+    """next_token_loss() outside autocast: x and weight come in the dtype that the products run in."""
+
     @staticmethod
     def forward(ctx, x, weight, targets, z_loss):
         sum_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -68,9 +70,9 @@ class NextTokenLoss(torch.autograd.Function):
                 dlogits.mul_(1 + 2 * z_loss * lse)
             dlogits.scatter_add_(-1, target_i, -torch.ones_like(lse))
             dlogits = dlogits.mul_(counted_i).to(x.dtype)
-            if want_x:
+            if dx is not None:
                 dx[i : i + CHUNK] = dlogits @ weight
-            if want_weight:
+            if dweight is not None:
                 dweight += dlogits.T @ small_x_i
 
         # dweight stays in sum_dtype until it is divided: the sum over all tokens may be too large for fp16 as well.

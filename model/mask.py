@@ -46,7 +46,7 @@ def visible(problem: Problem, rows: range, columns: range, device: torch.device)
     if problem.blocks is not None:  # a row before the first key (T > T_k) stands in the first block
         seen &= problem.blocks[i.clamp(min=0) // problem.block_size, j // problem.block_size]
     seen = seen.unsqueeze(0)
-    if problem.documents_q is not None:
+    if problem.documents_q is not None and problem.documents_k is not None:
         of_rows = problem.documents_q[:, rows.start : rows.stop]
         of_keys = problem.documents_k[:, columns.start : columns.stop]
         seen = seen & (of_rows[:, :, None] == of_keys[:, None, :])
@@ -156,8 +156,10 @@ class Tiling:
     def read_edges(self) -> dict[tuple[str, int], list]:
         """The lowest and highest document (position) of each tile, a pair for each sequence of the batch, by name and
         start of the tile. All are taken from the device at once, before look() is asked of them."""
-        problem, wanted = self.problem, []
-        if problem.documents_q is not None:
+        problem, B = self.problem, 1
+        wanted: list[tuple[str, Tensor, list[range]]] = []
+        if problem.documents_q is not None and problem.documents_k is not None:
+            B = len(problem.documents_k)
             wanted += [("rows", problem.documents_q, self.row_tiles), ("keys", problem.documents_k, self.column_tiles)]
         if problem.positions is not None:
             wanted += [("positions", problem.positions[None], self.row_tiles)]
@@ -166,11 +168,12 @@ class Tiling:
             for tile in some_tiles:
                 part = x[:, tile.start : tile.stop]
                 keys.append((name, tile.start))
-                ends.append(torch.stack((part.amin(-1), part.amax(-1)), -1).expand(len(problem.documents_k), 2))
+                ends.append(torch.stack((part.amin(-1), part.amax(-1)), -1).expand(B, 2))
         return dict(zip(keys, torch.stack(ends).tolist() if ends else [], strict=True))
 
 
 def tiles(length: int, block: int) -> list[range]:
+    """0 .. length cut into ranges of block; the last one may be shorter."""
     return [range(i, min(i + block, length)) for i in range(0, length, block)]
 
 

@@ -42,7 +42,8 @@ class Fault(NamedTuple):
 TABLE = [
     # --- the loop ---
     ("gradients are never clipped", "cfg.optimizer.grad_clip or math.inf", "math.inf", "arithmetic"),
-    ("the loss is not divided by the passes", "z_loss=run.cfg.z_loss) / run.accumulation", "z_loss=run.cfg.z_loss)", "arithmetic"),
+    ("the loss is not divided by the passes",
+     "z_loss=run.cfg.z_loss) / run.accumulation", "z_loss=run.cfg.z_loss)", "arithmetic"),
     ("z_loss is not handed on", "z_loss=run.cfg.z_loss", "z_loss=0.0", "arithmetic"),
     ("gradients add up over the steps", "run.model.zero_grad(set_to_none=True)", "pass", "arithmetic"),
     ("the rate of the step before", "learning_rate(run.step + 1,", "learning_rate(run.step,", "arithmetic"),
@@ -53,14 +54,16 @@ TABLE = [
     ("gradients stay scaled in fp16", "scaler.unscale_(optimizer)", "pass", NORM),
     ("fp16 steps over infinite gradients", "scaler.is_enabled() and not math.isfinite(norm)", "False", SKIPPED),
     ("every infinite gradient ends an fp16 run", "math.isfinite(norm) or scale > 1", "math.isfinite(norm)", SKIPPED),
-    ("bits per byte by tokens", "math.log(2) * max(1, int(done.text_bytes))", "math.log(2) * run.tokens_per_step", BITS),
+    ("bits per byte by tokens",
+     "math.log(2) * max(1, int(done.text_bytes))", "math.log(2) * run.tokens_per_step", BITS),
     # --- evaluation, sample and resume ---
     ("validation with dropout", "model.eval()\n", "\n", "arithmetic"),
     ("a short batch counts as a whole one",
      "documents)) * y.numel()", "documents)) * run.cfg.batch_size * run.cfg.model.context_length", "arithmetic"),
-    ("a sample takes training's random numbers", "torch.Generator(run.device).manual_seed(run.cfg.seed)", "None", "arithmetic"),
+    ("a sample takes training's random numbers",
+     "torch.Generator(run.device).manual_seed(run.cfg.seed)", "None", "arithmetic"),
     ("the weights are kept, not their average",
-     "model = dict(run.model.named_parameters()), run.averaged", "model = dict(run.model.named_parameters()), run.model", "arithmetic"),
+     "named_parameters()), run.averaged", "named_parameters()), run.model", "arithmetic"),
     ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
     ("random numbers begin anew on resume", "checkpoint.set_rng_state(tensors)", "pass", RESUMED),
     ("the average is trained on after resume", 'p.copy_(tensors[f"{name}.trained"])', "pass", RESUMED),
@@ -78,7 +81,7 @@ TABLE = [
      "MOMENTUM if config.momentum is None else config.momentum", "MOMENTUM", "optimizer"),
     ("the rate grows with the width", "6e-4 * 768 / n_embd", "6e-4 * n_embd / 768", "arithmetic"),
     # --- checkpoints and metrics ---
-    ("best is the highest loss", "min(losses, key=losses.get", "max(losses, key=losses.get", "checkpoint"),
+    ("best is the highest loss", "min(losses, key=losses.__getitem__", "max(losses, key=losses.__getitem__", "checkpoint"),
     ("the oldest checkpoints are kept", "past[-keep_last:]", "past[:keep_last]", "checkpoint"),
     ("done names the worst evaluation", "loss < self.best[0]", "loss > self.best[0]", "metrics"),
     ("the resumed step's record is lost", 'record["step"] <= step]', 'record["step"] < step]', "metrics"),

@@ -154,7 +154,8 @@ def save(
 
 def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Memory that has two names (a tied head) is stored once: ({name: contiguous tensor}, {alias: name})."""
-    weights, alias, owner = {}, {}, {}
+    weights, alias = {}, {}
+    owner: dict[tuple, str] = {}  # by where in memory, shape, stride, dtype and device
     for name, tensor in model.items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         first = owner.setdefault(place, name) if tensor.numel() else name  # empty tensors all sit at address 0
@@ -166,6 +167,7 @@ def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
+    """Delete what save() does not keep after writing `step`."""
     found = all_checkpoints(folder)
     past = [path for path in found if _step(path) <= step]
     keep = {*past[-keep_last:], _lowest_loss(past)}
@@ -224,6 +226,7 @@ def _read(path: Path, names: Iterable[str]) -> dict:
 
 
 def _verified(path: Path, names: Iterable[str]) -> dict:
+    """As _read(), but the ValueError says only what is wrong with the checkpoint."""
     found = {}
     try:
         header = json.loads((path / "state.json").read_bytes())
@@ -309,7 +312,7 @@ def _lowest_loss(paths: list[Path]) -> Path | None:
             continue
         if loss is not None and math.isfinite(loss):
             losses[path] = loss
-    return min(losses, key=losses.get, default=None)
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def _step(path: Path) -> int:
@@ -334,7 +337,7 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
             have[run.name] = newest.stat().st_mtime
     if resume == "auto":
         if name is None and have:
-            name = max(have, key=have.get)
+            name = max(have, key=have.__getitem__)
         looked = runs / (name or "*")
     elif (Path(resume) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(resume).name):
         looked = Path(resume)
@@ -352,9 +355,9 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
                 print(f"checkpoint {found[-1]} is damaged: resuming from {path} instead", file=sys.stderr)
             return path
     problem = "no complete checkpoint among those" if found else "no checkpoint"
-    newest = sorted(have, key=have.get, reverse=True)[:NAMED]
+    newest_runs = sorted(have, key=have.__getitem__, reverse=True)[:NAMED]
     more = f" and {len(have) - NAMED} older ones" if len(have) > NAMED else ""
-    way_out = f"runs that have one: {', '.join(newest)}{more}" if have else "train one first: python train.py"
+    way_out = f"runs that have one: {', '.join(newest_runs)}{more}" if have else "train one first: python train.py"
     raise ValueError(f"{option}={resume}: {problem} in {looked}; {way_out}")
 
 

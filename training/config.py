@@ -109,12 +109,12 @@ def in_turn(script: Callable[[Any], int | None], jobs: list[tuple[Any, list[str]
 
 def compose(
     argv: list[str],
-    schema: type[T],
+    schema: type,
     config_name: str,
     conf: Path,
     name: str,
     resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
-) -> list[tuple[T, list[str]]]:
+) -> list[tuple[Any, list[str]]]:
     """Every job that the arguments ask for, as (configuration, its overrides): one, several with -m, none with --help.
 
     All jobs are composed before the first one starts, so that a sweep's last job cannot die of a typing error hours
@@ -146,7 +146,7 @@ def compose(
                 again = [check_override(o, known, groups, False) for o in typed if not o.startswith("resume=")]
                 ((cfg, _),) = hydra_jobs(RESUMED, conf, name, again, [])
             jobs.append((cfg, typed))
-        plain = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
+        plain: list[tuple[Any, list[str]]] = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(explain(error, known, conf)) from error
     # Without the schema at the bottom nothing above would have been checked against anything.
@@ -254,18 +254,23 @@ def members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
+def node_of(hint: Any) -> Any:
+    """The dataclass among the types of a field; None where there is none."""
+    return next((member for member in members(hint) if is_dataclass(member)), None)
+
+
 def known_keys(schema: type) -> dict[str, Any]:
     """Every dotted key of the schema and its type: {"seed": int, "model": GPTConfig, "model.n_layer": int, ...}"""
     found = {}
     hints = get_type_hints(schema)
     for field in fields(schema):
         found[field.name] = hints[field.name]
-        for node in filter(is_dataclass, members(hints[field.name])):
+        if node := node_of(hints[field.name]):
             found |= {f"{field.name}.{key}": hint for key, hint in known_keys(node).items()}
     return found
 
 
-def declared(schema: type) -> DictConfig:
+def declared(schema: Any) -> DictConfig:
     """The schema with the defaults as they stand in the class.
 
     OmegaConf alone takes the default of a nested dataclass from an instance, after its __post_init__: where that turns
@@ -273,8 +278,9 @@ def declared(schema: type) -> DictConfig:
     """
     node = OmegaConf.structured(schema)
     for field in fields(schema):
-        if is_dataclass(field.default_factory):
-            node[field.name] = declared(field.default_factory)
+        factory: Any = field.default_factory
+        if is_dataclass(factory):
+            node[field.name] = declared(factory)
     return node
 
 
@@ -311,7 +317,7 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
         where = "the checkpoint's configuration: "
     match error, cause:
         case MissingConfigException(options=[_, *_] as options), _:
-            group, _, name = error.missing_cfg_file.rpartition("/")
+            group, _, name = (error.missing_cfg_file or "").rpartition("/")
             best = nearest(name, options)
             hint = f"; {did_you_mean([f'{group}={best[0]}'])}" if best else ""
             hint = "; -m makes a sweep of several" if "," in name else hint
@@ -321,11 +327,11 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
             return f"{error.override}: Hydra cannot read the value ({reason}); quote it: key='\"...\"'"
         case _, ConfigKeyError():
             return where + unknown(key, known)
-        case _, ValidationError() if is_dataclass(hint := known.get(key)):
-            meant = f"{key}.{fields(hint)[0].name}={cause.value or 'VALUE'}"
+        case _, ValidationError() if is_dataclass(section := known.get(key)):
+            meant = f"{key}.{fields(section)[0].name}={cause.value or 'VALUE'}"
             return f"{where}{key}={cause.value}: {key} has keys of its own; {did_you_mean([meant])}"
-        case _, ValidationError() if hint := known.get(re.sub(r"\[\d+\]$", "", key)):
-            wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+        case _, ValidationError() if kind := known.get(re.sub(r"\[\d+\]$", "", key)):
+            wanted = kind.__name__ if isinstance(kind, type) else str(kind)
             return f"{where}{key}={cause.value}: not of the type that is wanted here, {wanted}"
         case _, MissingMandatoryValue():
             return f"{key} has no default and must be given: {key}=VALUE"
@@ -344,11 +350,10 @@ def from_dict(schema: type[T], mapping: Mapping[str, Any], prefix: str = "") -> 
     that the schema does not know, and whatever __post_init__ raises. prefix is for the recursion.
     """
     hints = get_type_hints(schema)
-    known = {field.name for field in fields(schema)}
     values = {}
     for key, value in mapping.items():
-        if key not in known:
-            raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in known])}")
-        node = next(filter(is_dataclass, members(hints[key])), None)
+        if key not in hints:
+            raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in hints])}")
+        node = node_of(hints[key])
         values[key] = from_dict(node, value, f"{prefix}{key}.") if node and isinstance(value, Mapping) else value
     return schema(**values)

@@ -102,7 +102,7 @@ def stop_signals() -> Iterator[list[int]]:
 
     A second one raises KeyboardInterrupt at once. Main thread only, as signal.signal() is.
     """
-    received = []
+    received: list[int] = []
 
     def on_signal(number, frame):
         if received:
@@ -145,7 +145,7 @@ def git_commit() -> str:
     """
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", Path(__file__).resolve().parent, *arguments]
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     if named := os.environ.get("GIT_COMMIT"):

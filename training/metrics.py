@@ -59,7 +59,7 @@ def log_line(record: dict, total_steps: int) -> str:
             fields.append("best {:.4f} at {}".format(*record["best"]))
     elif "max_score" in record:
         entropy = {key.removeprefix("entropy."): x for key, x in record.items() if key.startswith("entropy.")}
-        least = min(entropy, key=entropy.get)
+        least = min(entropy, key=entropy.__getitem__)
         fields = [
             f"probe step {step}/{total_steps}",
             f"score {record['max_score']:.2f}",
@@ -228,7 +228,7 @@ class Metrics:
         resume_step: int | None = None,
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
-        self.best = None  # (val_loss, step) of the lowest finite validation loss
+        self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         mode, reason = choose_wandb_mode(wandb_config)  # may refuse, so before anything is touched
         folder.mkdir(parents=True, exist_ok=True)
         self._keep_until(resume_step)
@@ -251,6 +251,7 @@ class Metrics:
         self.wandb = WandbRun(mode, wandb_config, folder, config, broken, self.say)
 
     def _keep_until(self, step: int | None) -> None:
+        """Drop records and samples past `step`, and all of them where it is None."""
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
         if step is None:  # a new run in an old folder is not the old wandb run
             (self.folder / "wandb_id.txt").unlink(missing_ok=True)

@@ -104,6 +104,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     wsd ends as low as cosine does (arXiv 2405.18392) and need not know its end before it decays: a checkpoint from the
     stable part can be taken on to any number of steps.
     """
+    assert config.lr is not None, "set_up() in train.py fills it in"
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "wsd":

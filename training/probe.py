@@ -58,6 +58,8 @@ class ProbeConfig:
 
 @dataclass
 class Call:
+    """One attention call of a model: what went in, what came out, and the gradients of both."""
+
     layer: int
     q: Tensor
     k: Tensor
@@ -71,6 +73,11 @@ class Call:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """dq, dk and dv, or nothing where no loss was asked for."""
+        return [x for x in (self.dq, self.dk, self.dv) if x is not None]
 
     def problem(self, break_it: BreakIt | None = None) -> Problem:
         """The call as attention()'s implementations take it; break_it: instead of the call's own."""
@@ -86,7 +93,8 @@ def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor
     """Every attention call of model(x), in order; with targets y also the gradients of the loss, which leave the
     parameters' alone. x, y: token ids int64 (B, T), documents: the loader's. In training mode the
     model draws dropout. A compiled model cannot be recorded: it does not look `attention` up in model/gpt.py."""
-    calls, door, listening = [], gpt.attention, True
+    calls: list[Call] = []
+    door, listening = gpt.attention, True
 
     def recording(q, k, v, config, **options):
         o = door(q, k, v, config, **options)
@@ -117,6 +125,8 @@ def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor
 
 
 class Gauges(NamedTuple):
+    """What gauges() reads off a call."""
+
     max_score: float  # of those that are seen
     headroom: float  # what is left until exp of it leaves the dtype of q, which nothing but the maximum prevents
     max_weight: float
@@ -202,6 +212,8 @@ def worst(choose, numbers) -> float:
 
 
 class Place(NamedTuple):
+    """A tile in which a number is not finite."""
+
     layer: int
     batch: int
     head: int  # query head
@@ -213,7 +225,7 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         keys = "no key tile by itself"
-        if self.key_tile is not None:
+        if self.columns is not None:
             keys = f"key tile {self.key_tile} (keys {self.columns[0]} to {self.columns[-1]})"
         return (
             f"layer {self.layer}, head {self.head}, query tile {self.query_tile} (rows {self.rows[0]} to "
@@ -251,7 +263,7 @@ def find(calls: list[Call]) -> Place | None:
     for call in reversed(calls):
         if call.do is None or not call.do.isfinite().all():
             return None
-        if not all(x.isfinite().all() for x in (call.dq, call.dk, call.dv)):
+        if not all(x.isfinite().all() for x in call.gradients):
             return first_bad(call)
     return None
 
@@ -313,6 +325,7 @@ def first_bad_forward(call: Call) -> Place | None:
 
 def first_bad_backward(call: Call) -> Place | None:
     """Steps 7 to 12 as tiled does them, up to the first weight or gradient that is not finite."""
+    assert call.do is not None
     problem, wide = call.problem(), sum_dtype(call.q.dtype)
     q, k, v = by_key_head(call.q, call.k, call.v)
     N, G, T, _ = q.shape

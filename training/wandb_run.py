@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 WANDB_PROBE_SECONDS = 2.0
 WANDB_INIT_SECONDS = 5.0
@@ -178,27 +179,27 @@ class WandbRun:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         self.say(f"wandb: gave up, the run goes on without it ({reason})")
 
-    def attempt(self, call: Callable[[], object]) -> None:
-        """Calls `call` unless wandb has been given up; gives it up if that fails."""
+    def attempt(self, call: Callable[[Any], object]) -> None:
+        """Calls `call` with wandb's run unless it has been given up; gives it up if that fails."""
         if self.run:
             try:
-                call()
+                call(self.run)
             except self.errors as error:
                 self.give_up(error)
 
     def log(self, record: dict) -> None:
         """Hand over a record; returns at once, the sending is another process's business."""
         # None (no MFU on this machine) would be a chart of nothing.
-        self.attempt(lambda: self.run.log({k: v for k, v in record.items() if v is not None}))
+        self.attempt(lambda run: run.log({k: v for k, v in record.items() if v is not None}))
 
     def sample(self, step: int, text: str) -> None:
         """Hand over a sample's text."""
-        self.attempt(lambda: self.run.log({"step": step, "sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}))
+        self.attempt(lambda run: run.log({"step": step, "sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}))
 
     def finish(self, exit_code: int, picture: Path) -> None:
         """Send the picture and the exit code, in at most WANDB_FINISH_SECONDS."""
         if picture.exists():
-            self.attempt(lambda: self.run.log({"loss_picture": self.wandb.Image(str(picture))}))
-        self.attempt(lambda: self.run.finish(exit_code=exit_code))
+            self.attempt(lambda run: run.log({"loss_picture": self.wandb.Image(str(picture))}))
+        self.attempt(lambda run: run.finish(exit_code=exit_code))
         if self.run and self.mode == "offline":
             self.say(f"wandb: to send this run later: wandb sync {self.folder / 'wandb' / 'offline-run-*'}")
