@@ -147,7 +147,7 @@ def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
 
 
 def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -> How:
-    """What a kernel is compiled for: tile, precision and switches. trust_max: for the forward only."""
+    """trust_max is the forward's own affair."""
     without, guard = problem.without, "guard_empty_rows" not in problem.without
     zero = "start_low" in without or "subtract_max" in without
     how = How(

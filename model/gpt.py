@@ -127,8 +127,6 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None, documents: Tensor | None
     ) -> Tensor:
-        """(B, T, C) to (B, T, C). rope: cos and sin, float32 (T, D / 2), or None. seed: int64 scalar, of the weights'
-        dropout; None in evaluation. documents: integers (B, T), or None."""
         # Split first, then into heads, (B, T, H*D) to (B, H, T, D): the other way round the backward copies once more.
         qkv = self.qkv(x).split(self.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in qkv)
@@ -173,7 +171,6 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seed: Tensor | None, documents: Tensor | None
     ) -> Tensor:
-        """(B, T, C) to (B, T, C); the rest as in CausalSelfAttention.forward()."""
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, seed, documents))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
