@@ -57,8 +57,6 @@ ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}"
 
 @dataclass
 class DataConfig:
-    """Which text, and how much of it is for validation. READS says which source reads which key."""
-
     source: str = "pystdlib"  # pystdlib | text | bin | shakespeare | fineweb
     path: str | None = None  # text, bin: a file, a folder or a glob; text: also -, standard input
     val_fraction: float = 0.05  # of the bytes; of the tokens for a bin that has no *val* file
