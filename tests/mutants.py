@@ -81,7 +81,8 @@ TABLE = [
      "MOMENTUM if config.momentum is None else config.momentum", "MOMENTUM", "optimizer"),
     ("the rate grows with the width", "6e-4 * 768 / n_embd", "6e-4 * n_embd / 768", "arithmetic"),
     # --- checkpoints and metrics ---
-    ("best is the highest loss", "min(losses, key=losses.__getitem__", "max(losses, key=losses.__getitem__", "checkpoint"),
+    ("best is the highest loss",
+     "min(losses, key=losses.__getitem__", "max(losses, key=losses.__getitem__", "checkpoint"),
     ("the oldest checkpoints are kept", "past[-keep_last:]", "past[:keep_last]", "checkpoint"),
     ("done names the worst evaluation", "loss < self.best[0]", "loss > self.best[0]", "metrics"),
     ("the resumed step's record is lost", 'record["step"] <= step]', 'record["step"] < step]', "metrics"),
