@@ -16,7 +16,7 @@ test: .venv/installed browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 mutants: .venv/installed
 	$(BIN)/python -m tests.mutants $(ARGS)

@@ -45,6 +45,16 @@ class Ended(NamedTuple):
     err: str
 
 
+# A file goes to a core as a whole (--dist loadfile). The longest begin first, or one core would end with one of them
+# while the others wait. test_flash_compile starts four compilers of its own.
+LONGEST = ["flash_compile", "train", "lab", "flash", "bad_input", "sweep", "explorer", "attention", "bench"]
+
+
+def pytest_collection_modifyitems(items):
+    rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def composed_once():
     """Hydra composes twice, first only to look for hydra.mode, which no test sets: a third of a mistake's time."""

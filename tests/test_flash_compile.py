@@ -19,14 +19,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # Bytes of shared memory that a program may have, which the compiler does not check.
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448}
 ALL = [["bfloat16", D, dropout] for D in (64, 128, 256) for dropout in (False, True)]
-# float32 takes half a minute a case: the widest there is, which takes the most memory. sm_86 has the same tiles with
-# dropout and without. sm_100 has those of sm_90 and as much memory: every other case, so that it has each head size,
-# and is compiled with dropout and without.
+# float32 only to PTX, for its shared memory: the widest there is, which takes the most. The rest are chosen so that
+# each architecture has each head size, and both entries of each table are compiled somewhere. ptxas takes seconds for
+# each kernel of D=256, and dropout, which takes registers, is the harder case.
+D64, D64_DROPOUT, D128, D128_DROPOUT, D256, D256_DROPOUT = ALL
 CASES = {
-    80: [*ALL, ["float32", 256, True]],
-    86: [*ALL[1::2], ["float32", 128, True]],
-    90: [*ALL, ["float32", 64, True]],
-    100: [ALL[0], ALL[3], ALL[4]],
+    80: [D64, D64_DROPOUT, D128_DROPOUT, D256_DROPOUT, ["float32", 256, True]],
+    86: [D64_DROPOUT, D128_DROPOUT, D256_DROPOUT, ["float32", 128, True]],  # the same tiles with dropout and without
+    90: [D64, D64_DROPOUT, D128, D128_DROPOUT, D256_DROPOUT, ["float32", 64, True]],
+    100: [D64, D128_DROPOUT, D256],
 }
 
 
@@ -96,8 +97,9 @@ def test_ptxas_has_nothing_to_complain_of(compiled, arch):
     one kernel: with so few registers that two programs share a processor, one computes while the other waits, which was
     measured to be faster than one that need not wait (LOG.md)."""
     shared = ("forward_kernel", 128, [128, 64, 8, 2, 128])
-    kernels = [found for found in compiled[arch] if (found["kernel"], found["D"], found["tiles"]) != shared]
-    assert len(kernels) >= len(compiled[arch]) - 1
+    assembled = [found for found in compiled[arch] if found["dtype"] != "float32"]
+    kernels = [found for found in assembled if (found["kernel"], found["D"], found["tiles"]) != shared]
+    assert len(kernels) >= len(assembled) - 1
     assert not beyond(kernels, lambda found: not found["warnings"])
 
 

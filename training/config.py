@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import asdict, fields, is_dataclass
 from difflib import SequenceMatcher
+from functools import cache
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -270,6 +271,7 @@ def known_keys(schema: type) -> dict[str, Any]:
     return found
 
 
+@cache  # Hydra copies what it is given; made anew it would be a fifth of a composition
 def declared(schema: Any) -> DictConfig:
     """The schema with the defaults as they stand in the class.
 
@@ -279,7 +281,7 @@ def declared(schema: Any) -> DictConfig:
     node = OmegaConf.structured(schema)
     for field in fields(schema):
         factory: Any = field.default_factory
-        if is_dataclass(factory):
+        if isinstance(factory, type) and is_dataclass(factory):
             node[field.name] = declared(factory)
     return node
 

@@ -228,6 +228,7 @@ class Metrics:
         resume_step: int | None = None,
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
+        self.drawn = False  # whether loss.png has all that metrics.jsonl has
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         mode, reason = choose_wandb_mode(wandb_config)  # may refuse, so before anything is touched
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,6 +285,7 @@ class Metrics:
         if self.broken:
             record = {**record, "broken": self.broken}
         self.file.write(_json_line(record))
+        self.drawn = False
         self.file.flush()  # what is flushed survives kill -9; only a power cut could take it
         self._note_best(record)
         self.say(log_line({**record, "best": self.best}, self.total_steps))
@@ -300,11 +302,14 @@ class Metrics:
         self.wandb.sample(step, f"{header}\n{text}")
 
     def picture(self) -> Path:
-        """Draw loss.png anew from metrics.jsonl and return its path."""
-        figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
+        """Draw loss.png anew from metrics.jsonl, if there is more in it than at the last call, and return its path."""
         path, temp = self.folder / "loss.png", self.folder / ".tmp-loss.png"
+        if self.drawn:
+            return path
+        figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
         figure.savefig(temp, dpi=120)
         os.replace(temp, path)
+        self.drawn = True
         return path
 
     def close(self, exit_code: int = 0) -> None:
