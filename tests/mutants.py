@@ -112,8 +112,8 @@ TABLE = [
     ("half of the heads have another slope", "2 ** (-8 * i / n)", "2 ** (-4 * i / n)", "attention"),
     ("a window sees one key more", "(j > i - problem.window)", "(j >= i - problem.window)", "attention mask"),
     ("a tile at a window's edge counts as whole", "last - left < window", "last - left <= window", "mask"),
-    ("dropout's survivors are scaled by 1 / (1 - p)",
-     "256 / (256 - drop_threshold(dropout_p))", "1 / (1 - dropout_p)", "attention"),
+    ("dropout's survivors are not scaled", "256 / (256 - drop_threshold(dropout_p))", "1.0", "attention"),
+    ("the threshold is cut off, not rounded", "round(256 * dropout_p)", "int(256 * dropout_p)", "dropout"),
     ("the dropout bits have a round less", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
     # --- data ---
     ("the target is the token itself", "windows[:, 1:])", "windows[:, :-1])", "data"),
