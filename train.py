@@ -63,16 +63,18 @@ class Config:
 
     name: str | None = None  # of the run; None: date, size and attention
     runs: str = "runs"  # the folder that runs lie in
-    resume: str | None = None  # auto: the last checkpoint of run `name`, or of the newest run; or a path. It brings its
-    # configuration: what the command line does not say stays as it was
+    # auto: the last checkpoint of run `name`, or of the newest run; or a path. It brings its configuration: what the
+    # command line does not say stays as it was
+    resume: str | None = None
     seed: int = 1337
 
     steps: int = 700  # updates of the weights
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
     tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
-    ema_decay: float = 0.0  # above 0 a moving average of the weights is validated, sampled from and kept. It reaches
-    # back about 1 / (1 - ema_decay) steps; at first, over a ninth of the steps made so far
+    # Above 0 a moving average of the weights is validated, sampled from and kept. It reaches back about
+    # 1 / (1 - ema_decay) steps; at first, over a ninth of the steps made so far.
+    ema_decay: float = 0.0
     eval_every: int = 100  # steps
     eval_tokens: int = 65536  # about as many validation tokens, always the same ones
     sample_every: int = 200  # steps; 0: never
@@ -82,8 +84,8 @@ class Config:
     log_every: int = 1  # steps
 
     device: str = "auto"  # auto | cpu | cuda | cuda:1 | mps
-    dtype: str = "auto"  # bf16 | fp16 (both autocast, fp16 with a gradient scaler) | float32; auto: bf16 on a GPU that
-    # has it
+    # bf16 | fp16 (both autocast, fp16 with a gradient scaler) | float32; auto: bf16 on a GPU that has it
+    dtype: str = "auto"
     compile: str = "auto"  # true | false; auto: on a GPU, but not for tiled, whose loop would be unrolled
     stop_on_nan: bool = True  # false lets a broken run go on, to see where it ends
 
@@ -378,8 +380,7 @@ class Step(NamedTuple):
 def train_step(run: Run) -> Step:
     """One update of the weights: forward and backward of every pass, clip, guard, update.
 
-    Up to the guard nothing waits for the device, and nothing after it needs the batches: a step that is recorded once
-    and replayed would take the place of forward_and_backward().
+    Nothing waits for the device before the guard.
     """
     cfg, scaler = run.cfg, run.scaler
     lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
@@ -434,7 +435,7 @@ def forward_and_backward(run: Run) -> tuple[list[Batch], torch.Tensor, torch.Ten
 
 def step_record(run: Run, done: Step, seconds: float, pace: float) -> dict:
     """What metrics.jsonl keeps of a step."""
-    peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)
+    peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the peaks known are of 16 bits
     return {
         "step": run.step,
         "loss": done.loss,

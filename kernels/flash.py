@@ -22,8 +22,8 @@ that a second run gives the same bits.
 What is special:
 - s and m are in base 2: log2(e) goes into the scale, and exp2 is the instruction there is.
 - Tiles that the mask leaves whole run in a loop without a mask.
-- In bfloat16 on Hopper most tiles are not asked for their maximum (every_tile), until in_vain says that one should have
-  been.
+- In bfloat16 on Hopper most tiles do not compute their maximum (every_tile). If in_vain finds that one should have,
+  the tile of queries is done again.
 - The heaviest tiles of a head start first.
 - From Hopper on the hardware loads tiles by itself, strides and edges included, through tensor descriptors.
 """
@@ -52,9 +52,10 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     where = key_tiles(task, b, tile, how)
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
-    # Any m that keeps exp2 in range gives the same o. So the tiles that the mask cuts and two whole ones, the first and
-    # the last, are asked for it, and where the others were trusted in vain all is done again, asking every tile. The
-    # last one goes with those that the mask cuts. (In a list of tiles it is not beside them, and stays where it is.)
+    # Any m that keeps exp2 in range gives the same o. So m is computed from the tiles that the mask cuts and from the
+    # first and the last whole tile; the other whole tiles reuse it. If in_vain finds that this was wrong, all tiles are
+    # done again, each with its own maximum. `asked` is the first whole tile that reuses m. (The last whole tile is
+    # moved to those that the mask cuts, except in a list of tiles, where it does not stand beside them.)
     if how.TRUST_MAX:
         seen = nothing_seen(how)  # Triton wants what a loop carries defined before it
         if task.visits.tiles is None:
@@ -85,10 +86,10 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 def every_tile(q_i, k, v, b, h, row0, asked, where, task, how: tl.constexpr):
     """Steps 1 to 5 for a tile of queries.
 
-    TRUST_MAX: the whole tiles from `asked` on are not asked for their maximum. What is subtracted there is the m of
-    those before, and nothing is rescaled. They come last: a rescaling after them would be lost where alpha is below
-    2**-126, which exp2 makes 0, and l may be 2**127 by then. Without it whole tiles come first, as they do in tiled
-    under a causal mask: broken kernels are compared with it.
+    TRUST_MAX: the whole tiles from `asked` on do not compute their maximum. They subtract the m of the tiles before
+    them and rescale nothing. They come last: a rescaling after them would be lost where alpha is below 2**-126, which
+    exp2 makes 0, and l may be 2**127 by then. Without TRUST_MAX whole tiles come first, as in tiled under a causal
+    mask, with which broken kernels are compared.
     """
     seen = nothing_seen(how)
     if how.TRUST_MAX:
@@ -130,7 +131,7 @@ def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
             most = tl.maximum(most, eighths(p))
         p = dropped(p, b * task.H + h, row0, column0, row, column, task.dropout)  # 4
         if how.RESCALE_OUTPUT and not TRUSTED:
-            acc = acc * alpha[:, None]
+            acc = acc * alpha[:, None]  # 5: rescale what the earlier tiles gave
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
         if how.WIDE_OUTPUT:
             acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=how.PRECISION)  # 5
@@ -145,14 +146,14 @@ def online_softmax(s, factor, m, l, TRUSTED: tl.constexpr, how: tl.constexpr):
     m_new = tl.maximum(m, tl.max(s, 1) * factor) if how.SUBTRACT_MAX and not TRUSTED else m
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
-    l = (l * alpha[:, None] if how.RESCALE_SUM and not TRUSTED else l) + eighths(p)  # (BLOCK_M, 8)
+    l = (l * alpha[:, None] if how.RESCALE_SUM and not TRUSTED else l) + eighths(p)  # rescale; (BLOCK_M, 8)
     return p, m_new, l, alpha
 
 
 @triton.jit
 def eighths(p):
-    """The sum of each row in eight parts, of columns 0, 8, 16, ..., of 1, 9, 17, ... and so on: each of the four
-    threads that have a row of a product between them has two. They are added up once, after the last tile."""
+    """The sum of each row in eight parts: of columns 0, 8, 16, ..., of 1, 9, 17, ... and so on. Four threads share a
+    row of a product, and each holds two of the parts. They are added up once, after the last tile."""
     return tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
 
 
@@ -166,10 +167,10 @@ def nothing_seen(how: tl.constexpr):
 
 @triton.jit
 def in_vain(acc, l, most):
-    """Whether a tile's maximum should have been asked for.
+    """Whether some tile should have computed its own maximum.
 
-    Where a score was 128 above m, in base 2, there is inf or NaN. And where eight columns of a trusted tile have all of
-    a row but 1 / 256, there may be a single weight that should be exactly 1, as it is where m is asked for; its
+    Where a score was 128 above m, in base 2, there is inf or NaN. And where an eighth of the columns of one tile has
+    all of a row but 1 / 256, there may be a single weight that should be exactly 1, as it is with its own maximum. Its
     rounding would be all the error, in o and more so in dp - delta.
     """
     l = tl.sum(l, 1)
@@ -178,8 +179,8 @@ def in_vain(acc, l, most):
 
 
 @triton.jit
-def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, task, padded, how: tl.constexpr):
-    """dq; and minus lse2 and delta of every row into of_rows (B, H, padded, 2), for dkdv_kernel."""
+def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
+    """dq; and for dkdv_kernel -lse2 and delta / keep_scale of every row, into row_terms (B, H, padded, 2)."""
     mask, H = task.mask, task.H
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
@@ -202,7 +203,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, of_rows, dq, task, padded, how: tl.con
     if how.GUARD:
         minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
     at = (n.to(tl.int64) * padded + i[:, None]) * 2 + tl.arange(0, 2)[None, :]
-    tl.store(of_rows + at, tl.join(minus_lse2_i, delta_i))
+    tl.store(row_terms + at, tl.join(minus_lse2_i, delta_i))
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     dq_i = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -236,8 +237,8 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, do, of_rows, dk, dv, task, padded, how: tl.constexpr):
-    """dk and dv; of_rows is dq_kernel's."""
+def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr):
+    """dk and dv; row_terms is dq_kernel's."""
     H, G = task.H, task.G
     n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
     tile = tl.program_id(0) % n_tiles  # under a causal mask the first keys are seen by most
@@ -251,8 +252,8 @@ def dkdv_kernel(q, k, v, do, of_rows, dk, dv, task, padded, how: tl.constexpr):
     dk_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
     dv_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
     for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
-        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, task, padded, True, how)
-        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, of_rows, b, h, column0, where, task, padded, False, how)
+        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, True, how)
+        dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, False, how)
     dk_j *= task.scoring.scale * task.keep_scale
     dv_j *= task.keep_scale
     store(dk, b, h_kv, column0, dk_j, how.BLOCK_N, how)
@@ -260,13 +261,13 @@ def dkdv_kernel(q, k, v, do, of_rows, dk, dv, task, padded, how: tl.constexpr):
 
 
 @triton.jit
-def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, task, padded,
+def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded,
                PART: tl.constexpr, how: tl.constexpr):  # fmt: skip
     """Steps 8 to 12 for the tiles of queries that are whole or, with PART, those that the mask cuts."""
     n = b * task.H + h
     row, column = tl.arange(0, how.BLOCK_M)[None, :], tl.arange(0, how.BLOCK_N)[:, None]
     j = column0 + column
-    of_rows += n.to(tl.int64) * padded * 2
+    row_terms += n.to(tl.int64) * padded * 2
     start, stop = loop_over(where, PART)
     ahead = read_list(start, stop, where, task.visits)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
@@ -278,7 +279,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, of_rows, b, h, column0, where, task, pad
         do_i = load(do, b, h, row0, how.BLOCK_M, how)
         dp = tl.dot(v_j, do_i.T, input_precision=how.PRECISION)  # 10
         at = row0 + tl.arange(0, how.BLOCK_M)[:, None]
-        minus_lse2_i, delta_i = tl.split(tl.load(of_rows + at * 2 + tl.arange(0, 2)[None, :]))
+        minus_lse2_i, delta_i = tl.split(tl.load(row_terms + at * 2 + tl.arange(0, 2)[None, :]))
         p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, task, PART)  # 8
         zp = dropped(p, n, row0, column0, row, column, task.dropout)
         dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=how.PRECISION)  # 9
@@ -401,8 +402,8 @@ def keep_mask(dropout, n, row0, column0, i, j):
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Seven rounds of Philox 4x32, uint32 all. Words that are the same for a row or a column stay that small: of what
-    broadcasts late, the first three rounds cost next to nothing."""
+    """Seven rounds of Philox 4x32, all words uint32. A word that is the same along a row or a column keeps that small
+    shape until it meets one of the other kind. So the first three rounds cost next to nothing."""
     for _ in tl.static_range(7):
         p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57  # one instruction for both halves
         c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
@@ -430,8 +431,10 @@ def key_tiles(task, b, tile, how: tl.constexpr):
             low = tl.load(visits.positions[0] + tile).to(tl.int32)
             high = tl.load(visits.positions[1] + tile).to(tl.int32)
         found = between(low, high, mask.at_least, mask.at_most, n, mask.T_k // how.BLOCK_N, how.BLOCK_N)
-        if visits.of_rows is not None:
-            found = of_same_documents(found, visits.of_rows, visits.of_keys, b, tile, tl.cdiv(mask.T, how.BLOCK_M), n)
+        if visits.row_documents is not None:
+            found = of_same_documents(
+                found, visits.row_documents, visits.key_documents, b, tile, tl.cdiv(mask.T, how.BLOCK_M), n
+            )
         if mask.local_m is not None:
             found = in_order(0, n, n, n)
     return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
@@ -453,8 +456,10 @@ def query_tiles(task, b, tile, how: tl.constexpr):
         else:
             left += mask.T - mask.T_k
             found = between(left, left + how.BLOCK_N - 1, at_least, at_most, n, n, how.BLOCK_M)
-        if visits.of_rows is not None:
-            found = of_same_documents(found, visits.of_keys, visits.of_rows, b, tile, tl.cdiv(mask.T_k, how.BLOCK_N), n)
+        if visits.row_documents is not None:
+            found = of_same_documents(
+                found, visits.key_documents, visits.row_documents, b, tile, tl.cdiv(mask.T_k, how.BLOCK_N), n
+            )
         if mask.local_m is not None:
             found = in_order(0, n, n, n)
     return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
@@ -479,7 +484,7 @@ def looked_up(edges, at, low, high, at_least, at_most, n):
     """The same for any n tiles, whose lowest and highest numbers stand in edges from `at` on. Where those are in no
     order, tiles between the first and the last may be visited in vain. (Never by x - y, which wraps for documents that
     are numbered by hashes.)"""
-    CHUNK: tl.constexpr = 512  # tiles at once: those of 32,768 tokens, or of 64 times that in as many turns
+    CHUNK: tl.constexpr = 512  # tiles at once: 32,768 tokens at 64 a tile; longer sequences take more turns
     start, whole_start, whole_stop, stop = n, n, n, 0
     for first in range(0, n, CHUNK):
         t = first + tl.arange(0, CHUNK)
@@ -513,6 +518,7 @@ def of_same_documents(found, mine, others, b, tile, n_mine, n):
 
 @triton.jit
 def in_order(start, whole_start, whole_stop, stop):
+    """The four made to rise, where rounding to tiles has left an empty range the wrong way round."""
     stop = tl.maximum(stop, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
     whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
@@ -521,6 +527,7 @@ def in_order(start, whole_start, whole_stop, stop):
 
 @triton.jit
 def of_list(mask, visits, tile):
+    """The four for a picture of blocks, whose tiles stand in a list: places in that list."""
     start, whole_start = tl.load(visits.bounds + tile * 4), tl.load(visits.bounds + tile * 4 + 1)
     whole_stop, stop = tl.load(visits.bounds + tile * 4 + 2), tl.load(visits.bounds + tile * 4 + 3)
     if mask.documents_q is not None:  # which may cut any tile, and are not in the list
@@ -547,6 +554,7 @@ def stages(PART, BLOCK_D):
 
 @triton.jit
 def read_list(t, stop, where, visits):
+    """The t-th tile of the list, if there is one; else t."""
     if visits.tiles is not None:
         t = tl.load(visits.tiles + where[4] + t, mask=t < stop, other=0)
     return t
@@ -592,6 +600,7 @@ def store(x, b, h, row, values, ROWS: tl.constexpr, how: tl.constexpr):
 
 @triton.jit
 def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to a tile of a Strided, and which of them lie inside; both (ROWS, BLOCK_D)."""
     i, d = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     head = x.pointer + tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h
     return head + (i.to(tl.int64) * x.stride_t + d), (i < x.rows) & (d < x.width)

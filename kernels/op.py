@@ -5,7 +5,7 @@
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
-In the order in which they run: flash_attention checks and goes through the op, or around it; forward launches
+From the door down: flash_attention checks, and goes through the op or, as Eager, around it; forward launches
 forward_kernel; gradients launches dq_kernel and then dkdv_kernel. A Problem (kernels/problem.py) becomes a Task: the
 same as the kernels take it.
 """
@@ -56,6 +56,22 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune:
     return o, lse
 
 
+class Eager(torch.autograd.Function):
+    """The same without the op: 1.0 ms of the host's time a forward and backward, and not 1.6 (LOG.md)."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = forward(*inputs)
+        keep_for_backward(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dlse, _):
+        return backward(ctx, do, dlse, None, gradients)
+
+
 def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
     """Why these kernels cannot run, in a line with a way out; None when they can."""
     if device.type != "cuda" and not sizes.INTERPRETED:
@@ -71,10 +87,11 @@ def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"attention.impl=triton: has float32, float16 and bfloat16, not {dtype}; use attention=tiled"
     if D > 256:
-        return f"attention.impl=triton: has heads of 256 at most, not {D}; use attention=tiled or more heads"
+        return f"attention.impl=triton: has head sizes of 256 at most, not {D}; use attention=tiled or more heads"
     if dtype == torch.float32 and D > 128 and sizes.shared_memory(device) < sizes.ROOMY:
         return (
-            f"attention.impl=triton: float32 heads of {D} need more shared memory than this GPU has; use bf16 or tiled"
+            f"attention.impl=triton: float32 with head size {D} needs more shared memory than this GPU has; "
+            "use dtype=bf16 or attention=tiled"
         )
     return None
 
@@ -84,8 +101,8 @@ def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor, Tensor]:
-    """o, lse, and lse in base 2 for the backward: what is lost on the way to base e and back would put the same factor
-    on all weights of a row. description: the fields of a Problem, then autotune."""
+    """o, lse, and lse in base 2. The backward takes the latter: converting lse back would round, and scale all weights
+    of a row alike. description: the fields of a Problem, then autotune."""
     problem, autotune = Problem(*description[:-1]), description[-1]
     o, lse, lse2 = empty_results(q)
     if q.numel() == 0:
@@ -93,7 +110,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tens
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H, T, _ = q.shape
     mask = mask_of(problem, sizes.tiles_for("forward", q, problem.seed is not None)[:2])
-    # Not with alibi: without a causal mask the tiles that are asked may be the farthest away.
+    # Not with alibi: without a causal mask the tiles that compute their maximum may be the farthest away.
     trust = (
         sizes.is_hopper(q.device)
         and q.dtype == torch.bfloat16
@@ -128,27 +145,28 @@ def gradients(
     if problem.seed is not None and "same_seed" in problem.without:
         problem = problem._replace(seed=problem.seed + 1)
     dlse = None if dlse is None else dlse.contiguous()
-    # Of every row, and of those from the last to the end of its tile: minus lse2 and delta, side by side for one load.
+    # -lse2 and delta / keep_scale of each row, side by side for one load, and padded to whole tiles
     padded = -(-T // 128) * 128
-    of_rows = lse2.new_empty(B, H, padded, 2)
+    row_terms = lse2.new_empty(B, H, padded, 2)
 
     def launch_dq(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         dq_kernel[(-(-T // M) * B * H,)](
-            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M), dlse, lse2, of_rows,
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M), dlse, lse2, row_terms,
             in_tiles(dq, M), task_for(problem, mask, q, k, tile), padded, how_for(q, problem, tile), **tile.options(),
         )  # fmt: skip
 
     def launch_dkdv(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         dkdv_kernel[(-(-T_k // N) * B * H_kv,)](
-            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M), of_rows, in_tiles(dk, N), in_tiles(dv, N),
-            task_for(problem, mask, q, k, tile, transposed=True), padded, how_for(q, problem, tile), **tile.options(),
+            in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M), row_terms,
+            in_tiles(dk, N), in_tiles(dv, N), task_for(problem, mask, q, k, tile, transposed=True), padded,
+            how_for(q, problem, tile), **tile.options(),
         )  # fmt: skip
 
     with on(q.device):
         rows = launch_with("dq", launch_dq, q, dropout, autotune)
-        # dq_kernel has filled of_rows for whole tiles of its own, and no further
+        # dq_kernel has filled row_terms for whole tiles of its own, and no further
         launch_with("dkdv", launch_dkdv, q, dropout, autotune, rows)
     return dq, dk, dv
 
@@ -192,32 +210,20 @@ def keep_for_backward(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, o, lse2, *tensors)
 
 
-def backward(ctx, do, dlse, _, gradients=flash_backward):
+def backward(ctx, do, dlse, _, compute=flash_backward):
     """The gradient of every input of forward(), None for what is no tensor to learn. do or dlse is None where no loss
     asked for it. gradients: the op, or the function that it calls."""
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
     description = [x if tensor is None else tensor for x, tensor in zip(ctx.description, tensors, strict=True)]
     do = torch.zeros_like(o) if do is None else do
-    return *gradients(q, k, v, o, lse2, do, dlse, *description), *[None] * len(description)
+    return *compute(q, k, v, o, lse2, do, dlse, *description), *[None] * len(description)
 
 
 flash_forward.register_autograd(backward, setup_context=keep_for_backward)
 
 
-class Eager(torch.autograd.Function):
-    """The same without the op: 1.0 ms of the host's time a forward and backward, and not 1.6 (LOG.md)."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = forward(*inputs)
-        keep_for_backward(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[2])
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, dlse, _):
-        return backward(ctx, do, dlse, None, gradients)
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory and devices.
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

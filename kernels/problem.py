@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     slopes: Tensor | None = None  # (H,) float32, float64 for float64 inputs: alibi takes slope * distance off a score
     documents_q: Tensor | None = None  # (B, T) integers: a query sees keys of its own document
     documents_k: Tensor | None = None  # (B, T_k)
-    positions: Tensor | None = None  # (T,) integers, of packs whose sequences differ in length as queries and as keys
+    positions: Tensor | None = None  # (T,) integers: each query's position among the keys; None: i + T_k - T
     blocks: Tensor | None = None  # bool: which blocks of block_size x block_size elements are computed
     block_size: int = 64
     seed: Tensor | None = None  # int64 scalar; None: no dropout

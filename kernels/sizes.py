@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 # (kernel, BLOCK_D up to, dropout) -> the tiles that were the fastest for 16-bit numbers on an H200 (LOG.md). The mask
-# takes registers from the products: with dropout the tiles of the forward are smaller, up to heads of 128.
+# takes registers from the products: with dropout the tiles of the forward are smaller, up to head size 128.
 MEASURED = {
     ("forward", 64, False): Tiles(128, 64, 8, 3, 128),
     ("forward", 64, True): Tiles(64, 64, 4, 3),
@@ -54,7 +54,7 @@ MEASURED = {
     ("dkdv", 256, True): Tiles(32, 64, 8, 1),
 }
 # (kernel, BLOCK_D up to) -> not measured either, for GPUs where a program has less shared memory than 160 KiB (sm_86,
-# sm_89, sm_120) and, before Hopper, for the forward of heads of 256, which would spill.
+# sm_89, sm_120) and, before Hopper, for the forward of head size 256, which would spill.
 LEAN = {
     ("forward", 64): Tiles(64, 64, 4, 2),
     ("forward", 128): Tiles(64, 64, 4, 2),
@@ -107,7 +107,7 @@ def launch_with(
         if kind not in TUNED:
             TUNED[kind] = min((t for t in [tile, *CANDIDATES] if rows % t.BLOCK_M == 0), key=milliseconds)
         tile = TUNED[kind]
-    assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "of_rows and keep_mask lean on it"
+    assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "row_terms and keep_mask lean on it"
     launch(tile)
     return tile.BLOCK_M
 

@@ -21,14 +21,15 @@ from kernels.tiles import edges, listed
 # Where the running maximum starts: from the lowest float32 a row whose first tile is hidden has exp(-inf - LOWEST) = 0;
 # from -inf it would have NaN.
 LOWEST = -torch.finfo(torch.float32).max
-# The switches of the softmax's own step: with one of them off, every tile is asked for its maximum.
+# The switches of the softmax's own step: with one of them off, every tile computes its maximum.
 SOFTMAX = frozenset(
     {"subtract_max", "start_low", "rescale_sum", "rescale_output", "wide_output", "global_mask", "guard_empty_rows"}
 )
 
 
 class Mask(NamedTuple):
-    """What a query sees. A row stands at a position among the keys, row i at i + T_k - T; None: that rule is off."""
+    """What a query sees, as bounds of its position; None: that rule is off. positions None: row i stands at
+    i + T_k - T among the keys."""
 
     T: int
     T_k: int
@@ -66,8 +67,8 @@ class Visits(NamedTuple):
     is enough. The first three are pairs: the lowest and the highest number in every tile."""
 
     positions: tuple[Tensor, Tensor] | None  # of row tiles
-    of_rows: tuple[Tensor, Tensor] | None  # (B, row tiles): documents
-    of_keys: tuple[Tensor, Tensor] | None  # (B, key tiles)
+    row_documents: tuple[Tensor, Tensor] | None  # (B, row tiles)
+    key_documents: tuple[Tensor, Tensor] | None  # (B, key tiles)
     bounds: Tensor | None  # (tiles, 4), of a picture of blocks: between()'s answers, but of places in `tiles`
     tiles: Tensor | None  # (tiles, others)
 
@@ -86,8 +87,8 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """What a kernel is compiled for: every field is a constexpr. how_for() makes each once, so that Triton, which looks
-    its compiled kernels up by it at every launch, need not compare the fields."""
+    """What a kernel is compiled for: every field is a constexpr. how() makes each once, and it is compared by identity:
+    Triton looks compiled kernels up by it at every launch, and comparing the fields would take longer (LOG.md)."""
 
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -99,7 +100,7 @@ class How:
     RESCALE_OUTPUT: tl.constexpr
     WIDE_OUTPUT: tl.constexpr
     GUARD: tl.constexpr
-    TRUST_MAX: tl.constexpr  # most tiles are not asked for their maximum (every_tile in flash.py)
+    TRUST_MAX: tl.constexpr  # most tiles do not compute their maximum (every_tile in flash.py)
 
 
 def mask_of(problem: Problem, local_tile: tuple[int | None, int | None] = (None, None)) -> Mask:
@@ -138,7 +139,7 @@ def task_for(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, tr
 
 def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
     """For tiles of M queries and N keys; transposed: of a tile of keys, which visits tiles of queries."""
-    positions = of_rows = of_keys = bounds = tiles = None
+    positions = row_documents = key_documents = bounds = tiles = None
     if mask.blocks is not None:
         bounds, tiles = listed(
             mask.blocks, mask.block_size, mask.T, mask.T_k, mask.at_least, mask.at_most, M, N, transposed
@@ -146,8 +147,8 @@ def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
     else:
         positions = None if mask.positions is None else edges(mask.positions[None], M)
         if mask.documents_q is not None and mask.documents_k is not None:
-            of_rows, of_keys = edges(mask.documents_q, M), edges(mask.documents_k, N)
-    return Visits(positions, of_rows, of_keys, bounds, tiles)
+            row_documents, key_documents = edges(mask.documents_q, M), edges(mask.documents_k, N)
+    return Visits(positions, row_documents, key_documents, bounds, tiles)
 
 
 def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -> How:
@@ -159,13 +160,14 @@ def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -
 
 
 @cache
-def how(M: int, N: int, D: int, precision: str, without: tuple[str, ...], float32: bool, trust_max: bool) -> How:
+def how(M: int, N: int, BLOCK_D: int, precision: str, without: tuple[str, ...], float32: bool, trust_max: bool) -> How:
+    """The one How of its kind."""
     guard = "guard_empty_rows" not in without
     zero = "start_low" in without or "subtract_max" in without
     fields = {
         "BLOCK_M": M,
         "BLOCK_N": N,
-        "BLOCK_D": D,
+        "BLOCK_D": BLOCK_D,
         "PRECISION": precision,
         "START": 0.0 if zero else LOWEST if guard else -math.inf,
         "SUBTRACT_MAX": "subtract_max" not in without,
@@ -197,7 +199,7 @@ class Strided(NamedTuple):
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
     """x (B, H, T, D) as a kernel reads or writes it, in tiles of rows x BLOCK_D."""
     if not sizes.has_descriptors(x.device):
-        b, h, t = steps(x.shape, x.stride())
+        b, h, t = strides_of(x.shape, x.stride())
         return Strided(x, b, h, t, x.shape[2], x.shape[3])
     # Around __init__ and its checks, which one of this kind has passed: 0.8 us instead of 3.0, 16 times a forward and
     # backward, whose host time is a sixth shorter by it (LOG.md).
@@ -211,9 +213,9 @@ def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
 def checked(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict:
     """The attributes of a descriptor that was made as Triton means it."""
     block = [1, 1, rows, block_d(shape[3])]
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*steps(shape, stride), 1], block))
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides_of(shape, stride), 1], block))
 
 
-def steps(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
+def strides_of(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
     """Of all axes but the last. One of a single element may have any stride; a descriptor may not."""
     return [step if size > 1 else 16 for step, size in zip(stride[:3], shape[:3], strict=True)]

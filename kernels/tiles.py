@@ -20,7 +20,8 @@ def edges(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def listed(blocks: Tensor, *of_mask) -> tuple[Tensor, Tensor]:
-    """lists(), for a picture that may have been painted over since. (One of inference mode keeps no count of that.)"""
+    """lists(), kept until the picture is written to: torch counts the writes to a tensor in _version, and has no public
+    name for it. A tensor of inference mode has no such count, and its lists are made anew."""
     return lists.__wrapped__(blocks, 0, *of_mask) if blocks.is_inference() else lists(blocks, blocks._version, *of_mask)
 
 

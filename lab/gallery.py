@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def gallery(
     """
     started = time.perf_counter()
     torch.set_num_threads(1)  # tiles so small take as long on two, and twice as long where another process wants a core
-    facts, device = about(device), device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
+    facts = about(device)
+    device = device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
     model = None if run is None else model_of_run(run, runs, device)
     out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
     failures = [failure] if failure else list(FAILURES)
@@ -45,6 +47,7 @@ def gallery(
         words = FAILURES[failure]
         show(f"{failure}: without {words.removed}\n  you will see: {words.seen}\n  because: {words.why}\n")
 
+    short = deepcopy(short)
     with tempfile.TemporaryDirectory() as scratch:
         short.runs = scratch
         if model is None:

@@ -250,7 +250,8 @@ def view(trial: Trial, gain: float, tried: list[Call], seen: list[Seen]) -> View
         errors = row_errors(s.found[of], s.right[of])
         relative = errors.amax(0) / float(s.right[of].abs().max())  # (H, T)
         maps += [torch.stack([part.amax(-1) for part in relative.split(M, dim=-1)], -1)]
-        if worst_row is None and beyond(s, "o").any():  # of equals the last
+        if worst_row is None and beyond(s, "o").any():
+            # of equally bad rows the last
             b, h, row = max((errors == errors.max()).nonzero().tolist(), key=lambda place: place[2])
             worst_row = call, b, h, row
     call, b, h, row = worst_row or (tried[0], 0, 0, tried[0].q.shape[2] - 1)

@@ -176,8 +176,8 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
 
 
 def predicted(trial: Trial, impl: str, tried: list[Call], measured: list[Gauges], lse: list[Tensor]) -> str:
-    """What theory says will be seen, from what goes into the calls and from their tiles; no broken call has been run.
-    measured, lse: the gauges and the whole algorithm's log-sum-exp, one of each call."""
+    """What theory says will be seen, from what goes into the calls and from their tiles: none of the trial's broken
+    calls has been run. measured, lse: the gauges and the whole algorithm's log-sum-exp, one of each call."""
     top, least = max(g.max_score for g in measured), min(g.min_l for g in measured)
     (M, N), T, T_k = tile_of(tried[0]), tried[0].q.shape[2], tried[0].k.shape[2]
     # naive divides in float32 before it rounds its weights; the others round exp(s) itself

@@ -1,9 +1,9 @@
-"""Causal attention, four ways behind one door, with the same names, the same masks and the same answers.
+"""Attention, four ways behind one door, with the same names and the same answers.
 
     attention(q, k, v, config)      the door: chooses by config.impl
       naive                         the definition: builds the whole T x T_k matrix of weights; below
       tiled                         FlashAttention in plain PyTorch, a tile of it at a time: model/tiled.py
-      triton                        the same as GPU kernels: kernels/flash.py
+      triton                        the same as GPU kernels: kernels/op.py calls those of kernels/flash.py
       sdpa                          torch's own, to compare with; below
 
 Shapes: B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H a multiple), D head size.
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.problem import Problem
-from model.break_it import FAULTS, LACKS, UNBROKEN, BreakIt
+from model.break_it import LACKS, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
 from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
@@ -108,9 +108,9 @@ class AttentionConfig:
 def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run, and refuses one that cannot, before any work is done.
 
-    auto: on a GPU torch's fused kernel, and triton for what that lacks (a window, our dropout mask, a switch of
-    break_it); tiled elsewhere, and where triton cannot run. (Heads above 256 and float64, which triton lacks, it learns
-    of at the first call only.)
+    auto: on a GPU sdpa, and triton for windows, documents, blocks, softcap, ALiBi, dropout or a broken switch; tiled
+    elsewhere, where triton cannot run, and for order=keys_outside. triton refuses head sizes above 256 and float64 at
+    its first call.
     Raises ValueError naming the reason and the way out.
     """
     if config.impl == "auto":
@@ -172,7 +172,7 @@ def check_switches(
         "same_seed": dry,
         "restore_seed": dry,
     }
-    for switch in (switch for switch in FAULTS if not getattr(break_it, switch)):
+    for switch in break_it.without:
         why = idle.get(switch)
         if switch in LACKS.get(config.impl, ()):
             able = [f"attention={impl}" for impl in ("tiled", "triton") if switch not in LACKS.get(impl, ())]
@@ -407,7 +407,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) -> Tensor:
-    """o (B, H, T, D). Dropout is torch's own: another mask than ours, and any dropout_p."""
+    """o (B, H, T, D). Dropout is torch's own: another mask than ours, and dropout_p not rounded to 1/256."""
     bias: Tensor | None = None
     aligned = problem.T == problem.T_k  # is_causal aligns the diagonal at the start, ours is at the end
     if problem.causal and problem.T < problem.T_k:  # without a T x T_k mask, where a kernel knows this bias

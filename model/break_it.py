@@ -60,7 +60,7 @@ class BreakIt:
     @property
     def label(self) -> str:
         """Names what is broken, for banners, run names and tags; empty when nothing is."""
-        parts = [name for switch, name in FAULTS.items() if not getattr(self, switch)]
+        parts = [FAULTS[switch] for switch in self.without]
         parts += [] if self.score_gain == 1.0 else [f"gain_{self.score_gain:g}"]
         return "+".join(parts).replace("no_rescale_sum+no_rescale_output", "no_rescale")
 

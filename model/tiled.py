@@ -8,8 +8,8 @@ that grouped heads need no copies of k and v:
 
 The steps have the numbers of model/attention.py; docs/attention.md derives them.
 
-Slow memory is what has length T. A tile of it comes on chip by load() and goes back by store(), and nothing else
-touches it, so that these two are the traffic that `python bench.py mode=traffic` counts.
+Slow memory is what has length T. In the forward, after by_key_head(), a tile of it comes on chip by load() and goes
+back by store(): that is the traffic that `python bench.py mode=traffic` counts.
 
 Inside, s and m are in base 2: log2(e) goes into the scale, and 2**s is e**(q k^T softmax_scale). GPU kernels do it
 because exp2 is the instruction they have; here it saves a pass over the tile. lse leaves as a natural logarithm.
@@ -30,7 +30,7 @@ from model.mask import PART, Tile, Tiling, distance, visible
 
 INF = float("inf")
 LOG2E = math.log2(math.e)
-# Where the running maximum starts. -inf in the books; but a row whose first tile is hidden altogether would then have
+# Where the running maximum starts. -inf in the papers; but a row whose first tile is hidden altogether would then have
 # exp(-inf - -inf), which is NaN. From the lowest float32 it has exp(-inf - LOWEST) = 0, and needs no guard.
 LOWEST = torch.finfo(torch.float32).min
 TINY = torch.finfo(torch.float32).tiny  # below any sum that holds a weight: the largest weight of a row is 1

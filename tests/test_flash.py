@@ -616,7 +616,7 @@ def test_a_maximum_that_starts_at_zero_is_harmless_for_usual_scores():
     ("shape", "dtype", "message"),
     [
         ((1, 1, 8, 16), torch.float64, r"has float32, float16 and bfloat16, not torch.float64; use attention=tiled"),
-        ((1, 1, 8, 257), torch.float32, r"has heads of 256 at most, not 257; use attention=tiled"),
+        ((1, 1, 8, 257), torch.float32, r"has head sizes of 256 at most, not 257; use attention=tiled"),
     ],
 )
 def test_what_the_kernels_lack_is_refused_in_one_line(shape, dtype, message):

@@ -133,6 +133,17 @@ def plant(model: GPT, layer: int, sequence: int, key_head: int, token: int, valu
     model.blocks[layer].attention.qkv.register_forward_hook(spoil)
 
 
+def test_rows_that_visit_no_key_are_named_without_a_key_tile():
+    """Four keys for eight rows, without guards: the first rows have o = 0 / 0, and no tile of keys was computed."""
+    q, k = torch.randn(1, 1, 8, 4), torch.randn(1, 1, 4, 4)
+    config, broken = AttentionConfig("tiled", 2, 2), BreakIt(guard_empty_rows=False)
+    call = Call(0, q, k, k, attention(q, k, k, config, break_it=broken), config, broken, None, None)
+    found = find([call])
+    assert (found.query_tile, found.key_tile, found.columns) == (0, None, None)
+    assert "no key tile by itself" in str(found)
+
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of Triton's interpreter
 @pytest.mark.parametrize("config", [TILED, NAIVE, AttentionConfig("triton", 16, 16)], ids=lambda config: config.impl)
 @pytest.mark.parametrize(("layer", "sequence", "key_head", "token"), [(1, 0, 1, 40), (0, 1, 0, 0), (2, 1, 1, 63)])

@@ -304,7 +304,7 @@ def first_bad_forward(call: Call) -> Place | None:
     on_chip = on_chip_for(call, 1)[0]
     o, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
     for rows, visits in Tiling(problem, call.config.block_m, call.config.block_n).by_rows():
-        q_i, columns = load(q, rows), range(1)
+        q_i, columns = load(q, rows), None
         state = nothing_seen(q_i, wide, problem.without)
         for tile in visits:
             columns = tile.columns
@@ -335,7 +335,10 @@ def first_bad_backward(call: Call) -> Place | None:
     if problem.seed is not None and not call.break_it.same_seed:
         problem = problem._replace(seed=problem.seed + 1)
     delta = (call.do.to(wide) * o).sum(-1, keepdim=True).view(N, G, T, 1)
-    lse2 = (lse * LOG2E).masked_fill(lse == -INF, INF).view(N, G, T, 1)
+    lse2 = lse * LOG2E
+    if call.break_it.guard_empty_rows:
+        lse2 = lse2.masked_fill(lse == -INF, INF)
+    lse2 = lse2.view(N, G, T, 1)
     do = call.do.reshape(q.shape)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     on_chip = on_chip_for(call, 3)
@@ -360,15 +363,18 @@ def first_bad_backward(call: Call) -> Place | None:
     return None
 
 
-def place(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Place:
-    """The first bad row as a Place. bad: bool (N, G * R), N = B * H_kv, of the tile of rows and columns."""
+def place(call: Call, bad: Tensor, rows: range, columns: range | None, what: str) -> Place:
+    """The first bad row as a Place. bad: bool (N, G * R), N = B * H_kv, of the tile of rows and columns. columns: None
+    where no tile of keys was visited."""
     q, k, v = by_key_head(call.q, call.k, call.v)
     N, G = q.shape[:2]
     n, g = (bad.view(N, G, len(rows)).any(-1).nonzero()[0]).tolist()
     batch, key_head = divmod(n, call.k.shape[1])
-    keys = slice(columns.start, columns.stop)
-    inputs = {"q": q[n, g, rows.start : rows.stop], "k": k[n, 0, keys], "v": v[n, 0, keys]}
+    inputs, key_tile = {"q": q[n, g, rows.start : rows.stop]}, None
+    if columns is not None:
+        keys, key_tile = slice(columns.start, columns.stop), columns.start // call.config.block_n
+        inputs |= {"k": k[n, 0, keys], "v": v[n, 0, keys]}
     spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
     what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else what
-    tile = rows.start // call.config.block_m, columns.start // call.config.block_n
-    return Place(call.layer, batch, key_head * G + g, *tile, rows, columns, what)
+    query_tile = rows.start // call.config.block_m
+    return Place(call.layer, batch, key_head * G + g, query_tile, key_tile, rows, columns, what)

@@ -3,7 +3,7 @@
     resumed_config(cfg)           the checkpoint's configuration takes the place of the defaults, before anything starts
     open_checkpoint(cfg)          finds and reads the checkpoint, refuses one of another model
     restore(resumed, ...)         weights, average, optimizers, loader, random numbers and scaler go on where they were
-    changed(theirs, ours)         what was typed differs from the checkpoint's configuration: said in the first lines
+    changed(theirs, ours)         which keys differ from the checkpoint's, for the first lines
     again(cfg)                    the command line that a stopped run prints
 
 cfg is train.py's Config. A resumed run is the same run bit for bit, unless something that matters was changed.
