@@ -124,12 +124,12 @@ class Context(NamedTuple):
 class CausalSelfAttention(nn.Module):
     """Projections only; see model/attention.py for what happens between them."""
 
-    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt):
+    def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()
         self.head_size = config.head_size
         kv_heads = config.n_kv_head or config.n_head
         self.widths = [heads * config.head_size for heads in (config.n_head, kv_heads, kv_heads)]
-        self.config, self.break_it = attention, break_it
+        self.attention_config, self.break_it = attention_config, break_it
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
@@ -141,7 +141,7 @@ class CausalSelfAttention(nn.Module):
         if context.rope is not None:
             q, k = rotate(q, *context.rope), rotate(k, *context.rope)
         o = attention(
-            q, k, v, self.config, seed=context.seed, documents=context.documents, break_it=self.break_it
+            q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
         )  # (B, H, T, D)
         return self.out(o.transpose(1, 2).flatten(2))  # (B, T, C)
 
@@ -170,10 +170,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Adds attention, and then the MLP, to the residual stream, each on the stream's norm (pre-norm)."""
 
-    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt):
+    def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()
         self.attention_norm = norm(config)
-        self.attention = CausalSelfAttention(config, attention, break_it)
+        self.attention = CausalSelfAttention(config, attention_config, break_it)
         self.mlp_norm = norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout_p)
@@ -190,12 +190,12 @@ def draw_and_run(block: Block, x: Tensor, context: Context) -> Tensor:
 
 
 class GPT(nn.Module):
-    """config: the architecture, with vocab_size set. attention: a resolved AttentionConfig (not auto)."""
+    """config: the architecture, with vocab_size set. attention_config: a resolved AttentionConfig (not auto)."""
 
-    def __init__(self, config: GPTConfig, attention: AttentionConfig, break_it: BreakIt = UNBROKEN):
+    def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt = UNBROKEN):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
-        attention.check_length(config.context_length)
+        attention_config.check_length(config.context_length)
         if not break_it.restore_seed:
             if not config.activation_checkpointing:
                 raise ValueError(
@@ -203,13 +203,13 @@ class GPT(nn.Module):
                 )
             # A compiled graph would keep the seed instead of drawing it again.
             self.draw_and_run = torch.compiler.disable(draw_and_run)
-        self.config, self.attention_config, self.break_it = config, attention, break_it
+        self.config, self.attention_config, self.break_it = config, attention_config, break_it
         rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
         self.embedding = nn.Embedding(rows, config.n_embd)
         if config.position == "learned":
             self.positions = nn.Embedding(config.context_length, config.n_embd)
         self.dropout = nn.Dropout(config.dropout_p)
-        self.blocks = nn.ModuleList(Block(config, attention.layer(i), break_it) for i in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, attention_config.layer(i), break_it) for i in range(config.n_layer))
         self.norm = norm(config)
         self.head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tie_head:

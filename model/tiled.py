@@ -110,7 +110,9 @@ class Tiled(torch.autograd.Function):
         by_rows = (q, do.reshape(N, G, T, D), lse2.view(N, G, T, 1), delta.view(N, G, T, 1))
         dk, dv = (like_heads(ctx.k_shape, lse) for _ in "kv")
         size = N * G * min(ctx.tile[0], T) * min(ctx.tile[1], T_k)
-        on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile of s, of dp, and of softcap's slope
+        on_chip = lse.new_empty(
+            2 if problem.softcap is None else 3, size
+        )  # a tile of s, of dp, and of softcap's gradient
 
         if ctx.order == "queries_outside":
             dq = like_heads(o.shape, o)
@@ -200,8 +202,8 @@ def weights_again(
 
     lse_i (N, R, 1) in base 2, +inf for a row that saw nothing; delta_i (N, R, 1).
     """
-    slope = None if problem.softcap is None else view_of(on_chip[2], q_i, k_j)
-    s = scores(tile, q_i, k_j, problem, on_chip[0], slope)
+    cap_gradient = None if problem.softcap is None else view_of(on_chip[2], q_i, k_j)
+    s = scores(tile, q_i, k_j, problem, on_chip[0], cap_gradient)
     if tile.seen == PART:
         hide(s, tile, problem)
     p = s.sub_(lse_i).exp2_()  # 8
@@ -211,21 +213,21 @@ def weights_again(
         z = dropout_factor(p, tile, problem)
         zp, dp = z * p, dp.mul_(z)
     ds = dp.sub_(delta_i).mul_(p)  # 11
-    if slope is not None:
-        ds.mul_(slope)
+    if cap_gradient is not None:
+        ds.mul_(cap_gradient)
     return zp.to(v_j.dtype), ds.to(q_i.dtype)
 
 
 def scores(
-    tile: Tile, q_i: Tensor, k_j: Tensor, problem: Problem, memory: Tensor, slope: Tensor | None = None
+    tile: Tile, q_i: Tensor, k_j: Tensor, problem: Problem, memory: Tensor, cap_gradient: Tensor | None = None
 ) -> Tensor:
-    """Step 1, in base 2. slope: memory that takes d score / d (q k^T scale) where softcap bends it: 1 - tanh^2."""
+    """Step 1, in base 2. cap_gradient: memory that takes d score / d (q k^T scale) where softcap bends it: 1 - tanh^2."""
     cap = problem.softcap
     s = product(q_i, k_j, problem.scale * LOG2E if cap is None else problem.scale / cap, memory)
     if cap is not None:
         s.tanh_()
-        if slope is not None:
-            torch.mul(s, s, out=slope).neg_().add_(1.0)
+        if cap_gradient is not None:
+            torch.mul(s, s, out=cap_gradient).neg_().add_(1.0)
         s.mul_(cap * LOG2E)
     if problem.slopes is not None:
         H = len(problem.slopes)

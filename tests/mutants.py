@@ -99,7 +99,7 @@ TABLE = [
     ("the head is tied when it should not be", "if config.tie_head:", "if True:", "arithmetic"),
     ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt arithmetic"),
     ("rope's base is always 10000", "frequency = base **", "frequency = 10000.0 **", "arithmetic"),
-    ("every layer has the first one's window", "attention.layer(i)", "attention.layer(0)", OPTIONS),
+    ("every layer has the first one's window", "attention_config.layer(i)", "attention_config.layer(0)", OPTIONS),
     ("z_loss has the wrong sign", "1 + 2 * z_loss * lse", "1 - 2 * z_loss * lse", "loss"),
     ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss"),
     ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sample"),
@@ -107,7 +107,7 @@ TABLE = [
     ("generation sees the beginning of a long text", "idx[:, -model.config", "idx[:, : model.config", "sample"),
     # --- attention ---
     ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", "attention"),
-    ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=slope)", "slope.copy_(s)", "attention"),
+    ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=cap_gradient)", "cap_gradient.copy_(s)", "attention"),
     ("lse's gradient has the wrong sign", "delta -= dlse", "delta += dlse", "attention"),
     ("half of the heads have another slope", "2 ** (-8 * i / n)", "2 ** (-4 * i / n)", "attention"),
     ("a window sees one key more", "(j > i - problem.window)", "(j >= i - problem.window)", "attention mask"),

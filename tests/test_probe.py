@@ -143,7 +143,6 @@ def test_rows_that_visit_no_key_are_named_without_a_key_tile():
     assert "no key tile by itself" in str(found)
 
 
-
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of Triton's interpreter
 @pytest.mark.parametrize("config", [TILED, NAIVE, AttentionConfig("triton", 16, 16)], ids=lambda config: config.impl)
 @pytest.mark.parametrize(("layer", "sequence", "key_head", "token"), [(1, 0, 1, 40), (0, 1, 0, 0), (2, 1, 1, 63)])
