@@ -221,7 +221,7 @@ def weights_again(
 def scores(
     tile: Tile, q_i: Tensor, k_j: Tensor, problem: Problem, memory: Tensor, cap_gradient: Tensor | None = None
 ) -> Tensor:
-    """Step 1, in base 2. cap_gradient: memory that takes d score / d (q k^T scale) where softcap bends it: 1 - tanh^2."""
+    """Step 1, in base 2. cap_gradient: memory for d score / d (q k^T scale) where softcap bends it: 1 - tanh^2."""
     cap = problem.softcap
     s = product(q_i, k_j, problem.scale * LOG2E if cap is None else problem.scale / cap, memory)
     if cap is not None:
