@@ -27,6 +27,7 @@ from tests.reference import (
     oracle,
     run,
 )
+from tests.second import SECOND
 
 NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
 TILES = [(16, 16), (32, 64), (64, 32), (128, 128)]
@@ -188,11 +189,22 @@ def test_a_row_that_sees_one_key_copies_its_value_and_moves_no_score(case, dtype
     assert (found["dk"].double().abs() <= ds * inputs["q"].double().abs()).all()
 
 
-def test_a_second_derivative_is_refused():
-    q = torch.randn(1, 1, 8, 4, requires_grad=True)
-    (dq,) = torch.autograd.grad(attention(q, q, q, tiled()).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+@pytest.mark.parametrize("way", SECOND.values(), ids=SECOND)
+def test_a_second_derivative_is_refused(way):
+    """It was silently 0 where do needs no gradient, and where torch.autograd.grad asked for it alone."""
+    with pytest.raises(RuntimeError, match="attention=tiled has no second derivative"):
+        way(tiled(), *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
+
+
+def test_naive_has_a_second_derivative():
+    inputs = [torch.randn(1, 1, 5, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    assert torch.autograd.gradgradcheck(lambda *inputs: attention(*inputs, NAIVE), inputs)
+
+
+def test_a_graph_of_the_backward_changes_no_gradient():
+    q = torch.randn(1, 2, 40, 8, requires_grad=True)
+    found = [torch.autograd.grad(attention(q, q, q, tiled()).sum(), q, create_graph=graph)[0] for graph in (0, 1)]
+    assert torch.equal(*found)
 
 
 def test_autocast_does_not_reach_inside():
