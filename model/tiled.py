@@ -51,7 +51,7 @@ def tiled_attention(
 
 
 class Tiled(torch.autograd.Function):
-    """Saves q, k, v, o, lse and the seed, and computes the weights again in the backward: O(T) memory in both.
+    """Saves q, k, v, o, lse and the problem, and computes the weights again in the backward: O(T) memory in both.
 
     The backward cannot be differentiated: where it was asked to be (create_graph=True), its gradients come from Once.
     """
@@ -91,7 +91,8 @@ class Tiled(torch.autograd.Function):
                 m, l, acc = (load(x, rows) for x in slow)
                 finish(o, lse, rows, (m, l, acc), without)
 
-        ctx.save_for_backward(q, k, v, o, lse, problem.seed)
+        # The problem's tensors as well, so that autograd notices documents that have changed meanwhile.
+        ctx.save_for_backward(q, k, v, o, lse, *(x if isinstance(x, Tensor) else None for x in problem))
         return o, lse
 
     @staticmethod
@@ -130,11 +131,11 @@ def gradients(
     order: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 7 to 12: dq, dk, dv like q, k, v. saved: as Tiled has it. do or dlse is None where no loss asks for it."""
-    q, k, v, o, lse, seed = saved
+    q, k, v, o, lse, *tensors = saved
+    problem = Problem(*(x if tensor is None else tensor for x, tensor in zip(problem, tensors, strict=True)))
     without = problem.without
-    if seed is not None and "same_seed" in without:
-        seed = seed + 1
-    problem = problem._replace(seed=seed)
+    if problem.seed is not None and "same_seed" in without:
+        problem = problem._replace(seed=problem.seed + 1)
     dk, dv = (like_heads(k.shape, lse) for _ in "kv")
     q, k, v = by_key_head(q, k, v)
     (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], problem.scale, lse.dtype

@@ -207,6 +207,21 @@ def test_a_graph_of_the_backward_changes_no_gradient():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("changed", ["q", "k", "v", "documents", "seed"])
+def test_what_changes_in_place_before_the_backward_is_noticed(changed):
+    """New documents were taken for the forward's, and the gradients were of neither."""
+    inputs = {name: torch.randn(1, 2, 40, 8) for name in "qkv"}
+    inputs |= {"documents": torch.arange(40)[None] // 16, "seed": torch.tensor(SEED)}
+    x = torch.ones((), requires_grad=True)
+    q, k, v = (x * inputs[name] for name in "qkv")
+    inputs |= {"q": q, "k": k, "v": v}
+    o = attention(q, k, v, tiled(dropout_p=0.1), seed=inputs["seed"], documents=inputs["documents"])
+    with torch.no_grad():
+        inputs[changed] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
 def test_autocast_does_not_reach_inside():
     """Float32 inputs stay float32: the caller chose their dtype, and running sums in bf16 would lose small tiles."""
     q = torch.randn(1, 2, 40, 16)
@@ -217,12 +232,19 @@ def test_autocast_does_not_reach_inside():
 
 
 @pytest.mark.parametrize("impl", ["naive", "tiled", "sdpa"])
-def test_traces_into_one_graph(impl):
-    q = torch.randn(1, 2, 40, 16)
-    compiled = torch.compile(
-        lambda q: attention(q, q, q, AttentionConfig(impl, 16, 16)), fullgraph=True, backend="eager"
-    )
-    assert torch.equal(compiled(q), attention(q, q, q, AttentionConfig(impl, 16, 16)))
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
+def test_traces_into_one_graph_forward_and_backward(impl, contiguous):
+    """tiled saved a view of a contiguous input, which PyTorch's tracing of a gradient refuses."""
+    qkv = torch.randn(3, 2, 2, 40, 16) if contiguous else torch.randn(3, 2, 40, 2, 16).transpose(2, 3)
+    inputs = [x.requires_grad_() for x in qkv.unbind()]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, AttentionConfig(impl, 16, 16))
+
+    o, found = attend(*inputs), torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(found, o)
+    grads, again = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, found))
+    assert all(torch.equal(x, y) for x, y in zip(grads, again, strict=True))
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
