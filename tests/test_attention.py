@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import AttentionConfig, attention, resolve
+from model.attention import AttentionConfig, alibi_slopes, attention, resolve
 from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.mask import tiles
@@ -134,6 +134,19 @@ def test_any_strides_give_the_same_bits(config):
     from_views = torch.autograd.grad(views.sum(), (q, v))
     from_copies = torch.autograd.grad(copies, (plain[0], plain[2]), torch.ones_like(copies))
     assert all(torch.equal(a, b) for a, b in zip(from_views, from_copies, strict=True))
+
+
+def test_alibis_slopes_are_float32_whatever_the_default():
+    """The first call of a process decided for all that came after."""
+    alibi_slopes.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        slopes = alibi_slopes(16, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        alibi_slopes.cache_clear()
+    assert slopes.dtype == torch.float32
+    assert slopes[1] == 0.5
 
 
 def test_grouped_heads_equal_repeated_key_heads():
