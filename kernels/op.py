@@ -16,7 +16,6 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -67,9 +66,9 @@ class Eager(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dlse, _):
-        return backward(ctx, do, dlse, None, gradients)
+        # Gradients that will be differentiated (create_graph=True) come from the op, which refuses.
+        return backward(ctx, do, dlse, None, flash_backward if torch.is_grad_enabled() else gradients)
 
 
 def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
@@ -219,7 +218,13 @@ def backward(ctx, do, dlse, _, compute=flash_backward):
     return *compute(q, k, v, o, lse2, do, dlse, *description), *[None] * len(description)
 
 
+def refuse(ctx, *_):
+    """The gradient of flash_backward, which has none."""
+    raise RuntimeError("attention=triton has no second derivative (create_graph=True); use attention=naive")
+
+
 flash_forward.register_autograd(backward, setup_context=keep_for_backward)
+flash_backward.register_autograd(refuse)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

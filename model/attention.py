@@ -364,7 +364,7 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
     and then every other one of the next higher."""
     n = 1 << H.bit_length() - 1
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
-    return torch.tensor(slopes[:H], device=device)
+    return torch.tensor(slopes[:H], dtype=torch.float32, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

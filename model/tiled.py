@@ -19,10 +19,10 @@ lse; Milakov & Gimelshein 2018 (arXiv 1805.02867), the online softmax.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.problem import Problem
 from model.dropout import keep_mask, keep_scale
@@ -45,11 +45,18 @@ def tiled_attention(
 
     block_m, block_n: rows and columns of a tile. order: queries_outside | keys_outside, of the loops.
     """
+    # by_key_head() copies where there are several sequences. Here and not inside, because what Tiled saves are its
+    # inputs: so autograd sees them change in place, and finds the way from a second gradient back to them.
+    if q.shape[0] > 1:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return Tiled.apply(q, k, v, problem, block_m, block_n, order)
 
 
 class Tiled(torch.autograd.Function):
-    """Saves q, k, v, o, lse and the seed, and computes the weights again in the backward: O(T) memory in both."""
+    """Saves q, k, v, o, lse and the problem, and computes the weights again in the backward: O(T) memory in both.
+
+    The backward cannot be differentiated: where it was asked to be (create_graph=True), its gradients come from Once.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, problem, block_m, block_n, order):
@@ -58,7 +65,7 @@ class Tiled(torch.autograd.Function):
         wide = sum_dtype(q.dtype)
         without = problem.without
         tiling = Tiling(problem, block_m, block_n)
-        ctx.problem, ctx.tile, ctx.order, ctx.k_shape = problem, (block_m, block_n), order, k.shape
+        ctx.description = problem, (block_m, block_n), order
         qn, kn, vn = by_key_head(q, k, v)
         o = like_heads(q.shape, q)
         lse = q.new_empty(B, H, T, dtype=wide)
@@ -86,62 +93,96 @@ class Tiled(torch.autograd.Function):
                 m, l, acc = (load(x, rows) for x in slow)
                 finish(o, lse, rows, (m, l, acc), without)
 
-        ctx.save_for_backward(qn, kn, vn, o, lse, problem.seed)
+        # The problem's tensors as well, so that autograd notices documents that have changed meanwhile.
+        ctx.save_for_backward(q, k, v, o, lse, *(x if isinstance(x, Tensor) else None for x in problem))
         return o, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, o, lse, seed = ctx.saved_tensors
-        without = ctx.problem.without
-        if seed is not None and "same_seed" in without:
-            seed = seed + 1
-        problem = ctx.problem._replace(seed=seed)
-        (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], problem.scale, lse.dtype
-        tiling = Tiling(problem, *ctx.tile)
-        do = torch.zeros_like(o) if do is None else do
-        delta = (do.to(wide) * o).sum(-1, keepdim=True)  # 7: (B, H, T, 1)
-        if dlse is not None:
-            delta -= dlse.unsqueeze(-1)
-        # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as 2**-inf = 0.
-        lse2 = lse * LOG2E
-        if "guard_empty_rows" not in without:
-            lse2 = lse2.masked_fill(lse == -INF, INF)
-        by_rows = (q, do.reshape(N, G, T, D), lse2.view(N, G, T, 1), delta.view(N, G, T, 1))
-        dk, dv = (like_heads(ctx.k_shape, lse) for _ in "kv")
-        size = N * G * min(ctx.tile[0], T) * min(ctx.tile[1], T_k)
-        on_chip = lse.new_empty(
-            2 if problem.softcap is None else 3, size
-        )  # a tile of s, of dp, and of softcap's gradient
+        saved = ctx.saved_tensors  # once: activation checkpointing hands them out no second time
+        # Inside a compiled graph there is nothing to refuse: PyTorch itself does.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return *gradients(saved, do, dlse, *ctx.description), None, None, None, None
+        with torch.no_grad():
+            found = gradients(saved, do, dlse, *ctx.description)
+        return *Once.apply(*found, do, dlse, *saved[:3]), None, None, None, None
 
-        if ctx.order == "queries_outside":
-            dq = like_heads(o.shape, o)
-            dk.zero_(), dv.zero_()
-            for rows, visits in tiling.by_rows():
-                q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
-                dq_i = torch.zeros(q_i.shape, dtype=wide, device=q.device)
-                for tile in visits:
-                    k_j, v_j = load(k, tile.columns), load(v, tile.columns)
-                    zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
-                    store(dv, tile.columns, torch.bmm(zp.mT, do_i), add=1.0)  # 9
-                    add_product(dq_i, ds, k_j, scale)  # 12
-                    store(dk, tile.columns, torch.bmm(ds.mT, q_i), add=scale)
-                store(dq, rows, dq_i)
-        else:
-            dq = like_heads(o.shape, lse).zero_()
-            for columns, visits in tiling.by_columns():
-                k_j, v_j = load(k, columns), load(v, columns)
-                dk_j, dv_j = (torch.zeros(k_j.shape, dtype=wide, device=q.device) for _ in "kv")
-                for tile in visits:
-                    q_i, do_i, lse_i, delta_i = (load(x, tile.rows) for x in by_rows)
-                    zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
-                    add_product(dv_j, zp.mT, do_i)  # 9
-                    store(dq, tile.rows, torch.bmm(ds, k_j), add=scale)  # 12
-                    add_product(dk_j, ds.mT, q_i, scale)
-                store(dk, columns, dk_j)
-                store(dv, columns, dv_j)
 
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+class Once(torch.autograd.Function):
+    """dq, dk and dv as they are, with an edge to each tensor that they depend on. A second gradient has to pass here.
+
+    PyTorch's once_differentiable leaves such edges out: a penalty on dq would then be lost without a word wherever do
+    needs no gradient, as of o.sum(), or where torch.autograd.grad looks for a way back to q.
+    """
+
+    @staticmethod
+    def forward(ctx, dq, dk, dv, *_):
+        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("attention=tiled has no second derivative (create_graph=True); use attention=naive")
+
+
+def gradients(
+    saved: tuple[Tensor, ...],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    problem: Problem,
+    tile_size: tuple[int, int],
+    order: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps 7 to 12: dq, dk, dv like q, k, v. saved: as Tiled has it. do or dlse is None where no loss asks for it."""
+    q, k, v, o, lse, *tensors = saved
+    fields: list[Any] = [x if tensor is None else tensor for x, tensor in zip(problem, tensors, strict=True)]
+    problem = Problem(*fields)
+    without = problem.without
+    if problem.seed is not None and "same_seed" in without:
+        problem = problem._replace(seed=problem.seed + 1)
+    dk, dv = (like_heads(k.shape, lse) for _ in "kv")
+    q, k, v = by_key_head(q, k, v)
+    (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], problem.scale, lse.dtype
+    tiling = Tiling(problem, *tile_size)
+    do = torch.zeros_like(o) if do is None else do
+    delta = (do.to(wide) * o).sum(-1, keepdim=True)  # 7: (B, H, T, 1)
+    if dlse is not None:
+        delta -= dlse.unsqueeze(-1)
+    # A row that saw nothing has lse = -inf; with +inf in its place every weight of it comes out as 2**-inf = 0.
+    lse2 = lse * LOG2E
+    if "guard_empty_rows" not in without:
+        lse2 = lse2.masked_fill(lse == -INF, INF)
+    by_rows = (q, do.reshape(N, G, T, D), lse2.view(N, G, T, 1), delta.view(N, G, T, 1))
+    size = N * G * min(tile_size[0], T) * min(tile_size[1], T_k)
+    on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile of s, of dp, and of softcap's gradient
+
+    if order == "queries_outside":
+        dq = like_heads(o.shape, o)
+        dk.zero_(), dv.zero_()
+        for rows, visits in tiling.by_rows():
+            q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
+            dq_i = torch.zeros(q_i.shape, dtype=wide, device=q.device)
+            for tile in visits:
+                k_j, v_j = load(k, tile.columns), load(v, tile.columns)
+                zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
+                store(dv, tile.columns, torch.bmm(zp.mT, do_i), add=1.0)  # 9
+                add_product(dq_i, ds, k_j, scale)  # 12
+                store(dk, tile.columns, torch.bmm(ds.mT, q_i), add=scale)
+            store(dq, rows, dq_i)
+    else:
+        dq = like_heads(o.shape, lse).zero_()
+        for columns, visits in tiling.by_columns():
+            k_j, v_j = load(k, columns), load(v, columns)
+            dk_j, dv_j = (torch.zeros(k_j.shape, dtype=wide, device=q.device) for _ in "kv")
+            for tile in visits:
+                q_i, do_i, lse_i, delta_i = (load(x, tile.rows) for x in by_rows)
+                zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
+                add_product(dv_j, zp.mT, do_i)  # 9
+                store(dq, tile.rows, torch.bmm(ds, k_j), add=scale)  # 12
+                add_product(dk_j, ds.mT, q_i, scale)
+            store(dk, columns, dk_j)
+            store(dv, columns, dv_j)
+
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def nothing_seen(q_i: Tensor, dtype: torch.dtype, without: tuple[str, ...] = ()) -> State:

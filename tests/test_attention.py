@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import AttentionConfig, attention, resolve
+from model.attention import AttentionConfig, alibi_slopes, attention, resolve
 from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.mask import tiles
@@ -27,6 +27,7 @@ from tests.reference import (
     oracle,
     run,
 )
+from tests.second import SECOND
 
 NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
 TILES = [(16, 16), (32, 64), (64, 32), (128, 128)]
@@ -135,6 +136,19 @@ def test_any_strides_give_the_same_bits(config):
     assert all(torch.equal(a, b) for a, b in zip(from_views, from_copies, strict=True))
 
 
+def test_alibis_slopes_are_float32_whatever_the_default():
+    """The first call of a process decided for all that came after."""
+    alibi_slopes.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        slopes = alibi_slopes(16, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        alibi_slopes.cache_clear()
+    assert slopes.dtype == torch.float32
+    assert slopes[1] == 0.5
+
+
 def test_grouped_heads_equal_repeated_key_heads():
     case = Case(70, H=6, H_kv=2, B=1)
     inputs = case.inputs(torch.float64)
@@ -188,11 +202,37 @@ def test_a_row_that_sees_one_key_copies_its_value_and_moves_no_score(case, dtype
     assert (found["dk"].double().abs() <= ds * inputs["q"].double().abs()).all()
 
 
-def test_a_second_derivative_is_refused():
-    q = torch.randn(1, 1, 8, 4, requires_grad=True)
-    (dq,) = torch.autograd.grad(attention(q, q, q, tiled()).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+@pytest.mark.parametrize("way", SECOND.values(), ids=SECOND)
+def test_a_second_derivative_is_refused(way):
+    """It was silently 0 where do needs no gradient, and where torch.autograd.grad asked for it alone."""
+    with pytest.raises(RuntimeError, match="attention=tiled has no second derivative"):
+        way(tiled(), *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
+
+
+def test_naive_has_a_second_derivative():
+    inputs = [torch.randn(1, 1, 5, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    assert torch.autograd.gradgradcheck(lambda *inputs: attention(*inputs, NAIVE), inputs)
+
+
+def test_a_graph_of_the_backward_changes_no_gradient():
+    q = torch.randn(1, 2, 40, 8, requires_grad=True)
+    found = [torch.autograd.grad(attention(q, q, q, tiled()).sum(), q, create_graph=graph)[0] for graph in (0, 1)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("changed", ["q", "k", "v", "documents", "seed"])
+def test_what_changes_in_place_before_the_backward_is_noticed(changed):
+    """New documents were taken for the forward's, and the gradients were of neither."""
+    inputs = {name: torch.randn(1, 2, 40, 8) for name in "qkv"}
+    inputs |= {"documents": torch.arange(40)[None] // 16, "seed": torch.tensor(SEED)}
+    x = torch.ones((), requires_grad=True)
+    q, k, v = (x * inputs[name] for name in "qkv")
+    inputs |= {"q": q, "k": k, "v": v}
+    o = attention(q, k, v, tiled(dropout_p=0.1), seed=inputs["seed"], documents=inputs["documents"])
+    with torch.no_grad():
+        inputs[changed] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
 
 
 def test_autocast_does_not_reach_inside():
@@ -205,12 +245,19 @@ def test_autocast_does_not_reach_inside():
 
 
 @pytest.mark.parametrize("impl", ["naive", "tiled", "sdpa"])
-def test_traces_into_one_graph(impl):
-    q = torch.randn(1, 2, 40, 16)
-    compiled = torch.compile(
-        lambda q: attention(q, q, q, AttentionConfig(impl, 16, 16)), fullgraph=True, backend="eager"
-    )
-    assert torch.equal(compiled(q), attention(q, q, q, AttentionConfig(impl, 16, 16)))
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
+def test_traces_into_one_graph_forward_and_backward(impl, contiguous):
+    """tiled saved a view of a contiguous input, which PyTorch's tracing of a gradient refuses."""
+    qkv = torch.randn(3, 2, 2, 40, 16) if contiguous else torch.randn(3, 2, 40, 2, 16).transpose(2, 3)
+    inputs = [x.requires_grad_() for x in qkv.unbind()]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, AttentionConfig(impl, 16, 16))
+
+    o, found = attend(*inputs), torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(found, o)
+    grads, again = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, found))
+    assert all(torch.equal(x, y) for x, y in zip(grads, again, strict=True))
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
