@@ -133,10 +133,12 @@ def save(
         _fsync_folder(temp)
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
+        there = all_checkpoints(folder)
+        way_out = "resume=auto; earlier checkpoints are untouched" if there else "run again; no earlier one was saved"
         raise OSError(
             error.errno,
             f"checkpoint of step {step} could not be written to {folder} ({error.strerror}): free some space and "
-            f"resume=auto; earlier checkpoints are untouched",
+            f"{way_out}",
         ) from error
 
     # No system call that Python has swaps two directories. The old one goes to a name that all_checkpoints() still
@@ -358,6 +360,8 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     newest_runs = sorted(have, key=have.__getitem__, reverse=True)[:NAMED]
     more = f" and {len(have) - NAMED} older ones" if len(have) > NAMED else ""
     way_out = f"runs that have one: {', '.join(newest_runs)}{more}" if have else "train one first: python train.py"
+    if option == "resume" and not found and looked.is_dir() and looked.parent == runs:
+        way_out = f"name={looked.name} without resume= begins it again; {way_out}"
     raise ValueError(f"{option}={resume}: {problem} in {looked}; {way_out}")
 
 
