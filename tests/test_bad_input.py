@@ -197,6 +197,8 @@ def refused_training(refused, there):
     model=nano=gpt2             model=nano=gpt2: there is no such model
     attention=flash             attention=flash: there is no such attention
     attention=Naive             did you mean attention=naive?
+    attention=flash             it is attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own
+    block_size=64               there is no key block_size; here it is model.context_length
     attention=[naive,tiled]     one attention is used, not a list; write attention=NAME, or -m attention=NAME,NAME
     attention=[1]               one attention is used, not a list
     tokenizer=gtp2              did you mean tokenizer=gpt2?
