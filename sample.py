@@ -8,6 +8,11 @@
 The checkpoint brings its model, tokenizer and attention with it; the training data is not needed.
 """
 
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path

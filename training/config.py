@@ -21,6 +21,7 @@ because Hydra has no nearest name to offer, and its value grammar refuses free t
 import inspect
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -111,6 +112,8 @@ def run(
     """
     file = Path(inspect.getfile(script))
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # which a script sets for the time of its imports
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
