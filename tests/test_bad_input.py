@@ -598,7 +598,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(there, tmp_path, n
     shutil.copytree(there / "runs", tmp_path / "runs")
     path = tmp_path / "runs/done/checkpoints/step_000004"
     damage(path / name)
-    answer, way_out = f"checkpoint {path} is damaged (", f"use resume={path.parent}/step_000002"
+    answer, way_out = f"checkpoint {path} is damaged (", f"use the one before it, {path.parent}/step_000002"
     refused_by(lambda: checkpoint.load(path), tmp_path, answer, way_out)
     if name == "state.json":
         refused_by(lambda: checkpoint.load_state(path), tmp_path, answer, way_out)

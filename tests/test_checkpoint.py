@@ -208,7 +208,7 @@ def test_a_damaged_file_is_named_with_the_checkpoint_to_use(tmp_path, name):
     with pytest.raises(ValueError, match=name) as error:
         checkpoint.load(newest)
     assert str(newest) in str(error.value)
-    assert str(error.value).endswith(f"use resume={older}")
+    assert str(error.value).endswith(f"use the one before it, {older}")
     assert "\n" not in str(error.value)
 
 

@@ -679,7 +679,7 @@ def test_the_command_line_itself_answers_a_mistake_with_one_line_and_no_tracebac
     commands = {
         ("train.py", "--lr=1"): "train: --lr=1: options are written key=value here, without dashes; "
         "did you mean optimizer.lr=1?\n",
-        ("sample.py", f"runs={tmp_path}"): f"sample: run=auto: no checkpoint in {tmp_path}/*; "
+        ("sample.py", f"runs={tmp_path}"): f"sample: run=latest: no checkpoint in {tmp_path}/*; "
         "train one first: python train.py\n",
     }
     started = {command: start(*command) for command in commands}
