@@ -20,6 +20,11 @@ the papers predict; to traffic.csv and traffic.png. M, the words that the chip h
 does: block_n = M / 4D and block_m = min(block_n, D).
 """
 
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 

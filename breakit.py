@@ -31,6 +31,11 @@ trace that out= has kept: explorer=true real=PATH.json out=PATH.html makes a pag
 `python train.py name=default`: trace=true run=default layer=2 head=2 out=docs/head.json.
 """
 
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from dataclasses import dataclass, fields
 from pathlib import Path
 

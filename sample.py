@@ -8,6 +8,12 @@
 The checkpoint brings its model, tokenizer and attention with it; the training data is not needed.
 """
 
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +33,7 @@ class Config:
     """Every key of the command line, with its default. Raises ValueError for values that cannot be."""
 
     run: str = "latest"  # a run's name or folder; latest: the one that saved last
-    checkpoint: str = "best"  # best (lowest validation loss) | last | the path of one
+    checkpoint: str = "best"  # best (lowest validation loss) | last | step_000100, one of the run's | a path
     runs: str = "runs"
     prompt: str = ""  # how the text begins; empty: the beginning of a document
     num_samples: int = 1
@@ -85,10 +91,13 @@ def main(cfg: Config) -> None:
 
 def find(cfg: Config) -> Path:
     """The directory of the checkpoint that run= and checkpoint= mean; ValueError when there is none."""
-    if cfg.checkpoint not in ("best", "last"):
-        return Path(cfg.checkpoint)
-    last = checkpoint.find_resume("auto" if cfg.run == "latest" else cfg.run, Path(cfg.runs), None, option="run")
-    return last if cfg.checkpoint == "last" else checkpoint.best(last.parent) or last
+    if cfg.checkpoint == "best":
+        return checkpoint.find_best(cfg.run, Path(cfg.runs))
+    named = Path(cfg.checkpoint)
+    if cfg.checkpoint != "last" and (named.exists() or not re.fullmatch(r"step_\d+", cfg.checkpoint)):
+        return named
+    last = checkpoint.find_resume(cfg.run, Path(cfg.runs), None, option="run")
+    return last if cfg.checkpoint == "last" else last.with_name(cfg.checkpoint)
 
 
 if __name__ == "__main__":

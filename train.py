@@ -13,6 +13,11 @@
 Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """
 
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import copy
 import math
 import os
@@ -40,7 +45,7 @@ from training.machine import about, keep_memory, memory_gib, peak_flops, pick_de
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, average, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig, reading, record, search
-from training.resume import again, changed, config_of, open_checkpoint, restore, resumed_config
+from training.resume import again, changed, config_of, make_room, open_checkpoint, restore, resumed_config
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
 
@@ -234,8 +239,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     folder = Path(cfg.runs) / cfg.name
     same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
     stack.enter_context(checkpoint.lock(folder))
-    if folder.exists() and not same_run:
-        raise ValueError(f"the run {folder} exists already: go on with it by resume=auto, or use another name=")
+    if not same_run and (unsaved := make_room(folder)):
+        show(f"an earlier run {folder} ended before its first checkpoint: its files now lie in {unsaved}")
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
     metrics = Metrics(
         folder,
@@ -592,6 +597,8 @@ def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor])
 def close(run: Run) -> None:
     """Draws the last picture and ends what metrics holds open, however the run ended."""
     try:
+        if run.code and not run.saved:
+            run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command begins again")
         if run.step:
             run.metrics.picture()
     finally:

@@ -38,8 +38,7 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
 
     Raises ValueError where there is no such run, and where its attention has more than the causal mask.
     """
-    last = checkpoint.find_resume("auto" if run == "latest" else run, runs, None, option="run")
-    path = checkpoint.best(last.parent) or last
+    path = checkpoint.find_best(run, runs)
     found = checkpoint.load(path)
     trained = found.state["config"]
     attention = config.from_dict(AttentionConfig, trained["attention"])

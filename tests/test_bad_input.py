@@ -197,6 +197,8 @@ def refused_training(refused, there):
     model=nano=gpt2             model=nano=gpt2: there is no such model
     attention=flash             attention=flash: there is no such attention
     attention=Naive             did you mean attention=naive?
+    attention=flash             it is attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own
+    block_size=64               there is no key block_size; here it is model.context_length
     attention=[naive,tiled]     one attention is used, not a list; write attention=NAME, or -m attention=NAME,NAME
     attention=[1]               one attention is used, not a list
     tokenizer=gtp2              did you mean tokenizer=gpt2?
@@ -596,7 +598,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(there, tmp_path, n
     shutil.copytree(there / "runs", tmp_path / "runs")
     path = tmp_path / "runs/done/checkpoints/step_000004"
     damage(path / name)
-    answer, way_out = f"checkpoint {path} is damaged (", f"use resume={path.parent}/step_000002"
+    answer, way_out = f"checkpoint {path} is damaged (", f"use the one before it, {path.parent}/step_000002"
     refused_by(lambda: checkpoint.load(path), tmp_path, answer, way_out)
     if name == "state.json":
         refused_by(lambda: checkpoint.load_state(path), tmp_path, answer, way_out)

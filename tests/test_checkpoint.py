@@ -189,8 +189,15 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(error.value)
+    assert str(error.value).endswith("free some space and resume=auto; earlier checkpoints are untouched")
     assert list(tmp_path.iterdir()) == [old]
     assert checkpoint.load(old).step == 10
+
+
+def test_a_full_disk_at_the_first_checkpoint_does_not_advise_to_resume(tmp_path):
+    (tmp_path / "full").write_text("a file, so that no folder can be made there")
+    with pytest.raises(OSError, match=r"free some space and run again; no earlier one was saved$"):
+        save(tmp_path / "full", 10)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "state.json"])
@@ -201,7 +208,7 @@ def test_a_damaged_file_is_named_with_the_checkpoint_to_use(tmp_path, name):
     with pytest.raises(ValueError, match=name) as error:
         checkpoint.load(newest)
     assert str(newest) in str(error.value)
-    assert str(error.value).endswith(f"use resume={older}")
+    assert str(error.value).endswith(f"use the one before it, {older}")
     assert "\n" not in str(error.value)
 
 
@@ -270,6 +277,12 @@ def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resu
     assert str(error.value).startswith(f"resume={resume}: no checkpoint")
     assert (name or resume) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_run_without_a_checkpoint_is_begun_again_by_its_name(runs):
+    """name= said to use resume=auto, and resume=auto said that there is no checkpoint."""
+    with pytest.raises(ValueError, match=r"; name=empty without resume= begins it again; runs that have"):
+        checkpoint.find_resume("auto", runs, "empty")
 
 
 def test_of_many_runs_only_the_newest_few_are_named(tmp_path):

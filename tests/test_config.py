@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
@@ -12,6 +13,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, OmegaConf
 
+import sample
+import train
 from training import config
 
 ROOT = Path(__file__).parent.parent
@@ -330,6 +333,30 @@ def test_dashes_are_answered_with_hydras_way(complaint, argument, way_out):
     assert complaint(argument, "1") == f"{argument}: options are written key=value here, without dashes; {way_out}"
 
 
+@pytest.mark.parametrize("name", config.ELSEWHERE)
+def test_a_name_of_another_project_is_answered_with_ours(name):
+    """block_size was answered with attention.block_mask_size, learning_rate and max_iters with nothing."""
+    ours = config.ELSEWHERE[name]
+    known = config.known_keys(sample.Config if name == "start" else train.Config)
+    first = re.split(r"[^\w.]", ours)[0]
+    assert first in known
+    assert name not in known
+    assert config.unknown(name, known) == f"there is no key {name}; here it is {ours}"
+    assert "here it is" not in config.unknown(name, known.keys() - {first})  # of a script without that key
+
+
+def test_a_name_of_another_project_with_dashes_or_a_group_is_answered_with_ours():
+    known = config.known_keys(train.Config)
+    for argument, way_out in {
+        "--block-size=64": "did you mean model.context_length=64?",
+        "--max_iters": "did you mean steps=VALUE?",
+        "--min_lr=1e-4": "min_lr is optimizer.min_lr_ratio, as a share of optimizer.lr",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(f"without dashes; {way_out}") + "$"):
+            config.split_arguments([argument], known)
+    assert config.unknown("model.block_size", known).endswith("here it is model.context_length")
+
+
 @pytest.mark.parametrize(
     ("argument", "way_out"),
     [
@@ -478,6 +505,8 @@ def test_a_sweep_ends_with_the_first_job_that_fails(launch):
 SCRIPT = """
 import os, sys
 from dataclasses import dataclass
+import sample
+import train
 from training import config
 
 @dataclass

@@ -1,11 +1,15 @@
 """What the machine is asked for and told."""
 
+import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from training.machine import stop_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,3 +41,63 @@ def test_freed_memory_is_kept_for_the_next_step():
 
     assert faults("keep") < 200  # a tensor of them has 2,048 pages
     assert faults("let go") > 1000  # the instrument sees faults where there are any
+
+
+# In a terminal, with the bar that is there then: two lines, and once the signal has come two more and a file.
+IN_A_TERMINAL = """
+import fcntl, sys, termios, time
+from pathlib import Path
+fcntl.ioctl(0, termios.TIOCSCTTY)
+from training.machine import stop_signals
+from training.metrics import Metrics, show
+from training.wandb_run import WandbConfig
+run = Metrics(Path(sys.argv[1]), 6, config={}, wandb_config=WandbConfig(mode="disabled"))
+evaluated = {"val_loss": 2.0, "val_bits_per_byte": 3.0}
+with stop_signals() as signals:
+    run.log({"step": 1, **evaluated})
+    while not signals:
+        time.sleep(0.01)
+    run.log({"step": 2, **evaluated})
+    run.close(128 + signals[0])
+show("a last line")
+Path(sys.argv[1], "saved").write_text(str(signals))
+"""
+
+
+def test_a_lost_connection_stops_a_run_as_sigterm_does(tmp_path):
+    """SIGHUP ended it at once, without saving; and what it prints after that has no terminal to go to."""
+    ours, its = os.openpty()
+    command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    os.close(its)
+    shown = b""
+    while b"eval step 1/6" not in shown:
+        shown += os.read(ours, 4096)
+    os.close(ours)  # the kernel sends SIGHUP, and writing to the terminal is an error from now on
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "saved").read_text() == f"[{int(signal.SIGHUP)}]"
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_under_nohup_a_lost_connection_stops_nothing(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signals == []
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("script", ["train", "sample", "breakit", "bench"])
+def test_control_c_during_the_imports_leaves_without_a_traceback(script):
+    command = [sys.executable, "-X", "importtime", f"{script}.py"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = iter(process.stderr.readline, "")
+    assert any("| dataclasses" in line for line in said)  # the script has begun, and torch is yet to come
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "| torch\n" not in err
+    assert "Traceback" not in err

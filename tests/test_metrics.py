@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,7 @@ def test_on_a_terminal_lines_stay_whole_above_the_bar(tmp_path):
     """A window of 80 columns: a line broken there would not grep, and [x] must not be taken for markup."""
     code = f"""
 from pathlib import Path
+from types import SimpleNamespace
 from training.metrics import Metrics
 from training.wandb_run import WandbConfig
 run = Metrics(Path({str(tmp_path)!r}), 600, config={{}}, wandb_config=WandbConfig(mode="disabled"), broken="no_max")
@@ -381,12 +383,99 @@ def test_without_the_package_auto_is_disabled_and_offline_an_error(clean_env, tm
         choose_wandb_mode(WandbConfig(mode="offline"))
 
 
+class StandInForWandb:
+    """Keeps what it is told. online: what an online init raises."""
+
+    class Error(Exception):
+        pass
+
+    class Settings(dict):
+        pass
+
+    def __init__(self, online: Exception | None = None):
+        self.online, self.wanted = online, []
+
+    def init(self, **wanted):
+        self.wanted.append(wanted)
+        if self.online and wanted["mode"] == "online":
+            raise self.online
+        return SimpleNamespace(url="URL", define_metric=lambda *_, **__: None)
+
+    def teardown(self):
+        self.wanted.append("teardown")
+
+
+def begun(monkeypatch, stand_in, folder, config=None, mode="offline", broken=None):
+    """(WandbRun, its lines), with `stand_in` for the package."""
+    for name in ("wandb.sdk.lib.service.service_token", "wandb.sdk.mailbox"):
+        errors = ("WandbServiceConnectionError", "HandleAbandonedError", "MailboxClosedError")
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**dict.fromkeys(errors, KeyError)))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    folder.mkdir()
+    said = []
+    return wandb_run.WandbRun(mode, config or WandbConfig(), folder, {}, broken, said.append), said
+
+
+VARIABLES = {"WANDB_PROJECT": "p", "WANDB_NAME": "n", "WANDB_TAGS": "a, b", "WANDB_DIR": "/tmp/d"}
+
+
+def test_wandbs_variables_count_where_the_configuration_has_its_default(clean_env, tmp_path):
+    """They were ignored without a word."""
+    for key, value in VARIABLES.items():
+        clean_env.setenv(key, value)
+    stand_in = StandInForWandb()
+    _, said = begun(clean_env, stand_in, tmp_path / "run", broken="no_max")
+    ((wanted),) = stand_in.wanted
+    assert [wanted[key] for key in ("project", "name", "dir")] == ["p", "n-BROKEN-no_max", "/tmp/d"]
+    assert wanted["tags"] == ["a", "b", "broken:no_max"]
+    all_four = "WANDB_PROJECT=p, WANDB_NAME=n, WANDB_TAGS=a, b, WANDB_DIR=/tmp/d"
+    assert said == [f"wandb: from the environment: {all_four}"]
+
+
+def test_what_is_configured_goes_before_wandbs_variables(clean_env, tmp_path):
+    clean_env.setenv("WANDB_PROJECT", "p")
+    clean_env.setenv("WANDB_TAGS", "a")
+    stand_in = StandInForWandb()
+    _, said = begun(clean_env, stand_in, tmp_path / "run", WandbConfig(project="mine", tags=["t"]))
+    ((wanted),) = stand_in.wanted
+    assert [wanted[key] for key in ("project", "name", "dir", "tags")] == ["mine", "run", tmp_path / "run", ["t"]]
+    assert said == []
+
+
+@pytest.mark.parametrize("code", ["import nowhere.at.all", "raise TypeError('Descriptors cannot be created')"])
+def test_a_wandb_whose_import_fails_costs_one_line_and_not_the_run(clean_env, tmp_path, code):
+    """The ImportError of a half-installed wandb was a traceback."""
+    (tmp_path / "wandb.py").write_text(code)
+    clean_env.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        clean_env.delitem(sys.modules, name)
+    said = []
+    run = wandb_run.WandbRun("offline", WandbConfig(), tmp_path, {}, None, said.append)
+    run.log({"loss": 1.0})
+    run.finish(0, tmp_path / "loss.png")
+    assert len(said) == 1
+    assert re.fullmatch(r"wandb: gave up, the run goes on without it \(.*(nowhere|Descriptors).*\)", said[0])
+
+
+def test_where_an_online_run_cannot_begin_an_offline_one_does(clean_env, tmp_path):
+    """A host that answered, and then refused the key, left nothing logged at all."""
+    stand_in = StandInForWandb(StandInForWandb.Error("HTTP 401"))
+    run, said = begun(clean_env, stand_in, tmp_path / "run", mode="online")
+    first, between, second = stand_in.wanted
+    assert (first.pop("mode"), between, second.pop("mode")) == ("online", "teardown", "offline")
+    assert first == second
+    assert run.run
+    assert run.mode == "offline"
+    assert said == ["wandb: offline, because the online run could not begin (HTTP 401)"]
+
+
 # --- wandb: whole runs, in processes of their own -------------------------------------------------------------------
 
 RUN = """
 import os, signal, subprocess, sys, time
 start = time.monotonic()
 from pathlib import Path
+from types import SimpleNamespace
 from training.metrics import Metrics
 from training.wandb_run import WandbConfig
 step = {"loss": 2.0, "bits_per_byte": 3.0, "lr": 1e-3, "grad_norm": 1.0, "ms": 1.0, "tokens_per_second": 1.0,

@@ -206,6 +206,7 @@ def parrots(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
+        (["checkpoint=step_000001"], "first"),
         ([], "best"),
         (["run=parrot"], "best"),
         (["run={runs}/parrot"], "best"),
@@ -219,6 +220,17 @@ def test_the_checkpoint_that_was_asked_for_speaks(call, parrots, arguments, word
     ended = call(sample, f"runs={parrots}", *[argument.format(runs=parrots) for argument in arguments])
     assert ended.out == word + "\n"
     assert f"{parrots}/parrot/checkpoints/step_" in ended.err
+
+
+@pytest.mark.parametrize(("cut", "word", "said"), [(2, "first", 1), (3, "best", 1), (1, "best", 0)])
+def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, parrots, cut, word, said):
+    """It said "resuming from step_000001 instead", and then stopped with "use resume=", which sample.py has not."""
+    path = parrots / f"parrot/checkpoints/step_{cut:06d}"
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(weights[:-9])
+    ended = call(sample, f"runs={parrots}")
+    assert (ended.code, ended.out) == (0, f"{word}\n")
+    assert ended.err.splitlines()[:-1] == [f"checkpoint {path} is damaged"] * said
 
 
 def test_the_newest_run_speaks_when_none_is_named(call, parrots):
@@ -238,6 +250,8 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
     [
         (["run=nobody"], "run=nobody: no checkpoint in ", "runs that have one: parrot"),
         (["checkpoint={runs}/parrot/checkpoints/step_000009"], "step_000009", ""),
+        (["checkpoint=step_000009"], "no checkpoint {runs}/parrot/checkpoints/step_000009", ""),
+        (["runs={runs}/none"], "run=latest: no checkpoint in ", "train one first"),
         (["temperature=-1"], "temperature=-1.0 must be at least 0", "0 takes the likeliest token"),
         (["temperature=nan"], "temperature=nan must be at least 0", "0 takes the likeliest token"),
         (["top_k=0"], "top_k=0 must be at least 1", "null looks at every token"),
@@ -256,7 +270,7 @@ def test_a_mistake_is_one_line_that_names_the_value_and_the_way_out(call, parrot
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("sample: ")
     assert ended.err.count("\n") == 1
-    assert value in ended.err
+    assert value.format(runs=parrots) in ended.err
     assert way_out in ended.err
 
 

@@ -28,7 +28,7 @@ from tests.reference import assert_within_budget
 from training import checkpoint, config, metrics
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
-from training.resume import changed, refuse_another_model
+from training.resume import changed, make_room, refuse_another_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("model", "training", "data")
@@ -459,6 +459,39 @@ def test_nan_in_a_sound_run_names_rate_warm_up_and_naive(call, small, tmp_path):
     assert "try: a lower optimizer.lr (it is 1e+38); a longer optimizer.warmup_steps; attention=naive" in ended.out
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_does_not_block_its_name(call, small, tmp_path):
+    """name=x said to go on by resume=auto, and resume=auto said that there is no checkpoint."""
+    command = [*small, f"runs={tmp_path}", "name=x", "steps=2", "eval_every=2"]
+    ended = call(train, *command, "optimizer.lr=1e38", "optimizer.warmup_steps=0")
+    assert ended.code == 1
+    assert ended.out.endswith("no checkpoint was saved, so there is nothing to resume: the same command begins again\n")
+    dead = (tmp_path / "x/metrics.jsonl").read_bytes()
+    ended = call(train, *command)
+    assert ended.code == 0, ended.err
+    assert (
+        f"an earlier run {tmp_path}/x ended before its first checkpoint: its files now lie in {tmp_path}/x-unsaved-1\n"
+        in ended.out
+    )
+    assert (tmp_path / "x-unsaved-1/metrics.jsonl").read_bytes() == dead
+    assert "no checkpoint was saved" not in ended.out
+
+
+def test_only_what_a_run_has_made_is_moved_out_of_the_way(tmp_path):
+    assert make_room(tmp_path / "none") is None
+    (tmp_path / "x/checkpoints/.tmp-step_000010-1").mkdir(parents=True)  # killed in its first save
+    (tmp_path / "x/.tmp-loss.png").touch()
+    (tmp_path / "x-unsaved-1").mkdir()
+    assert make_room(tmp_path / "x") == tmp_path / "x-unsaved-2"
+    (tmp_path / "x").mkdir()
+    assert make_room(tmp_path / "x") is None
+    (tmp_path / "x/thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"has thesis\.tex, not of a run: use another name="):
+        make_room(tmp_path / "x")
+    (tmp_path / "x-unsaved-2/checkpoints/step_000010").mkdir()
+    with pytest.raises(ValueError, match="exists already: go on with it by resume=auto, or use another name="):
+        make_room(tmp_path / "x-unsaved-2")
+
+
 def test_with_stop_on_nan_false_a_broken_run_goes_on_to_its_end(call, small, tmp_path):
     arguments = [*small, *OVERFLOW, "stop_on_nan=false", "steps=30", f"runs={tmp_path}", "name=x"]
     assert call(train, *arguments).code == 0
@@ -646,7 +679,7 @@ def test_the_command_line_itself_answers_a_mistake_with_one_line_and_no_tracebac
     commands = {
         ("train.py", "--lr=1"): "train: --lr=1: options are written key=value here, without dashes; "
         "did you mean optimizer.lr=1?\n",
-        ("sample.py", f"runs={tmp_path}"): f"sample: run=auto: no checkpoint in {tmp_path}/*; "
+        ("sample.py", f"runs={tmp_path}"): f"sample: run=latest: no checkpoint in {tmp_path}/*; "
         "train one first: python train.py\n",
     }
     started = {command: start(*command) for command in commands}

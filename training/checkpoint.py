@@ -133,10 +133,12 @@ def save(
         _fsync_folder(temp)
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
+        there = all_checkpoints(folder)
+        way_out = "resume=auto; earlier checkpoints are untouched" if there else "run again; no earlier one was saved"
         raise OSError(
             error.errno,
             f"checkpoint of step {step} could not be written to {folder} ({error.strerror}): free some space and "
-            f"resume=auto; earlier checkpoints are untouched",
+            f"{way_out}",
         ) from error
 
     # No system call that Python has swaps two directories. The old one goes to a name that all_checkpoints() still
@@ -221,7 +223,7 @@ def _read(path: Path, names: Iterable[str]) -> dict:
         return _verified(path, names)
     except ValueError as error:
         older = [p for p in all_checkpoints(path.parent) if _step(p) < _step(path) and _complete(p)]
-        way_out = f"use resume={older[-1]}" if older else "no older one is left, so start again without resume="
+        way_out = f"use the one before it, {older[-1]}" if older else "no older one is left, so train again"
         raise ValueError(f"checkpoint {path} is damaged ({error}): {way_out}") from error
 
 
@@ -246,9 +248,9 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
     return found
 
 
-def _complete(path: Path) -> bool:
+def _complete(path: Path, names: Iterable[str] = FILES) -> bool:
     try:
-        _verified(path, FILES)
+        _verified(path, names)
     except ValueError:
         return False
     return True
@@ -324,8 +326,8 @@ def _step(path: Path) -> int:
 def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume") -> Path:
     """The checkpoint directory that `resume=` means, or sample.py's `run=`, which is then the option to name.
 
-    resume: "auto" is the last checkpoint of the run `name`, or with name None of the run that saved last; otherwise
-        the path of a checkpoint or of a run, or the name of a run under `runs`.
+    resume: "auto", or with run= "latest", is the last checkpoint of the run `name`, or with name None of the run that
+        saved last; otherwise the path of a checkpoint or of a run, or the name of a run under `runs`.
     A run whose newest checkpoint is damaged gives the next complete one and says so on stderr; a checkpoint asked for
     by its own path is never exchanged for another (`load` says that it is damaged).
 
@@ -335,7 +337,7 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:
         if newest := last(run / FOLDER):
             have[run.name] = newest.stat().st_mtime
-    if resume == "auto":
+    if resume == ("auto" if option == "resume" else "latest"):
         if name is None and have:
             name = max(have, key=have.__getitem__)
         looked = runs / (name or "*")
@@ -352,13 +354,33 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     for path in reversed(found):
         if _complete(path):
             if path != found[-1]:
-                print(f"checkpoint {found[-1]} is damaged: resuming from {path} instead", file=sys.stderr)
+                instead = f": resuming from {path} instead" if option == "resume" else ""
+                print(f"checkpoint {found[-1]} is damaged{instead}", file=sys.stderr)
             return path
     problem = "no complete checkpoint among those" if found else "no checkpoint"
     newest_runs = sorted(have, key=have.__getitem__, reverse=True)[:NAMED]
     more = f" and {len(have) - NAMED} older ones" if len(have) > NAMED else ""
     way_out = f"runs that have one: {', '.join(newest_runs)}{more}" if have else "train one first: python train.py"
+    if option == "resume" and not found and looked.is_dir() and looked.parent == runs:
+        way_out = f"name={looked.name} without resume= begins it again; {way_out}"
     raise ValueError(f"{option}={resume}: {problem} in {looked}; {way_out}")
+
+
+def find_best(run: str, runs: Path) -> Path:
+    """The checkpoint of a run to look at: the one with the lowest validation loss whose weights are undamaged, or the
+    last one where none has a loss. Names on stderr those that it passes over.
+
+    run: as resume in `find_resume`, with "latest" for the run that saved last. ValueError as there.
+    """
+    last = find_resume(run, runs, None, option="run")
+    left = all_checkpoints(last.parent)
+    while path := _lowest_loss(left):
+        if _complete(path, ["model.safetensors", "tokenizer.json"]):
+            return path
+        if _step(path) < _step(last):  # or find_resume() has said it
+            print(f"checkpoint {path} is damaged", file=sys.stderr)
+        left.remove(path)
+    return last
 
 
 # --- what goes into optimizer.safetensors ---------------------------------------------------------------------------

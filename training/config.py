@@ -21,6 +21,7 @@ because Hydra has no nearest name to offer, and its value grammar refuses free t
 import inspect
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -56,6 +57,38 @@ VALUED |= {"-i", "--info", "--experimental-rerun"}
 RESUMED = "resumed"  # the primary configuration that a checkpoint's is composed as
 HELP = "Keys and their defaults; write key=value\n\n$CONFIG"  # of a script without groups
 
+# What nanoGPT and others call what has another name here. Each begins with our key.
+ELSEWHERE = {
+    "block_size": "model.context_length",
+    "seq_len": "model.context_length",
+    "max_seq_len": "model.context_length",
+    "dropout": "model.dropout_p, or attention.dropout_p for the weights of attention",
+    "d_model": "model.n_embd",
+    "learning_rate": "optimizer.lr",
+    "min_lr": "optimizer.min_lr_ratio, as a share of optimizer.lr",
+    "decay_lr": "optimizer.min_lr_ratio: 1 keeps the rate as it is",
+    "lr_decay_iters": "steps: the rate falls until the last one",
+    "warmup_iters": "optimizer.warmup_steps",
+    "max_iters": "steps",
+    "epochs": "steps, each of tokens_per_step tokens",
+    "num_epochs": "steps, each of tokens_per_step tokens",
+    "num_train_epochs": "steps, each of tokens_per_step tokens",
+    "gradient_accumulation_steps": "tokens_per_step: all the tokens of an update, in as many passes as it takes",
+    "grad_accum_steps": "tokens_per_step: all the tokens of an update, in as many passes as it takes",
+    "eval_interval": "eval_every",
+    "eval_iters": "eval_tokens, in tokens",
+    "log_interval": "log_every",
+    "always_save_checkpoint": "checkpoint_every, in steps; the best one is kept besides",
+    "out_dir": "runs, the folder of all runs; name= names one",
+    "init_from": "resume: auto goes on where the last run stopped, and a run's name where that one did",
+    "dataset": "data: data=text data.path=FILE_OR_FOLDER is your own text",
+    "wandb_log": "wandb.mode: online, offline or disabled",
+    "wandb_project": "wandb.project",
+    "wandb_run_name": "name",
+    "start": "prompt",
+    "attention=flash": "attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own",
+}
+
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
 
 
@@ -80,6 +113,8 @@ def run(
     """
     file = Path(inspect.getfile(script))
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # which a script sets for the time of its imports
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
@@ -203,8 +238,11 @@ def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], l
         elif argument in VALUED:
             flags += [argument, *islice(rest, 1)]
         elif argument.startswith("-"):
-            names = nearest(key.strip("-").replace("-", "_"), known)
-            hint = did_you_mean([f"{name}={value or 'VALUE'}" for name in names[:1]])
+            name = key.strip("-").replace("-", "_")
+            ours = elsewhere(name, known)
+            names = [ours] if ours in known else nearest(name, known)[:1]
+            hint = did_you_mean([f"{name}={value or 'VALUE'}" for name in names])
+            hint = f"{name} is {ours}" if ours and ours not in known else hint
             raise ValueError(f"{argument}: options are written key=value here, without dashes; {hint}")
         else:
             overrides.append(argument)
@@ -304,9 +342,16 @@ def did_you_mean(names: list[str]) -> str:
     return f"did you mean {' or '.join(names)}?" if names else "--cfg job lists every key"
 
 
+def elsewhere(name: str, known: Iterable[str]) -> str:
+    """What ELSEWHERE says of a key, with or without its group; "" where this script has no such key."""
+    ours = ELSEWHERE.get(name.rpartition(".")[2], "")
+    return ours if re.split(r"[^\w.]", ours)[0] in known else ""
+
+
 def unknown(name: str, known: Iterable[str]) -> str:
     """The message about a key that is not there, with the nearest that is."""
-    return f"there is no key {name}; {did_you_mean(nearest(name, known))}"
+    ours = elsewhere(name, known)
+    return f"there is no key {name}; {f'here it is {ours}' if ours else did_you_mean(nearest(name, known))}"
 
 
 def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
@@ -322,6 +367,7 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
             group, _, name = (error.missing_cfg_file or "").rpartition("/")
             best = nearest(name, options)
             hint = f"; {did_you_mean([f'{group}={best[0]}'])}" if best else ""
+            hint = f"; it is {ours}" if (ours := elsewhere(f"{group}={name}", known)) else hint
             hint = "; -m makes a sweep of several" if "," in name else hint
             return f"{group}={name}: there is no such {group}, only {', '.join(options)}{hint}"
         case OverrideParseException(), _:

@@ -1,6 +1,7 @@
 """The machine under a run: which device, what it can do at best, and the versions that a figure has to name."""
 
 import ctypes
+import errno
 import importlib.metadata
 import os
 import platform
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -97,10 +99,24 @@ def pick_dtype(dtype: str, device: torch.device) -> str:
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Yields a list to which Ctrl-C (SIGINT) or SIGTERM appends its number, so that a run can end its step and save.
+def reader_may_leave(stream: TextIO | None = None) -> Iterator[None]:
+    """Lets the run go on where nobody reads `stream` (sys.stdout) any more: the pipe's reader has left, as `| head`
+    does, or the terminal is gone. From then on what is written to it is dropped."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
-    A second one raises KeyboardInterrupt at once. Main thread only, as signal.signal() is.
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Yields a list to which Ctrl-C (SIGINT), SIGTERM or SIGHUP (the connection is lost) appends its number, so that a
+    run can end its step and save.
+
+    A second one raises KeyboardInterrupt at once. SIGHUP stays ignored under nohup. Main thread only, as
+    signal.signal() is.
     """
     received: list[int] = []
 
@@ -108,9 +124,14 @@ def stop_signals() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        print(f"\n{signal.Signals(number).name}: stopping after this step; once more leaves at once", file=sys.stderr)
+        with reader_may_leave(sys.stderr):  # a lost connection takes the terminal along
+            name = signal.Signals(number).name
+            print(f"\n{name}: stopping after this step; once more leaves at once", file=sys.stderr, flush=True)
 
-    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield received
     finally:

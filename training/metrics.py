@@ -33,6 +33,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from training.machine import reader_may_leave
 from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
 
 # --- one line -------------------------------------------------------------------------------------------------------
@@ -109,12 +110,10 @@ def printable(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Print a line. Once the reader of the pipe has left, as `| head` does, this and all later ones are dropped and
-    the run goes on: its files have what it measured."""
-    try:
+    """Print a line. Once the reader has left, this and all later ones are dropped and the run goes on: its files have
+    what it measured."""
+    with reader_may_leave():
         print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def encodable(text: str) -> str:
@@ -276,7 +275,8 @@ class Metrics:
         text = encodable(text)
         if self.progress:
             # soft_wrap: rich would otherwise break lines at the window's edge and they would not grep.
-            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with reader_may_leave():
+                self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             show(text)
 
@@ -290,7 +290,8 @@ class Metrics:
         self._note_best(record)
         self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.progress:
-            self.progress.update(self.task, completed=record["step"], refresh=True)
+            with reader_may_leave():
+                self.progress.update(self.task, completed=record["step"], refresh=True)
         self.wandb.log(record)
 
     def sample(self, step: int, text: str) -> None:
@@ -315,6 +316,7 @@ class Metrics:
     def close(self, exit_code: int = 0) -> None:
         """End the progress bar, the file and the wandb run (with the last picture drawn, if there is one)."""
         if self.progress:
-            self.progress.stop()
+            with reader_may_leave():
+                self.progress.stop()
         self.file.close()
         self.wandb.finish(exit_code, self.folder / "loss.png")

@@ -5,12 +5,14 @@
     restore(resumed, ...)         weights, average, optimizers, loader, random numbers and scaler go on where they were
     changed(theirs, ours)         which keys differ from the checkpoint's, for the first lines
     again(cfg)                    the command line that a stopped run prints
+    make_room(folder)             moves a run that ended before its first checkpoint out of a new run's way
 
 cfg is train.py's Config. A resumed run is the same run bit for bit, unless something that matters was changed.
 """
 
 import shlex
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ MAY_DIFFER = {
     "tokenizer": set(),
     "attention": {"impl", "block_m", "block_n", "order", "autotune", "dropout_p"},
 }
+
+# All that a run writes into its folder.
+RUNS_FILES = {"config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "wandb_id.txt", "wandb", "faults"}
+RUNS_FILES |= {checkpoint.FOLDER}
 
 
 def resumed_config(cfg: Any) -> dict | None:
@@ -138,6 +144,24 @@ def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
         elif value != old and path not in ("name", "runs", "resume"):
             changes.append(f"{path} {old} -> {value}")
     return changes
+
+
+def make_room(folder: Path) -> Path | None:
+    """Moves what a run left that ended before its first checkpoint to folder-unsaved-1, -2, ..., and returns that
+    path; None where there is nothing to move. The name is free then, and nothing is lost.
+
+    folder: runs/NAME of a run that is about to begin. Raises ValueError where a checkpoint lies in it, or anything that
+    no run makes.
+    """
+    found = [path.name for path in folder.iterdir()] if folder.exists() else []
+    if checkpoint.all_checkpoints(folder / checkpoint.FOLDER):
+        raise ValueError(f"the run {folder} exists already: go on with it by resume=auto, or use another name=")
+    if foreign := sorted(name for name in found if name not in RUNS_FILES and not name.startswith(".tmp-")):
+        raise ValueError(f"the folder {folder} exists already and has {foreign[0]}, not of a run: use another name=")
+    if not found:
+        return None
+    aside = (folder.with_name(f"{folder.name}-unsaved-{number}") for number in count(1))
+    return folder.rename(next(path for path in aside if not path.exists()))
 
 
 def again(cfg: Any) -> str:

@@ -4,8 +4,9 @@
         wandb_id.txt    so that a resumed run goes on in the same wandb run
         wandb/          wandb's own files; `wandb sync` sends the offline ones
 
-Nothing here stops or holds up a run: choose_wandb_mode() takes at most 2 s, and the first error of a wandb run ends
-that run and not the training. The price: wandb's curves end at that error; those in the run's folder do not.
+Nothing here stops or holds up a run: choose_wandb_mode() takes at most 2 s, an online run that cannot begin within 5 s
+is an offline one, and a later error of a wandb run ends that run and not the training. The price: wandb's curves end at
+that error; those in the run's folder do not.
 """
 
 import html
@@ -30,7 +31,10 @@ WANDB_FINISH_SECONDS = 20.0
 
 @dataclass
 class WandbConfig:
-    """mode: auto is online if a key is set and the host answers within 2 s, else offline. WANDB_MODE overrides auto."""
+    """mode: auto is online if a key is set and the host answers within 2 s, else offline.
+
+    Where a key has its default, wandb's variable counts: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_TAGS.
+    """
 
     mode: str = "auto"  # auto | online | offline | disabled
     project: str = "tilegpt"
@@ -41,8 +45,8 @@ class WandbConfig:
 def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
     """(online | offline | disabled, why, in one line), within 2 s and without importing wandb.
 
-    Decided before the first wandb.init() because of what it does by itself: with no key and no terminal it raises, with
-    a key and no network it blocks for 100 s, and after a failed online init an offline one times out too (wandb #9865).
+    Decided before the first wandb.init() because of what it does by itself: with no key and no terminal it raises, and
+    with a key and no network it blocks for 100 s.
 
     Raises ValueError for a mode that does not exist, or that was asked for by name and cannot be had.
     """
@@ -115,10 +119,30 @@ def _answers(url: str) -> bool:
     return answered.is_set()
 
 
+def from_environment(config: WandbConfig) -> dict[str, str]:
+    """wandb's variables that are set and take the place of what `config` has no key for, or its default."""
+    usual = WandbConfig()
+    counts = {
+        "WANDB_PROJECT": config.project == usual.project,
+        "WANDB_NAME": True,
+        "WANDB_TAGS": config.tags == usual.tags,
+        "WANDB_DIR": True,
+    }
+    return {key: os.environ[key] for key, free in counts.items() if free and os.environ.get(key)}
+
+
+def first_line(error: Exception) -> str:
+    """What an error says in one line; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines and lines[0] != "<no message>" else type(error).__name__
+
+
 class WandbRun:
-    """A run of wandb's. Its first error ends it, with one line through `say`, and the training goes on.
+    """A run of wandb's. An online run that cannot begin becomes an offline one. Any other error ends it, with one line
+    through `say`, and the training goes on.
 
     mode: online | offline | disabled. folder: runs/NAME. run_config: what wandb shows as the configuration.
+    WANDB_NAME names it instead of the folder, and WANDB_DIR takes wandb's files instead of it.
     """
 
     def __init__(
@@ -136,31 +160,50 @@ class WandbRun:
         # wandb also reports on itself, to the same host, and at exit waits for that: 10 s where nothing answers, in an
         # offline run too. Set before the import, which reads it; whoever wants it can set it to true.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb  # only now: a disabled run need not pay its half second
-        from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
-        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+        try:
+            import wandb  # only now: a disabled run need not pay its half second
+            from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
+            from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+        # What an installation whose parts do not fit raises: protobuf a TypeError, NumPy an AttributeError, ...
+        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, SyntaxError, OSError) as error:
+            self.give_up(error)
+            return
 
         # What a call can raise: wandb's own errors; OSError (TimeoutError is one) when the helper process that wandb
         # talks to through a socket has died; the other three when it cannot be reached or dies while an answer is
         # awaited, which wandb does not derive from wandb.Error. Not listed: TypeError and its kind, our own mistakes.
         self.errors = (wandb.Error, OSError, WandbServiceConnectionError, HandleAbandonedError, MailboxClosedError)
         self.wandb = wandb
-        id_file = folder / "wandb_id.txt"
+        environment = from_environment(config)
+        if environment:
+            say(f"wandb: from the environment: {', '.join(f'{key}={value}' for key, value in environment.items())}")
+        tags = [tag.strip() for tag in environment.get("WANDB_TAGS", "").split(",") if tag.strip()] or config.tags
+        named = environment.get("WANDB_NAME")
+        wanted = {
+            "project": environment.get("WANDB_PROJECT", config.project),
+            "entity": config.entity,
+            "name": named + (f"-BROKEN-{broken}" if broken else "") if named else folder.name,
+            "dir": environment.get("WANDB_DIR", folder),
+            "config": run_config,
+            "tags": [*tags, *([f"broken:{broken}"] if broken else [])],
+        }
+        self.begin(wanted)
+        if self.run and self.mode == "online":
+            say(f"wandb: {self.run.url}")
+
+    def begin(self, wanted: dict) -> None:
+        """wandb.init() in self.mode, and offline where online fails. wanted: its other arguments."""
+        id_file = self.folder / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n")
         try:
-            self.run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=folder.name,
-                dir=folder,
-                mode=mode,
+            self.run = self.wandb.init(
+                **wanted,
+                mode=self.mode,
                 id=id_file.read_text().strip(),
                 resume="allow",
-                config=run_config,
-                tags=[*config.tags, *([f"broken:{broken}"] if broken else [])],
                 # console="off": wandb would otherwise stand between us and the terminal to copy what we print.
-                settings=wandb.Settings(
+                settings=self.wandb.Settings(
                     silent=True, console="off", init_timeout=WANDB_INIT_SECONDS, finish_timeout=WANDB_FINISH_SECONDS
                 ),
             )
@@ -168,16 +211,18 @@ class WandbRun:
             self.run.define_metric("step")
             self.run.define_metric("*", step_metric="step")
         except (*self.errors, ValueError) as error:  # ValueError: a WANDB_* variable that wandb's settings refuse
-            self.give_up(error)
-        if self.run and mode == "online":
-            say(f"wandb: {self.run.url}")
+            if self.mode == "offline":
+                self.give_up(error)
+                return
+            self.say(f"wandb: offline, because the online run could not begin ({first_line(error)})")
+            self.mode = "offline"
+            self.wandb.teardown()  # its helper process keeps what it was told of the online run
+            self.begin(wanted)
 
     def give_up(self, error: Exception) -> None:
         """Ends wandb's run for good, and says so."""
-        # No second try, in any mode: after a failed online init an offline one times out as well.
         self.run = None
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.say(f"wandb: gave up, the run goes on without it ({reason})")
+        self.say(f"wandb: gave up, the run goes on without it ({first_line(error)})")
 
     def attempt(self, call: Callable[[Any], object]) -> None:
         """Calls `call` with wandb's run unless it has been given up; gives it up if that fails."""
@@ -202,4 +247,8 @@ class WandbRun:
             self.attempt(lambda run: run.log({"loss_picture": self.wandb.Image(str(picture))}))
         self.attempt(lambda run: run.finish(exit_code=exit_code))
         if self.run and self.mode == "offline":
-            self.say(f"wandb: to send this run later: wandb sync {self.folder / 'wandb' / 'offline-run-*'}")
+            # The folder of the run that ends; in runs/NAME all those of earlier resumptions are this run's too.
+            elsewhere = Path(self.run.dir).parent if os.environ.get("WANDB_DIR") else None
+            self.say(
+                f"wandb: to send this run later: wandb sync {elsewhere or self.folder / 'wandb' / 'offline-run-*'}"
+            )
