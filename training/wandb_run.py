@@ -154,7 +154,8 @@ class WandbRun:
         broken: str | None,
         say: Callable[[str], None],
     ):
-        self.run, self.mode, self.folder, self.say = None, mode, folder, say
+        self.run: Any = None
+        self.mode, self.folder, self.say = mode, folder, say
         if mode == "disabled":
             return
         # wandb also reports on itself, to the same host, and at exit waits for that: 10 s where nothing answers, in an
@@ -187,17 +188,18 @@ class WandbRun:
             "config": run_config,
             "tags": [*tags, *([f"broken:{broken}"] if broken else [])],
         }
-        self.begin(wanted)
+        self.run = self.begin(wanted)
         if self.run and self.mode == "online":
             say(f"wandb: {self.run.url}")
 
-    def begin(self, wanted: dict) -> None:
-        """wandb.init() in self.mode, and offline where online fails. wanted: its other arguments."""
+    def begin(self, wanted: dict) -> Any:
+        """wandb.init() in self.mode, and offline where online fails; None where that fails too. wanted: its other
+        arguments."""
         id_file = self.folder / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n")
         try:
-            self.run = self.wandb.init(
+            run = self.wandb.init(
                 **wanted,
                 mode=self.mode,
                 id=id_file.read_text().strip(),
@@ -208,16 +210,17 @@ class WandbRun:
                 ),
             )
             # Our own step: wandb's counter counts calls, and runs ahead when a killed run repeats steps.
-            self.run.define_metric("step")
-            self.run.define_metric("*", step_metric="step")
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+            return run
         except (*self.errors, ValueError) as error:  # ValueError: a WANDB_* variable that wandb's settings refuse
             if self.mode == "offline":
                 self.give_up(error)
-                return
+                return None
             self.say(f"wandb: offline, because the online run could not begin ({first_line(error)})")
             self.mode = "offline"
             self.wandb.teardown()  # its helper process keeps what it was told of the online run
-            self.begin(wanted)
+            return self.begin(wanted)
 
     def give_up(self, error: Exception) -> None:
         """Ends wandb's run for good, and says so."""
