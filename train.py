@@ -205,6 +205,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
 
     # Data. Prepared at first use, cached by content.
     dataset = open_data(cfg.data, cfg.tokenizer)
+    if cfg.data.source == "text" and cfg.data.path == "-":
+        cfg.data.path = str(dataset.folder)  # standard input is gone when the run is resumed or looked at
     n_vocab = dataset.encoding.n_vocab
     if cfg.model.vocab_size not in (None, n_vocab):
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {n_vocab}; leave it out")

@@ -53,6 +53,7 @@ READS = {"pystdlib": (), "text": ("path",), "bin": ("path",), "shakespeare": ("u
 
 ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
 PREPARED = ("text", *ORIGINS)  # the sources of text; the others bring token files
+KEPT_TEXT = re.compile(r"text-(\w+)-[0-9a-f]{12}")  # a folder that prepare() has made, and its tokenizer
 TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 
 
@@ -90,7 +91,8 @@ class Piece(NamedTuple):
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False) -> Path:
-    """The folder of token files for this text and tokenizer; made when it is not there yet.
+    """The folder of token files for this text and tokenizer; made when it is not there yet. data.path may be such a
+    folder: a run that has read standard input goes on from there.
 
     Every call reads and hashes the whole text, about a second per GB: that is how an edited file is noticed. Any
     number of processes may call at once: one does the work and the others wait for it. Raises ValueError, one line,
@@ -98,6 +100,11 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     """
     check(data)
     assert data.source in PREPARED, "token files need no preparing: open_data() opens them"
+    named = Path(data.path or "").expanduser()
+    if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
+        if made[1] != label_of(tokenizer):
+            raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label_of(tokenizer)}: use that one")
+        return named
     started = time.perf_counter()
     corpus = scan(data)
     cache = Path(data.cache)
@@ -231,9 +238,14 @@ def scan(data: DataConfig) -> Corpus:
     return Corpus(files, np.array(sizes, np.int64), sha256, order, split, left_out)
 
 
+def label_of(tokenizer: TokenizerConfig) -> str:
+    """The tokenizer in a folder's name: byte, gpt2, bpe4096."""
+    return f"bpe{tokenizer.vocab_size or BPE_SYMBOLS}" if tokenizer.kind == "bpe" else tokenizer.kind
+
+
 def folder_name(data: DataConfig, tokenizer: TokenizerConfig, corpus: Corpus) -> str:
     """Equal for equal results and different for different ones: the cache needs no dates and no invalidation."""
-    label = f"bpe{tokenizer.vocab_size or BPE_SYMBOLS}" if tokenizer.kind == "bpe" else tokenizer.kind
+    label = label_of(tokenizer)
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split != REPEATED].tobytes())
     return f"{data.source}-{label}-{digest.hexdigest()[:12]}"

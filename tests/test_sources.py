@@ -513,6 +513,23 @@ def test_standard_input_trains_and_samples(train_and_sample, tmp_path, monkeypat
         train_and_sample("data=text", "data.path=-")
 
 
+def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, monkeypatch):
+    """resume=auto said "- holds no text", though the tokens lie in the cache."""
+    own = [argument for argument in small if not argument.startswith("data.")]
+    there = [f"data.cache={tmp_path}/cache", f"runs={tmp_path}/runs", "steps=2"]
+    (tmp_path / "a.txt").write_text("".join(DOCUMENTS), encoding="utf-8")
+    with open(tmp_path / "a.txt", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert call(train, *own, *there, "data.path=-", "name=x").code == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3")
+    assert ended.code == 0, ended.err
+    (folder,) = (tmp_path / "cache").glob("text-byte-*")
+    assert f"data: {folder}, " in ended.out
+    ended = call(train, *own, *there, f"data.path={folder}", "tokenizer=bpe")
+    assert ended.err == f"train: {folder} has tokens of tokenizer byte, not of bpe4096: use that one\n"
+
+
 def test_shards_train_and_sample(train_and_sample, make, tmp_path):
     folder = make(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     train_and_sample("data=bin", f"data.path={folder}")
