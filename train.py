@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.loader import Batch, Dataset, Loader, open_data, validation_batches
+from data.loader import Batch, Dataset, Loader, fingerprint, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, resolve
@@ -301,6 +301,9 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
     say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
     if resumed and (changes := changed(config_of(resumed, Config), asdict(cfg))):
         say(f"changed since the checkpoint: {', '.join(changes)}")
+    validated = resumed and resumed.state.get("validation")  # not there in an old checkpoint
+    if validated and validated != fingerprint(dataset.val, dataset.val_documents):
+        say("the validation text has changed since the checkpoint: the losses before and after do not compare")
     say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
@@ -536,6 +539,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
             "about": run.facts,
             "broken": run.cfg.break_it.label,
             "loader": run.loader.state_dict(),
+            "validation": fingerprint(run.dataset.val, run.dataset.val_documents),
             "scaler": run.scaler.state_dict(),
             "val_loss": run.val_loss if math.isfinite(run.val_loss) else None,
         },

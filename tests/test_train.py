@@ -647,7 +647,7 @@ def test_a_text_that_is_too_short_or_another_than_the_checkpoints_is_refused(cal
     other = [f"data.path={tmp_path}/other.txt", f"data.cache={tmp_path}/cache", "resume=auto", "steps=4"]
     ended = call(train, *given, *other, f"runs={tmp_path}/runs")
     assert ended.code == 2
-    assert "trained with dataset=" in ended.err
+    assert "trained on another text, or on this one before it was edited" in ended.err
     assert "use the same data and tokenizer" in ended.err
 
 
