@@ -41,7 +41,16 @@ from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
-from training.machine import about, keep_memory, memory_gib, peak_flops, pick_device, pick_dtype, stop_signals
+from training.machine import (
+    about,
+    is_out_of_memory,
+    keep_memory,
+    memory_gib,
+    peak_flops,
+    pick_device,
+    pick_dtype,
+    stop_signals,
+)
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, average, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig, reading, record, search
@@ -167,11 +176,14 @@ def main(cfg: Config) -> int:
         signals = stack.enter_context(stop_signals())
         try:
             run.code = loop(run, signals)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            where = "out of memory" if run.device.type == "cpu" else "out of GPU memory"
+            smaller = f"batch_size={cfg.batch_size // 2} tokens_per_step={run.tokens_per_step}"
             raise ValueError(
-                f"out of GPU memory with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
-                f"use batch_size={max(1, cfg.batch_size // 2)} tokens_per_step={run.tokens_per_step}, "
-                "which learns the same"
+                f"{where} with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
+                f"use {smaller if cfg.batch_size > 1 else 'model.activation_checkpointing=true'}, which learns the same"
             ) from error
     if run.code == 0:
         say_what_is_there(run)
@@ -315,7 +327,7 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
     )
     say(
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
-        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} passes, "
+        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
     if broken:

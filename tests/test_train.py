@@ -26,6 +26,7 @@ from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
 from tests.reference import assert_within_budget
 from training import checkpoint, config, metrics
+from training.machine import is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
 from training.resume import changed, make_room, refuse_another_model
@@ -772,17 +773,25 @@ def test_what_fails_before_the_first_step_lets_go_of_the_folder_and_of_the_metri
     checkpoint.lock(tmp_path / "x").close()
 
 
-def test_out_of_memory_is_one_line_with_a_batch_that_fits_and_learns_the_same(call, small, tmp_path, monkeypatch):
-    def out_of_memory(run):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(train, "train_step", out_of_memory)
-    ended = call(train, *small, "tokens_per_step=256", f"runs={tmp_path}", "name=x")
+@pytest.mark.parametrize(
+    ("batch_size", "way_out"),
+    [(4, "batch_size=2 tokens_per_step=256"), (1, "model.activation_checkpointing=true")],
+)
+def test_out_of_memory_is_one_line_with_what_fits_and_learns_the_same(
+    call, small, tmp_path, monkeypatch, batch_size, way_out
+):
+    """On a CPU it was a traceback: torch's error there is a RuntimeError like any other."""
+    monkeypatch.setattr(train, "train_step", lambda run: torch.empty(2**60))
+    ended = call(train, *small, "tokens_per_step=256", f"batch_size={batch_size}", f"runs={tmp_path}", "name=x")
     assert ended.code == 2
-    assert ended.err.endswith(
-        "train: out of GPU memory with batch_size=4 sequences of 32 tokens; "
-        "use batch_size=2 tokens_per_step=256, which learns the same\n"
-    )
+    said = f"train: out of memory with batch_size={batch_size} sequences of 32 tokens; use {way_out}, "
+    assert ended.err.endswith(f"{said}which learns the same\n")
+
+
+def test_only_memory_that_is_missing_is_called_out_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("a bug"))
 
 
 def test_a_run_leaves_the_configuration_that_it_was_given_as_it_was(small, tmp_path):

@@ -75,6 +75,13 @@ def keep_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: whose end is never given back
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch's or Python's means that there was no memory left. On a CPU torch has no type for it,
+    only a text (and the system may end the process instead, without a word)."""
+    of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return of_memory or "DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error)
+
+
 def pick_device(device: str) -> torch.device:
     """auto: a GPU if there is one, then Apple's, else the CPU. ValueError for one that is not there."""
     if device == "auto":

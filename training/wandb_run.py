@@ -154,7 +154,8 @@ class WandbRun:
         broken: str | None,
         say: Callable[[str], None],
     ):
-        self.run, self.mode, self.folder, self.say = None, mode, folder, say
+        self.run: Any = None  # wandb's
+        self.mode, self.folder, self.say = mode, folder, say
         if mode == "disabled":
             return
         # wandb also reports on itself, to the same host, and at exit waits for that: 10 s where nothing answers, in an
@@ -188,8 +189,6 @@ class WandbRun:
             "tags": [*tags, *([f"broken:{broken}"] if broken else [])],
         }
         self.begin(wanted)
-        if self.run and self.mode == "online":
-            say(f"wandb: {self.run.url}")
 
     def begin(self, wanted: dict) -> None:
         """wandb.init() in self.mode, and offline where online fails. wanted: its other arguments."""
@@ -210,6 +209,8 @@ class WandbRun:
             # Our own step: wandb's counter counts calls, and runs ahead when a killed run repeats steps.
             self.run.define_metric("step")
             self.run.define_metric("*", step_metric="step")
+            if self.mode == "online":
+                self.say(f"wandb: {self.run.url}")
         except (*self.errors, ValueError) as error:  # ValueError: a WANDB_* variable that wandb's settings refuse
             if self.mode == "offline":
                 self.give_up(error)
