@@ -330,6 +330,11 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
         f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
+    if cfg.steps < cfg.optimizer.warmup_steps:
+        say(
+            f"the rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} are fewer than "
+            f"optimizer.warmup_steps={cfg.optimizer.warmup_steps}"
+        )
     if broken:
         say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
 
@@ -628,9 +633,13 @@ def say_what_is_there(run: Run) -> None:
     best_loss, best_step = run.metrics.best or (math.nan, run.step)
     show(f"{stamp(cfg.break_it.label)}done: best validation loss {best_loss:.4f} at step {best_step}")
     show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
-    show(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
+    samples = folder / "samples.txt"
+    if samples.exists() and samples.stat().st_size:
+        show(f"  samples      {samples}")
+    show(f"  checkpoints  {folder / checkpoint.FOLDER}")
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, "prompt=def "]))
+    begin = ["prompt=def "] if cfg.data.source == "pystdlib" else []
+    show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))
     show(f"  {again(cfg)} steps={2 * cfg.steps}  # the rate rises again")
 
 

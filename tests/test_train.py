@@ -556,6 +556,25 @@ def test_a_broken_run_without_a_name_is_named_after_its_fault(call, small, tmp_p
 
 
 @pytest.mark.parametrize("tokenizer", [["tokenizer=byte"], ["tokenizer=bpe", "tokenizer.vocab_size=300"]])
+def test_a_name_that_has_the_faults_word_in_it_is_stamped_all_the_same():
+    """name=b-local_mask with break_it=local_mask was not."""
+    assert metrics.broken_name("b-local_mask", "local_mask") == "b-local_mask-BROKEN-local_mask"
+    assert metrics.broken_name("b-BROKEN-local_mask", "local_mask") == "b-BROKEN-local_mask"
+    assert metrics.broken_name("b", "") == "b"
+
+
+def test_only_what_there_is_is_said_at_the_end_and_a_warm_up_without_end_at_the_beginning(call, small, tmp_path):
+    """samples.txt with sample_every=0, and a prompt of Python for a text of any kind."""
+    ended = call(train, *small, "steps=2", f"runs={tmp_path}", "name=x")
+    assert "samples.txt" not in ended.out
+    assert "prompt=" not in ended.out
+    assert " in 1 pass, " in ended.out
+    assert "the rate never reaches optimizer.lr=0.001: steps=2 are fewer than optimizer.warmup_steps=10\n" in ended.out
+    ended = call(train, *small, "steps=2", "optimizer.warmup_steps=2", "sample_every=2", f"runs={tmp_path}", "name=y")
+    assert f"  samples      {tmp_path}/y/samples.txt\n" in ended.out
+    assert "never reaches" not in ended.out
+
+
 def test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted(
     call, small, tmp_path, tokenizer
 ):

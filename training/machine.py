@@ -90,7 +90,7 @@ def pick_device(device: str) -> torch.device:
     try:
         torch.empty(1, device=device).item()  # device=meta has tensors without values
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]  # torch goes on with a list of all that it could do instead
         raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error
     if device.startswith("cuda:"):  # the generator that is saved, and every kernel launched, are the current device's
         torch.cuda.set_device(device)
