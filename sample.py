@@ -75,6 +75,8 @@ def main(cfg: Config) -> None:
     # A document begins after an end-of-text token, in training and so here.
     end = encoding.encode_single_token(END_OF_TEXT)
     prompt = [end, *encode(encoding, cfg.prompt).tolist()]
+    if len(prompt) > (context := trained.state["config"]["model"]["context_length"]):
+        print(f"of the prompt's {len(prompt) - 1} tokens the model sees the last {context}", file=sys.stderr)
     for number in range(cfg.num_samples):
         if cfg.num_samples > 1 or broken:
             print(f"{stamp(broken)}--- sample {number + 1} of {cfg.num_samples}", flush=True)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.loader import Batch, Dataset, Loader, open_data, validation_batches
+from data.loader import Batch, Dataset, Loader, fingerprint, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, resolve
@@ -41,7 +41,16 @@ from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config
-from training.machine import about, keep_memory, memory_gib, peak_flops, pick_device, pick_dtype, stop_signals
+from training.machine import (
+    about,
+    is_out_of_memory,
+    keep_memory,
+    memory_gib,
+    peak_flops,
+    pick_device,
+    pick_dtype,
+    stop_signals,
+)
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, average, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig, reading, record, search
@@ -169,11 +178,14 @@ def main(cfg: Config) -> int:
         signals = stack.enter_context(stop_signals())
         try:
             run.code = loop(run, signals)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            where = "out of memory" if run.device.type == "cpu" else "out of GPU memory"
+            smaller = f"batch_size={cfg.batch_size // 2} tokens_per_step={run.tokens_per_step}"
             raise ValueError(
-                f"out of GPU memory with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
-                f"use batch_size={max(1, cfg.batch_size // 2)} tokens_per_step={run.tokens_per_step}, "
-                "which learns the same"
+                f"{where} with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
+                f"use {smaller if cfg.batch_size > 1 else 'model.activation_checkpointing=true'}, which learns the same"
             ) from error
     if run.code == 0:
         say_what_is_there(run)
@@ -207,6 +219,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
 
     # Data. Prepared at first use, cached by content.
     dataset = open_data(cfg.data, cfg.tokenizer)
+    if cfg.data.source == "text" and cfg.data.path == "-":
+        cfg.data.path = str(dataset.folder)  # standard input is gone when the run is resumed or looked at
     n_vocab = dataset.encoding.n_vocab
     if cfg.model.vocab_size not in (None, n_vocab):
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {n_vocab}; leave it out")
@@ -301,6 +315,9 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
     say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
     if resumed and (changes := changed(config_of(resumed, Config), asdict(cfg))):
         say(f"changed since the checkpoint: {', '.join(changes)}")
+    validated = resumed and resumed.state.get("validation")  # not there in an old checkpoint
+    if validated and validated != fingerprint(dataset.val, dataset.val_documents):
+        say("the validation text has changed since the checkpoint: the losses before and after do not compare")
     say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
@@ -312,9 +329,14 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
     )
     say(
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
-        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} passes, "
+        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
+    if cfg.steps < cfg.optimizer.warmup_steps:
+        say(
+            f"the rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} are fewer than "
+            f"optimizer.warmup_steps={cfg.optimizer.warmup_steps}"
+        )
     if broken:
         say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
 
@@ -535,6 +557,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
             "about": run.facts,
             "broken": run.cfg.break_it.label,
             "loader": run.loader.state_dict(),
+            "validation": fingerprint(run.dataset.val, run.dataset.val_documents),
             "scaler": run.scaler.state_dict(),
             "val_loss": run.val_loss if math.isfinite(run.val_loss) else None,
         },
@@ -611,9 +634,13 @@ def say_what_is_there(run: Run) -> None:
     best_loss, best_step = run.metrics.best or (math.nan, run.step)
     show(f"{stamp(cfg.break_it.label)}done: best validation loss {best_loss:.4f} at step {best_step}")
     show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
-    show(f"  samples      {folder / 'samples.txt'}\n  checkpoints  {folder / checkpoint.FOLDER}")
+    samples = folder / "samples.txt"
+    if samples.exists() and samples.stat().st_size:
+        show(f"  samples      {samples}")
+    show(f"  checkpoints  {folder / checkpoint.FOLDER}")
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, "prompt=def "]))
+    begin = ["prompt=def "] if cfg.data.source == "pystdlib" else []
+    show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))
     show(f"  {again(cfg)} steps={2 * cfg.steps}  # the rate rises again")
 
 

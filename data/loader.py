@@ -268,8 +268,12 @@ class Loader:
         Raises ValueError for the state of a run over another text, or over windows cut or shuffled otherwise.
         """
         ours = self.state_dict()
+        if state["dataset"] != ours["dataset"]:
+            raise ValueError(
+                "the checkpoint was trained on another text, or on this one before it was edited: "
+                "use the same data and tokenizer, or start a new run"
+            )
         for key, way_out in {
-            "dataset": "use the same data and tokenizer, or start a new run",
             "context_length": f"use model.context_length={state['context_length']}, or start a new run",
             "seed": f"use seed={state['seed']}, or start a new run",
         }.items():

@@ -36,7 +36,7 @@ from rich.progress import Progress
 
 from data.download import progress_bar, shakespeare
 from data.shards import Writer
-from data.text import LEFT_OUT, PIECE, File, find, in_order, read, walk
+from data.text import LEFT_OUT, PIECE, File, NotText, find, in_order, read, walk, writing_to
 from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, encode, to_json
 
 FORMAT = 2  # raise it when the files' contents change for the same text: every cached folder is then made again
@@ -53,6 +53,7 @@ READS = {"pystdlib": (), "text": ("path",), "bin": ("path",), "shakespeare": ("u
 
 ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
 PREPARED = ("text", *ORIGINS)  # the sources of text; the others bring token files
+KEPT_TEXT = re.compile(r"text-(\w+)-[0-9a-f]{12}")  # a folder that prepare() has made, and its tokenizer
 TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 
 
@@ -77,7 +78,9 @@ class Corpus:
     sha256: np.ndarray  # uint8 (documents, 32)
     order: np.ndarray  # int64 (documents,): by hash, that is, at random but the same whatever the files are called
     split: np.ndarray  # int8 (documents,): number of the split, or REPEATED
-    left_out: int  # documents that repeat an earlier one, and files that are not UTF-8
+    repeated: int  # documents that repeat an earlier one and are left out
+    not_text: list[str]  # files that are not UTF-8 and are left out
+    others: int  # files of the folder whose suffix is not that of text
     cut: tuple[int, int] | None = None  # a training document, and from which of its bytes on it is for validation
 
 
@@ -90,7 +93,8 @@ class Piece(NamedTuple):
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False) -> Path:
-    """The folder of token files for this text and tokenizer; made when it is not there yet.
+    """The folder of token files for this text and tokenizer; made when it is not there yet. data.path may be such a
+    folder: a run that has read standard input goes on from there.
 
     Every call reads and hashes the whole text, about a second per GB: that is how an edited file is noticed. Any
     number of processes may call at once: one does the work and the others wait for it. Raises ValueError, one line,
@@ -98,6 +102,11 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     """
     check(data)
     assert data.source in PREPARED, "token files need no preparing: open_data() opens them"
+    named = Path(data.path or "").expanduser()
+    if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
+        if made[1] != label_of(tokenizer):
+            raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label_of(tokenizer)}: use that one")
+        return named
     started = time.perf_counter()
     corpus = scan(data)
     cache = Path(data.cache)
@@ -115,35 +124,45 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
             if TEMPORARY.fullmatch(stale.name) and stale.is_dir():  # the cache may be a folder with other things in it
                 shutil.rmtree(stale)
 
-        split(corpus, data.val_fraction)
-        with progress_bar(quiet) as progress:
-            # A tokenizer that had seen the validation text would flatter the bits per byte measured on it.
-            encoding = build(tokenizer, training_text(corpus, progress))
-            temporary = cache / f"{folder.name}.tmp"
-            temporary.mkdir()
-            counts = write(temporary, corpus, encoding, progress)
-        manifest: dict[str, Any] = {
-            "version": FORMAT,
-            "source": data.path or ORIGINS[data.source],
-            "left_out": corpus.left_out,
-            "tokenizer": {"name": encoding.name, "vocab_size": encoding.n_vocab},
-            **counts,
-        }
-        (temporary / "tokenizer.json").write_text(to_json(encoding), encoding="utf-8")
-        manifest["sha256"] = {file.name: sync_and_hash(file) for file in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        sync_and_hash(temporary / MANIFEST)
-        temporary.rename(folder)  # complete or absent: nothing opens a folder that is still being written
+        temporary = cache / f"{folder.name}.tmp"
+        try:
+            with writing_to(cache):
+                manifest = fill(temporary, corpus, data, tokenizer, quiet)
+                temporary.rename(folder)  # complete or absent: nothing opens a folder that is still being written
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # not there, unless something went wrong
 
     if not quiet:
         train, val, seconds = manifest["train"], manifest["val"], time.perf_counter() - started
-        note = f" ({corpus.left_out} that are not UTF-8 or repeat another left out)" if corpus.left_out else ""
         print(
-            f"data: {(corpus.split != REPEATED).sum()} documents{note}, {train['bytes'] + val['bytes']:,} bytes -> "
+            f"data: {(corpus.split != REPEATED).sum()} documents{left_out(corpus)}, "
+            f"{train['bytes'] + val['bytes']:,} bytes -> "
             f"{train['tokens']:,} training and {val['tokens']:,} validation tokens in {seconds:.1f} s: {folder}",
             file=sys.stderr,
         )
     return folder
+
+
+def fill(temporary: Path, corpus: Corpus, data: DataConfig, tokenizer: TokenizerConfig, quiet: bool) -> dict[str, Any]:
+    """Makes the folder `temporary` with all its files, on the disk, and returns its manifest."""
+    split(corpus, data.val_fraction)
+    with progress_bar(quiet) as progress:
+        # A tokenizer that had seen the validation text would flatter the bits per byte measured on it.
+        encoding = build(tokenizer, training_text(corpus, progress))
+        temporary.mkdir()
+        counts = write(temporary, corpus, encoding, progress)
+    manifest: dict[str, Any] = {
+        "version": FORMAT,
+        "source": data.path or ORIGINS[data.source],
+        "left_out": corpus.repeated + len(corpus.not_text),
+        "tokenizer": {"name": encoding.name, "vocab_size": encoding.n_vocab},
+        **counts,
+    }
+    (temporary / "tokenizer.json").write_text(to_json(encoding), encoding="utf-8")
+    manifest["sha256"] = {file.name: sync_and_hash(file) for file in sorted(temporary.iterdir())}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    sync_and_hash(temporary / MANIFEST)
+    return manifest
 
 
 def check(data: DataConfig) -> None:
@@ -188,8 +207,8 @@ def scan(data: DataConfig) -> Corpus:
     """The corpus with every document hashed.
 
     A document that repeats another is left out: on both sides of the split it would make validation a test of memory.
-    Empty ones are passed over. What is not UTF-8 is left out of the standard library, but an error in the user's own
-    text, where it would otherwise go missing unnoticed.
+    Empty ones are passed over. Of several files those that are not UTF-8 are left out; of one, or where none is, that
+    is a ValueError.
     """
     found: Sequence[File]
     match data.source:
@@ -202,7 +221,11 @@ def scan(data: DataConfig) -> Corpus:
         case "shakespeare":
             found = [str(shakespeare(Path(data.cache), data.url))]
 
+    named = Path(data.path or "").expanduser()
+    others = sum(1 for _ in walk(str(named))) - len(found) if data.path and named.is_dir() else 0
+
     files: list[File] = []
+    not_text: list[str] = []
     hashes, sizes = bytearray(), array("q")  # of numbers: a list of a million objects would take a hundred bytes each
     for file in found:
         try:
@@ -214,8 +237,9 @@ def scan(data: DataConfig) -> Corpus:
                 hashes += digest.digest()
                 sizes.append(size)
             files.append(file)
-        except ValueError:  # within a file's one document, so nothing of it has been counted yet
-            if data.source != "pystdlib":
+        except NotText:  # nothing of its one document has been counted yet
+            not_text.append(str(file))
+            if len(not_text) == len(found):
                 raise
     if not sizes:
         raise ValueError(
@@ -227,13 +251,30 @@ def scan(data: DataConfig) -> Corpus:
     order = np.lexsort(words.T[::-1])  # the most significant key comes last; equal hashes stay in the order of reading
     split = np.zeros(len(sizes), np.int8)
     split[order[1:][(words[order[1:]] == words[order[:-1]]).all(axis=1)]] = REPEATED
-    left_out = int((split == REPEATED).sum()) + len(found) - len(files)
-    return Corpus(files, np.array(sizes, np.int64), sha256, order, split, left_out)
+    repeated = int((split == REPEATED).sum())
+    return Corpus(files, np.array(sizes, np.int64), sha256, order, split, repeated, not_text, others)
+
+
+def left_out(corpus: Corpus) -> str:
+    """What prepare() says of what it has left out, with a space in front; "" where it took everything."""
+    first = "".join(corpus.not_text[:1])
+    counts = {
+        f"not UTF-8 (first {first})": len(corpus.not_text),
+        "repeating another": corpus.repeated,
+        "with another suffix than text has": corpus.others,
+    }
+    parts = [f"{count} {what}" for what, count in counts.items() if count]
+    return f" (left out: {', '.join(parts)})" if parts else ""
+
+
+def label_of(tokenizer: TokenizerConfig) -> str:
+    """The tokenizer in a folder's name: byte, gpt2, bpe4096."""
+    return f"bpe{tokenizer.vocab_size or BPE_SYMBOLS}" if tokenizer.kind == "bpe" else tokenizer.kind
 
 
 def folder_name(data: DataConfig, tokenizer: TokenizerConfig, corpus: Corpus) -> str:
     """Equal for equal results and different for different ones: the cache needs no dates and no invalidation."""
-    label = f"bpe{tokenizer.vocab_size or BPE_SYMBOLS}" if tokenizer.kind == "bpe" else tokenizer.kind
+    label = label_of(tokenizer)
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split != REPEATED].tobytes())
     return f"{data.source}-{label}-{digest.hexdigest()[:12]}"

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +33,11 @@ TEXT_SUFFIXES = {
     *(".js", ".ts", ".lua", ".rb", ".pl", ".r", ".jl", ".hs", ".ml", ".sh", ".sql"),
 }
 KINDS = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
+
+
+class NotText(ValueError):
+    """A file that is not UTF-8. Raised before the file's one document has come to its end."""
+
 
 File = str | BinaryIO  # a path, or the copy of standard input
 Stream = BinaryIO | gzip.GzipFile
@@ -122,8 +127,23 @@ def standard_input(cache: Path) -> BinaryIO:
         raise ValueError("data.path=- reads standard input, and nothing is piped into it: use data.path=- < FILE")
     cache.mkdir(parents=True, exist_ok=True)
     copy = tempfile.TemporaryFile(dir=cache)  # noqa: SIM115
-    shutil.copyfileobj(sys.stdin.buffer, copy)
+    with writing_to(cache):
+        shutil.copyfileobj(sys.stdin.buffer, copy)
     return copy
+
+
+@contextmanager
+def writing_to(cache: Path) -> Iterator[None]:
+    """Gives an OSError that names no file (of a write: the disk is full) the folder and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        why = (
+            f"the text could not be written to {cache} ({error.strerror}): free some space, or use another data.cache="
+        )
+        raise OSError(error.errno, why) from error
 
 
 # ---- what is in them
@@ -166,14 +186,14 @@ def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
     while text:
         piece = text[: boundary(text, PIECE)]
         if b"\0" in piece:
-            raise ValueError(
+            raise NotText(
                 f"{name} has a zero byte at offset {offset + piece.index(0)}, so is binary or UTF-16: "
                 "save it as UTF-8 or leave it out"
             )
         try:
             piece.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(
+            raise NotText(
                 f"{name} is not UTF-8 at byte offset {offset + error.start} (0x{piece[error.start]:02x}): "
                 "convert it (iconv -f latin1 -t utf-8) or leave it out"
             ) from error

@@ -180,7 +180,7 @@ def refused_training(refused, there):
     steps=[1]                   steps=[1]: not of the type
     steps=$x                    steps=$x: not of the type
     steps=${nothing}            'nothing' not found
-    steps=1,2                   'steps=1,2'
+    steps=1,2                   steps=1,2: several values make a sweep, which -m asks for: -m steps=1,2
     steps=(                     steps=(: Hydra cannot read the value
     name=???                    name has no default and must be given: name=VALUE
     step=3                      step=3: there is no key step; did you mean steps?

@@ -1,5 +1,6 @@
 """Text to token files to batches: every byte arrives, the order can be computed for any step, and damage is noticed."""
 
+import errno
 import json
 import os
 import pty
@@ -17,7 +18,7 @@ from data import prepare as prepare_module
 from data import text as text_module
 from data.loader import Loader, make_batch, open_dataset, validation_batches
 from data.prepare import MANIFEST, DataConfig, prepare, read_manifest
-from data.shards import read_tokens
+from data.shards import Writer, read_tokens
 from data.tokenizer import TokenizerConfig, byte_encoding
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -383,7 +384,34 @@ def test_a_binary_file_is_refused(make, tmp_path):
 
 def test_text_that_is_not_utf8_is_refused_with_the_place(make, corpus):
     (corpus / "latin.txt").write_bytes("caf\u00e9 au lait".encode("latin1"))
-    assert f"{corpus / 'latin.txt'} is not UTF-8 at byte offset 3 (0xe9)" in refusal(make, corpus)
+    assert f"{corpus / 'latin.txt'} is not UTF-8 at byte offset 3 (0xe9)" in refusal(make, corpus / "latin.txt")
+
+
+def test_of_a_folder_what_is_not_text_is_left_out_and_counted(make, corpus, tmp_path, capsys):
+    """One file that was not UTF-8 stopped the folder, one file an attempt; other files were left out without a word."""
+    whole = make(corpus)
+    for name in ("latin1.txt", "latin2.txt"):
+        (corpus / name).write_bytes(b"line\n" * 200_000 + b"caf\xe9")  # noticed late
+    (corpus / "picture.png").touch()
+    assert prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig()).name == whole.name
+    said = f"(left out: 2 not UTF-8 (first {corpus / 'latin1.txt'}), 1 with another suffix than text has)"
+    assert said in capsys.readouterr().err
+    for file in filter(Path.is_file, corpus.rglob("*")):
+        file.unlink()
+    (corpus / "latin.txt").write_bytes(b"caf\xe9")
+    assert "latin.txt is not UTF-8" in refusal(make, corpus)
+
+
+def test_a_full_disk_is_named_and_nothing_is_left_on_it(make, corpus, tmp_path, monkeypatch):
+    """[Errno 28] came without a path, and the unfinished folder stayed and kept the disk full."""
+
+    def full(self, ids):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Writer, "append", full)
+    with pytest.raises(OSError, match=r"could not be written to .*cache \(No space left on device\): free some space"):
+        make(corpus)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_offsets_are_those_in_the_file_however_long_it_is(make, tmp_path):

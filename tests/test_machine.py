@@ -2,14 +2,16 @@
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from training.machine import stop_signals
+from training.machine import pick_device, stop_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -101,3 +103,13 @@ def test_control_c_during_the_imports_leaves_without_a_traceback(script):
     assert process.returncode == -signal.SIGINT
     assert "| torch\n" not in err
     assert "Traceback" not in err
+
+
+def test_a_device_that_is_not_there_is_refused_without_torchs_list_of_what_is(monkeypatch):
+    def missing(*_, **__):
+        raise RuntimeError("Could not run this with the 'MPS' backend. This could be because ... CPU: registered at")
+
+    monkeypatch.setattr(torch, "empty", missing)
+    said = "device=mps cannot be used here (Could not run this with the 'MPS' backend); use device=auto or device=cpu"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        pick_device("mps")

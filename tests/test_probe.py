@@ -324,7 +324,7 @@ def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, sma
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert ended.code == 1
-    place, lost = ended.out.splitlines()[-2:]
+    place, lost, _ = ended.out.splitlines()[-3:]
     assert "probe: layer 0, head 0, query tile 0" in place
     (faults,) = tmp_path.glob("*/faults")
     assert lost == (

@@ -233,6 +233,12 @@ def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, parrots, cut, 
     assert ended.err.splitlines()[:-1] == [f"checkpoint {path} is damaged"] * said
 
 
+def test_a_prompt_that_is_longer_than_the_context_is_said(call, parrots):
+    said = "of the prompt's 64 tokens the model sees the last 64\n"
+    assert said in call(sample, f"runs={parrots}", f"prompt={64 * 'a'}", "max_new_tokens=1").err
+    assert "of the prompt" not in call(sample, f"runs={parrots}", f"prompt={63 * 'a'}", "max_new_tokens=1").err
+
+
 def test_the_newest_run_speaks_when_none_is_named(call, parrots):
     save_parrot(parrots / "newer/checkpoints", [*b"newer", END])
     assert call(sample, f"runs={parrots}").out == "newer\n"

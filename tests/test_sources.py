@@ -513,6 +513,37 @@ def test_standard_input_trains_and_samples(train_and_sample, tmp_path, monkeypat
         train_and_sample("data=text", "data.path=-")
 
 
+def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, monkeypatch):
+    """resume=auto said "- holds no text", though the tokens lie in the cache."""
+    own = [argument for argument in small if not argument.startswith("data.")]
+    there = [f"data.cache={tmp_path}/cache", f"runs={tmp_path}/runs", "steps=2"]
+    (tmp_path / "a.txt").write_text("".join(DOCUMENTS), encoding="utf-8")
+    with open(tmp_path / "a.txt", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert call(train, *own, *there, "data.path=-", "name=x").code == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3")
+    assert ended.code == 0, ended.err
+    (folder,) = (tmp_path / "cache").glob("text-byte-*")
+    assert f"data: {folder}, " in ended.out
+    ended = call(train, *own, *there, f"data.path={folder}", "tokenizer=bpe")
+    assert ended.err == f"train: {folder} has tokens of tokenizer byte, not of bpe4096: use that one\n"
+
+
+def test_a_validation_text_that_has_changed_is_said_on_resume(call, small, tmp_path):
+    own = [argument for argument in small if not argument.startswith("data")]
+    folder, runs = tmp_path / "tokens", f"runs={tmp_path}/runs"
+    write_shard(folder / "train.bin", [i % 200 for i in range(5000)])
+    write_shard(folder / "val.bin", [i % 200 for i in range(1000)])
+    there = [*own, "data=bin", f"data.path={folder}", "tokenizer=byte", runs, "name=x"]
+    assert call(train, *there, "steps=2").code == 0
+    said = "the validation text has changed since the checkpoint"
+    assert said not in call(train, "resume=auto", "steps=3", runs).out
+    write_shard(folder / "val.bin", [i % 200 for i in range(1100)])
+    assert said in call(train, "resume=auto", "steps=4", runs).out
+    assert said not in call(train, "resume=auto", "steps=5", runs).out
+
+
 def test_shards_train_and_sample(train_and_sample, make, tmp_path):
     folder = make(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     train_and_sample("data=bin", f"data.path={folder}")

@@ -109,7 +109,9 @@ def test_without_a_name_the_sweep_is_named_by_the_time_and_names_of_ones_own_are
 
 def test_a_broken_job_has_its_fault_in_its_name_and_its_records_in_its_row(call, small, tmp_path):
     faults = "break_it=none,no_max"
-    assert call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", faults).code == 0
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", faults)
+    assert ended.code == 0
+    assert ended.out.endswith(f"sweep: 2 of 2 jobs: {tmp_path}/s\n")
     assert [(row["job"], row["status"]) for row in table(tmp_path / "s")] == [
         ("s-1", "done"),
         ("s-2-BROKEN-no_max", "BROKEN[no_max] done"),

@@ -26,6 +26,7 @@ from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
 from tests.reference import assert_within_budget
 from training import checkpoint, config, metrics
+from training.machine import is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
 from training.resume import changed, make_room, refuse_another_model
@@ -555,6 +556,25 @@ def test_a_broken_run_without_a_name_is_named_after_its_fault(call, small, tmp_p
 
 
 @pytest.mark.parametrize("tokenizer", [["tokenizer=byte"], ["tokenizer=bpe", "tokenizer.vocab_size=300"]])
+def test_a_name_that_has_the_faults_word_in_it_is_stamped_all_the_same():
+    """name=b-local_mask with break_it=local_mask was not."""
+    assert metrics.broken_name("b-local_mask", "local_mask") == "b-local_mask-BROKEN-local_mask"
+    assert metrics.broken_name("b-BROKEN-local_mask", "local_mask") == "b-BROKEN-local_mask"
+    assert metrics.broken_name("b", "") == "b"
+
+
+def test_only_what_there_is_is_said_at_the_end_and_a_warm_up_without_end_at_the_beginning(call, small, tmp_path):
+    """samples.txt with sample_every=0, and a prompt of Python for a text of any kind."""
+    ended = call(train, *small, "steps=2", f"runs={tmp_path}", "name=x")
+    assert "samples.txt" not in ended.out
+    assert "prompt=" not in ended.out
+    assert " in 1 pass, " in ended.out
+    assert "the rate never reaches optimizer.lr=0.001: steps=2 are fewer than optimizer.warmup_steps=10\n" in ended.out
+    ended = call(train, *small, "steps=2", "optimizer.warmup_steps=2", "sample_every=2", f"runs={tmp_path}", "name=y")
+    assert f"  samples      {tmp_path}/y/samples.txt\n" in ended.out
+    assert "never reaches" not in ended.out
+
+
 def test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted(
     call, small, tmp_path, tokenizer
 ):
@@ -647,7 +667,7 @@ def test_a_text_that_is_too_short_or_another_than_the_checkpoints_is_refused(cal
     other = [f"data.path={tmp_path}/other.txt", f"data.cache={tmp_path}/cache", "resume=auto", "steps=4"]
     ended = call(train, *given, *other, f"runs={tmp_path}/runs")
     assert ended.code == 2
-    assert "trained with dataset=" in ended.err
+    assert "trained on another text, or on this one before it was edited" in ended.err
     assert "use the same data and tokenizer" in ended.err
 
 
@@ -772,17 +792,25 @@ def test_what_fails_before_the_first_step_lets_go_of_the_folder_and_of_the_metri
     checkpoint.lock(tmp_path / "x").close()
 
 
-def test_out_of_memory_is_one_line_with_a_batch_that_fits_and_learns_the_same(call, small, tmp_path, monkeypatch):
-    def out_of_memory(run):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(train, "train_step", out_of_memory)
-    ended = call(train, *small, "tokens_per_step=256", f"runs={tmp_path}", "name=x")
+@pytest.mark.parametrize(
+    ("batch_size", "way_out"),
+    [(4, "batch_size=2 tokens_per_step=256"), (1, "model.activation_checkpointing=true")],
+)
+def test_out_of_memory_is_one_line_with_what_fits_and_learns_the_same(
+    call, small, tmp_path, monkeypatch, batch_size, way_out
+):
+    """On a CPU it was a traceback: torch's error there is a RuntimeError like any other."""
+    monkeypatch.setattr(train, "train_step", lambda run: torch.empty(2**60))
+    ended = call(train, *small, "tokens_per_step=256", f"batch_size={batch_size}", f"runs={tmp_path}", "name=x")
     assert ended.code == 2
-    assert ended.err.endswith(
-        "train: out of GPU memory with batch_size=4 sequences of 32 tokens; "
-        "use batch_size=2 tokens_per_step=256, which learns the same\n"
-    )
+    said = f"train: out of memory with batch_size={batch_size} sequences of 32 tokens; use {way_out}, "
+    assert ended.err.endswith(f"{said}which learns the same\n")
+
+
+def test_only_memory_that_is_missing_is_called_out_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("a bug"))
 
 
 def test_a_run_leaves_the_configuration_that_it_was_given_as_it_was(small, tmp_path):

@@ -383,6 +383,8 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
             return f"{where}{key}={cause.value}: not of the type that is wanted here, {wanted}"
         case _, MissingMandatoryValue():
             return f"{key} has no default and must be given: {key}=VALUE"
+    if several := re.match(r"Ambiguous value for argument '(.+)'$", str(error), re.MULTILINE):
+        return f"{several[1]}: several values make a sweep, which -m asks for: -m {several[1]}"
     return " ".join(str(error).split())
 
 

@@ -75,6 +75,13 @@ def keep_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: whose end is never given back
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch's or Python's means that there was no memory left. On a CPU torch has no type for it,
+    only a text (and the system may end the process instead, without a word)."""
+    of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return of_memory or "DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error)
+
+
 def pick_device(device: str) -> torch.device:
     """auto: a GPU if there is one, then Apple's, else the CPU. ValueError for one that is not there."""
     if device == "auto":
@@ -83,7 +90,7 @@ def pick_device(device: str) -> torch.device:
     try:
         torch.empty(1, device=device).item()  # device=meta has tensors without values
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]  # torch goes on with a list of all that it could do instead
         raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error
     if device.startswith("cuda:"):  # the generator that is saved, and every kernel launched, are the current device's
         torch.cuda.set_device(device)

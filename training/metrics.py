@@ -100,7 +100,8 @@ def stamp(broken: str | None) -> str:
 def broken_name(name: str, broken: str) -> str:
     """The name of a run with its fault in it, as "mine-BROKEN-no_max"; `name` itself if it has it already or the run is
     a sound one (broken: "")."""
-    return f"{name}-BROKEN-{broken}" if broken and broken not in name else name
+    fault = f"-BROKEN-{broken}"
+    return f"{name}{fault}" if broken and fault not in name else name
 
 
 def printable(text: str) -> str:

@@ -61,8 +61,9 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
         write_table(folder / "table.csv", rows)
         if curves:
             losses_figure(curves, folder.name).savefig(folder / "losses.png", dpi=120)
-        failed = sum(row["status"] != "done" for row in rows)
-        show(f"sweep: {len(rows)} of {len(jobs)} jobs, {failed} of them did not end well: {folder}")
+        failed = sum(not row["status"].endswith("done") for row in rows)  # a broken run's has its stamp in front
+        trouble = f", {failed} of them did not end well" if failed else ""
+        show(f"sweep: {len(rows)} of {len(jobs)} jobs{trouble}: {folder}")
 
 
 def name_jobs(configs: list[Any]) -> Path:

@@ -154,7 +154,7 @@ class WandbRun:
         broken: str | None,
         say: Callable[[str], None],
     ):
-        self.run: Any = None
+        self.run: Any = None  # wandb's
         self.mode, self.folder, self.say = mode, folder, say
         if mode == "disabled":
             return
