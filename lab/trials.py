@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.attention import AttentionConfig, attention, check_switches, triton_refusal
 from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
-from training.probe import Call, Gauges, gauges
+from training.probe import LIMIT, Call, Gauges, gauges
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What can be seen. overflow: the weights times v leave the dtype while their sum does not; leak: the past changes with
@@ -175,22 +175,22 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
     return max(1.0, 10 / top) if trial.gain == "raised" else 1.2 * math.log(number.max) / top
 
 
-def predicted(trial: Trial, impl: str, tried: list[Call], measured: list[Gauges], lse: list[Tensor]) -> str:
+def predicted(
+    trial: Trial, impl: str, tried: list[Call], measured: list[Gauges], right: list[dict[str, Tensor]]
+) -> str:
     """What theory says will be seen, from what goes into the calls and from their tiles; no broken call has been run.
-    measured, lse: the gauges and the whole algorithm's log-sum-exp, one of each call."""
+    measured, right: the gauges and the whole algorithm's o and lse in float64, one of each call."""
     top, least = max(g.max_score for g in measured), min(g.min_l for g in measured)
     (M, N), T, T_k = tile_of(tried[0]), tried[0].q.shape[2], tried[0].k.shape[2]
     # naive divides in float32 before it rounds its weights; the others round exp(s) itself
     held = torch.finfo(torch.float32 if impl == "naive" else tried[0].q.dtype)
     several = impl != "naive" and N < T_k
     match trial.failure:
-        case "no_max" if top > math.log(torch.finfo(torch.float32).max):
-            return NAN
-        case "no_max" if top > math.log(held.max):
+        case "no_max":
+            return without_max(impl, top, least, held, right)
+        case "zero_init_max" if impl == "triton" and subnormal_sums([r["lse"] for r in right]):
             return OVERFLOW
-        case "zero_init_max" if impl == "triton" and subnormal_sums(lse):
-            return OVERFLOW
-        case "no_max" | "zero_init_max":
+        case "zero_init_max":
             return SILENT if least < held.smallest_normal else NONE
         case "no_rescale" | "no_rescale_sum" | "no_rescale_output":
             return SILENT if several else NONE
@@ -204,6 +204,19 @@ def predicted(trial: Trial, impl: str, tried: list[Call], measured: list[Gauges]
         case "stale_seed" | "unrestored_seed":
             return GRADIENT if trial.dropout_p else NONE
     return NONE  # none; and bf16_ties, which rounds once more in each tile, and that is below the budget
+
+
+def without_max(impl: str, top: float, least: float, held: torch.finfo, right: list[dict[str, Tensor]]) -> str:
+    """What overflows where weights are exp(s): one of them, their sum l (o = finite / inf = 0, silently), or acc (inf,
+    and NaN where l is inf too). naive has no acc: its weights are divided by l first. top: the largest score; least:
+    the smallest l, which may underflow; held: of the dtype that weights are rounded to."""
+    sums = any(bool((r["lse"] > LIMIT).any()) for r in right)
+    acc = any(bool((r["lse"].unsqueeze(-1) + r["o"].abs().log() > LIMIT).any()) for r in right) and impl != "naive"
+    if top > LIMIT:
+        return NAN
+    if acc or top > math.log(held.max):
+        return NAN if sums else OVERFLOW
+    return SILENT if sums or least < held.smallest_normal else NONE
 
 
 def subnormal_sums(lse: list[Tensor]) -> bool:
