@@ -27,11 +27,12 @@ class Trial(NamedTuple):
 
     failure: str
     where: str
-    gain: str = "real"  # real | raised | past | low
+    gain: str = "real"  # real | raised | past | near | low
     one_tile: bool = False  # for tiled, which can be told: one tile of keys
     dropout_p: float = 0.0
     window: bool = False  # of half a tile
     cut: bool = False  # the keys of the first half tile are gone, and their rows see nothing
+    flat: bool = False  # all keys of a head are nearly one, which every row looks for; v is small
 
 
 # Of each failure the last trial shows it, and is what the pictures are of; those before it show where it is harmless.
@@ -39,6 +40,7 @@ TRIALS = [
     Trial("none", "real scores"),
     Trial("none", "dropout", dropout_p=0.2),
     Trial("no_max", "real scores"),
+    Trial("no_max", "flat rows, scores below the limit", "near", flat=True),
     Trial("no_max", "a score past the limit", "past"),
     *(
         trial
@@ -117,6 +119,8 @@ def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
     q, k, v = call.q, call.k, call.v
     if trial.gain == "low" and lower_negated(call):
         q = -q
+    if trial.flat:
+        q, k, v = flattened(call)
     if trial.cut:
         k, v = (x[:, :, block // 2 :] for x in (k, v))
     # As fp16's gradient scaler would: gradients of a mean over tokens are too small for it as they are.
@@ -145,6 +149,15 @@ def config_of(impl: str, call: Call, trial: Trial) -> AttentionConfig:
     return replace(call.config, impl=impl, block_m=tile[0], block_n=tile[1])
 
 
+def flattened(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with flat rows: q is the first query of each key head everywhere, and k nearly so. The scores are then
+    above 0. v is so small that acc stays far from overflowing where l does."""
+    groups = call.q.shape[1] // call.k.shape[1]
+    first = call.q[:, ::groups, :1]
+    q = first.repeat_interleave(groups, dim=1).expand_as(call.q)
+    return q, first + call.k / 1024, call.v / 1024
+
+
 def lower_negated(call: Call) -> bool:
     """Whether the call's lowest log-sum-exp goes lower when its scores change their sign."""
     return lowest(replace(call, q=-call.q)) < lowest(call)
@@ -162,6 +175,7 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
     real: 1.
     raised: what makes the largest score 10; 1 where it is larger already.
     past: what makes the largest score 1.2 times the logarithm of the dtype's largest number.
+    near: what makes it less than that of float32, by half the logarithm of the number of keys.
     low: what makes the lowest log-sum-exp of a row 1.2 times the one at which all its weights round to 0.
     """
     if trial.gain == "real":
@@ -171,7 +185,11 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
         low = min(lowest(replace(call, q=-call.q) if lower_negated(call) else call) for call in calls)
         smallest = number.smallest_normal * number.eps / 2 if dtype == "fp16" else 2.0**-150
         return 1.2 * math.log(smallest) / min(low, -1e-6)
+    if trial.flat:
+        calls = [replace(call, **dict(zip("qkv", flattened(call), strict=True))) for call in calls]
     top = max(gauges(replace(call, break_it=UNBROKEN)).max_score for call in calls)
+    if trial.gain == "near":
+        return (LIMIT - math.log(calls[0].k.shape[2]) / 2) / top
     return max(1.0, 10 / top) if trial.gain == "raised" else 1.2 * math.log(number.max) / top
 
 
