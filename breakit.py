@@ -82,7 +82,7 @@ class Config:
     seed: int = 1337  # lab: of all trainings
     device: str = "auto"  # lab, replay
     score_gain: float = 1.0  # multiplies the scores
-    dtype: str = "float64"  # float64 | float32, where exp overflows from 88.7 on
+    dtype: str = "float64"  # float64 | float32, where a sum of exp overflows at 88.7
     causal: bool | None = None  # None: no mask in the worked example, causal in a run
     block_m: int | None = None  # query rows of a tile; None: 2 in the worked example, 8 in a run
     block_n: int | None = None  # key rows of a tile

@@ -85,7 +85,7 @@ def measure(
                 continue
             tried = [replace(call, config=config_of(impl, call, trial)) for call in prepared]
             right = right or [right_for(call) for call in tried]
-            guess = predicted(trial, impl, tried, measured, [r["lse"] for r in right])
+            guess = predicted(trial, impl, tried, measured, right)
             seen = [Seen(results_of(call), r, allowed_for(call, r)) for call, r in zip(tried, right, strict=True)]
             about = {"failure": trial.failure, "where": trial.where, "impl": impl, "dtype": dtype, "gain": gain}
             rows.append(about | row_of(guess, tried, seen, measured))

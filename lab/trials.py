@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.attention import AttentionConfig, attention, check_switches, triton_refusal
 from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
-from training.probe import Call, Gauges, gauges
+from training.probe import LIMIT, Call, Gauges, gauges
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What can be seen. overflow: the weights times v leave the dtype while their sum does not; leak: the past changes with
@@ -27,11 +27,12 @@ class Trial(NamedTuple):
 
     failure: str
     where: str
-    gain: str = "real"  # real | raised | past | low
+    gain: str = "real"  # real | raised | past | near | low
     one_tile: bool = False  # for tiled, which can be told: one tile of keys
     dropout_p: float = 0.0
     window: bool = False  # of half a tile
     cut: bool = False  # the keys of the first half tile are gone, and their rows see nothing
+    flat: bool = False  # all keys of a head are nearly one, which every row looks for; v is small
 
 
 # Of each failure the last trial shows it, and is what the pictures are of; those before it show where it is harmless.
@@ -39,6 +40,7 @@ TRIALS = [
     Trial("none", "real scores"),
     Trial("none", "dropout", dropout_p=0.2),
     Trial("no_max", "real scores"),
+    Trial("no_max", "flat rows, scores below the limit", "near", flat=True),
     Trial("no_max", "a score past the limit", "past"),
     *(
         trial
@@ -117,6 +119,8 @@ def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
     q, k, v = call.q, call.k, call.v
     if trial.gain == "low" and lower_negated(call):
         q = -q
+    if trial.flat:
+        q, k, v = flattened(call)
     if trial.cut:
         k, v = (x[:, :, block // 2 :] for x in (k, v))
     # As fp16's gradient scaler would: gradients of a mean over tokens are too small for it as they are.
@@ -145,6 +149,15 @@ def config_of(impl: str, call: Call, trial: Trial) -> AttentionConfig:
     return replace(call.config, impl=impl, block_m=tile[0], block_n=tile[1])
 
 
+def flattened(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with flat rows: q is the first query of each key head everywhere, and k nearly so. The scores are then
+    above 0. v is so small that acc stays far from overflowing where l does."""
+    groups = call.q.shape[1] // call.k.shape[1]
+    first = call.q[:, ::groups, :1]
+    q = first.repeat_interleave(groups, dim=1).expand_as(call.q)
+    return q, first + call.k / 1024, call.v / 1024
+
+
 def lower_negated(call: Call) -> bool:
     """Whether the call's lowest log-sum-exp goes lower when its scores change their sign."""
     return lowest(replace(call, q=-call.q)) < lowest(call)
@@ -162,6 +175,7 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
     real: 1.
     raised: what makes the largest score 10; 1 where it is larger already.
     past: what makes the largest score 1.2 times the logarithm of the dtype's largest number.
+    near: what makes it less than that of float32, by half the logarithm of the number of keys.
     low: what makes the lowest log-sum-exp of a row 1.2 times the one at which all its weights round to 0.
     """
     if trial.gain == "real":
@@ -171,26 +185,30 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
         low = min(lowest(replace(call, q=-call.q) if lower_negated(call) else call) for call in calls)
         smallest = number.smallest_normal * number.eps / 2 if dtype == "fp16" else 2.0**-150
         return 1.2 * math.log(smallest) / min(low, -1e-6)
+    if trial.flat:
+        calls = [replace(call, **dict(zip("qkv", flattened(call), strict=True))) for call in calls]
     top = max(gauges(replace(call, break_it=UNBROKEN)).max_score for call in calls)
+    if trial.gain == "near":
+        return (LIMIT - math.log(calls[0].k.shape[2]) / 2) / top
     return max(1.0, 10 / top) if trial.gain == "raised" else 1.2 * math.log(number.max) / top
 
 
-def predicted(trial: Trial, impl: str, tried: list[Call], measured: list[Gauges], lse: list[Tensor]) -> str:
+def predicted(
+    trial: Trial, impl: str, tried: list[Call], measured: list[Gauges], right: list[dict[str, Tensor]]
+) -> str:
     """What theory says will be seen, from what goes into the calls and from their tiles: none of the trial's broken
-    calls has been run. measured, lse: the gauges and the whole algorithm's log-sum-exp, one of each call."""
+    calls has been run. measured, right: the gauges and the whole algorithm's o and lse in float64, one of each call."""
     top, least = max(g.max_score for g in measured), min(g.min_l for g in measured)
     (M, N), T, T_k = tile_of(tried[0]), tried[0].q.shape[2], tried[0].k.shape[2]
     # naive divides in float32 before it rounds its weights; the others round exp(s) itself
     held = torch.finfo(torch.float32 if impl == "naive" else tried[0].q.dtype)
     several = impl != "naive" and N < T_k
     match trial.failure:
-        case "no_max" if top > math.log(torch.finfo(torch.float32).max):
-            return NAN
-        case "no_max" if top > math.log(held.max):
+        case "no_max":
+            return without_max(impl, top, least, held, right)
+        case "zero_init_max" if impl == "triton" and subnormal_sums([r["lse"] for r in right]):
             return OVERFLOW
-        case "zero_init_max" if impl == "triton" and subnormal_sums(lse):
-            return OVERFLOW
-        case "no_max" | "zero_init_max":
+        case "zero_init_max":
             return SILENT if least < held.smallest_normal else NONE
         case "no_rescale" | "no_rescale_sum" | "no_rescale_output":
             return SILENT if several else NONE
@@ -204,6 +222,19 @@ def predicted(trial: Trial, impl: str, tried: list[Call], measured: list[Gauges]
         case "stale_seed" | "unrestored_seed":
             return GRADIENT if trial.dropout_p else NONE
     return NONE  # none; and bf16_ties, which rounds once more in each tile, and that is below the budget
+
+
+def without_max(impl: str, top: float, least: float, held: torch.finfo, right: list[dict[str, Tensor]]) -> str:
+    """What overflows where weights are exp(s): one of them, their sum l (o = finite / inf = 0, silently), or acc (inf,
+    and NaN where l is inf too). naive has no acc: its weights are divided by l first. top: the largest score; least:
+    the smallest l, which may underflow; held: of the dtype that weights are rounded to."""
+    sums = any(bool((r["lse"] > LIMIT).any()) for r in right)
+    acc = any(bool((r["lse"].unsqueeze(-1) + r["o"].abs().log() > LIMIT).any()) for r in right) and impl != "naive"
+    if top > LIMIT:
+        return NAN
+    if acc or top > math.log(held.max):
+        return NAN if sums else OVERFLOW
+    return SILENT if sums or least < held.smallest_normal else NONE
 
 
 def subnormal_sums(lse: list[Tensor]) -> bool:

@@ -23,6 +23,7 @@ Sources: Press et al. 2022 (arXiv 2108.12409), alibi; Gemma 2 (arXiv 2408.00118)
 stand in model/tiled.py.
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -378,7 +379,11 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     k = k.repeat_interleave(groups, dim=1)  # (B, H, T_k, D)
     v = v.repeat_interleave(groups, dim=1)
 
-    s = (q @ k.mT).to(sum_dtype(q.dtype)) * problem.scale  # 1: (B, H, T, T_k)
+    scale = problem.scale
+    if q.dtype == torch.float16:  # q k^T passes fp16's 65,504 long before the scores do; a power of two rounds nothing
+        first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
+        q, scale = q * first, scale / first
+    s = (q @ k.mT).to(sum_dtype(q.dtype)) * scale  # 1: (B, H, T, T_k)
     if problem.softcap is not None:
         s = problem.softcap * torch.tanh(s / problem.softcap)
     if problem.slopes is not None:

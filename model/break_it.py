@@ -13,8 +13,10 @@ from typing import NamedTuple
 class BreakIt:
     """Takes a line out of the algorithm, to see what it was for. True is whole; every switch stands where it acts."""
 
-    # Without the maximum exp(s) overflows once a score passes 88.7 (log of the largest float32): l = inf, and o is
-    # inf / inf. Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled, triton.
+    # Without the maximum the sum of exp(s) overflows at a log-sum-exp of 88.7, the log of the largest float32. Where n
+    # keys score alike, that is a score of 88.7 - ln n, so long contexts with flat rows meet it first. Then l = inf, and
+    # o is finite / inf = 0 without a word, or NaN where acc or a weight overflows too, as a weight does from 88.7 on.
+    # Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled, triton.
     subtract_max: bool = True
     # Without a low start, at 0, the running maximum never falls below 0. Right while each row has a score above -87;
     # below that its sum is under the smallest normal float32 and o shrinks, and under -104 every exp(s) is 0, and o
@@ -79,8 +81,9 @@ FAILURES = {
     "no_max": Failure(
         ("subtract_max",),
         "the maximum",
-        "nothing at all while scores are small; then NaN, and the run stops before the update",
-        "exp(s) overflows float32 once s > 88.7, and inf / inf is NaN; tiled's and triton's fp16 weights do at 11.1",
+        "nothing at all while scores are small; then rows of 0, silently, or NaN, and the run stops before the update",
+        "the sum of exp(s) overflows float32 at 88.7 - ln(keys alike), and x / inf is 0; exp(s) itself does at 88.7, "
+        "and inf / inf is NaN; tiled's and triton's fp16 weights do at 11.1",
     ),
     "no_rescale": Failure(
         ("rescale_sum", "rescale_output"),

@@ -330,10 +330,11 @@ def view_of(memory: Tensor, q_i: Tensor, k_j: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor, scale: float, memory: Tensor) -> Tensor:
     """scale a b^T, (N, R, D) and (N, S, D) to (N, R, S): a view of memory, which has the wide dtype."""
+    # Factors of 16 bits are widened first. Rounded to 16 bits, q k^T would overflow fp16 before the scale is applied,
+    # and dp would have lost what dp - delta is about where the two are nearly alike.
     s = view_of(memory, a, b)
-    if s.dtype == a.dtype:  # baddbmm's alpha scales inside the product, which saves a pass over the tile
-        return torch.baddbmm(s, a, b.mT, beta=0, alpha=scale, out=s)
-    return s.copy_(torch.bmm(a, b.mT)).mul_(scale)  # in 16 bits alpha would cost a second rounding
+    # baddbmm's alpha scales inside the product, which saves a pass over the tile
+    return torch.baddbmm(s, a.to(s.dtype), b.to(s.dtype).mT, beta=0, alpha=scale, out=s)
 
 
 def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

@@ -120,7 +120,10 @@ def test_a_verdict_is_what_the_errors_are(rows):
 
 def test_the_maximum_is_missed_only_past_the_limit(rows):
     for row in rows(failure="no_max", dtype="float32"):
-        assert (row["observed"] == trials.NAN) == (row["headroom"] < 0) == (row["max_score"] > 88.73)
+        assert (row["observed"] == trials.NAN) == (row["max_score"] > 88.73)
+        assert (row["observed"] == trials.NONE) == (row["headroom"] > 0)
+    for row in rows(failure="no_max", dtype="float32", where="flat rows, scores below the limit"):
+        assert (row["observed"], row["error_o"] > 0.1) == (trials.SILENT, True)
     for row in rows(failure="no_max", dtype="fp16", where="a score past the limit"):
         # naive divides before it rounds
         assert row["observed"] == (trials.NONE if row["impl"] == "naive" else trials.OVERFLOW)

@@ -21,6 +21,7 @@ SIZE = GPTConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, context_length=64,
 TILED = AttentionConfig("tiled", 16, 16)
 NAIVE = AttentionConfig("naive", 16, 16)
 UNBROKEN = BreakIt()
+LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72
 
 
 def model_and_batch(config: AttentionConfig = TILED, break_it: BreakIt = UNBROKEN, **size):
@@ -78,7 +79,7 @@ def test_gauges_are_what_they_are_said_to_be(config):
     right = oracle(inputs, case)["o"]
     expected = {
         "max_score": s.max(),
-        "headroom": math.log(torch.finfo(torch.float32).max) - s.max(),
+        "headroom": LIMIT - (s.logsumexp(-1) + right.abs().amax(-1).clamp(min=1).log()).max(),
         "max_weight": p.max(),
         "min_l": (s - s.amax(-1, keepdim=True)).exp().sum(-1).min(),
         "error": (call_of(inputs, config).o.double() - right).norm() / right.norm(),
@@ -92,6 +93,31 @@ def test_the_headroom_of_fp16_ends_at_11():
     call = call_of(Case(20).inputs(torch.float16))
     found = gauges(call)
     assert math.isclose(found.headroom + found.max_score, math.log(65504))
+
+
+# Without the maximum, of keys that are all alike: what becomes of o where the sum of the weights overflows.
+@pytest.mark.parametrize(
+    ("keys", "score", "v", "naive", "tiled"),
+    [
+        (1024, 83.0, 1e-3, "zero", "zero"),  # every weight is finite, their sum is not
+        (1024, 81.0, 1e-3, "right", "right"),
+        (4, 88.0, 1.0, "zero", "nan"),  # acc overflows as well
+        (1, 88.0, 3.0, "right", "inf"),  # acc alone does
+        (1, 88.0, 1.0, "right", "right"),
+        (1, 89.0, 1.0, "nan", "nan"),  # the weight itself
+    ],
+)
+def test_the_headroom_ends_where_the_first_implementation_fails_without_the_maximum(keys, score, v, naive, tiled):
+    """It was counted from the largest score, and ended only where one weight overflows."""
+    q, k, values = torch.ones(1, 1, 1, 16), torch.full((1, 1, keys, 16), score / 16), torch.full((1, 1, keys, 16), v)
+    headrooms = []
+    for config, expected in ((replace(NAIVE, softmax_scale=1.0), naive), (replace(TILED, softmax_scale=1.0), tiled)):
+        call = call_of({"q": q, "k": k, "v": values}, config, BreakIt(subtract_max=False))
+        becomes = {"zero": 0.0, "right": v, "inf": math.inf, "nan": math.nan}[expected]
+        torch.testing.assert_close(call.o, torch.full_like(q, becomes), equal_nan=True, rtol=1e-4, atol=0.0)
+        headrooms.append(gauges(call).headroom)
+    assert headrooms[0] == headrooms[1]
+    assert (headrooms[0] > 0) == (naive == tiled == "right")
 
 
 def test_the_error_of_a_broken_call_is_that_against_the_whole_algorithm():
@@ -170,9 +196,9 @@ def test_one_huge_score_is_named(impl):
     assert found.what == "l, the sum of weights, is"
 
 
-def test_a_score_beyond_fp16_is_named_in_attention_as_it_should_be():
-    inputs = Case(64, H=2, H_kv=2).inputs(torch.float16)
-    inputs["q"][0, 1, 40], inputs["k"][0, 1, 20] = 100.0, 100.0  # 32 products of 10,000
+def test_a_score_beyond_float32_is_named_in_attention_as_it_should_be():
+    inputs = Case(64, H=2, H_kv=2).inputs(torch.bfloat16)
+    inputs["q"][0, 1, 40], inputs["k"][0, 1, 20] = 1e19, 1e19  # 32 products of 1e38
     found = find([call_of(inputs)])
     assert (found.batch, found.head, found.query_tile, found.key_tile) == (0, 1, 2, 1)
     assert found.what == "scores are"

@@ -41,6 +41,8 @@ from model.tiled import (
 )
 from training import checkpoint
 
+LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: where the exponential of a float32 ends
+
 
 @dataclass
 class ProbeConfig:
@@ -128,7 +130,7 @@ class Gauges(NamedTuple):
     """What gauges() reads off a call."""
 
     max_score: float  # of those that are seen
-    headroom: float  # what is left until exp of it leaves the dtype of q, which nothing but the maximum prevents
+    headroom: float  # nats that scores may rise before, without the maximum, a sum overflows: l, acc or a 16-bit weight
     max_weight: float
     min_l: float  # of the sums that the weights are divided by, as the call has them
     error: float  # |o - right| / |right|, right being the whole algorithm in float64; NaN for sdpa's own dropout
@@ -166,12 +168,15 @@ def gauges(call: Call) -> Gauges:
             start = torch.zeros_like(m) if not broken.subtract_max else m if broken.start_low else m.clamp(min=0.0)
             l = torch.exp(lse - start).masked_fill(nothing, INF)
             wrong = call.o[:, :, rows.start : rows.stop].to(wide) - right
-            parts.append(torch.stack((m.max(), p.max(), l.min(), wrong.square().sum(), right.square().sum())))
+            # log of the larger of l and |acc|, on the scale that they have without the maximum
+            sums = lse + right.abs().amax(-1, keepdim=True).clamp(min=1.0).log()
+            squares = wrong.square().sum(), right.square().sum()
+            parts.append(torch.stack((m.max(), sums.max(), p.max(), l.min(), *squares)))
         found = torch.stack(parts)
-        largest, least, sums = found.amax(0), found.amin(0), found.sum(0)
+        largest, least, total = found.amax(0), found.amin(0), found.sum(0)
         # All numbers in one transfer: each waits for the device.
-        max_score, max_weight, min_l, *squares = torch.stack((*largest[:2], least[2], *sums[3:])).tolist()
-    headroom = math.log(torch.finfo(call.q.dtype).max) - max_score
+        max_score, max_sum, max_weight, min_l, *squares = torch.stack((*largest[:3], least[3], *total[4:])).tolist()
+    headroom = worst(min, (LIMIT - max_sum, math.log(torch.finfo(call.q.dtype).max) - max_score))
     error = math.sqrt(squares[0] / max(squares[1], 1e-300))
     if call.config.impl == "sdpa" and problem.seed is not None:
         error = math.nan  # torch drew a mask of its own
