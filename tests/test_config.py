@@ -505,8 +505,6 @@ def test_a_sweep_ends_with_the_first_job_that_fails(launch):
 SCRIPT = """
 import os, sys
 from dataclasses import dataclass
-import sample
-import train
 from training import config
 
 @dataclass
