@@ -555,7 +555,6 @@ def test_a_broken_run_without_a_name_is_named_after_its_fault(call, small, tmp_p
 # --- what is recorded -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokenizer", [["tokenizer=byte"], ["tokenizer=bpe", "tokenizer.vocab_size=300"]])
 def test_a_name_that_has_the_faults_word_in_it_is_stamped_all_the_same():
     """name=b-local_mask with break_it=local_mask was not."""
     assert metrics.broken_name("b-local_mask", "local_mask") == "b-local_mask-BROKEN-local_mask"
@@ -575,6 +574,7 @@ def test_only_what_there_is_is_said_at_the_end_and_a_warm_up_without_end_at_the_
     assert "never reaches" not in ended.out
 
 
+@pytest.mark.parametrize("tokenizer", [["tokenizer=byte"], ["tokenizer=bpe", "tokenizer.vocab_size=300"]])
 def test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted(
     call, small, tmp_path, tokenizer
 ):
