@@ -186,7 +186,8 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
         smallest = number.smallest_normal * number.eps / 2 if dtype == "fp16" else 2.0**-150
         return 1.2 * math.log(smallest) / min(low, -1e-6)
     if trial.flat:
-        calls = [replace(call, **dict(zip("qkv", flattened(call), strict=True))) for call in calls]
+        flat = [flattened(call) for call in calls]
+        calls = [replace(call, q=q, k=k, v=v) for call, (q, k, v) in zip(calls, flat, strict=True)]
     top = max(gauges(replace(call, break_it=UNBROKEN)).max_score for call in calls)
     if trial.gain == "near":
         return (LIMIT - math.log(calls[0].k.shape[2]) / 2) / top

@@ -380,7 +380,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     v = v.repeat_interleave(groups, dim=1)
 
     scale = problem.scale
-    if q.dtype == torch.float16:  # q k^T passes fp16's 65,504 long before the scores do; a power of two rounds nothing
+    if q.dtype == torch.float16:  # q k^T passes fp16's 65,504 long before the scores do; a power of two rounds
+        # nothing but q below 5e-4, to steps of 6e-8
         first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
         q, scale = q * first, scale / first
     s = (q @ k.mT).to(sum_dtype(q.dtype)) * scale  # 1: (B, H, T, T_k)

@@ -170,8 +170,9 @@ def gauges(call: Call) -> Gauges:
             wrong = call.o[:, :, rows.start : rows.stop].to(wide) - right
             # log of the larger of l and |acc|, on the scale that they have without the maximum
             sums = lse + right.abs().amax(-1, keepdim=True).clamp(min=1.0).log()
-            squares = wrong.square().sum(), right.square().sum()
-            parts.append(torch.stack((m.max(), sums.max(), p.max(), l.min(), *squares)))
+            parts.append(
+                torch.stack((m.max(), sums.max(), p.max(), l.min(), wrong.square().sum(), right.square().sum()))
+            )
         found = torch.stack(parts)
         largest, least, total = found.amax(0), found.amin(0), found.sum(0)
         # All numbers in one transfer: each waits for the device.
