@@ -202,9 +202,10 @@ def absorb(tile: Tile, q_i: Tensor, k_j: Tensor, v_j: Tensor, state: State, prob
     if problem.seed is not None:
         p *= dropout_factor(p, tile, problem)  # 4
     p = p.to(v_j.dtype)
-    if "wide_output" not in problem.without:  # factors of 16 bits, their product and its sum of 32
-        p, v_j = p.to(acc.dtype), v_j.to(acc.dtype)
-    return m, l, add_product(acc.mul_(alpha), p, v_j)  # 5
+    acc.mul_(alpha)  # 5
+    if "wide_output" in problem.without:
+        return m, l, acc.add_(torch.bmm(p, v_j))
+    return m, l, add_product(acc, p, v_j)
 
 
 def online_softmax(
@@ -330,13 +331,16 @@ def view_of(memory: Tensor, q_i: Tensor, k_j: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor, scale: float, memory: Tensor) -> Tensor:
     """scale a b^T, (N, R, D) and (N, S, D) to (N, R, S): a view of memory, which has the wide dtype."""
-    # Factors of 16 bits are widened first. Rounded to 16 bits, q k^T would overflow fp16 before the scale is applied,
-    # and dp would have lost what dp - delta is about where the two are nearly alike.
-    s = view_of(memory, a, b)
-    # baddbmm's alpha scales inside the product, which saves a pass over the tile
-    return torch.baddbmm(s, a.to(s.dtype), b.to(s.dtype).mT, beta=0, alpha=scale, out=s)
+    # Rounded to 16 bits, q k^T would overflow fp16 before the scale is applied, and dp - delta would be lost where the
+    # two are nearly alike.
+    return add_product(view_of(memory, a, b), a, b.mT, scale, beta=0.0)
 
 
-def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """acc += scale a b in place. Where acc is wider than the factors, the product is rounded to their dtype first."""
-    return acc.baddbmm_(a, b, alpha=scale) if acc.dtype == a.dtype else acc.add_(torch.bmm(a, b), alpha=scale)
+def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, beta: float = 1.0) -> Tensor:
+    """acc = beta acc + scale a b in place. The product of 16-bit factors and its sum have acc's dtype: a GPU multiplies
+    so, and elsewhere the factors are widened first."""
+    if a.dtype == acc.dtype:
+        return torch.baddbmm(acc, a, b, beta=beta, alpha=scale, out=acc)
+    if a.is_cuda:
+        return torch.baddbmm(acc, a, b, acc.dtype, beta=beta, alpha=scale, out=acc)
+    return torch.baddbmm(acc, a.to(acc.dtype), b.to(acc.dtype), beta=beta, alpha=scale, out=acc)

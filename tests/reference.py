@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from model.attention import AttentionConfig, attention
+from model.break_it import BreakIt
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -301,3 +302,27 @@ def assert_float64_right(found: dict[str, Tensor], reference: dict[str, Tensor],
     for name, right in reference.items():
         budget = 2 * terms * torch.finfo(torch.float64).eps * max(1.0, largest(right))
         assert error(found[name], right) <= budget, f"{name}: error {error(found[name], right):.3g} > {budget:.3g}"
+
+
+# Without the maximum, of keys that are all alike: what o is, in naive and in tiled and triton, where a sum overflows.
+FLAT_ROWS = [  # keys, score, v, naive's o, tiled's and triton's
+    (1024, 83.0, 1e-3, 0.0, 0.0),  # each weight is finite, their sum is not
+    (1024, 81.0, 1e-3, 1e-3, 1e-3),
+    (4, 88.0, 1.0, 0.0, math.nan),  # acc overflows as well
+    (1, 88.0, 3.0, 3.0, math.inf),  # acc alone does
+    (1, 88.0, 1.0, 1.0, 1.0),
+    (1, 89.0, 1.0, math.nan, math.nan),  # the weight itself
+]
+
+
+def flat_row(keys: int, score: float, v: float, device: str = "cpu") -> dict[str, Tensor]:
+    """q, k and v of one row that has the same score at every key, with softmax_scale=1."""
+    rows = {"q": (1, 1.0), "k": (keys, score / 16), "v": (keys, v)}
+    return {name: torch.full((1, 1, length, 16), x, device=device) for name, (length, x) in rows.items()}
+
+
+def assert_flat_row(impl: str, keys: int, score: float, v: float, expected: float, device: str = "cpu") -> None:
+    inputs = flat_row(keys, score, v, device)
+    o = attention(**inputs, config=AttentionConfig(impl, softmax_scale=1.0), break_it=BreakIt(subtract_max=False))
+    rounding = 2 * keys * torch.finfo(torch.float32).eps  # of acc and of l, sums of so many terms
+    torch.testing.assert_close(o, torch.full_like(o, expected), equal_nan=True, rtol=rounding, atol=0.0)

@@ -13,7 +13,20 @@ from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.gpt import GPT, GPTConfig
 from model.mask import Tiling
-from tests.reference import CASES, DTYPES, FOR_SDPA, SEED, Case, assert_within_budget, case_name, drawn, oracle, run
+from tests.reference import (
+    CASES,
+    DTYPES,
+    FLAT_ROWS,
+    FOR_SDPA,
+    SEED,
+    Case,
+    assert_flat_row,
+    assert_within_budget,
+    case_name,
+    drawn,
+    oracle,
+    run,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +49,12 @@ def test_tiled_with_keys_outside_is_within_twice_naives_error(case):
     inputs = case.inputs(torch.bfloat16, "cuda")
     found = run(inputs, case, replace(TILED, order="keys_outside"))
     assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
+
+
+@pytest.mark.parametrize("impl", ["naive", "tiled", "triton"])
+@pytest.mark.parametrize(("keys", "score", "v", "naive", "tiled"), FLAT_ROWS)
+def test_without_the_maximum_a_flat_row_overflows_as_its_sums_do(impl, keys, score, v, naive, tiled):
+    assert_flat_row(impl, keys, score, v, naive if impl == "naive" else tiled, "cuda")
 
 
 @pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)

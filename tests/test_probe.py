@@ -3,6 +3,7 @@
 import math
 import resource
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import train
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
-from tests.reference import Case, assert_float64_right, oracle, sees
+from tests.reference import FLAT_ROWS, Case, assert_flat_row, assert_float64_right, flat_row, oracle, sees
 from training import checkpoint
 from training.metrics import read_metrics
 from training.probe import Call, find, first_bad, gauges, reading, record
@@ -22,6 +23,9 @@ TILED = AttentionConfig("tiled", 16, 16)
 NAIVE = AttentionConfig("naive", 16, 16)
 UNBROKEN = BreakIt()
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72
+TRITON_HERE = pytest.mark.skipif(
+    find_spec("triton") is None or torch.cuda.is_available(), reason="wants the interpreter; test_gpu.py has a GPU's"
+)
 
 
 def model_and_batch(config: AttentionConfig = TILED, break_it: BreakIt = UNBROKEN, **size):
@@ -95,30 +99,22 @@ def test_the_headroom_of_fp16_ends_at_11():
     assert math.isclose(found.headroom + found.max_score, math.log(65504))
 
 
-# Without the maximum, of keys that are all alike: what becomes of o where the sum of the weights overflows.
-@pytest.mark.parametrize(
-    ("keys", "score", "v", "naive", "tiled"),
-    [
-        (1024, 83.0, 1e-3, "zero", "zero"),  # every weight is finite, their sum is not
-        (1024, 81.0, 1e-3, "right", "right"),
-        (4, 88.0, 1.0, "zero", "nan"),  # acc overflows as well
-        (1, 88.0, 3.0, "right", "inf"),  # acc alone does
-        (1, 88.0, 1.0, "right", "right"),
-        (1, 89.0, 1.0, "nan", "nan"),  # the weight itself
-    ],
-)
+@pytest.mark.parametrize(("keys", "score", "v", "naive", "tiled"), FLAT_ROWS)
 def test_the_headroom_ends_where_the_first_implementation_fails_without_the_maximum(keys, score, v, naive, tiled):
     """It was counted from the largest score, and ended only where one weight overflows."""
-    q, k, values = torch.ones(1, 1, 1, 16), torch.full((1, 1, keys, 16), score / 16), torch.full((1, 1, keys, 16), v)
-    headrooms = []
-    for config, expected in ((replace(NAIVE, softmax_scale=1.0), naive), (replace(TILED, softmax_scale=1.0), tiled)):
-        call = call_of({"q": q, "k": k, "v": values}, config, BreakIt(subtract_max=False))
-        becomes = {"zero": 0.0, "right": v, "inf": math.inf, "nan": math.nan}[expected]
-        rounding = 2 * keys * torch.finfo(torch.float32).eps  # of acc and of l, sums of so many terms
-        torch.testing.assert_close(call.o, torch.full_like(q, becomes), equal_nan=True, rtol=rounding, atol=0.0)
-        headrooms.append(gauges(call).headroom)
-    assert headrooms[0] == headrooms[1]
-    assert (headrooms[0] > 0) == (naive == tiled == "right")
+    inputs, headrooms = flat_row(keys, score, v), set()
+    for config in (NAIVE, TILED):
+        call = call_of(inputs, replace(config, softmax_scale=1.0), BreakIt(subtract_max=False))
+        headrooms.add(gauges(call).headroom)
+    assert len(headrooms) == 1
+    assert (headrooms.pop() > 0) == (naive == tiled == v)
+
+
+@pytest.mark.parametrize("impl", ["naive", "tiled", pytest.param("triton", marks=TRITON_HERE)])
+@pytest.mark.parametrize(("keys", "score", "v", "naive", "tiled"), FLAT_ROWS)
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of Triton's interpreter
+def test_without_the_maximum_a_flat_row_overflows_as_its_sums_do(impl, keys, score, v, naive, tiled):
+    assert_flat_row(impl, keys, score, v, naive if impl == "naive" else tiled)
 
 
 def test_the_error_of_a_broken_call_is_that_against_the_whole_algorithm():
