@@ -49,7 +49,9 @@ def tiled_attention(
     # inputs: so autograd sees them change in place, and finds the way from a second gradient back to them.
     if q.shape[0] > 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return Tiled.apply(q, k, v, problem, block_m, block_n, order)
+    # torch.compile leaves it as it is. It would unroll the loops, and lose second derivatives without a word.
+    apply = torch.compiler.disable(Tiled.apply) if torch.compiler.is_compiling() else Tiled.apply
+    return apply(q, k, v, problem, block_m, block_n, order)
 
 
 class Tiled(torch.autograd.Function):
@@ -100,8 +102,7 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         saved = ctx.saved_tensors  # once: activation checkpointing hands them out no second time
-        # Inside a compiled graph there is nothing to refuse: PyTorch itself does.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return *gradients(saved, do, dlse, *ctx.description), None, None, None, None
         with torch.no_grad():
             found = gradients(saved, do, dlse, *ctx.description)
