@@ -114,7 +114,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
         if made[1] != label_of(tokenizer):
             raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label_of(tokenizer)}: use that one")
-        refuse_field(data)
+        if data.field != DataConfig.field:
+            raise ValueError(f"{named} has tokens and no fields: leave out data.field={data.field}")
         return named
     started = time.perf_counter()
     corpus = scan(data)
@@ -196,14 +197,6 @@ def check(data: DataConfig) -> None:
         raise ValueError(f"data={data.source} has no {what}: say which with data.path=FILE, a folder or a glob")
 
 
-def refuse_field(data: DataConfig) -> None:
-    """ValueError for a data.field that nothing would read."""
-    if data.field != DataConfig.field:
-        raise ValueError(
-            f"data.field={data.field} is for .jsonl, and data.path={data.path} has none: leave it out, or name a .jsonl"
-        )
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What prepare() wrote about `folder`. Raises ValueError where there is nothing readable of this format."""
     try:
@@ -237,8 +230,10 @@ def scan(data: DataConfig) -> Corpus:
         case "text":
             assert data.path is not None, "check() refuses that"
             found = find(data.path, Path(data.cache))
-            if not any(isinstance(file, str) and suffix(file) == ".jsonl" for file in found):
-                refuse_field(data)
+            if data.field != DataConfig.field and not any(suffix(str(file)) == ".jsonl" for file in found):
+                raise ValueError(
+                    f"data.field={data.field}: data.path={data.path} has no .jsonl to read it from; leave it out"
+                )
         case "shakespeare":
             found = [str(shakespeare(Path(data.cache), data.url))]
 

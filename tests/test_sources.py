@@ -152,9 +152,11 @@ def test_a_line_without_the_field_names_those_that_it_has(make, tmp_path):
 
 def test_a_field_that_no_file_could_have_is_refused(make, tmp_path):
     (tmp_path / "a.txt").write_text("text\n" * 100)
-    said = f"data.field=body is for .jsonl, and data.path={tmp_path / 'a.txt'} has none"
+    said = f"data.field=body: data.path={tmp_path / 'a.txt'} has no .jsonl to read it from; leave it out"
     assert said in refusal(make, tmp_path / "a.txt", field="body")
-    assert "data.field=body is for .jsonl" in refusal(make, make(tmp_path / "a.txt"), field="body")
+    assert "has tokens and no fields: leave out data.field=body" in refusal(
+        make, make(tmp_path / "a.txt"), field="body"
+    )
     assert "data.field= is empty" in refusal(make, tmp_path / "a.txt", field="")
 
 
