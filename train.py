@@ -83,10 +83,10 @@ class Config:
     seed: int = 1337
 
     steps: int = 700  # updates of the weights
-    # Wall clock from this process's first step on. The first step that ends later is the run's last: evaluation, sample
+    # Counted from this process's first step on. The first step that ends later is the run's last: evaluation, sample
     # and checkpoint follow it, and resume= goes on for as long again. The learning rate follows steps, so it has not
-    # fallen to its end by then. None: no limit
-    max_minutes: float | None = None
+    # fallen to its end by then.
+    max_minutes: float | None = None  # wall clock after which the run ends, before its last step too; None: no limit
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
     tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
