@@ -2,6 +2,7 @@
 
     python sample.py                                      from the newest run
     python sample.py run=NAME prompt='def ' num_samples=3
+    python sample.py run=NAME prompt_file=start.txt       a long prompt
     python sample.py run=NAME temperature=0 top_p=0.9 top_k=50 max_new_tokens=1000
     python sample.py run=NAME checkpoint=last impl=naive
 
@@ -36,6 +37,7 @@ class Config:
     checkpoint: str = "best"  # best (lowest validation loss) | last | step_000100, one of the run's | a path
     runs: str = "runs"
     prompt: str = ""  # how the text begins; empty: the beginning of a document
+    prompt_file: str | None = None  # UTF-8 text that is the prompt, its last line end too; None: prompt=
     num_samples: int = 1
     max_new_tokens: int = 300  # a sample ends earlier where the model ends the document
     temperature: float = 0.8
@@ -49,6 +51,8 @@ class Config:
         for name in ("num_samples", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.prompt and self.prompt_file is not None:
+            raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
         Sampler(self.temperature, self.top_k, self.top_p)  # refuses its three, before the first job of a sweep starts
@@ -57,6 +61,7 @@ class Config:
 def main(cfg: Config) -> None:
     """Prints the samples on stdout, and what they come from on stderr. ValueError for what the user can put right."""
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
+    text = cfg.prompt if cfg.prompt_file is None else read_prompt(cfg.prompt_file)
     device = pick_device(cfg.device)
     trained = checkpoint.load(find(cfg))
     encoding = from_json(trained.tokenizer)
@@ -74,7 +79,9 @@ def main(cfg: Config) -> None:
 
     # A document begins after an end-of-text token, in training and so here.
     end = encoding.encode_single_token(END_OF_TEXT)
-    prompt = [end, *encode(encoding, cfg.prompt).tolist()]
+    prompt = [end, *encode(encoding, text).tolist()]
+    if cfg.prompt_file is not None:
+        print(f"prompt: {len(prompt) - 1} tokens from {cfg.prompt_file}", file=sys.stderr)
     if len(prompt) > (context := trained.state["config"]["model"]["context_length"]):
         print(f"of the prompt's {len(prompt) - 1} tokens the model sees the last {context}", file=sys.stderr)
     for number in range(cfg.num_samples):
@@ -82,13 +89,23 @@ def main(cfg: Config) -> None:
             print(f"{stamp(broken)}--- sample {number + 1} of {cfg.num_samples}", flush=True)
         generator = torch.Generator(device).manual_seed(cfg.seed + number)  # each sample can be had again by itself
         stream = TextStream(encoding)
-        print(printable(cfg.prompt), end="", flush=True)
+        print(printable(text), end="", flush=True)
         idx = torch.tensor([prompt], device=device)  # (1, T)
         for token in generate(model, idx, cfg.max_new_tokens, sampler, generator):
             if int(token) == end:
                 break
             print(printable(stream.feed(int(token))), end="", flush=True)
         print(printable(stream.flush()), flush=True)
+
+
+def read_prompt(path: str) -> str:
+    """The text of that file, line ends included, without a byte order mark. ValueError where there is none to read."""
+    try:
+        return Path(path).expanduser().read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"prompt_file={path} cannot be read ({error.strerror}); give a text file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt_file={path} is not UTF-8 at byte offset {error.start}; convert it") from error
 
 
 def find(cfg: Config) -> Path:

@@ -83,6 +83,10 @@ class Config:
     seed: int = 1337
 
     steps: int = 700  # updates of the weights
+    # Counted from this process's first step on. The first step that ends later is the run's last: evaluation, sample
+    # and checkpoint follow it, and resume= goes on for as long again. The learning rate follows steps, so it has not
+    # fallen to its end by then.
+    max_minutes: float | None = None  # wall clock after which the run ends, before its last step too; None: no limit
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
     tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
@@ -118,6 +122,8 @@ class Config:
             )
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1; null takes one pass")
+        if self.max_minutes is not None and not 0 < self.max_minutes < math.inf:
+            raise ValueError(f"max_minutes={self.max_minutes} must be finite and above 0; null sets no limit")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
         for name in ("sample_every", "sample_tokens"):
@@ -154,6 +160,7 @@ class Run:
     metrics: Metrics
     step: int  # updates made so far
     saved: Path | None  # the last checkpoint
+    ending: bool = False  # this step is the last one: it is number `steps`, or max_minutes are over
     val_loss: float = math.inf  # of this step's weights, where they were evaluated
     code: int = 1  # the exit code, 1 until the run has ended in another way
 
@@ -346,19 +353,23 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
 
 
 def loop(run: Run, signals: list[int]) -> int:
-    """Steps, with what is due after each, to the last one or to a signal or NaN before it. Returns the exit code."""
+    """Steps, with what is due after each, to the last one (by number or time) or to a signal or NaN before it. Returns
+    the exit code."""
     cfg, metrics = run.cfg, run.metrics
     broken = cfg.break_it.label
     pace = None  # seconds a step, smoothed, for the time left
+    until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
-    while run.step < cfg.steps:
+    while run.step < cfg.steps and not run.ending:
         started = time.perf_counter()
         rng = checkpoint.rng_state() if cfg.probe.every else {}
         done = train_step(run)
         seconds = time.perf_counter() - started
         pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
+        left = max(0.0, until - started - seconds)
+        run.ending = run.step == cfg.steps or not left
         if due(run, cfg.log_every) or done.stopped:
-            metrics.log(step_record(run, done, seconds, pace))
+            metrics.log(step_record(run, done, seconds, min(left, pace * (cfg.steps - run.step))))
         if done.stopped:
             metrics.say(stamp(broken) + what_to_try(run, done))
             if cfg.probe.every:
@@ -389,7 +400,7 @@ def loop(run: Run, signals: list[int]) -> int:
 
 def due(run: Run, every: int) -> bool:
     """Whether what is done every so many steps (0: never) is done after this one; after the last one it always is."""
-    return every > 0 and (run.step % every == 0 or run.step == run.cfg.steps)
+    return every > 0 and (run.step % every == 0 or run.ending)
 
 
 class Step(NamedTuple):
@@ -460,8 +471,8 @@ def forward_and_backward(run: Run) -> tuple[list[Batch], torch.Tensor, torch.Ten
     return batches, total, text_bytes
 
 
-def step_record(run: Run, done: Step, seconds: float, pace: float) -> dict:
-    """What metrics.jsonl keeps of a step."""
+def step_record(run: Run, done: Step, seconds: float, left: float) -> dict:
+    """What metrics.jsonl keeps of a step. seconds: that it took; left: until the run ends."""
     peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the peaks known are of 16 bits
     return {
         "step": run.step,
@@ -473,7 +484,7 @@ def step_record(run: Run, done: Step, seconds: float, pace: float) -> dict:
         "tokens_per_second": run.tokens_per_step / seconds,
         "mfu": run.flops_per_step / seconds / peak if peak else None,
         "memory_gib": memory_gib(run.device),
-        "eta_s": pace * (run.cfg.steps - run.step),
+        "eta_s": left,
         **({"loss_scale": done.scale} if run.scaler.is_enabled() else {}),
     }
 
@@ -631,8 +642,14 @@ def close(run: Run) -> None:
 def say_what_is_there(run: Run) -> None:
     """The last lines of a run that reached its end: what there is now, and what to do next."""
     cfg, folder = run.cfg, run.folder
+    broken = stamp(cfg.break_it.label)
+    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the rate rises again"
+    if run.step < cfg.steps:
+        limit = f"max_minutes={cfg.max_minutes:g}"
+        show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the rate has not fallen to its end")
+        onwards = f"{again(cfg)}  # for {limit} again; max_minutes=null goes on to step {cfg.steps}"
     best_loss, best_step = run.metrics.best or (math.nan, run.step)
-    show(f"{stamp(cfg.break_it.label)}done: best validation loss {best_loss:.4f} at step {best_step}")
+    show(f"{broken}done: best validation loss {best_loss:.4f} at step {best_step}")
     show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
     samples = folder / "samples.txt"
     if samples.exists() and samples.stat().st_size:
@@ -641,7 +658,7 @@ def say_what_is_there(run: Run) -> None:
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
     begin = ["prompt=def "] if cfg.data.source == "pystdlib" else []
     show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))
-    show(f"  {again(cfg)} steps={2 * cfg.steps}  # the rate rises again")
+    show(f"  {onwards}")
 
 
 if __name__ == "__main__":

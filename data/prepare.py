@@ -36,7 +36,7 @@ from rich.progress import Progress
 
 from data.download import progress_bar, shakespeare
 from data.shards import Writer
-from data.text import LEFT_OUT, PIECE, File, NotText, find, in_order, read, walk, writing_to
+from data.text import LEFT_OUT, PIECE, File, NotText, find, in_order, read, suffix, walk, writing_to
 from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, encode, to_json
 
 FORMAT = 2  # raise it when the files' contents change for the same text: every cached folder is then made again
@@ -49,7 +49,13 @@ THREADS = os.cpu_count() or 1  # that encode; the result does not depend on it
 LEARN = 1 << 28  # bytes that the tokenizer learns from: more changes few merges, and rustbpe's word counts grow with it
 
 # Which keys each source reads besides val_fraction and cache. One that would be ignored is refused.
-READS = {"pystdlib": (), "text": ("path",), "bin": ("path",), "shakespeare": ("url",), "fineweb": ("url", "shards")}
+READS = {
+    "pystdlib": (),
+    "text": ("path", "field"),
+    "bin": ("path",),
+    "shakespeare": ("url",),
+    "fineweb": ("url", "shards"),
+}
 
 ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
 PREPARED = ("text", *ORIGINS)  # the sources of text; the others bring token files
@@ -63,6 +69,7 @@ class DataConfig:
 
     source: str = "pystdlib"  # one of READS
     path: str | None = None  # text, bin: a file, a folder or a glob; text: also -, standard input
+    field: str = "text"  # text: of each line of .jsonl, the one that holds the text
     val_fraction: float = 0.05  # of the bytes; of the tokens for a bin that has no *val* file
     shards: int | None = None  # fineweb: how many files of 100 M tokens, of 103; None: 1
     url: str | None = None  # shakespeare, fineweb: the folder to download from, if not the usual one
@@ -80,6 +87,7 @@ class Corpus:
     split: np.ndarray  # int8 (documents,): number of the split, or REPEATED
     repeated: int  # documents that repeat an earlier one and are left out
     not_text: list[str]  # files that are not UTF-8 and are left out
+    field: str  # of the lines of .jsonl, where the text is
     others: int  # files of the folder whose suffix is not that of text
     cut: tuple[int, int] | None = None  # a training document, and from which of its bytes on it is for validation
 
@@ -106,6 +114,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
         if made[1] != label_of(tokenizer):
             raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label_of(tokenizer)}: use that one")
+        if data.field != DataConfig.field:
+            raise ValueError(f"{named} has tokens and no fields: leave out data.field={data.field}")
         return named
     started = time.perf_counter()
     corpus = scan(data)
@@ -169,11 +179,13 @@ def check(data: DataConfig) -> None:
     """ValueError for a source that there is not, and for keys that it would not read."""
     if data.source not in READS:
         raise ValueError(f"data.source={data.source} is unknown: choose data={', '.join(READS)}")
-    for key in ("path", "url", "shards"):
+    for key in ("path", "field", "url", "shards"):
         value = getattr(data, key)
-        if value is not None and key not in READS[data.source]:
+        if value != getattr(DataConfig, key) and key not in READS[data.source]:
             readers = " or ".join(f"data={source}" for source, keys in READS.items() if key in keys)
             raise ValueError(f"data.{key}={value} is read with {readers} only: choose that, or leave it out")
+    if not data.field:
+        raise ValueError("data.field= is empty: give the name of a field, or leave it out")
     if not data.cache:
         raise ValueError("data.cache= is empty: give a folder, or leave it out")
     if data.source == "fineweb" and data.val_fraction != DataConfig.val_fraction:
@@ -218,6 +230,10 @@ def scan(data: DataConfig) -> Corpus:
         case "text":
             assert data.path is not None, "check() refuses that"
             found = find(data.path, Path(data.cache))
+            if data.field != DataConfig.field and not any(suffix(str(file)) == ".jsonl" for file in found):
+                raise ValueError(
+                    f"data.field={data.field}: data.path={data.path} has no .jsonl to read it from; leave it out"
+                )
         case "shakespeare":
             found = [str(shakespeare(Path(data.cache), data.url))]
 
@@ -229,7 +245,7 @@ def scan(data: DataConfig) -> Corpus:
     hashes, sizes = bytearray(), array("q")  # of numbers: a list of a million objects would take a hundred bytes each
     for file in found:
         try:
-            for _, pieces in groupby(read(file), key=itemgetter(0)):
+            for _, pieces in groupby(read(file, data.field), key=itemgetter(0)):
                 digest, size = hashlib.sha256(), 0
                 for _, piece in pieces:
                     digest.update(piece)
@@ -252,7 +268,7 @@ def scan(data: DataConfig) -> Corpus:
     split = np.zeros(len(sizes), np.int8)
     split[order[1:][(words[order[1:]] == words[order[:-1]]).all(axis=1)]] = REPEATED
     repeated = int((split == REPEATED).sum())
-    return Corpus(files, np.array(sizes, np.int64), sha256, order, split, repeated, not_text, others)
+    return Corpus(files, np.array(sizes, np.int64), sha256, order, split, repeated, not_text, data.field, others)
 
 
 def left_out(corpus: Corpus) -> str:
@@ -334,7 +350,7 @@ def reread(corpus: Corpus) -> Iterator[tuple[int, bytes]]:
     """
     number = -1
     for file in corpus.files:
-        for where, pieces in groupby(read(file), key=itemgetter(0)):
+        for where, pieces in groupby(read(file, corpus.field), key=itemgetter(0)):
             number += 1
             sha256 = hashlib.sha256()
             for _, piece in pieces:

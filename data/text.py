@@ -149,17 +149,18 @@ def writing_to(cache: Path) -> Iterator[None]:
 # ---- what is in them
 
 
-def read(file: File) -> Iterator[tuple[str, bytes]]:
+def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
     """(where the document stands, a piece of it) for each piece of each document: UTF-8 text without a byte order mark,
     cut at line ends where there are any nearby, and never within a character. An empty document has no pieces.
 
-    Text is one document a file and "where" is the file; .jsonl is one a line, field "text", and "where" is file:line.
+    Text is one document a file and "where" is the file. .jsonl is one a line, the string of that `field`, and "where"
+    is file:line.
     Raises ValueError for what is not text, with the place.
     """
     name = file if isinstance(file, str) else "standard input"
     try:
         with open_bytes(file) as stream:
-            yield from read_lines(stream, name) if suffix(name) == ".jsonl" else read_text(stream, name)
+            yield from read_lines(stream, name, field) if suffix(name) == ".jsonl" else read_text(stream, name)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} cannot be decompressed ({reason}): fetch it again or leave it out") from error
@@ -202,8 +203,8 @@ def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
         text = text[len(piece) :] + stream.read(len(piece))
 
 
-def read_lines(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
-    """Each line a document. Lines of nothing but blanks are passed over: many writers leave one at the end."""
+def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, bytes]]:
+    """Each line's field a document. Lines of nothing but blanks are passed over: many writers leave one at the end."""
     for number, line in enumerate(iter(lambda: stream.readline(LINE), b""), start=1):
         if line.isspace():
             continue
@@ -212,19 +213,33 @@ def read_lines(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
             if len(line) == LINE:
                 raise ValueError(f"it is over {LINE >> 20} MiB long")
             record = json.loads(line.decode("utf-8-sig").rstrip())
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise ValueError('no field "text" with a string')
-            text = record["text"].encode()
+            text = text_of(record, field).encode()
         except (ValueError, RecursionError) as error:  # of JSON, of UTF-8 and back (half a surrogate pair), or ours
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(
-                f'{where}: {reason}; every line of .jsonl must be an object like {{"text": "..."}}: mend this one'
+                f"{where}: {reason}; every line of .jsonl must be an object like "
+                f'{{{quoted(field)}: "..."}}: mend this one'
             ) from error
         start = 0
         while start < len(text):
             end = boundary(text, start + PIECE)
             yield where, text[start:end]
             start = end
+
+
+def text_of(record: object, field: str) -> str:
+    """The string in that field of a line's object. ValueError, with the fields that have one, where there is none."""
+    found = record if isinstance(record, dict) else {}
+    if isinstance(text := found.get(field), str):
+        return text
+    others = [quoted(key) for key, value in found.items() if isinstance(value, str)]
+    hint = f" (data.field= could be {' or '.join(others[:8])})" if others else ""
+    raise ValueError(f"no field {quoted(field)} with a string{hint}")
+
+
+def quoted(text: str) -> str:
+    """text as JSON, readable in any language."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def boundary(text: bytes, at: int) -> int:

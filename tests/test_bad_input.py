@@ -245,6 +245,10 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     sample_tokens=-1            sample_tokens=-1 must be at least 0
     seed=-1                     seed=-1 is outside [0, 2**63)
     seed=9223372036854775808    seed=9223372036854775808 is outside [0, 2**63)
+    max_minutes=0               max_minutes=0.0 must be finite and above 0; null sets no limit
+    max_minutes=-5              max_minutes=-5.0 must be finite
+    max_minutes=nan             max_minutes=nan must be finite
+    max_minutes=inf             max_minutes=inf must be finite
     z_loss=-1                   z_loss=-1.0 must be finite and at least 0
     z_loss=inf                  z_loss=inf must be finite
     ema_decay=1                 ema_decay=1.0 is outside [0, 1); 0.999 is usual

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import machine, wandb_run
+from training import machine, metrics, wandb_run
 from training.metrics import Metrics, log_line, loss_figure, read_metrics
 from training.wandb_run import WandbConfig, choose_wandb_mode
 
@@ -452,7 +452,9 @@ def test_a_wandb_whose_import_fails_costs_one_line_and_not_the_run(clean_env, tm
     said = []
     run = wandb_run.WandbRun("offline", WandbConfig(), tmp_path, {}, None, said.append)
     run.log({"loss": 1.0})
-    run.finish(0, tmp_path / "loss.png")
+    run.samples(1, [(1, "text")], "")
+    run.picture(1, tmp_path / "loss.png")
+    run.finish(0)
     assert len(said) == 1
     assert re.fullmatch(r"wandb: gave up, the run goes on without it \(.*(nowhere|Descriptors).*\)", said[0])
 
@@ -574,11 +576,39 @@ def test_an_offline_run_holds_what_wandb_sync_sends(offline_run):
     assert [row["step"] for row in history if "loss" in row] == ["1", "2", "3"]
     assert [row["loss"] for row in history if "loss" in row] == ["2", "NaN", "2"]
     assert not any(row.get("mfu") for row in history)
-    assert [row["sample._type"] for row in history if "sample._type" in row] == ['"html-file"']
-    assert [row["loss_picture._type"] for row in history if "loss_picture._type" in row] == ['"image-file"']
+    for key, kind in (("samples", '"html-file"'), ("loss_picture", '"image-file"')):
+        assert [(row[f"{key}._type"], row["step"]) for row in history if f"{key}._type" in row] == [(kind, "3")]
     steps = [r.metric for r in records if r.WhichOneof("record_type") == "metric"]
     assert ("*", "step") in [(m.glob_name, m.step_metric) for m in steps]
     assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [3]
+
+
+def test_the_table_of_a_resumed_run_has_the_earlier_samples_too(offline_run):
+    folder, _, _ = offline_run
+    pages = sorted(folder.glob("wandb/offline-run-*/files/media/html/samples*.html"), key=os.path.getmtime)
+    rows = [re.findall(r"<td>(\d+)</td><td><pre>(.+?)</pre>", page.read_text()) for page in pages]
+    third, sixth = (("3", "once &lt;upon&gt;"), ("6", "once &lt;upon&gt;"))
+    assert rows == [[third], [sixth, third]]
+    assert all("BROKEN[no_max]" in page.read_text() for page in pages)
+
+
+def test_the_table_has_the_newest_samples():
+    page = wandb_run.samples_table([(step, f"text {step}") for step in range(100)], "")
+    assert re.findall(r"text (\d+)", page) == [str(step) for step in range(99, 49, -1)]
+
+
+def test_wandb_gets_so_many_pictures_and_the_last_one(tmp_path, monkeypatch):
+    """However often it is drawn: 600 steps and 20 pictures are one in 30 steps."""
+    drawn = SimpleNamespace(savefig=lambda path, **_: path.touch())
+    monkeypatch.setattr(metrics, "loss_figure", lambda *_: drawn)
+    run = open_metrics(tmp_path)
+    sent = []
+    monkeypatch.setattr(run.wandb, "picture", lambda step, path: sent.append(step))
+    for step in (10, 29, 30, 40, 60, 70):
+        run.log({"step": step, **STEP})
+        run.picture()
+    run.close()
+    assert sent == [30, 60, 70]
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(offline_run):

@@ -1,5 +1,6 @@
 """sample.py and the samplers: what is written is what the model says, character by character, and can be had again."""
 
+import codecs
 import sys
 from dataclasses import asdict
 from io import StringIO
@@ -17,6 +18,7 @@ from model.generate import Sampler, generate
 from model.gpt import GPT, GPTConfig
 from tests.test_train import OVERFLOW, OVERFLOW_NAME
 from training import checkpoint
+from training.metrics import printable
 
 END = 256  # end of text, in the byte tokenizer
 CHARACTERS = "a\u00e9\u20ac\U0001f600 \u4f60\u597d, gr\u00fc\u00dfe\n\u0434\u0430 \u3042"  # of one to four bytes
@@ -143,16 +145,32 @@ def test_naive_and_tiled_write_the_same_text(runs, capsys, temperature):
 PROMPTS = ["", CHARACTERS, "def f(x=1, *a): '${y}' \\ \"q\"\n\t", "<|endoftext|>", "null", "~a=[1"]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_arrives_as_it_was_typed(write, monkeypatch, prompt):
-    seen = []
+@pytest.fixture
+def seen(monkeypatch):
+    """The tokens that the model is given, as they come; it answers nothing."""
+    tokens = []
 
     def generate(model, idx, *options):
-        seen.extend(idx[0].tolist())
+        tokens.extend(idx[0].tolist())
         return iter(())
 
     monkeypatch.setattr(sample, "generate", generate)
+    return tokens
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_arrives_as_it_was_typed(write, seen, prompt):
     assert write(f"prompt={prompt}") == prompt
+    assert seen == [END, *prompt.encode()]
+
+
+@pytest.mark.parametrize("prompt", [*PROMPTS, "two lines\r\n and their ends\r\n"])
+def test_a_prompt_from_a_file_arrives_as_it_stands_there(call, runs, seen, tmp_path, prompt):
+    file = tmp_path / "start.txt"
+    file.write_bytes(codecs.BOM_UTF8 + prompt.encode())
+    ended = call(sample, f"runs={runs}", "device=cpu", f"prompt_file={file}")
+    assert (ended.code, ended.out) == (0, printable(prompt) + "\n")
+    assert f"prompt: {len(prompt.encode())} tokens from {file}\n" in ended.err
     assert seen == [END, *prompt.encode()]
 
 
@@ -265,6 +283,10 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
         (["top_p=1.5"], "top_p=1.5 is outside (0, 1]", "1 looks at every token"),
         (["num_samples=0"], "num_samples=0 must be at least 1", ""),
         (["max_new_tokens=0"], "max_new_tokens=0 must be at least 1", ""),
+        (["prompt_file={runs}/none"], "prompt_file={runs}/none cannot be read (No such file", "give a text file"),
+        (["prompt_file={runs}"], "prompt_file={runs} cannot be read (Is a directory)", "give a text file"),
+        (["prompt_file={runs}/bad"], "prompt_file={runs}/bad is not UTF-8 at byte offset 3", "convert it"),
+        (["prompt=a", "prompt_file=b"], "prompt= and prompt_file=b are both given", "leave one out"),
         (["device=cuda:99"], "device=cuda:99 cannot be used here", "use device=auto or device=cpu"),
         (["temprature=1"], "there is no key temprature", "did you mean temperature?"),
         (["--prompt=a"], "--prompt=a: options are written key=value here", "did you mean prompt=a?"),
@@ -272,6 +294,7 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
     ids=lambda part: part[0] if isinstance(part, list) else "",
 )
 def test_a_mistake_is_one_line_that_names_the_value_and_the_way_out(call, parrots, arguments, value, way_out):
+    (parrots / "bad").write_bytes(b"caf\xe9")
     ended = call(sample, f"runs={parrots}", *[argument.format(runs=parrots) for argument in arguments])
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("sample: ")

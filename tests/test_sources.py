@@ -130,6 +130,36 @@ def test_a_bad_line_is_named_with_its_number(make, tmp_path, line, message):
     assert 'every line of .jsonl must be an object like {"text": "..."}: mend this one' in found
 
 
+def test_the_field_that_is_named_is_the_text(make, tmp_path):
+    """Each field is a corpus of its own, and a text that is the same is not prepared again."""
+    lines = [{"body": f"body {i}", "title": f"title {i}", "text": f"body {i}"} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folders = {field: make(tmp_path / "a.jsonl", field=field) for field in ("text", "body", "title")}
+    assert sorted(texts(folders["title"])) == sorted(line["title"] for line in lines)
+    assert sorted(texts(folders["body"])) == sorted(line["body"] for line in lines)
+    assert folders["body"] == folders["text"] != folders["title"]
+
+
+def test_a_line_without_the_field_names_those_that_it_has(make, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "body": "a", "titre": "b"}\n')
+    assert ':1: no field "text" with a string (data.field= could be "body" or "titre"); ' in refusal(
+        make, tmp_path / "a.jsonl"
+    )
+    said = refusal(make, tmp_path / "a.jsonl", field="id")
+    assert ':1: no field "id" with a string (data.field= could be "body" or "titre"); ' in said
+    assert 'like {"id": "..."}: mend this one' in said
+
+
+def test_a_field_that_no_file_could_have_is_refused(make, tmp_path):
+    (tmp_path / "a.txt").write_text("text\n" * 100)
+    said = f"data.field=body: data.path={tmp_path / 'a.txt'} has no .jsonl to read it from; leave it out"
+    assert said in refusal(make, tmp_path / "a.txt", field="body")
+    assert "has tokens and no fields: leave out data.field=body" in refusal(
+        make, make(tmp_path / "a.txt"), field="body"
+    )
+    assert "data.field= is empty" in refusal(make, tmp_path / "a.txt", field="")
+
+
 def test_a_line_that_does_not_fit_in_memory_is_refused(make, tmp_path, monkeypatch):
     monkeypatch.setattr("data.text.LINE", 1 << 20)
     write_jsonl(tmp_path / "a.jsonl", ["a" * (1 << 20)])
@@ -237,7 +267,10 @@ def test_a_pipe_a_socket_and_a_device_are_called_what_they_are(make, tmp_path, m
     assert "data.path=/dev/zero is a device, no file: give a file" in refusal(make, "/dev/zero")
 
 
-@pytest.mark.parametrize(("key", "source"), [("url", "text"), ("shards", "shakespeare"), ("path", "fineweb")])
+@pytest.mark.parametrize(
+    ("key", "source"),
+    [("url", "text"), ("shards", "shakespeare"), ("path", "fineweb"), ("field", "pystdlib"), ("field", "bin")],
+)
 def test_a_key_that_the_source_would_not_read_is_refused(tmp_path, key, source):
     data = DataConfig(source, cache=str(tmp_path), **({"path": "a"} if source == "text" else {}) | {key: "1"})
     assert f"data.{key}=1 is read with data=" in refusal(open_data, data, BYTE)

@@ -12,8 +12,9 @@ import shutil
 import signal
 import time
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiktoken
@@ -138,13 +139,18 @@ config.run(train.main, train.Config, "config")
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    """All that was recorded but the time it took; and at the end weights, optimizer, random numbers, data position."""
+    """All that was recorded but the time it took, and the last checkpoint."""
     timing = {"ms", "tokens_per_second", "eta_s", "memory_gib"}
     rows = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(r / "metrics.jsonl")]
             for r in (run, other)]  # fmt: skip
     assert repr(rows[0]) == repr(rows[1])  # NaN, the norm of a step that fp16's scaler left out, does not equal itself
+    assert_same_end(run, other)
+
+
+def assert_same_end(run: Path, other: Path) -> None:
+    """Of the last step made: weights, optimizer, random numbers, data position."""
     a, b = (checkpoint.load(checkpoint.last(r / checkpoint.FOLDER)) for r in (run, other))
-    assert a.step == b.step == rows[0][-1]["step"]
+    assert a.step == b.step == records(run)[-1]["step"]
     assert a.state["loader"] == b.state["loader"]
     for x, y in ((a.model, b.model), (a.optimizer(), b.optimizer())):
         assert x.keys() == y.keys()
@@ -217,6 +223,50 @@ def test_the_line_that_a_stopped_run_prints_goes_on_with_the_same_run(call, smal
     assert resumed.code == 0, resumed.err
     assert call(train, *small, *ENDLESS, *there, "name=unbroken").code == 0
     assert_same_run(tmp_path / run.name, tmp_path / "unbroken")
+
+
+@pytest.fixture
+def steady_clock(monkeypatch):
+    """A second passes each time that train.py looks: 2 a step, of which the step itself takes 1."""
+    seconds = count(1.0)
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(seconds), strftime=time.strftime))
+
+
+def test_a_run_whose_minutes_are_over_ends_as_one_that_has_made_its_steps(call, small, tmp_path, steady_clock):
+    rare = ["eval_every=1000", "sample_every=1000", "sample_tokens=5", "checkpoint_every=1000", "log_every=1000"]
+    ended = call(train, *small, *rare, "steps=10", "max_minutes=0.1", f"runs={tmp_path}", "name=x")
+    run = tmp_path / "x"
+    assert ended.code == 0
+    (last,) = records(run)  # though 1000 steps were to pass between two lines
+    assert last["step"] == 3  # which ended after 1 + 6 seconds
+    assert [record["step"] for record in records(run, "val_loss")] == [3]
+    assert "sample at step 3 " in (run / "samples.txt").read_text()
+    assert checkpoint.last(run / checkpoint.FOLDER).name == "step_000003"
+    told = ended.out.splitlines()
+    assert "stopped by max_minutes=0.1 at step 3 of 10: the rate has not fallen to its end" in told
+    again = f"python train.py resume=auto name=x runs={tmp_path}"
+    assert told[-1] == f"  {again}  # for max_minutes=0.1 again; max_minutes=null goes on to step 10"
+
+
+def test_the_time_left_is_that_of_the_steps_or_of_the_minutes_whichever_is_less(call, small, tmp_path, steady_clock):
+    for steps, left in ((10, [4, 2, 0]), (4, [3, 2, 0]), (3, [2, 1, 0])):
+        name = f"of-{steps}"
+        ended = call(train, *small, f"steps={steps}", "max_minutes=0.1", f"runs={tmp_path}", f"name={name}")
+        assert [record["eta_s"] for record in records(tmp_path / name)] == left
+        assert ("stopped by max_minutes" in ended.out) == (steps > 3)
+
+
+def test_a_run_that_time_has_stopped_twice_is_the_unbroken_run_bit_for_bit(call, small, tmp_path, steady_clock):
+    """Evaluated, sampled from and saved where the unbroken run is not. Resumed, it has its minutes again."""
+    arguments = [*small, *DROPOUT, "steps=10", "sample_every=1000", "sample_tokens=5", f"runs={tmp_path}"]
+    for resume in ([], ["resume=auto"]):
+        assert call(train, *arguments, "max_minutes=0.1", "name=stopped", *resume).code == 0
+    assert records(tmp_path / "stopped")[-1]["step"] == 6
+    to_the_end = call(train, "resume=auto", "name=stopped", f"runs={tmp_path}", "max_minutes=null")
+    assert "max_minutes 0.1 -> None" in to_the_end.out
+    assert call(train, *arguments, "name=whole").code == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert_same_end(tmp_path / "stopped", tmp_path / "whole")
 
 
 # --- the recipes' parts ------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ may be None. A broken run's records have "broken" too, its label.
 JSON has no NaN, and a broken run is full of them: a float that is not finite is written as the string "nan", "inf" or
 "-inf" (null would not say which) and `read_metrics` gives the float back.
 
-wandb gets each record last. In a run of several processes only rank 0 makes a Metrics.
+wandb gets each record last, and now and then loss.png and a table of the samples so far. In a run of several processes
+only rank 0 makes a Metrics.
 """
 
 import json
@@ -125,7 +126,15 @@ def encodable(text: str) -> str:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
+PICTURES = 20  # of a run, that wandb gets: it keeps every one of them
 SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====$", re.MULTILINE)
+
+
+def read_samples(path: Path) -> list[tuple[int, str]]:
+    """The samples of a samples.txt as (step, text), in their order."""
+    # errors: a kill may have cut the last sample in the middle of a character.
+    _, *parts = SAMPLE_HEADER.split(path.read_text(encoding="utf-8", errors="replace"))
+    return [(int(step), text.strip("\n")) for step, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -229,6 +238,7 @@ class Metrics:
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
         self.drawn = False  # whether loss.png has all that metrics.jsonl has
+        self.step = self.sent = resume_step or 0  # of the last record, and of the last picture that wandb got
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         mode, reason = choose_wandb_mode(wandb_config)  # may refuse, so before anything is touched
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,6 +297,7 @@ class Metrics:
             record = {**record, "broken": self.broken}
         self.file.write(_json_line(record))
         self.drawn = False
+        self.step = record["step"]
         self.file.flush()  # what is flushed survives kill -9; only a power cut could take it
         self._note_best(record)
         self.say(log_line({**record, "best": self.best}, self.total_steps))
@@ -301,10 +312,13 @@ class Metrics:
         with open(self.folder / "samples.txt", "a", encoding="utf-8", newline="\n") as file:
             file.write(f"{header}\n{text}\n\n")
         self.say(f"{header}\n{printable(text)}\n")
-        self.wandb.sample(step, f"{header}\n{text}")
+        self.wandb.samples(step, read_samples(self.folder / "samples.txt"), f"{stamp(self.broken)}newest sample first")
 
     def picture(self) -> Path:
-        """Draw loss.png anew from metrics.jsonl, if there is more in it than at the last call, and return its path."""
+        """Draw loss.png anew from metrics.jsonl, if there is more in it than at the last call, and return its path.
+
+        wandb gets it too, at most PICTURES times a run of total_steps and once more at the end: it keeps every one.
+        """
         path, temp = self.folder / "loss.png", self.folder / ".tmp-loss.png"
         if self.drawn:
             return path
@@ -312,7 +326,13 @@ class Metrics:
         figure.savefig(temp, dpi=120)
         os.replace(temp, path)
         self.drawn = True
+        if self.step - self.sent >= self.total_steps / PICTURES:
+            self._send(path)
         return path
+
+    def _send(self, picture: Path) -> None:
+        self.wandb.picture(self.step, picture)
+        self.sent = self.step
 
     def close(self, exit_code: int = 0) -> None:
         """End the progress bar, the file and the wandb run (with the last picture drawn, if there is one)."""
@@ -320,4 +340,6 @@ class Metrics:
             with reader_may_leave():
                 self.progress.stop()
         self.file.close()
-        self.wandb.finish(exit_code, self.folder / "loss.png")
+        if self.sent < self.step and (picture := self.folder / "loss.png").exists():
+            self._send(picture)
+        self.wandb.finish(exit_code)

@@ -27,6 +27,13 @@ from typing import Any
 WANDB_PROBE_SECONDS = 2.0
 WANDB_INIT_SECONDS = 5.0
 WANDB_FINISH_SECONDS = 20.0
+WANDB_SAMPLES = 50  # rows of the table of samples: a long run sends it hundreds of times, whole
+
+TABLE_HEAD = (
+    '<meta charset="utf-8">'
+    "<style>td, th { border: 1px solid #ccc; padding: 4px 8px; text-align: left; vertical-align: top }"
+    " table { border-collapse: collapse } pre { margin: 0; white-space: pre-wrap }</style>"
+)
 
 
 @dataclass
@@ -129,6 +136,15 @@ def from_environment(config: WandbConfig) -> dict[str, str]:
         "WANDB_DIR": True,
     }
     return {key: os.environ[key] for key, free in counts.items() if free and os.environ.get(key)}
+
+
+def samples_table(samples: list[tuple[int, str]], note: str) -> str:
+    """The last WANDB_SAMPLES samples, (step, text), as a table in HTML, the last one first. note: stands above it."""
+    rows = "".join(
+        f"<tr><td>{step}</td><td><pre>{html.escape(text)}</pre></td></tr>"
+        for step, text in reversed(samples[-WANDB_SAMPLES:])
+    )
+    return f"{TABLE_HEAD}<p>{html.escape(note)}</p><table><tr><th>step</th><th>sample</th></tr>{rows}</table>"
 
 
 def first_line(error: Exception) -> str:
@@ -240,14 +256,20 @@ class WandbRun:
         # None (no MFU on this machine) would be a chart of nothing.
         self.attempt(lambda run: run.log({k: v for k, v in record.items() if v is not None}))
 
-    def sample(self, step: int, text: str) -> None:
-        """Hand over a sample's text."""
-        self.attempt(lambda run: run.log({"step": step, "sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}))
+    def samples(self, step: int, samples: list[tuple[int, str]], note: str) -> None:
+        """Hand over the samples so far, as samples_table draws them.
 
-    def finish(self, exit_code: int, picture: Path) -> None:
-        """Send the picture and the exit code, in at most WANDB_FINISH_SECONDS."""
-        if picture.exists():
-            self.attempt(lambda run: run.log({"loss_picture": self.wandb.Image(str(picture))}))
+        A page and no wandb.Table: that would be an artifact, about which an online run asks the host before it logs it,
+        and waits (19 s for a host that never answers, with wandb 0.31).
+        """
+        self.attempt(lambda run: run.log({"step": step, "samples": self.wandb.Html(samples_table(samples, note))}))
+
+    def picture(self, step: int, path: Path) -> None:
+        """Hand over loss.png as it is after `step`; wandb takes a copy."""
+        self.attempt(lambda run: run.log({"step": step, "loss_picture": self.wandb.Image(str(path))}))
+
+    def finish(self, exit_code: int) -> None:
+        """Send the exit code, in at most WANDB_FINISH_SECONDS."""
         self.attempt(lambda run: run.finish(exit_code=exit_code))
         if self.run and self.mode == "offline":
             # The folder of the run that ends; in runs/NAME all those of earlier resumptions are this run's too.
