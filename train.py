@@ -8,7 +8,7 @@
     python train.py experiment=shakespeare                             a recipe whose result is known
     python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
     python train.py resume=auto                                        go on where the last run stopped
-    python train.py --cfg job                                          every key and its value
+    python train.py --help                                             every key, its value and what it means
 
 Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """
@@ -75,33 +75,32 @@ class Config:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    name: str | None = None  # of the run; None: date, size and attention
-    runs: str = "runs"  # the folder that runs lie in
-    # auto: the last checkpoint of run `name`, or of the newest run; or a path. It brings its configuration: what the
-    # command line does not say stays as it was
+    name: str | None = None  # of the run, and its folder's; None: date, size and attention
+    runs: str = "runs"  # the folder that all runs lie in
+    # auto (the last checkpoint of run name=, or of the newest run) | a run's name | a path. It brings its
+    # configuration: what the command line does not say stays as it was.
     resume: str | None = None
-    seed: int = 1337
+    seed: int = 1337  # of the initial weights, the order of the data, dropout and samples
 
-    steps: int = 700  # updates of the weights
+    steps: int = 700  # updates of the weights, in all
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
-    tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
+    tokens_per_step: int | None = None  # tokens of one update, in as many passes as it takes; None: those of one pass
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
     # Above 0 a moving average of the weights is validated, sampled from and kept. It reaches back about
     # 1 / (1 - ema_decay) steps; at first, over a ninth of the steps made so far.
     ema_decay: float = 0.0
-    eval_every: int = 100  # steps
+    eval_every: int = 100  # steps between two evaluations
     eval_tokens: int = 65536  # about as many validation tokens, always the same ones
-    sample_every: int = 200  # steps; 0: never
-    sample_tokens: int = 200
-    checkpoint_every: int = 100  # steps; the best is chosen among those that were evaluated too
-    keep_last: int = 2  # checkpoints; the best is kept besides
-    log_every: int = 1  # steps
+    sample_every: int = 200  # steps between two samples; 0: never
+    sample_tokens: int = 200  # tokens of a sample, which ends earlier where the model ends the document
+    checkpoint_every: int = 100  # steps between two checkpoints; the best is chosen among those that were evaluated too
+    keep_last: int = 2  # checkpoints, the newest ones; the best is kept besides
+    log_every: int = 1  # steps between two lines
 
-    device: str = "auto"  # auto | cpu | cuda | cuda:1 | mps
-    # bf16 | fp16 (both autocast, fp16 with a gradient scaler) | float32; auto: bf16 on a GPU that has it
-    dtype: str = "auto"
+    device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
+    dtype: str = "auto"  # float32 | bf16 | fp16 (autocast; fp16 scales the gradient); auto: bf16 on a GPU that has it
     compile: str = "auto"  # true | false; auto: on a GPU, but not for tiled, whose loop would be unrolled
-    stop_on_nan: bool = True  # false lets a broken run go on, to see where it ends
+    stop_on_nan: bool = True  # before an update by NaN or infinity; false lets a broken run go on, to see where it ends
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):

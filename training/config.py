@@ -45,6 +45,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from training.help import help_text
+
 T = TypeVar("T")
 
 # Hydra's own flags, without and with a value. Listed here because Hydra's argparse also accepts the beginning of a
@@ -55,7 +57,6 @@ VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--co
 VALUED |= {"-i", "--info", "--experimental-rerun"}
 
 RESUMED = "resumed"  # the primary configuration that a checkpoint's is composed as
-HELP = "Keys and their defaults; write key=value\n\n$CONFIG"  # of a script without groups
 
 # What nanoGPT and others call what has another name here. Each begins with our key.
 ELSEWHERE = {
@@ -151,7 +152,8 @@ def compose(
     name: str,
     resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
 ) -> list[tuple[Any, list[str]]]:
-    """Every job that the arguments ask for, as (configuration, its overrides): one, several with -m, none with --help.
+    """Every job that the arguments ask for, as (configuration, its overrides): one, several with -m, none with --help,
+    which is printed (training/help.py).
 
     All jobs are composed before the first one starts, so that a sweep's last job cannot die of a typing error hours
     later. ValueError: one line naming what is wrong, where, and the nearest right name.
@@ -167,20 +169,25 @@ def compose(
     if not {"-sc", "--shell-completion"} & set(flags):  # its install=bash is a command, not a key
         overrides = [check_override(override, known, groups, sweep) for override in overrides]
 
-    if not groups and {"-h", "--help"} & set(flags):  # Hydra lists all that lie in conf/, which are another script's
-        overrides.append(f"hydra.help.template={quote(HELP)}")
+    asked = {"-h", "--help"} & set(flags)  # Hydra's own help explains no key
+    flags = [flag for flag in flags if flag not in asked]
 
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=declared(schema))
     try:
         jobs = []
-        for cfg, typed in hydra_jobs(config_name, conf, name, overrides, flags):
+        for cfg, typed, chosen in hydra_jobs(config_name, conf, name, overrides, flags):
             base = resumed(cfg)
             if base is not None:
                 defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
                 store.store(name=RESUMED, node={"defaults": defaults, **escaped(base)})
                 again = [check_override(o, known, groups, False) for o in typed if not o.startswith("resume=")]
-                ((cfg, _),) = hydra_jobs(RESUMED, conf, name, again, [])
+                ((cfg, _, chosen),) = hydra_jobs(RESUMED, conf, name, again, [])
+            if asked:
+                values: Any = OmegaConf.to_container(cfg, resolve=True)
+                options = {group: str(chosen.get(group)) for group in groups}
+                print(help_text(name, schema, values, conf, options), flush=True)
+                return []
             jobs.append((cfg, typed))
         plain: list[tuple[Any, list[str]]] = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -192,12 +199,13 @@ def compose(
 
 def hydra_jobs(
     config_name: str, conf: Path, name: str, overrides: list[str], flags: list[str]
-) -> list[tuple[DictConfig, list[str]]]:
-    """What Hydra makes of one command line, and nothing else that Hydra would do."""
+) -> list[tuple[DictConfig, list[str], dict[str, Any]]]:
+    """What Hydra makes of one command line, and nothing else that Hydra would do: each job's configuration, its
+    overrides and the option of each group."""
     jobs = []
 
     def take(cfg: DictConfig) -> None:
-        jobs.append((cfg, list(HydraConfig.get().overrides.task)))
+        jobs.append((cfg, list(HydraConfig.get().overrides.task), dict(HydraConfig.get().runtime.choices)))
 
     before, said = sys.argv, StringIO()  # Hydra and its argparse say several lines before they raise or leave
     try:
@@ -339,7 +347,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 def did_you_mean(names: list[str]) -> str:
     """The end of a message about a mistyped name."""
-    return f"did you mean {' or '.join(names)}?" if names else "--cfg job lists every key"
+    return f"did you mean {' or '.join(names)}?" if names else "--help explains every key"
 
 
 def elsewhere(name: str, known: Iterable[str]) -> str:
