@@ -157,6 +157,23 @@ def test_null_clears_an_optional_number(launch):
     assert launch("limit=3", "limit=null")[0].limit is None
 
 
+def test_a_whole_number_may_be_written_with_an_exponent(launch):
+    """steps=1e3 was refused: YAML takes it for a float."""
+    given = {"1e3": 1000, "2E+1": 20, "1.5e1": 15, "500e-2": 5, "-1e2": -100, "1e19": 10**19}
+    kinds = [(f"n{i}", int) for i in range(len(given))] + [("limit", int | None), ("rows", list[int])]
+    schema = make_dataclass("Numbers", [(key, kind, MISSING) for key, kind in kinds])
+    texts = [f"n{i}={text}" for i, text in enumerate(given)]
+    (got,) = launch(*texts, "limit=1e3", "rows=[1e3,7,2e0]", schema=schema, name="bare")
+    assert got == schema(*given.values(), 1000, [1000, 7, 2])
+    assert type(got.n0) is int
+    assert [config.seed for config in launch("-m", "seed=1e3,2e3")] == [1000, 2000]
+
+
+def test_an_exponent_stays_as_it_is_where_no_integer_is_wanted(launch):
+    (got,) = launch("optimizer.lr=1e3", "prompt=1e3", "optimizer.betas=[1e1,1e-1]")
+    assert (got.optimizer.lr, got.prompt, got.optimizer.betas) == (1000.0, "1e3", [10.0, 0.1])
+
+
 @pytest.mark.parametrize("prefix", ["+", "++"])
 def test_the_prefixes_for_adding_a_key_set_one_that_exists(launch, prefix):
     assert launch(f"{prefix}seed=3", f"{prefix}model=gpt2")[0].seed == 3
@@ -452,6 +469,9 @@ MODELS = "only gpt2, misspelt, mistyped, nano, unreadable"
         (["model={n_layr: 2}"], "there is no key model.n_layr; did you mean model.n_layer?"),
         (["optimizer.lr=abc"], "optimizer.lr=abc: not of the type that is wanted here, float"),
         (["model.n_layer=1.5"], "model.n_layer=1.5: not of the type that is wanted here, int"),
+        (["seed=1.5e0"], "seed=1.5: not of the type that is wanted here, int"),
+        (["seed=1e-3"], "seed=0.001: not of the type that is wanted here, int"),
+        (["seed=1e999999999"], "seed=inf: not of the type that is wanted here, int"),
         (["model.n_kv_head=x"], "model.n_kv_head=x: not of the type that is wanted here, int | None"),
         (["optimizer.betas=[a]"], "optimizer.betas[0]=a: not of the type that is wanted here, list[float]"),
         (["optimizer.fused=maybe"], "optimizer.fused=maybe: not of the type that is wanted here, bool"),

@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import asdict, fields, is_dataclass
+from decimal import Decimal
 from difflib import SequenceMatcher
 from functools import cache
 from io import StringIO
@@ -90,6 +91,7 @@ ELSEWHERE = {
     "attention=flash": "attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own",
 }
 
+SCIENTIFIC = re.compile(r"(?<![\w.])\d+(\.\d*)?[eE][+-]?\d{1,2}(?![\w.])")  # 1e3, as one writes a number of steps
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
 
 
@@ -262,7 +264,7 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
 
     Quotes the value of a str key and the name of a group's file, so that Hydra takes it as the shell gave it. Does not
     quote what the user has quoted for Hydra, null where None is allowed, and the values of a sweep, which commas
-    separate. (??? keeps OmegaConf's meaning: "must be given".)
+    separate. Writes an int key's 1e3 as 1000. (??? keeps OmegaConf's meaning: "must be given".)
     """
     key, equals, value = override.partition("=")
     if key.lstrip("+~").startswith(("hydra.", "hydra/")):
@@ -277,10 +279,18 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
     if key in groups and value.startswith("["):  # which Hydra would merge, the last one winning
         raise ValueError(f"{override}: one {key} is used, not a list; write {key}=NAME, or -m {key}=NAME,NAME for each")
     types = members(known[key])
+    if types[0] in (int, list[int], list[int | None]):
+        value = SCIENTIFIC.sub(whole, value)
     text = str in types or (key in groups and not value.startswith("{"))
     if text and not sweep and not QUOTED.fullmatch(value) and (value != "null" or type(None) not in types):
         value = quote(value)
     return f"{key}={value}"
+
+
+def whole(number: re.Match) -> str:
+    """1e3 as 1000, which Hydra takes for an integer; what is no whole number, like 1.5e0, as it is."""
+    value = Decimal(number[0])
+    return str(int(value)) if value == value.to_integral_value() else number[0]
 
 
 def quote(text: str) -> str:
