@@ -54,7 +54,7 @@ from training.machine import (
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, average, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig, reading, record, search
-from training.resume import again, changed, config_of, make_room, open_checkpoint, restore, resumed_config
+from training.resume import again, changed, config_of, edits, make_room, open_checkpoint, restore, resumed_config
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
 
@@ -109,9 +109,9 @@ class Config:
         for name in ("name", "runs", "resume"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name}= is empty; give it a value or leave it out")
-        if self.name and (
-            self.name in (".", "..", "latest", "auto") or "/" in self.name or not self.name.isprintable()
-        ):
+        # Windows and wandb refuse these characters, Unix the first: a run may be moved or sent there later.
+        refused = self.name and (set(self.name) & set('/\\:*?"<>|') or not self.name.isprintable())
+        if refused or self.name in (".", "..", "latest", "auto"):
             raise ValueError(
                 f"name={self.name!r} cannot name a run; use letters, digits and - (runs= chooses the folder)"
             )
@@ -269,6 +269,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         optimizers=optimizers, scaler=scaler, metrics=metrics, step=step, saved=resumed.path if resumed else None,
     )  # fmt: skip
     stack.callback(close, run)
+    if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
+        metrics.say(unread)
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     introduce(run, resumed, compiled)
     return run
@@ -285,6 +287,18 @@ def passes(cfg: Config) -> int:
             f"use tokens_per_step={max(1, round(tokens_per_step / per_pass)) * per_pass} or another batch_size"
         )
     return accumulation
+
+
+def check(cfg: Config) -> None:
+    """ValueError for a device, an attention or sizes that cannot be: what set_up() would find that needs no data and no
+    memory. A sweep asks it of every job before the first one starts."""
+    device = pick_device(cfg.device)
+    attention = resolve(cfg.attention, device.type, cfg.break_it)
+    passes(cfg)
+    cfg = copy.deepcopy(cfg)
+    cfg.model.vocab_size = cfg.model.vocab_size or 1
+    with torch.device("meta"):  # a model of shapes alone
+        make_model(cfg, attention, torch.device("meta"))
 
 
 def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) -> GPT:
@@ -538,6 +552,7 @@ def look(run: Run) -> dict[str, float]:
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
     """Writes a checkpoint and returns its folder. With `fault`, the batch that a run stopped at and its random state,
     writes that and the weights that met it, and nothing to go on from."""
+    run.metrics.still_there()  # or the folder would be made anew, for a checkpoint alone
     if fault is not None:
         tensors, model = fault, run.model
     else:
@@ -644,4 +659,4 @@ def say_what_is_there(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main, Config, "config", resumed=resumed_config, jobs_of=sweep)
+    config.run(main, Config, "config", resumed=resumed_config, check=check, jobs_of=sweep)

@@ -102,13 +102,16 @@ def run(
     conf: Path | None = None,
     *,
     resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
+    check: Callable[[Any], None] = lambda cfg: None,
     jobs_of: Callable[[Callable, list], int] | None = None,
 ) -> None:
     """Compose the configuration from sys.argv and call script with it: the last line of every script.
 
     schema: the dataclass handed to script, offered to conf/<config_name>.yaml as <config_name>_schema. conf: the folder
-    of YAML files, by default the one beside the script. resumed: as in `compose`. jobs_of(script, jobs): runs a sweep's
-    jobs and returns the exit code; by default one after the other until one fails.
+    of YAML files, by default the one beside the script. resumed: as in `compose`. check(configuration):
+    raises ValueError for one that cannot run; asked of all the jobs of a sweep before the first one starts.
+    jobs_of(script, jobs): runs a sweep's jobs and returns the exit code; by default one after the other until one
+    fails.
 
     Leaves through sys.exit with script's non-zero return value; with 2 after a ValueError (a user's mistake: one line
     on stderr; HYDRA_FULL_ERROR=1 gives the traceback); with 130 on Ctrl-C. Any other exception is a bug and keeps its
@@ -121,6 +124,14 @@ def run(
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
+        if len(jobs) > 1:
+            same = set.intersection(*(set(overrides) for _, overrides in jobs))
+            for number, (cfg, overrides) in enumerate(jobs, start=1):
+                try:
+                    check(cfg)
+                except ValueError as error:
+                    varied = " ".join(override for override in overrides if override not in same)
+                    raise ValueError(f"job {number}/{len(jobs)}, {varied}: {error}") from error
         code = (jobs_of if jobs_of and len(jobs) > 1 else in_turn)(script, jobs)
         if code:
             sys.exit(code)

@@ -58,10 +58,10 @@ def sections(schema: type, values: Mapping[str, Any], prefix: str = "") -> list[
 
 
 def typed(value: Any) -> str:
-    """A value as one types it in a shell."""
+    """A value of a configuration as one types it in a shell."""
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
-    return shlex.quote(value) if isinstance(value, str) else json.dumps(value)
+    return shlex.quote(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def comments(schema: type) -> dict[str, str]:
