@@ -42,19 +42,19 @@ class Config:
     """Every key of the command line. Raises ValueError for values that cannot be, and for keys that the mode
     does not read."""
 
-    mode: str = "race"  # race | traffic
-    impls: list[str] | None = None  # of IMPLS; None: all that run here
-    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
-    head_sizes: list[int] = field(default_factory=lambda: [32])
-    heads: list[int] = field(default_factory=lambda: [2])  # of each head size, or one number for all
-    tokens: int = 1  # of a batch: B = max(1, tokens // T). A GPU is not filled by one short sequence; 32768 is usual
-    causal: list[bool] = field(default_factory=lambda: [True, False])
-    dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])
-    dtype: str = "float32"  # float32 | bf16 | fp16
-    block: int = 128  # block_m and block_n of tiled
+    mode: str = "race"  # race (speed and memory) | traffic (words between slow memory and chip)
+    impls: list[str] | None = None  # of naive, tiled, triton and the peers; None: all that run here
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
+    head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
+    heads: list[int] = field(default_factory=lambda: [2])  # how many, for each head size, or one number for all
+    tokens: int = 1  # of a batch, B = max(1, tokens // T); 32768 fill a GPU, one short sequence does not
+    causal: list[bool] = field(default_factory=lambda: [True, False])  # with a causal mask, without one, or both
+    dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])  # shares of the weights that are dropped
+    dtype: str = "float32"  # of q, k and v: float32 | bf16 | fp16
+    block: int = 128  # tile size of tiled, its block_m and block_n
     patience: float = 1.0  # seconds that a forward and backward may take, as the length before it predicts
-    on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: M, in words
-    device: str = "auto"
+    on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: words that the chip holds
+    device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     out: str = "runs/bench"  # folder of tables and pictures
 
     def __post_init__(self):

@@ -75,27 +75,26 @@ class Config:
     does not read."""
 
     trace: bool = False  # tell one row's story, instead of the lab
-    explorer: bool = False  # make the page, instead of the lab
-    replay: str | None = None  # show this fault again, instead of the lab
-    failure: str | None = None  # of FAILURES in model/break_it.py; None: all in the lab, none in a trace
-    steps: int = 100  # lab: of each short training
-    seed: int = 1337  # lab: of all trainings
-    device: str = "auto"  # lab, replay
-    score_gain: float = 1.0  # multiplies the scores
-    dtype: str = "float64"  # float64 | float32, where a sum of exp overflows at 88.7
-    causal: bool | None = None  # None: no mask in the worked example, causal in a run
-    block_m: int | None = None  # query rows of a tile; None: 2 in the worked example, 8 in a run
-    block_n: int | None = None  # key rows of a tile
-    order: str = "queries_outside"  # queries_outside | keys_outside
-    row: int | None = None  # None: "on" in the worked example, the last one in a run
+    explorer: bool = False  # make the page docs/explorer.html, instead of the lab
+    replay: str | None = None  # PATH of a fault that a run has kept: show it again, instead of the lab
+    failure: str | None = None  # as break_it= of train.py; None: all in the lab, none in a trace
+    steps: int = 100  # lab: updates of each short training
+    seed: int = 1337  # lab: of all its trainings
+    device: str = "auto"  # lab, replay: auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
+    score_gain: float = 1.0  # trace: multiplies the scores
+    dtype: str = "float64"  # trace: float64 | float32, where a sum of exp overflows at 88.7
+    causal: bool | None = None  # trace; None: no mask in the worked example, causal in a run
+    block_m: int | None = None  # trace: query rows of a tile; None: 2 in the worked example, 8 in a run
+    block_n: int | None = None  # trace: key rows of a tile; None: as block_m
+    order: str = "queries_outside"  # trace: the outer loop, queries_outside | keys_outside
+    row: int | None = None  # trace: the query row; None: "on" in the worked example, the last one in a run
     run: str | None = None  # a name or folder, or latest; None: a fresh small one, in a trace the worked example
-    runs: str = "runs"
-    layer: int = 0
-    head: int = 0
-    tokens: int = 32  # of the run's validation text
+    runs: str = "runs"  # the folder that all runs lie in
+    layer: int = 0  # trace of a run: which layer, from 0
+    head: int = 0  # trace of a run: which head, from 0
+    tokens: int = 32  # trace of a run: how many of its validation text
     real: str = "docs/head.json"  # explorer: the trace of a trained head
-    out: str | None = None  # lab: folder, None for runs/breakit; trace: a file for it, PATH.json; explorer: the page,
-    # None for docs/explorer.html
+    out: str | None = None  # lab: folder; None: runs/breakit | trace: PATH.json | explorer: PATH.html
 
     def __post_init__(self):
         on = {"trace=true": self.trace, "explorer=true": self.explorer, "replay=PATH": self.replay is not None}

@@ -35,17 +35,17 @@ class Config:
 
     run: str = "latest"  # a run's name or folder; latest: the one that saved last
     checkpoint: str = "best"  # best (lowest validation loss) | last | step_000100, one of the run's | a path
-    runs: str = "runs"
+    runs: str = "runs"  # the folder that all runs lie in
     prompt: str = ""  # how the text begins; empty: the beginning of a document
-    prompt_file: str | None = None  # UTF-8 text that is the prompt, its last line end too; None: prompt=
-    num_samples: int = 1
-    max_new_tokens: int = 300  # a sample ends earlier where the model ends the document
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 1337
-    device: str = "auto"
-    impl: str | None = None  # of attention: naive | tiled | sdpa | triton; None: as asked for in training
+    prompt_file: str | None = None  # a file of UTF-8 text that is the prompt; None: prompt=
+    num_samples: int = 1  # how many samples, each from a seed of its own
+    max_new_tokens: int = 300  # tokens of a sample, which ends earlier where the model ends the document
+    temperature: float = 0.8  # divides the logits: lower is more certain; 0 takes the likeliest token
+    top_k: int | None = None  # only the k likeliest tokens; None: all
+    top_p: float = 1.0  # only the likeliest tokens that together have this probability; 1: all
+    seed: int = 1337  # of the first sample; each further one adds 1
+    device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
+    impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: as asked for in training
 
     def __post_init__(self):
         for name in ("num_samples", "max_new_tokens"):

@@ -8,7 +8,7 @@
     python train.py experiment=shakespeare                             a recipe whose result is known
     python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
     python train.py resume=auto                                        go on where the last run stopped
-    python train.py --cfg job                                          every key and its value
+    python train.py --help                                             every key, its value and what it means
 
 Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """
@@ -54,7 +54,7 @@ from training.machine import (
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, average, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig, reading, record, search
-from training.resume import again, changed, config_of, make_room, open_checkpoint, restore, resumed_config
+from training.resume import again, changed, config_of, edits, make_room, open_checkpoint, restore, resumed_config
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
 
@@ -75,37 +75,35 @@ class Config:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    name: str | None = None  # of the run; None: date, size and attention
-    runs: str = "runs"  # the folder that runs lie in
-    # auto: the last checkpoint of run `name`, or of the newest run; or a path. It brings its configuration: what the
-    # command line does not say stays as it was
+    name: str | None = None  # of the run, and its folder's; None: date, size and attention
+    runs: str = "runs"  # the folder that all runs lie in
+    # auto (the last checkpoint of run name=, or of the newest run) | a run's name | a path. It brings its
+    # configuration: what the command line does not say stays as it was.
     resume: str | None = None
-    seed: int = 1337
+    seed: int = 1337  # of the initial weights, the order of the data, dropout and samples
 
-    steps: int = 700  # updates of the weights
-    # Counted from this process's first step on. The first step that ends later is the run's last: evaluation, sample
-    # and checkpoint follow it, and resume= goes on for as long again. The learning rate follows steps, so it has not
-    # fallen to its end by then.
-    max_minutes: float | None = None  # wall clock after which the run ends, before its last step too; None: no limit
+    steps: int = 700  # updates of the weights, in all
+    # Minutes after which the run ends, evaluated and saved; None: no limit. Counted from this process's first step on,
+    # so that resume= goes on for as long again. The learning rate follows steps: it has not fallen to its end by then.
+    max_minutes: float | None = None
     batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
-    tokens_per_step: int | None = None  # of one update, in as many passes as it takes; None: one pass
+    tokens_per_step: int | None = None  # tokens of one update, in as many passes as it takes; None: those of one pass
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
     # Above 0 a moving average of the weights is validated, sampled from and kept. It reaches back about
     # 1 / (1 - ema_decay) steps; at first, over a ninth of the steps made so far.
     ema_decay: float = 0.0
-    eval_every: int = 100  # steps
+    eval_every: int = 100  # steps between two evaluations
     eval_tokens: int = 65536  # about as many validation tokens, always the same ones
-    sample_every: int = 200  # steps; 0: never
-    sample_tokens: int = 200
-    checkpoint_every: int = 100  # steps; the best is chosen among those that were evaluated too
-    keep_last: int = 2  # checkpoints; the best is kept besides
-    log_every: int = 1  # steps
+    sample_every: int = 200  # steps between two samples; 0: never
+    sample_tokens: int = 200  # tokens of a sample, which ends earlier where the model ends the document
+    checkpoint_every: int = 100  # steps between two checkpoints; the best is chosen among those that were evaluated too
+    keep_last: int = 2  # checkpoints, the newest ones; the best is kept besides
+    log_every: int = 1  # steps between two lines
 
-    device: str = "auto"  # auto | cpu | cuda | cuda:1 | mps
-    # bf16 | fp16 (both autocast, fp16 with a gradient scaler) | float32; auto: bf16 on a GPU that has it
-    dtype: str = "auto"
-    compile: str = "auto"  # true | false; auto: on a GPU, but not for tiled, whose loop would be unrolled
-    stop_on_nan: bool = True  # false lets a broken run go on, to see where it ends
+    device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
+    dtype: str = "auto"  # float32 | bf16 | fp16 (autocast; fp16 scales the gradient); auto: bf16 on a GPU that has it
+    compile: str = "auto"  # true | false; auto: on a GPU, but not with tiled, whose loops stay as they are
+    stop_on_nan: bool = True  # before an update by NaN or infinity; false lets a broken run go on, to see where it ends
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):
@@ -114,9 +112,9 @@ class Config:
         for name in ("name", "runs", "resume"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name}= is empty; give it a value or leave it out")
-        if self.name and (
-            self.name in (".", "..", "latest", "auto") or "/" in self.name or not self.name.isprintable()
-        ):
+        # Windows and wandb refuse these characters, Unix the first: a run may be moved or sent there later.
+        refused = self.name and (set(self.name) & set('/\\:*?"<>|') or not self.name.isprintable())
+        if refused or self.name in (".", "..", "latest", "auto"):
             raise ValueError(
                 f"name={self.name!r} cannot name a run; use letters, digits and - (runs= chooses the folder)"
             )
@@ -277,6 +275,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         optimizers=optimizers, scaler=scaler, metrics=metrics, step=step, saved=resumed.path if resumed else None,
     )  # fmt: skip
     stack.callback(close, run)
+    if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
+        metrics.say(unread)
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     introduce(run, resumed, compiled)
     return run
@@ -293,6 +293,18 @@ def passes(cfg: Config) -> int:
             f"use tokens_per_step={max(1, round(tokens_per_step / per_pass)) * per_pass} or another batch_size"
         )
     return accumulation
+
+
+def check(cfg: Config) -> None:
+    """ValueError for a device, an attention or sizes that cannot be: what set_up() would find that needs no data and no
+    memory. A sweep asks it of every job before the first one starts."""
+    device = pick_device(cfg.device)
+    attention = resolve(cfg.attention, device.type, cfg.break_it)
+    passes(cfg)
+    cfg = copy.deepcopy(cfg)
+    cfg.model.vocab_size = cfg.model.vocab_size or 1
+    with torch.device("meta"):  # a model of shapes alone
+        make_model(cfg, attention, torch.device("meta"))
 
 
 def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) -> GPT:
@@ -550,6 +562,7 @@ def look(run: Run) -> dict[str, float]:
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
     """Writes a checkpoint and returns its folder. With `fault`, the batch that a run stopped at and its random state,
     writes that and the weights that met it, and nothing to go on from."""
+    run.metrics.still_there()  # or the folder would be made anew, for a checkpoint alone
     if fault is not None:
         tensors, model = fault, run.model
     else:
@@ -662,4 +675,4 @@ def say_what_is_there(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    config.run(main, Config, "config", resumed=resumed_config, jobs_of=sweep)
+    config.run(main, Config, "config", resumed=resumed_config, check=check, jobs_of=sweep)

@@ -67,13 +67,13 @@ TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 class DataConfig:
     """Which text, and how much of it is for validation. READS says which source reads which key."""
 
-    source: str = "pystdlib"  # one of READS
+    source: str = "pystdlib"  # pystdlib | text | bin | shakespeare | fineweb; data=NAME sets what goes with it too
     path: str | None = None  # text, bin: a file, a folder or a glob; text: also -, standard input
-    field: str = "text"  # text: of each line of .jsonl, the one that holds the text
-    val_fraction: float = 0.05  # of the bytes; of the tokens for a bin that has no *val* file
+    field: str = "text"  # text: the field of a .jsonl line that holds the text
+    val_fraction: float = 0.05  # share for validation, of the bytes; for a bin without a *val* file, of the tokens
     shards: int | None = None  # fineweb: how many files of 100 M tokens, of 103; None: 1
     url: str | None = None  # shakespeare, fineweb: the folder to download from, if not the usual one
-    cache: str = "data/cache"
+    cache: str = "data/cache"  # folder of the prepared tokens and of what was downloaded
 
 
 @dataclass

@@ -36,8 +36,8 @@ GPT2_URLS = [
 class TokenizerConfig:
     """Which tokenizer. Raises ValueError for a vocabulary size that it cannot have."""
 
-    kind: str = "byte"  # byte | bpe | gpt2 | kept
-    vocab_size: int | None = None  # bpe only, the end-of-text token included; None: 4096
+    kind: str = "byte"  # byte | bpe (learnt from the text) | gpt2 | kept (the one that lies beside data=bin)
+    vocab_size: int | None = None  # symbols of bpe, the end-of-text token included; None: 4096
 
     def __post_init__(self):
         if self.vocab_size is not None and self.kind != "bpe":

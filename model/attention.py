@@ -47,19 +47,19 @@ Output = Any
 class AttentionConfig:
     """What attention computes, and with which implementation. Raises ValueError for options that cannot be."""
 
-    impl: str = "auto"  # naive | tiled | sdpa | triton; auto is resolved once, at start-up, by resolve()
+    impl: str = "auto"  # auto (chosen once, at start-up, by resolve()) | naive | tiled | triton | sdpa
     block_m: int = 96  # query rows of a tile (tiled); 96: the fastest for short contexts on a CPU (LOG.md)
     block_n: int = 96  # key rows of a tile (tiled)
-    order: str = "queries_outside"  # of tiled's loops: queries_outside (FlashAttention-2) | keys_outside (the first)
-    softmax_scale: float | None = None  # None: 1 / sqrt(D)
+    order: str = "queries_outside"  # tiled's outer loop: queries_outside (FlashAttention-2) | keys_outside (the first)
+    softmax_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(D), D the head size
     softcap: float | None = None  # bends the scores into (-softcap, softcap); Gemma 2 has 50
     alibi: bool = False  # takes slope * distance off the scores, a slope a head; meant for model.position=none
     window: int | None = None  # keys a query sees, itself included; None: all of the past
-    windows: list[int | None] | None = None  # the same by layer, over and over: [128,128,128,null]
+    windows: list[int | None] | None = None  # window of each layer, over and over: [128,128,128,null]
     documents: bool = False  # a token sees its own document only (text is packed: a sequence may hold several)
     block_mask: list[str] | None = None  # blocks to leave out: a picture of the scores, rows of x (in) and . (out)
-    block_mask_size: int = 64  # tokens a block of that picture is wide and high
-    dropout_p: float = 0.0  # on the weights, while training
+    block_mask_size: int = 64  # tokens that a block of block_mask is wide and high
+    dropout_p: float = 0.0  # share of the weights that is dropped, in training
     autotune: bool = False  # triton: time some tile sizes at the first call, instead of taking those of its table
 
     def __post_init__(self):

@@ -17,40 +17,40 @@ class BreakIt:
     # keys score alike, that is a score of 88.7 - ln n, so long contexts with flat rows meet it first. Then l = inf, and
     # o is finite / inf = 0 without a word, or NaN where acc or a weight overflows too, as a weight does from 88.7 on.
     # Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled, triton.
-    subtract_max: bool = True
+    subtract_max: bool = True  # false: exp(s) without the row's maximum taken off first
     # Without a low start, at 0, the running maximum never falls below 0. Right while each row has a score above -87;
     # below that its sum is under the smallest normal float32 and o shrinks, and under -104 every exp(s) is 0, and o
     # with it: the row sees nothing, and learns nothing. tiled, triton (naive has no running maximum).
-    start_low: bool = True
+    start_low: bool = True  # false: the running maximum starts at 0, not at the lowest number
     # Without alpha the earlier tiles stay on the scale of an older, smaller maximum and weigh too much. Never NaN: the
     # output stays finite and wrong, the more the larger the scores; right where one tile holds all keys. tiled, triton.
-    rescale_sum: bool = True
-    rescale_output: bool = True
+    rescale_sum: bool = True  # false: the sum of earlier tiles stays on the scale of an older maximum
+    rescale_output: bool = True  # false: the output of earlier tiles stays on the scale of an older maximum
     # Without 1 / sqrt(D) the scores of normal q and k have deviation sqrt(D), not 1: softmax picks one key and passes
     # on hardly a gradient. Nothing is NaN or wrong; the loss falls more slowly. All implementations.
-    scale_scores: bool = True
+    scale_scores: bool = True  # false: scores without 1 / sqrt(D), D the head size
     # Without the tile's place a causal mask compares row and column within their tile, in every tile: a row sees keys
     # of the future and misses keys of the past. Right in the first tile only, and so right where one tile holds all.
     # The training loss falls below what the text allows and samples are rubbish, the more rows lie as deep in their
     # tile as its keys reach (block_m above block_n). Gradients are those of the wrong mask. tiled, triton (naive has no
     # tiles).
-    global_mask: bool = True
+    global_mask: bool = True  # false: row and column are compared within their tile, and the future leaks
     # Without guards a row that sees nothing has m = -inf, and exp(-inf - -inf) is NaN; in tiles so has one whose first
     # tile is hidden from it altogether, as under a window. Its NaN enters dk and dv of every key that was computed with
     # it. Harmless where each row sees a key of its first tile: causal with T = T_k and nothing else. All three.
-    guard_empty_rows: bool = True
+    guard_empty_rows: bool = True  # false: a row that sees nothing computes exp(-inf - -inf), which is NaN
     # Without the same seed the backward drops other weights than the forward did: the first loss is right to the last
     # bit, its gradients are not, and training is slow or goes astray. tiled, triton (naive keeps its mask).
-    same_seed: bool = True
+    same_seed: bool = True  # false: the backward drops other weights than the forward did
     # Without restoring it, activation checkpointing draws a new mask when it computes a block again (model/gpt.py): the
     # first loss is right, its gradients belong to another network than the one it came from. All implementations.
-    restore_seed: bool = True
+    restore_seed: bool = True  # false: a block that is computed again draws another dropout mask
     # Without wide sums each tile's p v is rounded to 16 bits before it is added. Weights that tie at the maximum are
     # exactly 1, sums of two, three, .. values of one sign lie halfway between two numbers, and the small rest always
     # pushes them the same way: o is off by a tenth of its last digit in the mean, delta carries it into dq and dk, and
     # what is biased adds up over thousands of steps (Qiu and Yao 2025, arXiv 2510.04212). Nothing in float32. tiled,
     # triton (naive rounds once, at the end).
-    wide_output: bool = True
+    wide_output: bool = True  # false: each tile's p v is rounded to 16 bits before it is added
     score_gain: float = 1.0  # multiplies the scores, to bring a failure on; 1 leaves attention as it is
 
     def __post_init__(self):

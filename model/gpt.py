@@ -31,23 +31,23 @@ class GPTConfig:
     2 MiB instead of 42 (float32, attention=tiled), and a step on a CPU takes a third longer: a second forward.
     """
 
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int | None = None  # None: as many as n_head; fewer: grouped-query attention
-    n_embd: int = 768
-    context_length: int = 1024  # T at most
-    vocab_size: int | None = None  # None: the tokenizer's, filled in by train.py
-    vocab_multiple: int = 1  # rows of the embedding rounded up to this: 50,257 runs slower on a GPU than 50,304
-    position: str = "learned"  # learned | rope | none (alibi, which attention adds, or nothing at all)
+    n_layer: int = 12  # blocks, each of attention and an MLP
+    n_head: int = 12  # query heads, each n_embd / n_head wide
+    n_kv_head: int | None = None  # key/value heads; None: as many as n_head; fewer: grouped-query attention
+    n_embd: int = 768  # width of the residual stream
+    context_length: int = 1024  # tokens that the model sees at most
+    vocab_size: int | None = None  # symbols; None: the tokenizer's, filled in by train.py
+    vocab_multiple: int = 1  # rounds the embedding's rows up: 50,257 run slower on a GPU than 50,304
+    position: str = "learned"  # learned | rope | none (attention.alibi, or nothing at all)
     norm: str = "layernorm"  # layernorm | rmsnorm
     mlp: str = "gelu_tanh"  # gelu_tanh (GPT-2's approximation) | gelu (exact, and on a CPU faster) | swiglu
-    mlp_hidden: int | None = None  # None: 4 C for gelu; 8/3 C rounded up to a multiple of 64 for swiglu
-    bias: bool = True  # in the linear layers and in layernorm
+    mlp_hidden: int | None = None  # width in the MLP; None: 4 n_embd; swiglu: 8/3 n_embd, to a multiple of 64
+    bias: bool = True  # biases in the linear layers and in layernorm
     tie_head: bool = True  # the head shares the embedding's weight
-    dropout_p: float = 0.0  # after the embedding and on what each block adds; attention.dropout_p is the weights'
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    activation_checkpointing: bool = False  # in training, compute blocks again instead of keeping what is in them
+    dropout_p: float = 0.0  # share dropped after the embedding and of what each block adds, in training
+    rope_base: float = 10000.0  # of rope's frequencies; the slowest pair turns by about 1 / rope_base a token
+    norm_eps: float = 1e-5  # added under the root by which a norm divides
+    activation_checkpointing: bool = False  # the backward computes blocks again: less memory, a longer step
 
     def __post_init__(self):
         if self.n_kv_head is None:

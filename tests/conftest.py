@@ -109,7 +109,8 @@ def call():
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
                 patch.setattr(sys, "argv", [f"{name}.py", *arguments])
                 patch.delenv("HYDRA_FULL_ERROR", raising=False)
-                options = {"resumed": train.resumed_config, "jobs_of": train.sweep} if script is train else {}
+                options = {"resumed": train.resumed_config, "check": train.check, "jobs_of": train.sweep}
+                options = options if script is train else {}
                 config.run(script.main, script.Config, "config" if script is train else name, **options)
             code = 0
         except SystemExit as left:

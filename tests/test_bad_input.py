@@ -267,6 +267,14 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     name=../out                 name='../out' cannot name a run
     name=latest                 name='latest' cannot name a run
     name=a/b                    name='a/b' cannot name a run
+    name=CON:                   name='CON:' cannot name a run
+    name=a*b                    name='a*b' cannot name a run
+    name=a?                     name='a?' cannot name a run
+    name='a"b'                  name='a"b' cannot name a run
+    name=a<b                    name='a<b' cannot name a run
+    name=a>b                    name='a>b' cannot name a run
+    name=a|b                    name='a|b' cannot name a run
+    name='a\b'                  name='a\\b' cannot name a run
     name=done                   runs/done exists already: go on with it by resume=auto, or use another name=
     runs=                       runs= is empty
     runs={there}/empty.txt      {there}/empty.txt

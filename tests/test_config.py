@@ -13,6 +13,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, OmegaConf
 
+import bench
+import breakit
 import sample
 import train
 from training import config
@@ -155,6 +157,23 @@ def test_null_clears_an_optional_number(launch):
     assert launch("limit=3", "limit=null")[0].limit is None
 
 
+def test_a_whole_number_may_be_written_with_an_exponent(launch):
+    """steps=1e3 was refused: YAML takes it for a float."""
+    given = {"1e3": 1000, "2E+1": 20, "1.5e1": 15, "500e-2": 5, "-1e2": -100, "1e19": 10**19}
+    kinds = [(f"n{i}", int) for i in range(len(given))] + [("limit", int | None), ("rows", list[int])]
+    schema = make_dataclass("Numbers", [(key, kind, MISSING) for key, kind in kinds])
+    texts = [f"n{i}={text}" for i, text in enumerate(given)]
+    (got,) = launch(*texts, "limit=1e3", "rows=[1e3,7,2e0]", schema=schema, name="bare")
+    assert got == schema(*given.values(), 1000, [1000, 7, 2])
+    assert type(got.n0) is int
+    assert [config.seed for config in launch("-m", "seed=1e3,2e3")] == [1000, 2000]
+
+
+def test_an_exponent_stays_as_it_is_where_no_integer_is_wanted(launch):
+    (got,) = launch("optimizer.lr=1e3", "prompt=1e3", "optimizer.betas=[1e1,1e-1]")
+    assert (got.optimizer.lr, got.prompt, got.optimizer.betas) == (1000.0, "1e3", [10.0, 0.1])
+
+
 @pytest.mark.parametrize("prefix", ["+", "++"])
 def test_the_prefixes_for_adding_a_key_set_one_that_exists(launch, prefix):
     assert launch(f"{prefix}seed=3", f"{prefix}model=gpt2")[0].seed == 3
@@ -184,21 +203,77 @@ def test_hydra_can_still_show_the_configuration(launch, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["model"]["n_layer"] == 12
 
 
-def test_help_lists_the_groups(launch, capsys):
-    with pytest.raises(SystemExit) as exit:
-        launch("--help")
-    assert exit.value.code == 0
-    assert "model: gpt2, misspelt, mistyped, nano, unreadable" in capsys.readouterr().out
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_each_groups_options_and_marks_the_chosen(launch, capsys, flag):
+    assert launch(flag, "experiment=long", "-m") == []
+    options = re.findall(r"^([* ]) ([a-z]+=\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert [option for _, option in options[:5]] == [
+        f"model={name}" for name in MODELS.removeprefix("only ").split(", ")
+    ]
+    assert [option for mark, option in options if mark == "*"] == ["model=gpt2", "optimizer=adamw", "experiment=long"]
 
 
 def test_help_of_a_script_without_groups_lists_its_keys_alone(launch, capsys):
     """breakit.py --help listed train.py's groups, which it refuses."""
-    with pytest.raises(SystemExit) as exit:
-        launch("--help", schema=OptimizerConfig, name="bare")
-    assert exit.value.code == 0
-    title, *keys = capsys.readouterr().out.split("\n\n")
-    assert title == "Keys and their defaults; write key=value"
-    assert yaml.safe_load("".join(keys)) == asdict(OptimizerConfig())
+    assert launch("--help", schema=OptimizerConfig, name="bare") == []
+    keys = capsys.readouterr().out.split("\n\n")[-1].split()
+    assert keys == ["lr=0.001", "betas=[0.9,0.95]", "fused=true"]
+
+
+def test_help_shows_what_is_composed_and_as_it_is_typed(launch, capsys):
+    launch("--help", "experiment=long", "prompt=a b", "run=x")
+    keys = capsys.readouterr().out.split("Keys, ")[1].splitlines()[1:]
+    assert " ".join(" ".join(keys).split()) == (
+        "seed=7 limit=null run=x prompt='a b' folder=runs/x "
+        "model.n_layer=12 model.n_head=12 model.n_kv_head=null model.dropout=0.0 "
+        "optimizer.lr=0.0003 optimizer.betas=[0.9,0.95] optimizer.fused=true"
+    )
+
+
+@dataclass
+class Said:
+    behind: int = 1  # said behind; None: nothing
+    # Said above, on
+    # two lines. And more.
+    above: int | None = None
+    both: str = "# no comment"  # what stands behind it
+    nothing: int = 0
+
+
+def test_a_keys_meaning_stands_behind_its_field_or_above_it(launch, capsys):
+    launch("--help", schema=Said, name="bare")
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "  behind=1             said behind; null: nothing",
+        "  above=null           Said above, on two lines",
+        "  both='# no comment'  what stands behind it",
+        "  nothing=0",
+    ]
+
+
+@pytest.mark.parametrize("script", [train, sample, breakit, bench], ids=lambda script: script.__name__)
+def test_every_key_and_every_option_has_a_meaning_that_fits_on_its_line(call, script):
+    ended = call(script, "--help")
+    assert ended.code == 0
+    lines = [line[2:] for line in ended.out.splitlines() if re.match(r"[* ] \S+=", line)]
+    keys = [key for key, hint in config.known_keys(script.Config).items() if not is_dataclass(hint)]
+    assert {line.partition("=")[0] for line in lines} >= set(keys)
+    for line in lines:
+        assert re.fullmatch(r"\S+ {2,}\S.{3,}(?<!\.\.\.)", line), line
+    assert max(map(len, ended.out.splitlines())) <= 120
+
+
+def test_a_reader_of_the_help_may_leave_before_its_end(tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "conf" / "config.yaml").write_text("defaults: [config_schema]\n")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "script.py", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.stderr == b""
+    assert done.returncode == 141
 
 
 def test_another_primary_config_can_be_named(launch, complaint):
@@ -326,7 +401,7 @@ def test_yaml_can_refer_to_text_given_on_the_command_line(launch):
         ("-model=gpt2", "did you mean model=gpt2?"),
         ("--mod=gpt2", "did you mean model=gpt2?"),
         ("--experiment=long", "did you mean experiment=long?"),
-        ("--xyzzy", "--cfg job lists every key"),
+        ("--xyzzy", "--help explains every key"),
     ],
 )
 def test_dashes_are_answered_with_hydras_way(complaint, argument, way_out):
@@ -368,7 +443,7 @@ def test_a_name_of_another_project_with_dashes_or_a_group_is_answered_with_ours(
         ("modle=gpt2", "there is no key modle; did you mean model?"),
         ("experimnt=long", "there is no key experimnt; did you mean experiment?"),
         ("seed.x=1", "there is no key seed.x; did you mean seed?"),
-        ("xyzzy=1", "there is no key xyzzy; --cfg job lists every key"),
+        ("xyzzy=1", "there is no key xyzzy; --help explains every key"),
         ("seed", "options are written key=value; did you mean seed=VALUE?"),
         ("~seed", "no key can be taken away; give it another value: seed=VALUE"),
         ("~model=nano", "no key can be taken away; give it another value: model=VALUE"),
@@ -394,6 +469,9 @@ MODELS = "only gpt2, misspelt, mistyped, nano, unreadable"
         (["model={n_layr: 2}"], "there is no key model.n_layr; did you mean model.n_layer?"),
         (["optimizer.lr=abc"], "optimizer.lr=abc: not of the type that is wanted here, float"),
         (["model.n_layer=1.5"], "model.n_layer=1.5: not of the type that is wanted here, int"),
+        (["seed=1.5e0"], "seed=1.5: not of the type that is wanted here, int"),
+        (["seed=1e-3"], "seed=0.001: not of the type that is wanted here, int"),
+        (["seed=1e999999999"], "seed=inf: not of the type that is wanted here, int"),
         (["model.n_kv_head=x"], "model.n_kv_head=x: not of the type that is wanted here, int | None"),
         (["optimizer.betas=[a]"], "optimizer.betas[0]=a: not of the type that is wanted here, list[float]"),
         (["optimizer.fused=maybe"], "optimizer.fused=maybe: not of the type that is wanted here, bool"),

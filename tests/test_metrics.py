@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -227,6 +228,14 @@ def test_the_picture_shows_every_record(tmp_path):
     train, val = axes.lines[:2]
     assert list(train.get_xdata()) == [1, 2]
     assert list(val.get_ydata()) == [1.5]
+
+
+def test_a_name_that_the_font_lacks_is_drawn_without_a_warning(recwarn):
+    """A Chinese name warned of a glyph a character; one of bytes that are no text could not be drawn at all."""
+    (axes,) = loss_figure([{"step": 1, "loss": 2.0}], "\u957f gr\u00fc\u00dfe \udc80", None).axes
+    assert axes.get_title() == "? gr\u00fc\u00dfe ?"
+    axes.figure.savefig(BytesIO())
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_a_run_of_nothing_but_nan_has_a_picture(tmp_path):

@@ -23,22 +23,22 @@ STEPS = ["steps=4", "eval_every=2", "optimizer.warmup_steps=0", "attention.dropo
 
 @pytest.fixture(scope="module")
 def swept(call, small, tmp_path_factory):
-    """(what ended, the runs): one rate spoils the loss, one number of tokens is refused."""
+    """(what ended, the runs): one rate spoils the loss, one share leaves too little text for validation."""
     runs = tmp_path_factory.mktemp("swept")
-    values = ["tokens_per_step=128,100", "optimizer.lr=1e38,1e-3"]
-    return call(train, *small, *STEPS, f"runs={runs}", "-m", *values, "name=s"), runs
+    shares, rates = "data.val_fraction=0.05,1e-9", "optimizer.lr=1e38,1e-3"
+    return call(train, "-m", shares, *small, *STEPS, f"runs={runs}", rates, "name=s"), runs
 
 
 def test_a_job_that_fails_or_goes_nan_stops_no_other_and_is_a_row_with_its_reason(swept):
     ended, runs = swept
     found = table(runs / "s")
     assert [row["job"] for row in found] == ["s-1", "s-2", "s-3", "s-4"]
-    assert [row["tokens_per_step"] for row in found] == ["128", "128", "100", "100"]
+    assert [row["data.val_fraction"] for row in found] == ["0.05", "0.05", "1e-09", "1e-09"]
     assert [row["optimizer.lr"] for row in found] == ["1e+38", "0.001"] * 2
     assert found[0]["status"] == "stopped at step 2, loss nan"
     assert found[1]["status"] == "done"
     assert found[2]["status"] == found[3]["status"]
-    assert found[2]["status"].startswith("failed: tokens_per_step=100 is no multiple of")
+    assert found[2]["status"].startswith("failed: the validation text has 0 tokens")
     assert ended.code == 1
 
 
@@ -55,14 +55,14 @@ def test_the_table_is_printed_and_the_picture_drawn(swept):
     ended, runs = swept
     lines = ended.out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("job  "))
-    assert lines[header].split() == ["job", "tokens_per_step", *list(table(runs / "s")[0])[2:]]
+    assert lines[header].split() == ["job", "data.val_fraction", *list(table(runs / "s")[0])[2:]]
     assert [line.split()[0] for line in lines[header + 1 : header + 5]] == ["s-1", "s-2", "s-3", "s-4"]
     assert lines[-1] == f"sweep: 4 of 4 jobs, 3 of them did not end well: {runs / 's'}"
     assert (runs / "s" / "losses.png").stat().st_size > 0
 
 
 def test_the_second_job_is_the_same_run_alone_bit_for_bit(call, small, swept, tmp_path):
-    alone = [*STEPS, "tokens_per_step=128", "optimizer.lr=1e-3", f"runs={tmp_path}", "name=alone"]
+    alone = [*STEPS, "optimizer.lr=1e-3", f"runs={tmp_path}", "name=alone"]
     assert call(train, *small, *alone).code == 0
     assert_same_run(swept[1] / "s-2", tmp_path / "alone")
 
@@ -126,6 +126,28 @@ def test_a_sweep_over_a_run_that_exists_does_not_begin(call, small, tmp_path, th
     assert ended.code == 2
     assert ended.err == f"train: the run {tmp_path / there} exists already: use another name= for the sweep\n"
     assert [path.name for path in tmp_path.iterdir()] == [there]
+
+
+@pytest.mark.parametrize(
+    ("varied", "second", "why"),
+    [
+        (["attention=naive,sdpa", "attention.window=8"], "attention=sdpa", "attention.window=8: sdpa has nothing"),
+        (["tokens_per_step=128,100"], "tokens_per_step=100", "tokens_per_step=100 is no multiple of"),
+        (
+            ["break_it=none,unrestored_seed", "attention.dropout_p=0.1"],
+            "break_it=unrestored_seed",
+            "break_it=unrestored_seed: no block is computed",
+        ),
+        (["model.n_embd=32,10000000000000"], "model.n_embd=10000000000000", "a model of model.n_embd=10000000000000"),
+    ],
+)
+def test_a_job_that_cannot_run_is_named_before_the_first_one_starts(call, small, tmp_path, varied, second, why):
+    """naive had trained for hours when triton was refused on a CPU."""
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", *varied)
+    assert ended.code == 2
+    assert ended.err.startswith(f"train: job 2/2, {second}: {why}")
+    assert (ended.out, ended.err.count("\n")) == ("", 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_jobs_that_begin_from_one_checkpoint_are_runs_of_their_own(call, small, tmp_path):

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import tiktoken
 import torch
+import yaml
 
 import sample
 import train
@@ -30,7 +31,7 @@ from training import checkpoint, config, metrics
 from training.machine import is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
-from training.resume import changed, make_room, refuse_another_model
+from training.resume import changed, edits, make_room, refuse_another_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("model", "training", "data")
@@ -900,6 +901,38 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
     assert said in ended.out.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("", "", None),
+        ("steps: 700", "steps: 9", None),  # as it is typed
+        ("name: null", "name: x", None),  # of a run that was renamed
+        ("lr: null\n", "lr: 0.5\n", "has been edited, optimizer.lr=0.5: "),
+        ("batch_size: 16", "batch_sizes: [4]", "has been edited, batch_sizes=[4]: "),
+        ("n_layer: 12", "n_layer: [", "is no configuration any more: "),
+    ],
+)
+def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, said):
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml(train.Config()).replace(old, new, 1))
+    found = edits(file, asdict(train.Config()), asdict(train.Config(steps=9)))
+    assert (found or "").startswith(f"{file} {said}" if said else "")
+    assert (found is None) == (said is None)
+
+
+def test_an_edited_configuration_is_not_read_and_that_is_said(call, small, tmp_path):
+    """runs/NAME/config.yaml was written anew on resume without a word about what had been changed in it."""
+    there, file = [f"runs={tmp_path}", "name=x"], tmp_path / "x" / "config.yaml"
+    for steps, resume in ((1, []), (2, ["resume=auto"])):
+        ended = call(train, *(small if not resume else []), *there, *resume, f"steps={steps}")
+        assert ended.code == 0
+        assert str(file) not in ended.out
+    file.write_text(file.read_text().replace("lr: 0.001", "lr: 0.5"))
+    ended = call(train, *there, "resume=auto", "steps=3")
+    assert f"{file} has been edited, optimizer.lr=0.5: " in ended.out
+    assert yaml.safe_load(file.read_text())["optimizer"]["lr"] == 0.001
+
+
 def test_another_window_is_another_model(call, small, tmp_path):
     there = [f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there, "steps=2", "attention.window=4").code == 0
@@ -1006,3 +1039,24 @@ def test_a_key_that_an_old_checkpoint_lacks_has_its_default(call, small, tmp_pat
     ended = call(train, *small, *where, "resume=auto", "steps=2", "ema_decay=0.5", "optimizer.lr=null")
     assert "ema_decay 0.0 -> 0.5" in ended.out
     assert "optimizer.lr 0.001 -> 0.0144" in ended.out
+
+
+@pytest.mark.parametrize("writes", ["log_every=1", "sample_every=3", "eval_every=3", "checkpoint_every=3"])
+def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_makes_no_other(
+    call, small, tmp_path, monkeypatch, writes
+):
+    """It went on to a bare [Errno 2], after a checkpoint in a new folder of the same name."""
+    step = train.train_step
+
+    def step_and_delete(run):
+        if run.step == 2:
+            shutil.rmtree(run.folder)
+        return step(run)
+
+    monkeypatch.setattr(train, "train_step", step_and_delete)
+    seldom = [f"{key}=100" for key in ("log_every", "sample_every", "eval_every", "checkpoint_every")]
+    ended = call(train, *small, *seldom, writes, "steps=4", f"runs={tmp_path}", "name=x")
+    assert ended.code == 2
+    assert ended.err.startswith(f"train: the folder {tmp_path / 'x'} was deleted or moved while the run went on")
+    assert ended.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import asdict, fields, is_dataclass
+from decimal import Decimal
 from difflib import SequenceMatcher
 from functools import cache
 from io import StringIO
@@ -45,6 +46,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from training.help import help_text
+
 T = TypeVar("T")
 
 # Hydra's own flags, without and with a value. Listed here because Hydra's argparse also accepts the beginning of a
@@ -55,7 +58,6 @@ VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--co
 VALUED |= {"-i", "--info", "--experimental-rerun"}
 
 RESUMED = "resumed"  # the primary configuration that a checkpoint's is composed as
-HELP = "Keys and their defaults; write key=value\n\n$CONFIG"  # of a script without groups
 
 # What nanoGPT and others call what has another name here. Each begins with our key.
 ELSEWHERE = {
@@ -89,6 +91,7 @@ ELSEWHERE = {
     "attention=flash": "attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own",
 }
 
+SCIENTIFIC = re.compile(r"(?<![\w.])\d+(\.\d*)?[eE][+-]?\d{1,2}(?![\w.])")  # 1e3, as one writes a number of steps
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
 
 
@@ -99,13 +102,16 @@ def run(
     conf: Path | None = None,
     *,
     resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
+    check: Callable[[Any], None] = lambda cfg: None,
     jobs_of: Callable[[Callable, list], int] | None = None,
 ) -> None:
     """Compose the configuration from sys.argv and call script with it: the last line of every script.
 
     schema: the dataclass handed to script, offered to conf/<config_name>.yaml as <config_name>_schema. conf: the folder
-    of YAML files, by default the one beside the script. resumed: as in `compose`. jobs_of(script, jobs): runs a sweep's
-    jobs and returns the exit code; by default one after the other until one fails.
+    of YAML files, by default the one beside the script. resumed: as in `compose`. check(configuration):
+    raises ValueError for one that cannot run; asked of all the jobs of a sweep before the first one starts.
+    jobs_of(script, jobs): runs a sweep's jobs and returns the exit code; by default one after the other until one
+    fails.
 
     Leaves through sys.exit with script's non-zero return value; with 2 after a ValueError (a user's mistake: one line
     on stderr; HYDRA_FULL_ERROR=1 gives the traceback); with 130 on Ctrl-C. Any other exception is a bug and keeps its
@@ -118,6 +124,14 @@ def run(
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
+        if len(jobs) > 1:
+            same = set.intersection(*(set(overrides) for _, overrides in jobs))
+            for number, (cfg, overrides) in enumerate(jobs, start=1):
+                try:
+                    check(cfg)
+                except ValueError as error:
+                    varied = " ".join(override for override in overrides if override not in same)
+                    raise ValueError(f"job {number}/{len(jobs)}, {varied}: {error}") from error
         code = (jobs_of if jobs_of and len(jobs) > 1 else in_turn)(script, jobs)
         if code:
             sys.exit(code)
@@ -151,7 +165,8 @@ def compose(
     name: str,
     resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
 ) -> list[tuple[Any, list[str]]]:
-    """Every job that the arguments ask for, as (configuration, its overrides): one, several with -m, none with --help.
+    """Every job that the arguments ask for, as (configuration, its overrides): one, several with -m, none with --help,
+    which is printed (training/help.py).
 
     All jobs are composed before the first one starts, so that a sweep's last job cannot die of a typing error hours
     later. ValueError: one line naming what is wrong, where, and the nearest right name.
@@ -167,20 +182,25 @@ def compose(
     if not {"-sc", "--shell-completion"} & set(flags):  # its install=bash is a command, not a key
         overrides = [check_override(override, known, groups, sweep) for override in overrides]
 
-    if not groups and {"-h", "--help"} & set(flags):  # Hydra lists all that lie in conf/, which are another script's
-        overrides.append(f"hydra.help.template={quote(HELP)}")
+    asked = {"-h", "--help"} & set(flags)  # Hydra's own help explains no key
+    flags = [flag for flag in flags if flag not in asked]
 
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=declared(schema))
     try:
         jobs = []
-        for cfg, typed in hydra_jobs(config_name, conf, name, overrides, flags):
+        for cfg, typed, chosen in hydra_jobs(config_name, conf, name, overrides, flags):
             base = resumed(cfg)
             if base is not None:
                 defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
                 store.store(name=RESUMED, node={"defaults": defaults, **escaped(base)})
                 again = [check_override(o, known, groups, False) for o in typed if not o.startswith("resume=")]
-                ((cfg, _),) = hydra_jobs(RESUMED, conf, name, again, [])
+                ((cfg, _, chosen),) = hydra_jobs(RESUMED, conf, name, again, [])
+            if asked:
+                values: Any = OmegaConf.to_container(cfg, resolve=True)
+                options = {group: str(chosen.get(group)) for group in groups}
+                print(help_text(name, schema, values, conf, options), flush=True)
+                return []
             jobs.append((cfg, typed))
         plain: list[tuple[Any, list[str]]] = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -192,12 +212,13 @@ def compose(
 
 def hydra_jobs(
     config_name: str, conf: Path, name: str, overrides: list[str], flags: list[str]
-) -> list[tuple[DictConfig, list[str]]]:
-    """What Hydra makes of one command line, and nothing else that Hydra would do."""
+) -> list[tuple[DictConfig, list[str], dict[str, Any]]]:
+    """What Hydra makes of one command line, and nothing else that Hydra would do: each job's configuration, its
+    overrides and the option of each group."""
     jobs = []
 
     def take(cfg: DictConfig) -> None:
-        jobs.append((cfg, list(HydraConfig.get().overrides.task)))
+        jobs.append((cfg, list(HydraConfig.get().overrides.task), dict(HydraConfig.get().runtime.choices)))
 
     before, said = sys.argv, StringIO()  # Hydra and its argparse say several lines before they raise or leave
     try:
@@ -254,7 +275,7 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
 
     Quotes the value of a str key and the name of a group's file, so that Hydra takes it as the shell gave it. Does not
     quote what the user has quoted for Hydra, null where None is allowed, and the values of a sweep, which commas
-    separate. (??? keeps OmegaConf's meaning: "must be given".)
+    separate. Writes an int key's 1e3 as 1000. (??? keeps OmegaConf's meaning: "must be given".)
     """
     key, equals, value = override.partition("=")
     if key.lstrip("+~").startswith(("hydra.", "hydra/")):
@@ -269,10 +290,18 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
     if key in groups and value.startswith("["):  # which Hydra would merge, the last one winning
         raise ValueError(f"{override}: one {key} is used, not a list; write {key}=NAME, or -m {key}=NAME,NAME for each")
     types = members(known[key])
+    if types[0] in (int, list[int], list[int | None]):
+        value = SCIENTIFIC.sub(whole, value)
     text = str in types or (key in groups and not value.startswith("{"))
     if text and not sweep and not QUOTED.fullmatch(value) and (value != "null" or type(None) not in types):
         value = quote(value)
     return f"{key}={value}"
+
+
+def whole(number: re.Match) -> str:
+    """1e3 as 1000, which Hydra takes for an integer; what is no whole number, like 1.5e0, as it is."""
+    value = Decimal(number[0])
+    return str(int(value)) if value == value.to_integral_value() else number[0]
 
 
 def quote(text: str) -> str:
@@ -339,7 +368,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 def did_you_mean(names: list[str]) -> str:
     """The end of a message about a mistyped name."""
-    return f"did you mean {' or '.join(names)}?" if names else "--cfg job lists every key"
+    return f"did you mean {' or '.join(names)}?" if names else "--help explains every key"
 
 
 def elsewhere(name: str, known: Iterable[str]) -> str:

@@ -179,6 +179,14 @@ def _rewrite(path: Path, text: str) -> None:
     os.replace(temp, path)
 
 
+def drawable(text: str) -> str:
+    """text with "?" for what matplotlib's font lacks: it would draw a box and warn. A run's name may be Chinese."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties()))
+    return "".join(c if font.get_char_index(ord(c)) else "?" for c in text)
+
+
 def loss_figure(records: list[dict], title: str, broken: str | None):
     """The records as a matplotlib Figure: training loss a thin line, validation loss points, linear axes.
 
@@ -197,8 +205,7 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
     bad = [r["step"] for r in records if not math.isfinite(r.get("loss", 0.0))]
     if bad:
         axes.axvline(bad[0], color="red", ls="--", lw=0.8, label=f"not finite from step {bad[0]}")
-    title = title.encode("utf-8", "replace").decode()  # a name may hold bytes that are no text
-    title = f"{title} - BROKEN: {broken}" if broken else title
+    title = drawable(f"{title} - BROKEN: {broken}" if broken else title)
     axes.set_title(title, color="red" if broken else "black", parse_math=False)
     axes.grid(alpha=0.3)
     if axes.lines:
@@ -291,8 +298,18 @@ class Metrics:
         else:
             show(text)
 
+    def still_there(self) -> None:
+        """ValueError where the run's folder has been deleted or moved: what is written now would be lost."""
+        if not (self.folder / "metrics.jsonl").exists():
+            raise ValueError(
+                f"the folder {self.folder} was deleted or moved while the run went on, with its metrics, samples and "
+                "checkpoints, and the steps since the last one are lost; run again, or move it back and use resume=auto"
+            )
+
     def log(self, record: dict) -> None:
-        """Keep and show one record of either kind: file first, then the screen, wandb last."""
+        """Keep and show one record of either kind: file first, then the screen, wandb last. As all that writes here,
+        raises ValueError where the folder is gone."""
+        self.still_there()
         if self.broken:
             record = {**record, "broken": self.broken}
         self.file.write(_json_line(record))
@@ -308,6 +325,7 @@ class Metrics:
 
     def sample(self, step: int, text: str) -> None:
         """Append a sample to samples.txt and show it."""
+        self.still_there()
         header = f"===== {stamp(self.broken)}sample at step {step} ====="
         with open(self.folder / "samples.txt", "a", encoding="utf-8", newline="\n") as file:
             file.write(f"{header}\n{text}\n\n")
@@ -322,6 +340,7 @@ class Metrics:
         path, temp = self.folder / "loss.png", self.folder / ".tmp-loss.png"
         if self.drawn:
             return path
+        self.still_there()
         figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
         figure.savefig(temp, dpi=120)
         os.replace(temp, path)

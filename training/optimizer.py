@@ -17,15 +17,15 @@ class OptimizerConfig:
     """GPT-3's published settings (arXiv 2005.14165, appendix B); the rate follows the model's width."""
 
     kind: str = "adamw"  # adamw | muon (for the blocks' matrices, and AdamW for the rest)
-    lr: float | None = None  # the peak; None: base_rate() of the model's width
+    lr: float | None = None  # the peak rate; None: 6e-4 * 768 / model.n_embd, base_rate()
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, decay: the peak, then over decay_fraction a line down)
-    decay_fraction: float | None = None  # of the steps, wsd's; None: 0.2
+    decay_fraction: float | None = None  # wsd: share of the steps over which the rate falls; None: 0.2
     min_lr_ratio: float = 0.1  # the rate ends at this share of the peak
-    warmup_steps: int = 100
-    weight_decay: float = 0.1  # of matrices and embeddings, Muon's and AdamW's alike
-    beta1: float = 0.9  # AdamW's, and with muon that of what Muon does not take
-    beta2: float = 0.95
-    momentum: float | None = None  # Muon's; None: 0.95
+    warmup_steps: int = 100  # the rate rises to its peak over these
+    weight_decay: float = 0.1  # pulls matrices and embeddings towards 0, under Muon and AdamW alike
+    beta1: float = 0.9  # decay of AdamW's mean gradient; with muon, for what Muon does not take
+    beta2: float = 0.95  # decay of AdamW's mean squared gradient
+    momentum: float | None = None  # of Muon, which alone has it; None: 0.95
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0 does not clip
 
     def __post_init__(self):

@@ -46,12 +46,11 @@ LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: where the exponential
 
 @dataclass
 class ProbeConfig:
-    """every: steps between two looks at attention, on one sequence that stays the same; 0: never. A look costs a few
-    forwards of that sequence. With it on, a step that stops the run, as its loss or gradient is not finite, is searched
-    for the first bad tile, and its batch is kept (`python breakit.py replay=PATH`). stop_on_nan=false stops at none,
-    and searches none."""
+    """A look at attention takes one sequence, the same each time, and costs a few forwards of it. With it on, a step
+    that stops the run, as its loss or gradient is not finite, is searched for the first bad tile, and its batch is kept
+    (`python breakit.py replay=PATH`). stop_on_nan=false stops at none, and searches none."""
 
-    every: int = 0
+    every: int = 0  # steps between two looks at attention; 0: never
 
     def __post_init__(self):
         if self.every < 0:

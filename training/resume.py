@@ -4,6 +4,7 @@
     open_checkpoint(cfg)          finds and reads the checkpoint, refuses one of another model
     restore(resumed, ...)         weights, average, optimizers, loader, random numbers and scaler go on where they were
     changed(theirs, ours)         which keys differ from the checkpoint's, for the first lines
+    edits(file, theirs, ours)     what someone has written into the run's config.yaml, which nothing reads
     again(cfg)                    the command line that a stopped run prints
     make_room(folder)             moves a run that ended before its first checkpoint out of a new run's way
 
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from data.loader import Loader
 from model.gpt import GPT
 from training import checkpoint, config
+from training.help import typed
 
 # What a resumed run may have otherwise than its checkpoint: it changes neither the weights' shapes nor what the model
 # computes from them (dropout does so in training only). Every other key of these groups has to be the same.
@@ -29,6 +32,8 @@ MAY_DIFFER = {
     "tokenizer": set(),
     "attention": {"impl", "block_m", "block_n", "order", "autotune", "dropout_p"},
 }
+
+NOT_READ = "Resume reads the checkpoint's configuration; type a key on the command line to change it"
 
 # All that a run writes into its folder.
 RUNS_FILES = {"config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "wandb_id.txt", "wandb", "faults"}
@@ -62,7 +67,8 @@ def open_checkpoint(cfg: Any) -> checkpoint.Checkpoint | None:
 def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:
     """The checkpoint's configuration, by train.py's Config; a key that did not exist when it was written has its
     default."""
-    return asdict(config.from_dict(schema, resumed.state["config"]))
+    # Without the name, which an older version may have allowed and which is asked for anew.
+    return asdict(config.from_dict(schema, resumed.state["config"] | {"name": None}))
 
 
 def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Any) -> None:
@@ -144,6 +150,33 @@ def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
         elif value != old and path not in ("name", "runs", "resume"):
             changes.append(f"{path} {old} -> {value}")
     return changes
+
+
+def edits(file: Path, theirs: dict, ours: dict) -> str | None:
+    """Says which keys of a run's config.yaml have been edited: those whose value is neither the checkpoint's nor the
+    resumed run's. None where none has. The file is about to be written anew."""
+    if not file.exists():
+        return None
+    try:
+        written = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        written = None
+    if not isinstance(written, dict):
+        return f"{file} is no configuration any more: it is written anew. {NOT_READ}"
+    known, now = leaves(theirs), leaves(ours)
+    found = [
+        f"{key}={typed(value)}"
+        for key, value in leaves(written).items()
+        if key not in ("name", "runs", "resume") and value not in (known.get(key), now.get(key))
+    ]
+    return f"{file} has been edited, {' '.join(found)}: it is written anew without that. {NOT_READ}" if found else None
+
+
+def leaves(tree: Any, key: str = "") -> dict[str, Any]:
+    """{dotted key: value} of dictionaries in one another."""
+    if not isinstance(tree, dict):
+        return {key: tree}
+    return {k: v for name, inner in tree.items() for k, v in leaves(inner, f"{key}.{name}".lstrip(".")).items()}
 
 
 def make_room(folder: Path) -> Path | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from training.metrics import broken_name, encodable, read_metrics, show, stamp
+from training.metrics import broken_name, drawable, encodable, read_metrics, show, stamp
 
 
 def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> int:
@@ -145,8 +145,8 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
             points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
             name = stamp(broken) + label if key == "val_loss" else None
             if points:
-                axes.plot(*zip(*points, strict=True), color=colour, label=name, **style)
-    axes.set_title(title.encode("utf-8", "replace").decode(), parse_math=False)
+                axes.plot(*zip(*points, strict=True), color=colour, label=name and drawable(name), **style)
+    axes.set_title(drawable(title), parse_math=False)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         for text in axes.legend(fontsize="small").get_texts():

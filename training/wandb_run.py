@@ -43,10 +43,10 @@ class WandbConfig:
     Where a key has its default, wandb's variable counts: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_TAGS.
     """
 
-    mode: str = "auto"  # auto | online | offline | disabled
-    project: str = "tilegpt"
-    entity: str | None = None
-    tags: list[str] = field(default_factory=list)
+    mode: str = "auto"  # auto (online if a key is set and the host answers) | online | offline | disabled
+    project: str = "tilegpt"  # the project that the run is filed under
+    entity: str | None = None  # team or user; None: the key's own
+    tags: list[str] = field(default_factory=list)  # the run's tags; a broken run has its fault besides
 
 
 def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
