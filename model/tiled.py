@@ -100,7 +100,8 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         saved = ctx.saved_tensors  # once: activation checkpointing hands them out no second time
-        # Inside a compiled graph there is nothing to refuse: PyTorch itself does.
+        # In a compiled graph nothing here can refuse: its backward is PyTorch's, with naive as well. PyTorch refuses a
+        # second one where do depends on o; of o.sum() it may lose a penalty on dq without a word.
         if not torch.compiler.is_compiling():
             refuse_tangents("tiled", do, dlse)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
