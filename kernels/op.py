@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kernels import sizes
 from kernels.flash import dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import Problem
+from kernels.problem import Problem, refuse_tangents
 from kernels.sizes import Tiles, launch_with
 from kernels.task import SOFTMAX, how_for, in_tiles, mask_of, task_for
 
@@ -212,6 +212,7 @@ def keep_for_backward(ctx, inputs, output):
 def backward(ctx, do, dlse, _, compute=flash_backward):
     """The gradient of every input of forward(), None for what is no tensor to learn. do or dlse is None where no loss
     asked for it. gradients: the op, or the function that it calls."""
+    refuse_tangents("triton", do, dlse)
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
     description = [x if tensor is None else tensor for x, tensor in zip(ctx.description, tensors, strict=True)]
     do = torch.zeros_like(o) if do is None else do

@@ -6,6 +6,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads.
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 
 class Problem(NamedTuple):
@@ -35,3 +36,12 @@ class Problem(NamedTuple):
     def dropout_p(self) -> float:
         """The share of weights that is dropped: attention.dropout_p in steps of 1/256."""
         return self.drop_threshold / 256
+
+
+def refuse_tangents(impl: str, *gradients: Tensor | None) -> None:
+    """Raises RuntimeError where a gradient of the output carries a tangent of forward-mode differentiation.
+
+    The backward is no function that PyTorch knows, so dq, dk and dv would come out without their tangents.
+    """
+    if any(x is not None and unpack_dual(x).tangent is not None for x in gradients):
+        raise RuntimeError(f"attention={impl} has no forward-mode derivative of its backward; use attention=naive")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.problem import Problem
+from kernels.problem import Problem, refuse_tangents
 from model.dropout import keep_mask, keep_scale
 from model.mask import PART, Tile, Tiling, distance, visible
 
@@ -102,6 +102,7 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         saved = ctx.saved_tensors  # once: activation checkpointing hands them out no second time
+        refuse_tangents("tiled", do, dlse)
         if not torch.is_grad_enabled():
             return *gradients(saved, do, dlse, *ctx.description), None, None, None, None
         with torch.no_grad():

@@ -1,8 +1,10 @@
 """Ways of asking attention for a second derivative: of each, the gradient of a gradient of q, k or v (B, H, T, D)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.autograd.functional import hvp
+from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, attention
@@ -56,7 +58,65 @@ def checkpointed(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> No
 
 
 def hessian_times_vector(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
-    hvp(lambda q: attention(q, k, v, config).sum(), q, q.detach())
+    functional.hvp(lambda q: attention(q, k, v, config).sum(), q, q.detach())
+
+
+def whole_hessian(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
+    functional.hessian(lambda x: attention(q + x, k, v, config).sum(), torch.zeros(()))
+
+
+def jacobian_times_vector(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """PyTorch takes the gradient of a gradient with respect to do for it."""
+    functional.jvp(lambda q: attention(q, k, v, config), q, torch.ones_like(q))
+
+
+def beside_the_loss(config: AttentionConfig, *qkv: Tensor) -> None:
+    """The loss has a way to q of its own, so that torch.autograd.grad misses no tensor when the penalty's is lost."""
+    loss = attention(*qkv, config).square().sum()
+    (dq,) = torch.autograd.grad(loss, qkv[0], create_graph=True)
+    torch.autograd.grad(loss + dq.square().sum(), qkv[0])
+
+
+def of_a_weight_before_it(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
+    weight = torch.ones((), requires_grad=True)
+    loss = attention(q.detach() * weight, k.detach(), v.detach(), config).sum()
+    (found,) = torch.autograd.grad(loss, weight, create_graph=True)
+    torch.autograd.grad(loss + found.square(), weight)
+
+
+def after_a_first(config: AttentionConfig, *qkv: Tensor) -> None:
+    loss = attention(*qkv, config).sum()
+    torch.autograd.grad(loss, qkv[0], retain_graph=True)
+    (dq,) = torch.autograd.grad(loss, qkv[0], create_graph=True)
+    torch.autograd.grad(dq.sum(), qkv[0])
+
+
+def under_autocast(config: AttentionConfig, *qkv: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        of_a_sum(config, *qkv)
+
+
+def with_saved_tensors_copied(config: AttentionConfig, *qkv: Tensor) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        beside_the_loss(config, *qkv)
+
+
+def forward_over_reverse(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, of_lse: bool = False) -> None:
+    """do carries a tangent: triton's kernels wrote gradients without one."""
+    with forward_ad.dual_level():
+        output = attention(q, k, v, config, return_lse=True)[of_lse]
+        do = forward_ad.make_dual(torch.ones_like(output), torch.ones_like(output))
+        torch.autograd.grad(output, q, do)
+
+
+def forward_over_reverse_of_lse(config: AttentionConfig, *qkv: Tensor) -> None:
+    forward_over_reverse(config, *qkv, of_lse=True)
+
+
+def by_func(config: AttentionConfig, way: Callable, *qkv: Tensor) -> None:
+    """torch.func.grad, jvp, vmap, ...: those refuse attention by themselves."""
+    q, k, v = (x.detach() for x in qkv)
+    way(lambda q: attention(q, k, v, config).sum(), q)
 
 
 SECOND = {
@@ -69,4 +129,23 @@ SECOND = {
     "with respect to do": with_respect_to_do,
     "checkpointed": checkpointed,
     "Hessian times vector": hessian_times_vector,
+    "Hessian": whole_hessian,
+    "Jacobian times vector": jacobian_times_vector,
+    "grad beside the loss": beside_the_loss,
+    "of a weight before it": of_a_weight_before_it,
+    "after a first": after_a_first,
+    "under autocast": under_autocast,
+    "with saved tensors copied": with_saved_tensors_copied,
+    "forward over reverse": forward_over_reverse,
+    "forward over reverse, of lse": forward_over_reverse_of_lse,
+}
+
+# PyTorch refuses these before attention's code is asked.
+FUNC: dict[str, Callable] = {
+    "forward mode": lambda f, q: torch.func.jvp(f, (q,), (q,)),
+    "Hessian": lambda f, q: torch.func.hessian(f)(q),
+    "gradient of a gradient": lambda f, q: torch.func.grad(lambda q: torch.func.grad(f)(q).sum())(q),
+    "Hessian times vector": lambda f, q: torch.func.jvp(torch.func.grad(f), (q,), (q,)),
+    "vjp of a gradient": lambda f, q: torch.func.vjp(torch.func.grad(f), q)[1](q),
+    "gradients of several": lambda f, q: torch.func.vmap(torch.func.grad(f))(torch.stack([q, q])),
 }

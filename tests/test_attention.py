@@ -15,6 +15,7 @@ from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.mask import tiles
 from model.tiled import LOG2E, online_softmax
+from tests import second
 from tests.reference import (
     CASES,
     DTYPES,
@@ -28,7 +29,7 @@ from tests.reference import (
     oracle,
     run,
 )
-from tests.second import SECOND
+from tests.second import FUNC, SECOND, by_func
 
 NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
 TILES = [(16, 16), (32, 64), (64, 32), (128, 128)]
@@ -240,8 +241,22 @@ def test_tiled_is_as_exact_as_torchs_flash_where_one_key_has_nearly_all_the_weig
 @pytest.mark.parametrize("way", SECOND.values(), ids=SECOND)
 def test_a_second_derivative_is_refused(way):
     """It was silently 0 where do needs no gradient, and where torch.autograd.grad asked for it alone."""
-    with pytest.raises(RuntimeError, match="attention=tiled has no second derivative"):
+    with pytest.raises(RuntimeError, match=r"attention=tiled has no (second|forward-mode) derivative"):
         way(tiled(), *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
+
+
+@pytest.mark.parametrize("way", FUNC.values(), ids=FUNC)
+def test_a_transform_of_torch_func_is_refused(way):
+    with pytest.raises(RuntimeError, match="with functorch transforms"):
+        by_func(tiled(), way, *(torch.randn(1, 1, 8, 8) for _ in "qkv"))
+
+
+@pytest.mark.parametrize("way", ["penalty", "grad of a sum", "Hessian times vector"])
+def test_a_second_derivative_through_a_compiled_function_is_refused_too(way, monkeypatch):
+    """Inside of the graph a penalty on the gradient of o.sum() was lost without a word."""
+    monkeypatch.setattr(second, "attention", torch.compile(attention, backend="aot_eager"))
+    with pytest.raises(RuntimeError, match="attention=tiled has no second derivative"):
+        SECOND[way](tiled(), *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
 
 
 def test_naive_has_a_second_derivative():

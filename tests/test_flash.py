@@ -31,7 +31,7 @@ from tests.reference import (
     oracle,
     run,
 )
-from tests.second import SECOND
+from tests.second import FUNC, SECOND, by_func
 from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
 
 triton = pytest.importorskip("triton", reason="triton is made for Linux")
@@ -452,8 +452,14 @@ def test_a_descriptor_that_goes_around_the_checks_is_one_as_triton_makes_it(shap
 
 @pytest.mark.parametrize("way", SECOND.values(), ids=SECOND)
 def test_a_second_derivative_is_refused(way):
-    with pytest.raises(RuntimeError, match="attention=triton has no second derivative"):
+    with pytest.raises(RuntimeError, match=r"attention=triton has no (second|forward-mode) derivative"):
         way(TRITON, *(torch.randn(1, 2, 8, 16, requires_grad=True) for _ in "qkv"))
+
+
+@pytest.mark.parametrize("way", FUNC.values(), ids=FUNC)
+def test_a_transform_of_torch_func_is_refused(way):
+    with pytest.raises(RuntimeError, match="with functorch transforms"):
+        by_func(TRITON, way, *(torch.randn(1, 1, 8, 16) for _ in "qkv"))
 
 
 def test_a_second_derivative_through_the_op_is_refused():

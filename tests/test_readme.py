@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import train
 from training import config
+from training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -101,3 +103,33 @@ def test_what_contributing_names_is_there(item):
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
 def test_a_link_of_readmes_leads_somewhere(link):
     assert (ROOT / link).exists()
+
+
+WORDS = " ".join(README.split())
+
+
+def test_what_readme_says_to_do_out_of_memory_keeps_the_training(call, small, tmp_path):
+    """It said to lower batch_size and keep tokens_per_step, which is null by default: that halved a step's tokens."""
+    advice = "halve `batch_size` and set `tokens_per_step` to the tokens a step that the run has printed"
+    assert f"Out of memory: {advice}." in WORDS
+    own = [*small, "steps=2", f"runs={tmp_path}"]
+    said = call(train, *own, "tokens_per_step=null", "name=a").out
+    tokens = re.search(r"([\d,]+) tokens a step in 1 pass,", said)[1].replace(",", "")
+    assert call(train, *own, "batch_size=2", f"tokens_per_step={tokens}", "name=b").code == 0
+    whole, halves = (
+        [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row] for name in "ab"
+    )
+    assert len(whole) == 2
+    assert halves == pytest.approx(whole, rel=1e-5)
+
+
+def test_runs_and_prepared_text_lie_where_readme_says(call, small, tmp_path, monkeypatch):
+    """They land in the working directory, and README did not say so."""
+    assert (
+        "Runs go to `runs` and prepared text to `data/cache`, both in the folder that the command is typed in" in WORDS
+    )
+    monkeypatch.chdir(tmp_path)
+    own = [argument for argument in small if not argument.startswith("data.cache=")]
+    assert call(train, *own, "steps=1", "name=x").code == 0
+    assert (tmp_path / "runs/x/metrics.jsonl").is_file()
+    assert list((tmp_path / "data/cache").glob("text-byte-*"))

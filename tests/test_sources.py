@@ -22,6 +22,7 @@ from data import download, prepare, shards
 from data.loader import Loader, fingerprint, open_data, open_dataset, validation_batches
 from data.prepare import DataConfig
 from data.shards import Shards, Writer, join
+from data.text import standard_input
 from data.tokenizer import TokenizerConfig, build, encode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -555,6 +556,7 @@ def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, mon
         monkeypatch.setattr(sys, "stdin", file)
         assert call(train, *own, *there, "data.path=-", "name=x").code == 0
     monkeypatch.setattr(sys, "stdin", None)
+    standard_input.cache_clear()  # another process has not kept it
     ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3")
     assert ended.code == 0, ended.err
     (folder,) = (tmp_path / "cache").glob("text-byte-*")
