@@ -40,7 +40,7 @@ from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
-from training import checkpoint, config
+from training import awake, checkpoint, config
 from training.machine import (
     about,
     is_out_of_memory,
@@ -350,6 +350,7 @@ def loop(run: Run, signals: list[int]) -> int:
     cfg, metrics = run.cfg, run.metrics
     broken = cfg.break_it.label
     pace = None  # seconds a step, smoothed, for the time left
+    acts = None  # whether what break_it has taken out changes anything
     run.model.train()
     while run.step < cfg.steps:
         started = time.perf_counter()
@@ -359,6 +360,8 @@ def loop(run: Run, signals: list[int]) -> int:
         pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
         if due(run, cfg.log_every) or done.stopped:
             metrics.log(step_record(run, done, seconds, pace))
+        if cfg.break_it.without and (acts is None or run.step in awake.LOOKS or done.stopped):
+            acts = look_at_the_failure(run, done.batches if done.stopped else [], acts)
         if done.stopped:
             metrics.say(stamp(broken) + what_to_try(run, done))
             if cfg.probe.every:
@@ -534,6 +537,25 @@ def look(run: Run) -> dict[str, float]:
     with evaluation_mode(run.averaged) as model, run.autocast:
         gauges = reading(record(model, x, documents=documents))
     return gauges | {"probe_ms": (time.perf_counter() - started) * 1e3}
+
+
+def look_at_the_failure(run: Run, batches: list[Batch], acted: bool | None) -> bool:
+    """Whether what is broken on purpose acts, on the first of the batches in which it does; with none, on the sequence
+    of look(). Says so where that has changed; acted: what the last look found. Keeps the gauges. Changes nothing."""
+    started, rng = time.perf_counter(), checkpoint.rng_state()
+    first = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])
+    for batch in batches or [first]:
+        with run.autocast:
+            calls = record(run.model, *batch.to(run.device))  # in training mode, for dropout
+        found = awake.effects(calls)
+        if acts := awake.acts(found, run.cfg.break_it):
+            break
+    checkpoint.set_rng_state(rng)
+    gauges = reading(calls) | awake.record_of(found)
+    run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
+    if acts != acted:
+        run.metrics.say(stamp(run.cfg.break_it.label) + awake.in_words(found, run.cfg, run.step, gauges["headroom"]))
+    return acts
 
 
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
