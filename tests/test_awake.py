@@ -65,8 +65,9 @@ def test_a_failure_acts_under_the_arguments_that_wake_it(name):
     assert said.endswith(FAILURES[name].seen)
 
 
-def test_a_failure_that_needs_time_beside_its_arguments_says_so():
-    acts, said = looked("no_max", tuple(FAILURES["no_max"].wakes.split()))
+@pytest.mark.parametrize("gain", ["100", "200"])
+def test_a_failure_that_needs_time_beside_its_arguments_says_so(gain):
+    acts, said = looked("no_max", (f"break_it.score_gain={gain}",))
     assert not acts
     assert said.endswith("its arguments wake it, after more steps: the next look is at step 10")
 
@@ -123,12 +124,15 @@ def test_the_line_comes_again_when_the_answer_changes(call, small, tmp_path, mon
     ]  # fmt: skip
 
 
-def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path):
+def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path, monkeypatch):
     """On the batch that stopped it: another sequence may have smaller scores."""
+    looked_at = []
+    monkeypatch.setattr(train, "record", lambda model, x, *rest: looked_at.append(len(x)) or record(model, x, *rest))
     ended = call(train, *small, "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}")
     assert ended.code == 1
     (line,) = [line for line in ended.out.splitlines() if "no_max acts at step 1" in line]
     assert "o is not finite in layer 0" in line
+    assert looked_at == [4]  # the batch's sequences
 
 
 def test_a_whole_run_takes_no_look(call, small, tmp_path, monkeypatch):
