@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -540,13 +541,14 @@ def look(run: Run) -> dict[str, float]:
 
 
 def look_at_the_failure(run: Run, batches: list[Batch], acted: bool | None) -> bool:
-    """Whether what is broken on purpose acts, on the first of the batches in which it does; with none, on the sequence
-    of look(). Says so where that has changed; acted: what the last look found. Keeps the gauges. Changes nothing."""
+    """Whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no batches, on
+    that of look(). Says so where that has changed; acted: what the last look found. Keeps the gauges, changes nothing.
+    """
     started, rng = time.perf_counter(), checkpoint.rng_state()
-    first = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])
-    for batch in batches or [first]:
+    one_by_one = (batch.each(itemgetter(slice(i, i + 1))) for batch in batches for i in range(len(batch.x)))
+    for sequence in one_by_one if batches else [next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])]:
         with run.autocast:
-            calls = record(run.model, *batch.to(run.device))  # in training mode, for dropout
+            calls = record(run.model, *sequence.to(run.device))  # in training mode, for dropout
         found = awake.effects(calls)
         if acts := awake.acts(found, run.cfg.break_it):
             break
