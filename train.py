@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
-from training import checkpoint, config
+from training import awake, checkpoint, config
 from training.machine import (
     about,
     is_out_of_memory,
@@ -370,6 +371,7 @@ def loop(run: Run, signals: list[int]) -> int:
     cfg, metrics = run.cfg, run.metrics
     broken = cfg.break_it.label
     pace = None  # seconds a step, smoothed, for the time left
+    acts = None  # whether what break_it has taken out changes anything
     until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
     while run.step < cfg.steps and not run.ending:
@@ -382,6 +384,8 @@ def loop(run: Run, signals: list[int]) -> int:
         run.ending = run.step == cfg.steps or not left
         if due(run, cfg.log_every) or done.stopped:
             metrics.log(step_record(run, done, seconds, min(left, pace * (cfg.steps - run.step))))
+        if cfg.break_it.without and (acts is None or run.step in awake.LOOKS or done.stopped):
+            acts = look_at_the_failure(run, done.batches if done.stopped else [], acts)
         if done.stopped:
             metrics.say(stamp(broken) + what_to_try(run, done))
             if cfg.probe.every:
@@ -557,6 +561,26 @@ def look(run: Run) -> dict[str, float]:
     with evaluation_mode(run.averaged) as model, run.autocast:
         gauges = reading(record(model, x, documents=documents))
     return gauges | {"probe_ms": (time.perf_counter() - started) * 1e3}
+
+
+def look_at_the_failure(run: Run, batches: list[Batch], acted: bool | None) -> bool:
+    """Whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no batches, on
+    that of look(). Says so where that has changed; acted: what the last look found. Keeps the gauges, changes nothing.
+    """
+    started, rng = time.perf_counter(), checkpoint.rng_state()
+    one_by_one = (batch.each(itemgetter(slice(i, i + 1))) for batch in batches for i in range(len(batch.x)))
+    for sequence in one_by_one if batches else [next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])]:
+        with run.autocast:
+            calls = record(run.model, *sequence.to(run.device))  # in training mode, for dropout
+        found = awake.effects(calls)
+        if acts := awake.acts(found, run.cfg.break_it):
+            break
+    checkpoint.set_rng_state(rng)
+    gauges = reading(calls) | awake.record_of(found)
+    run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
+    if acts != acted:
+        run.metrics.say(stamp(run.cfg.break_it.label) + awake.in_words(found, run.cfg, run.step, gauges["headroom"]))
+    return acts
 
 
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:

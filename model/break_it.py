@@ -18,16 +18,19 @@ class BreakIt:
     # o is finite / inf = 0 without a word, or NaN where acc or a weight overflows too, as a weight does from 88.7 on.
     # Below that nothing happens at all, which is why the fault can sleep for weeks. naive, tiled, triton.
     subtract_max: bool = True  # false: exp(s) without the row's maximum taken off first
-    # Without a low start, at 0, the running maximum never falls below 0. Right while each row has a score above -87;
-    # below that its sum is under the smallest normal float32 and o shrinks, and under -104 every exp(s) is 0, and o
-    # with it: the row sees nothing, and learns nothing. tiled, triton (naive has no running maximum).
+    # Without a low start, at 0, the running maximum never falls below 0. Right while each row has a score well above
+    # -87, where exp(s) falls below the smallest normal float32. Near that exp(s) times v loses digits, the earlier the
+    # smaller v is; below it o shrinks; from -104 down every exp(s) is 0, and o with it: the row sees nothing, and
+    # learns nothing. tiled, triton (naive has no running maximum).
     start_low: bool = True  # false: the running maximum starts at 0, not at the lowest number
     # Without alpha the earlier tiles stay on the scale of an older, smaller maximum and weigh too much. Never NaN: the
-    # output stays finite and wrong, the more the larger the scores; right where one tile holds all keys. tiled, triton.
+    # output stays finite and wrong, the more the larger the scores, and a training makes the scores larger; right where
+    # one tile holds all keys. tiled, triton.
     rescale_sum: bool = True  # false: the sum of earlier tiles stays on the scale of an older maximum
     rescale_output: bool = True  # false: the output of earlier tiles stays on the scale of an older maximum
     # Without 1 / sqrt(D) the scores of normal q and k have deviation sqrt(D), not 1: softmax picks one key and passes
-    # on hardly a gradient. Nothing is NaN or wrong; the loss falls more slowly. All implementations.
+    # on hardly a gradient. Nothing is NaN; the loss falls more slowly, which 100 steps show only under a gain. All
+    # implementations.
     scale_scores: bool = True  # false: scores without 1 / sqrt(D), D the head size
     # Without the tile's place a causal mask compares row and column within their tile, in every tile: a row sees keys
     # of the future and misses keys of the past. Right in the first tile only, and so right where one tile holds all.
@@ -72,8 +75,9 @@ class Failure(NamedTuple):
 
     switches: tuple[str, ...]  # of BreakIt, that are off
     removed: str
-    seen: str
+    seen: str  # in the first 100 steps of the command below
     why: str
+    wakes: str  # arguments of train.py that bring it on: python train.py break_it=NAME and these
     not_in_naive: str | None = None  # why naive has nothing to remove
 
 
@@ -81,74 +85,86 @@ FAILURES = {
     "no_max": Failure(
         ("subtract_max",),
         "the maximum",
-        "nothing at all while scores are small; then rows of 0, silently, or NaN, and the run stops before the update",
+        "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. Rows of many "
+        "keys alike become 0 before that, without a word",
         "the sum of exp(s) overflows float32 at 88.7 - ln(keys alike), and x / inf is 0; exp(s) itself does at 88.7, "
         "and inf / inf is NaN; tiled's and triton's fp16 weights do at 11.1",
+        wakes="break_it.score_gain=100",
     ),
     "no_rescale": Failure(
         ("rescale_sum", "rescale_output"),
         "the rescaling",
-        "a loss that looks like one, and a model that is wrong",
+        "the loss falls as usual for 40 steps, then rises, and the scores grow without end; never NaN",
         "earlier tiles stay on the scale of a smaller maximum and weigh too much; right where one tile holds all keys",
+        wakes="attention.block_n=32",
     ),
     "no_rescale_sum": Failure(
         ("rescale_sum",),
         "the rescaling of the sum",
-        "no NaN, and an output that is too small; a young model learns around it",
+        "the loss falls as usual for 60 steps, then rises, and the scores grow without end; never NaN",
         "the sum that the output is divided by keeps the weights of a smaller maximum",
+        wakes="attention.block_n=32",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "no_rescale_output": Failure(
         ("rescale_output",),
         "the rescaling of the output",
-        "no NaN, and an output that is several times too large; learns less",
+        "the loss falls as usual for 30 steps, then rises; o grows several times too large; never NaN",
         "the output keeps the weights of a smaller maximum, and the sum that it is divided by does not",
+        wakes="attention.block_n=32",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "zero_init_max": Failure(
         ("start_low",),
         "the low start of the maximum",
-        "nothing, while every row has a score above -87; from -104 down the row is 0 and learns nothing",
+        "rows of 0; the first gradients' norm is many times the whole run's, and the loss stays somewhat above",
         "the maximum starts at 0 and stays there: every exp(s) underflows float32, and fp16 weights do from -9.7 down",
+        wakes="break_it.score_gain=1000 attention.window=1",
         not_in_naive="naive has no running maximum",
     ),
     "local_mask": Failure(
         ("global_mask",),
         "the tile's place in the mask",
-        "a training and validation loss below what the text allows, and samples that make no sense",
+        "after 50 steps a training and validation loss below what the text allows; samples that make no sense",
         "row and column are compared within their tile: every tile but the first shows the future",
+        wakes="attention.block_m=128 attention.block_n=32",
         not_in_naive="naive has no tiles",
     ),
     "no_scale": Failure(
         ("scale_scores",),
         "1 / sqrt(D)",
-        "no NaN; learns more slowly, which the first steps hardly show",
+        "from step 50 on the loss is somewhat above the whole run's; never NaN",
         "scores are sqrt(D) times as large, so that softmax picks one key and hardly passes on a gradient",
+        wakes="break_it.score_gain=10",
     ),
     "unguarded_mask": Failure(
         ("guard_empty_rows",),
         "the guard of empty rows",
-        "NaN at the first step under a window; nothing in a causal mask alone",
+        "NaN at the first step, before the first update",
         "a tile that is hidden from a row altogether leaves it m = -inf, and exp(-inf - -inf) is NaN",
+        wakes="attention.window=8",
     ),
     "stale_seed": Failure(
         ("same_seed",),
         "the dropout seed of the backward",
-        "the first loss is right to the last bit; then the gradients' norm grows, and the loss with it",
+        "the first loss is right to the last bit; after 50 steps the loss rises, and the gradients' norm with it",
         "the backward drops other weights than the forward did",
+        wakes="attention.dropout_p=0.5",
         not_in_naive="naive keeps its dropout mask for the backward",
     ),
     "unrestored_seed": Failure(
         ("restore_seed",),
         "the dropout seed of a block computed again",
-        "the first loss is right; learns less, which the first steps hardly show",
+        "the first loss is right, and 100 steps hardly show it: look at the gradients' error, gradient_error",
         "the gradients belong to another network than the loss",
+        wakes="attention.dropout_p=0.5 model.activation_checkpointing=true",
     ),
     "bf16_ties": Failure(
         ("wide_output",),
         "sums of 32 bits",
-        "nothing in float32, and nothing in one step of bf16; what is biased adds up over thousands of steps",
+        "no loss shows it for thousands of steps: look at the errors of o, python breakit.py failure=bf16_ties",
         "each tile's p v is rounded to 16 bits; where scores tie at the maximum all errors of o have one sign",
+        wakes="dtype=bf16",
         not_in_naive="naive rounds its one product once",
     ),
 }

@@ -583,7 +583,7 @@ def test_a_broken_run_says_so_everywhere(call, small, tmp_path, monkeypatch):
     stamp = "BROKEN[no_rescale] "
     assert f"{stamp}attention is broken on purpose" in ended.out
     lines = [line for line in ended.out.splitlines() if re.search(r"(step|sample at step|eval step) +\d|done:", line)]
-    assert len(lines) == 4 + 2 + 2 + 1
+    assert len(lines) == 4 + 2 + 2 + 1 + 2  # steps, evaluations, samples, the end, and of the first look its two
     assert all(line.removeprefix("===== ").startswith(stamp) for line in lines)
     assert (run / "samples.txt").read_text().count(f"===== {stamp}sample at step") == 2
     assert all(record["broken"] == "no_rescale" for record in read_metrics(run / "metrics.jsonl"))

@@ -12,7 +12,8 @@ Three kinds of record, plain dicts of Python numbers:
      and in fp16 "loss_scale"}
     {"step", "val_loss", "val_bits_per_byte"}
     {"step", "max_score", "headroom", "max_weight", "min_l", "attention_error", of every head "entropy.LAYER.HEAD", and
-     "probe_ms", what the look took}: with probe.every (training/probe.py)
+     "probe_ms", what the look took}: with probe.every (training/probe.py), and of a broken run at its first step and a
+     few more, with "o_error", "whole_o_error", "gradient_error" and "whole_gradient_error" (training/awake.py)
 
 loss in nats a token, ms and eta_s of wall clock, mfu a fraction of the peak, memory the peak so far; mfu and memory_gib
 may be None. A broken run's records have "broken" too, its label.

@@ -1,0 +1,143 @@
+"""What a broken run says of itself: each failure sleeps where its line has nothing to do, and acts where it has."""
+
+from dataclasses import asdict
+from functools import reduce
+
+import pytest
+import torch
+import yaml
+
+import train
+from model.break_it import FAILURES, BreakIt
+from model.gpt import GPT, GPTConfig
+from training import awake
+from training.metrics import read_metrics
+from training.probe import record
+
+T = 64
+SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": T, "vocab_size": 50, "position": "rope"}
+SEEDS = ("stale_seed", "unrestored_seed")
+# Where there is nothing for the line to do. (The seeds have none in evaluation: a run without dropout is refused.)
+SLEEPS = dict.fromkeys(FAILURES, ()) | {
+    **dict.fromkeys(("no_rescale", "no_rescale_sum", "no_rescale_output"), (f"attention.block_n={T}",)),
+    "local_mask": (f"attention.block_m={T}", f"attention.block_n={T}"),
+    "no_scale": ("model.n_head=32", "model.position=none"),  # 1 / sqrt(1)
+    **{name: tuple(FAILURES[name].wakes.split()) for name in SEEDS},
+}
+
+
+def looked(name: str, arguments: tuple[str, ...], training: bool = True, growth: float = 1.0):
+    """The effects that a fresh model's look finds, and the line. growth: of the weights that make q and k."""
+    cfg = train.Config(model=GPTConfig(**SIZE))
+    cfg.break_it = BreakIt(**dict.fromkeys(FAILURES[name].switches, False))
+    cfg.attention.impl, cfg.attention.block_m, cfg.attention.block_n = "tiled", 16, 16
+    for key, value in (argument.split("=") for argument in arguments):
+        *path, last = key.split(".")
+        setattr(reduce(getattr, path, cfg), last, yaml.safe_load(value))
+    cfg.model = GPTConfig(**asdict(cfg.model) | {"n_kv_head": None})
+    torch.manual_seed(0)
+    model = GPT(cfg.model, cfg.attention, cfg.break_it).train(training)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight[: 2 * cfg.model.n_embd] *= growth
+    tokens = torch.randint(50, (1, T + 1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bf16"):
+        found = awake.effects(record(model, tokens[:, :-1], tokens[:, 1:]))
+    assert len(found) >= 2 or not found[0].broken < 1
+    return awake.acts(found, cfg.break_it), awake.in_words(found, cfg, 1, 70.0)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_whose_line_has_nothing_to_do_sleeps_and_names_the_command_that_wakes_it(name):
+    acts, said = looked(name, SLEEPS[name], training=name not in SEEDS)
+    assert not acts
+    assert said.startswith(f"{name} sleeps at step 1: o is right (error ")
+    assert ("70.0 nats of headroom" in said) == (name == "no_max")
+    if name not in SEEDS:  # they have the arguments
+        assert said.endswith(f"to wake it: python train.py break_it={name} {FAILURES[name].wakes}")
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_acts_under_the_arguments_that_wake_it(name):
+    acts, said = looked(name, tuple(FAILURES[name].wakes.split()), growth=20.0)
+    assert acts
+    assert said.startswith(f"{name} acts at step 1: o is ")
+    assert said.endswith(FAILURES[name].seen)
+
+
+@pytest.mark.parametrize("gain", ["100", "200"])
+def test_a_failure_that_needs_time_beside_its_arguments_says_so(gain):
+    acts, said = looked("no_max", (f"break_it.score_gain={gain}",))
+    assert not acts
+    assert said.endswith("its arguments wake it, after more steps: the next look is at step 10")
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_wrong_mask_in_the_backward_leaves_o_right_and_the_gradients_wrong(name):
+    _, said = looked(name, tuple(FAILURES[name].wakes.split()))
+    assert "o is right" in said
+    assert "dq, dk and dv are off by" in said
+
+
+# --- in a run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(call, small, tmp_path_factory):
+    """A broken run with dropout, with the look at steps 1, 2 and 3 and without any: output, records, weights."""
+    found, folder = {}, tmp_path_factory.mktemp("runs")
+    words = ["break_it=stale_seed", "attention.dropout_p=0.2", "model.dropout_p=0.1", "steps=4", f"runs={folder}"]
+    for name in ("looked", "plain"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(awake, "LOOKS", (2, 3))
+            if name == "plain":
+                patch.setattr(train, "look_at_the_failure", lambda *_: True)
+            ended = call(train, *small, *words, f"name={name}")
+        (run,) = folder.glob(f"{name}*")
+        weights = [path.read_bytes() for path in sorted(run.glob("checkpoints/step_000004/*.safetensors"))]
+        found[name] = ended.out, read_metrics(run / "metrics.jsonl"), weights
+    return found
+
+
+def test_the_look_changes_no_bit_of_the_run(runs):
+    losses = [[r[key] for r in runs[name][1] for key in ("loss", "grad_norm", "val_loss") if key in r] for name in runs]
+    assert losses[0] == losses[1]
+    assert runs["looked"][2] == runs["plain"][2]
+    assert len(runs["plain"][2]) == 2
+
+
+def test_the_gauges_of_each_look_are_kept_and_the_line_comes_once(runs):
+    said, records, _ = runs["looked"]
+    assert [r["step"] for r in records if "o_error" in r] == [1, 2, 3]
+    assert said.count("stale_seed acts at step") == 1
+    assert all(r["gradient_error"] > 0.01 > 1e-5 > r["whole_gradient_error"] for r in records if "o_error" in r)
+
+
+def test_the_line_comes_again_when_the_answer_changes(call, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(awake, "LOOKS", (2, 3, 4))
+    answers = iter((False, False, True, True))
+    monkeypatch.setattr(awake, "acts", lambda *_: next(answers))
+    monkeypatch.setattr(awake, "in_words", lambda found, cfg, step, headroom: f"a line of step {step}")
+    ended = call(train, *small, "break_it=no_max", "steps=4", f"runs={tmp_path}")
+    assert [line for line in ended.out.splitlines() if "a line" in line] == [
+        "BROKEN[no_max] a line of step 1", "BROKEN[no_max] a line of step 3"
+    ]  # fmt: skip
+
+
+def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path, monkeypatch):
+    """On the batch that stopped it: another sequence may have smaller scores."""
+    looked_at, steps = [], []
+    step = train.train_step
+    monkeypatch.setattr(train, "record", lambda model, x, *rest: looked_at.append(x) or record(model, x, *rest))
+    monkeypatch.setattr(train, "train_step", lambda run: steps.append(step(run)) or steps[-1])
+    ended = call(train, *small, "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}")
+    assert ended.code == 1
+    (line,) = [line for line in ended.out.splitlines() if "no_max acts at step 1" in line]
+    assert "o is not finite in layer 0" in line
+    (sequence,), (stopped,) = looked_at, steps
+    assert torch.equal(sequence, stopped.batches[0].x[:1])
+
+
+def test_a_whole_run_takes_no_look(call, small, tmp_path, monkeypatch):
+    monkeypatch.delattr(train, "look_at_the_failure")
+    assert call(train, *small, "break_it.score_gain=2", "steps=1", f"runs={tmp_path}").code == 0

@@ -1,0 +1,143 @@
+"""Whether what was taken out of attention changes anything. A failure sleeps while its line has nothing to do.
+
+    found = effects(record(model, x, y, documents))     how far o and the gradients of each call are from right
+    acts(found, cfg.break_it)                           whether that is more than rounding
+    in_words(found, cfg, step, headroom)                the same in a sentence; what wakes a failure that sleeps
+
+Each call of a broken model is computed twice more from the same q, k, v, do and dropout mask: by the whole algorithm in
+the run's implementation and dtype, and by tiled in float64. The first is off by rounding alone. A failure acts where
+the broken call is farther off than rounding explains. Memory is O(T), but for naive's own.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from model.attention import attention
+from model.break_it import FAILURES, BreakIt
+from training.probe import Call
+
+LOOKS = (10, 100, 1000)  # steps at which a broken run looks again, after its first
+BEYOND_ROUNDING = 3.0  # times as far from right as the whole algorithm; two orders of the same sums differ by less
+EXACT = torch.finfo(torch.float32).eps  # the whole algorithm is right to the last bit where a row sees one key
+
+
+class Effect(NamedTuple):
+    """How far a call's o, or its dq, dk and dv together, are from right: |x - right| / |right|."""
+
+    layer: int
+    of: str  # o | gradients
+    broken: float
+    whole: float  # the whole algorithm's: rounding
+    same: bool  # broken and whole agree in every bit
+
+    @property
+    def more_than_rounding(self) -> bool:
+        """NaN and infinity are."""
+        return not self.broken <= BEYOND_ROUNDING * max(self.whole, EXACT)
+
+
+def effects(calls: Sequence[Call]) -> list[Effect]:
+    """Of each call, which was recorded with gradients: the effect on o, then that on the gradients. Leaves out what
+    cannot be compared: where the right answer is not finite, and sdpa with dropout, whose mask only PyTorch knows."""
+    return [effect for call in calls for effect in effects_of(call)]
+
+
+def effects_of(call: Call) -> Iterator[Effect]:
+    if call.config.impl == "sdpa" and call.seed is not None:
+        return
+    wide = torch.float32 if call.q.device.type == "mps" else torch.float64
+    right, whole = computed(call, "tiled", wide), computed(call, call.config.impl, call.q.dtype)
+    broken = [call.o, *call.gradients]
+    for of, part in (("o", slice(0, 1)), ("gradients", slice(1, 4))):
+        if all(x.isfinite().all() for x in right[part]):
+            same = all(map(torch.equal, broken[part], whole[part]))
+            yield Effect(call.layer, of, distance(broken[part], right[part]), distance(whole[part], right[part]), same)
+
+
+def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
+    """o, dq, dk and dv of the call by the whole algorithm."""
+    assert call.do is not None, "a call with gradients is wanted"
+    q, k, v = (x.to(dtype).requires_grad_() for x in (call.q.detach(), call.k.detach(), call.v.detach()))
+    config, whole = replace(call.config, impl=impl), BreakIt(score_gain=call.break_it.score_gain)
+    with torch.enable_grad():
+        o = attention(q, k, v, config, seed=call.seed, documents=call.documents, break_it=whole)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), call.do.to(dtype))]
+
+
+def distance(found: list[Tensor], right: list[Tensor]) -> float:
+    """|found - right| / |right| of several tensors together."""
+    off = sum(float((x.to(r.dtype) - r).square().sum()) for x, r in zip(found, right, strict=True))
+    return math.sqrt(off / max(sum(float(r.square().sum()) for r in right), 1e-300))
+
+
+def acts(found: Sequence[Effect], break_it: BreakIt) -> bool:
+    """Whether the failure changes more than rounding does. bf16_ties is about rounding: any bit of o will do."""
+    narrow = not break_it.wide_output and any(e.of == "o" and not e.same for e in found)
+    return narrow or any(e.more_than_rounding for e in found)
+
+
+def record_of(found: Sequence[Effect]) -> dict[str, float]:
+    """The largest errors of any layer, for metrics.jsonl; NaN where nothing could be compared."""
+    record: dict[str, float] = {}
+    for name, of in (("o", "o"), ("gradient", "gradients")):
+        worst = largest(found, of)
+        record |= {f"{name}_error": worst.broken if worst else math.nan}
+        record |= {f"whole_{name}_error": worst.whole if worst else math.nan}
+    return record
+
+
+def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> str:
+    """One line: that the failure acts, with the error of the layer where it is largest, and what a training shows of
+    it; or that it sleeps, and what wakes it. cfg: train.Config. headroom: the least of all layers, in nats."""
+    names = [name for name in cfg.break_it.label.split("+") if name in FAILURES]
+    who = "+".join(names)
+    if not found:
+        return (
+            f"{who}: nothing can be compared at step {step}: attention's inputs are not finite, or sdpa drops weights"
+        )
+    o, gradients = largest(found, "o"), largest(found, "gradients")
+    assert o is not None, "a call is compared by its o first"
+    o_is_right = f"o is right (error {o.broken:.1e}, whole {o.whole:.1e})"
+    if acts(found, cfg.break_it):
+        what = f"o is rounded otherwise (error {o.broken:.1e}, whole {o.whole:.1e})"
+        if o.more_than_rounding:
+            what = f"o is {off(o)}"
+        elif gradients and gradients.more_than_rounding:
+            what = f"{o_is_right}, but dq, dk and dv are {off(gradients)}"
+        shows = "; ".join(FAILURES[name].seen for name in names)
+        return f"{who} acts at step {step}: {what}. What a training shows: {shows}"
+    left = "" if cfg.break_it.subtract_max else f", {headroom:.1f} nats of headroom are left"
+    later = [look for look in LOOKS if step < look <= cfg.steps]
+    way = "to wake it: " + " or ".join(f"python train.py break_it={name} {FAILURES[name].wakes}" for name in names)
+    if all(has(cfg, FAILURES[name].wakes) for name in names):
+        way = "its arguments wake it, after more steps" + (f": the next look is at step {later[0]}" if later else "")
+    return f"{who} sleeps at step {step}: {o_is_right}{left}; {way}"
+
+
+def largest(found: Sequence[Effect], of: str) -> Effect | None:
+    """The first that is not finite, or else the largest; None where there is none."""
+    those = [e for e in found if e.of == of]
+    return next((e for e in those if not math.isfinite(e.broken)), max(those, key=lambda e: e.broken, default=None))
+
+
+def off(effect: Effect) -> str:
+    """How far, in which layer, and how far the whole algorithm is."""
+    far = f"off by {100 * effect.broken:.2g} %" if effect.broken < 1 else f"off by {100 * effect.broken:.0f} %"
+    far = far if math.isfinite(effect.broken) else "not finite"
+    return f"{far} in layer {effect.layer} (whole: {effect.whole:.1e})"
+
+
+def has(cfg: Any, wakes: str) -> bool:
+    """Whether the run has all of these arguments. A larger gain than the one they ask for will do."""
+    for key, value in (argument.split("=") for argument in wakes.split()):
+        got, wanted = attrgetter(key)(cfg), yaml.safe_load(value)
+        if got != wanted and not (key == "break_it.score_gain" and got > wanted):
+            return False
+    return True
