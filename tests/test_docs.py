@@ -148,7 +148,7 @@ def test_the_memory_of_naive_is_that_of_the_results_and_of_six_tables():
     table = H * table_of_scores(T) * 4 / 2**30
     peak = float(measured("naive", T, "forward+backward")["peak_mib"]) / 2**10
     assert f"a table in float32 has {table:.0f} GiB" in said
-    assert f"peak at {peak:.0f} GiB, which is six such tables" in said
+    assert f"peaks at {peak:.0f} GiB, which is six such tables" in said
     assert round(peak / table) == 6
 
 
