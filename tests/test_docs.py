@@ -483,8 +483,8 @@ def test_exercise_12():
     assert f"{n_2 / 2**20:.0f} MiB, which is {n_2 / (2 * 4 * table_of_scores(2048)):.0f} tables" in answer(12)
     assert round(t_2 / t_1) == 2
     assert f"about twice ({t_2 / 2**20:.1f} MiB)" in answer(12)
-    least = next(T for T in range(1, 64) if peak("tiled", T) < peak("naive", T))
-    assert f"less than naive from T = {least} on" in answer(12)
+    least = int(re.search(r"less than naive from T = (\d+) on", answer(12))[1])
+    assert [peak("tiled", T) < peak("naive", T) for T in (least - 1, least)] == [False, True]
 
     lengths = [1024, 2048, 4096, 8192, 16_384]
     ms = {
@@ -531,7 +531,7 @@ def test_the_contents_of_a_page_are_its_headings_in_order(name):
     assert max(Counter(anchors(PAGES[name])).values()) == 1
 
 
-COMMANDS = re.findall(r"^python (.+)$|`python (\w+\.py [^`]+)`", PAGE + EXERCISES, re.MULTILINE)
+COMMANDS = re.findall(r"^python (.+)$|`python (\w+\.py [^`]+)`", (PAGE + EXERCISES).replace("\\\n", ""), re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", sorted({"".join(found) for found in COMMANDS}))
