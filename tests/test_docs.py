@@ -1,23 +1,45 @@
-"""The numbers on docs/attention.md, computed again."""
+"""The numbers on docs/attention.md and docs/exercises.md, computed again; and the code of the exercises, run."""
 
+import csv
+import importlib
+import io
 import math
 import re
+import shlex
+from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
 from kernels.problem import Problem
+from kernels.sizes import MEASURED, shared_memory
+from lab.meter import peak_bytes
+from lab.story import keys_wrongly_seen
+from lab.trace import tell, worked_example
 from lab.traffic import words_of
+from model import tiled
 from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES
+from model.dropout import keep_mask
 from model.mask import EMPTY, PART, Tiling, tiles
 from model.tiled import LOG2E, TINY, nothing_seen, online_softmax
-from tests.test_attention import cat
+from tests.test_attention import Largest, cat
 from tests.test_mask import looked
+from tests.test_readme import SCRIPTS, undefined
+from training import config
+from training.probe import LIMIT
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+CPU = torch.device("cpu")
+PAGE = (DOCS / "attention.md").read_text(encoding="utf-8")
+EXERCISES = (DOCS / "exercises.md").read_text(encoding="utf-8")
+PAGES = {"attention.md": PAGE, "exercises.md": EXERCISES}
 BEFORE, GPU = PAGE.split("## On a GPU")
 GPU = " ".join(GPU.split("\n## ")[0].split())
 ATTENTION, TILED, FLASH, OP = (
@@ -26,14 +48,22 @@ ATTENTION, TILED, FLASH, OP = (
 )
 
 
-def tables(first: str) -> list[list[str]]:
-    """The rows of the table whose heading begins with `first`."""
-    body = PAGE.split(f"| {first} |", 1)[1].split("\n\n", 1)[0]
+def tables(first: str, page: str = PAGE) -> list[list[str]]:
+    """The rows of the page's table whose heading begins with `first`."""
+    body = page.split(f"| {first} |", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in body.splitlines()[2:]]
+
+
+def section(heading: str) -> str:
+    """A section of attention.md, in one line."""
+    return " ".join(PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0].split())
 
 
 def shown(values, places: int = 4) -> str:
     return " ".join(f"{float(x):.{places}f}" for x in values)
+
+
+# --- docs/attention.md -----------------------------------------------------------------------------------------------
 
 
 def test_the_state_of_the_worked_row_after_each_tile():
@@ -61,12 +91,104 @@ def test_the_result_of_every_row_of_the_worked_example():
         assert o_i == shown(o[0, 0, i])
 
 
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products, 2 for each multiplication. (PyTorch's FlopCounterMode does not count
+    baddbmm_.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_):
+            self.flops += 2 * result.numel() * args[-2].shape[-1]
+        return result
+
+
+def products(impl: str) -> list[float]:
+    """How many products of 2 N N D FLOPs a forward and a backward compute."""
+    N, D = 128, 32
+    x = [torch.randn(1, 1, N, D).requires_grad_() for _ in "qkv"]
+    with Products() as forward:
+        o = attention(*x, AttentionConfig(impl, 32, 32), causal=False)
+    with Products() as backward:
+        o.sum().backward()
+    return [counted.flops / (2 * N * N * D) for counted in (forward, backward)]
+
+
+def test_the_products_of_both_passes():
+    (naive, naive_backward), (same, tiled_backward) = products("naive"), products("tiled")
+    assert naive == same
+    said = section("What is saved, and what is not")
+    assert f"forward has {naive:g} such products in naive and in tiled" in said
+    assert f"backward has {naive_backward:g} in naive and {tiled_backward:g} in tiled" in said
+    table = tables("product")
+    assert [sum(row[column] == "x" for row in table) for column in (2, 3)] == [naive_backward, tiled_backward]
+    said = section("The backward")
+    assert f"{tiled_backward:g} products where a stored P needs {naive_backward:g}" in said
+
+
+def measured(impl: str, T: int, which: str) -> dict[str, str]:
+    """A row of docs/results.csv: 12 heads of 64, one causal sequence, no dropout."""
+    wanted = {"impl": impl, "T": str(T), "pass": which, "B": "1", "H": "12", "D": "64", "causal": "True"}
+    with open(DOCS / "results.csv", newline="", encoding="utf-8") as file:
+        return next(row for row in csv.DictReader(file) if wanted.items() <= row.items() and row["dropout_p"] == "0.0")
+
+
+def test_the_times_are_those_of_the_results():
+    said = section("What is saved, and what is not")
+    naive, triton = (float(measured(impl, 16_384, "backward")["ms"]) for impl in ("naive", "triton"))
+    assert f"naive takes {naive:.1f} ms for the {products('naive')[1]:g} products of its backward" in said
+    assert f"triton take {triton:.1f} ms for {sum(kernel_products())}" in said
+
+
+def test_the_memory_of_naive_is_that_of_the_results_and_of_six_tables():
+    T, H, said = 16_384, 12, section("Memory")
+    table = H * table_of_scores(T) * 4 / 2**30
+    peak = float(measured("naive", T, "forward+backward")["peak_mib"]) / 2**10
+    assert f"a table in float32 has {table:.0f} GiB" in said
+    assert f"peaks at {peak:.0f} GiB, which is six such tables" in said
+    assert round(peak / table) == 6
+
+
+def table_of_scores(T: int) -> int:
+    """How many elements naive's largest tensor has, for one head of T tokens; counted on tensors without storage."""
+    with FakeTensorMode(), Largest() as seen:
+        q = torch.empty(1, 1, T, 64)
+        attention(q, q, q, AttentionConfig("naive"))
+    return seen.elements
+
+
+def test_the_bytes_of_a_table_of_scores():
+    assert f"{table_of_scores(8192) * 4:,} bytes" in section("Memory")
+
+
+def test_the_steps_as_the_first_paper_writes_them_give_the_same_sums():
+    """The tile's own maximum, alpha and beta, and O divided after every tile."""
+    torch.manual_seed(0)
+    s, v = 3 * torch.randn(1, 5, 12, dtype=torch.float64), torch.randn(1, 12, 4, dtype=torch.float64)
+    m, l = torch.full((1, 5, 1), -torch.inf, dtype=torch.float64), torch.zeros(1, 5, 1, dtype=torch.float64)
+    ours, o = (m * LOG2E, l), torch.zeros(1, 5, 4, dtype=torch.float64)
+    acc = o
+    for s_j, v_j in zip(s.split(3, 2), v.split(3, 1), strict=True):
+        own = s_j.amax(-1, keepdim=True)
+        m_new = torch.maximum(m, own)
+        alpha, beta, p = torch.exp(m - m_new), torch.exp(own - m_new), torch.exp(s_j - own)
+        l_new = alpha * l + beta * p.sum(-1, keepdim=True)
+        o = (l * alpha * o + beta * p @ v_j) / l_new
+        m, l = m_new, l_new
+        p, *ours, our_alpha = online_softmax(s_j * LOG2E, *ours)
+        acc = our_alpha * acc + p @ v_j
+        torch.testing.assert_close((ours[0] / LOG2E, ours[1], acc / ours[1]), (m, l, o))
+
+
 def test_the_numbers_of_tiles():
     n, block = 16, 64
     T = n * block
-    for window, number in ((None, 136), (block + 1, 31)):
+    for window, number in ((None, 136), (2, 31), (block + 1, 31)):
         assert sum(found != EMPTY for found in looked(Problem(T, T, window=window), block, block).values()) == number
-        assert str(number) in PAGE.split("## Masks")[1].split("## Memory")[0]
+        assert str(number) in section("Masks, and the tiles they empty")
     assert "2 n - 1" in PAGE
 
 
@@ -89,6 +211,34 @@ def test_the_words_moved(row):
         assert quotient == f"{found / (N * N * D * D / M):.2f}"
 
 
+@pytest.mark.parametrize("order", ["keys_outside", "queries_outside"])
+def test_the_words_that_a_tile_moves_in_the_backward(order, monkeypatch):
+    """The difference between 16 and 8 tiles a side. What is added to a tile in slow memory moves in and out."""
+    N, D, moved = 512, 64, [0]
+    load, store = tiled.load, tiled.store
+
+    def counting_load(x, tile):
+        moved[0] += x[:, :, tile.start : tile.stop].numel()
+        return load(x, tile)
+
+    def counting_store(x, tile, values, add=None):
+        moved[0] += values.numel() * (1 if add is None else 2)
+        store(x, tile, values, add)
+
+    monkeypatch.setattr(tiled, "load", counting_load)
+    monkeypatch.setattr(tiled, "store", counting_store)
+    words = []
+    for block in (N // 8, N // 16):
+        x = [torch.randn(1, 1, N, D).requires_grad_() for _ in "qkv"]
+        o = attention(*x, AttentionConfig("tiled", block, block, order), causal=False)
+        moved[0] = 0
+        o.sum().backward()
+        words.append(moved[0])
+    factor = round((words[1] - words[0]) / (8 * N * D))
+    outside, of = order.split("_")[0], {"keys_outside": "keys", "queries_outside": "rows"}[order]
+    assert re.search(rf"- {outside} outside: [^-]*, {factor} N D words for each tile of {of}\.", section("Traffic"))
+
+
 @pytest.mark.parametrize("code", [TILED, FLASH], ids=["tiled.py", "flash.py"])
 def test_the_steps_are_in_the_code_under_their_numbers(code):
     steps = {int(number) for number in re.findall(r"# (\d+)\b", code)}
@@ -105,10 +255,27 @@ def test_a_function_named_under_on_a_gpu_is_in_the_kernels(name):
     assert f"\ndef {name}(" in FLASH + OP
 
 
+def kernel_products() -> tuple[int, int]:
+    """How many products a tile takes in dq_tiles and in dkdv_tiles."""
+    dq, dkdv = (kernel(name).count("tl.dot(") for name in ("dq_tiles", "dkdv_tiles"))
+    return dq, dkdv
+
+
+def kernel(name: str) -> str:
+    """The text of a function of kernels/flash.py."""
+    return FLASH.split(f"\ndef {name}(")[1].split("\n@")[0]
+
+
 def test_the_products_that_the_backward_of_a_tile_takes():
-    bodies = (FLASH.split(f"\ndef {name}(")[1].split("\n@")[0] for name in ("dq_tiles", "dkdv_tiles"))
-    dq, dkdv = (body.count("tl.dot(") for body in bodies)
+    dq, dkdv = kernel_products()
     assert f"{dq + dkdv} products instead of 5 ({dq} in `dq_tiles`, {dkdv} in `dkdv_tiles`)" in GPU
+
+
+def test_the_tiles_that_the_backward_of_a_tile_loads():
+    loaded = [re.findall(r"(\w+)_[ij] = load\(", kernel(name)) for name in ("dq_tiles", "dkdv_tiles")]
+    assert loaded == [["k", "v"], ["q", "do"]]
+    (k, v), (q, do) = loaded
+    assert f"{k} and {v} for each tile of rows, {q} and {do} for each tile of keys" in section("Traffic")
 
 
 def test_the_tiles_that_a_causal_mask_leaves_whole():
@@ -133,12 +300,243 @@ def test_what_the_triton_forward_keeps_for_its_backward():
     assert "96 MiB for each of the four, which are there anyway, and 3 MiB for lse" in GPU
 
 
+@pytest.mark.parametrize("row", tables("| forward | its derivative, if that is not 1"), ids=lambda row: row[0])
+def test_a_score_modifier_goes_where_the_page_says(row):
+    file = re.search(r"\[([\w/.]+)\]", row[0])[1]
+    names = re.findall(r"`(\w+)`", " ".join(row[1:]))
+    assert names
+    assert undefined(names, [file]) == []
+
+
 def test_the_last_table_has_a_line_for_each_failure():
     assert sorted(row[1] for row in tables("taken out")) == sorted(f"`break_it={name}`" for name in FAILURES)
 
 
-def test_every_link_within_the_page_leads_somewhere():
-    headings = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^## (.+)$", PAGE, re.M)}
-    assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) == headings
-    for path in re.findall(r"\]\(([\w./]+)\)", PAGE):
-        assert (ROOT / "docs" / path).exists(), path
+# --- docs/exercises.md -----------------------------------------------------------------------------------------------
+
+NUMBERED = {
+    int(n): text for n, text in re.findall(r"^## (\d+)\. (.*?)(?=^## |\Z)", EXERCISES, re.MULTILINE | re.DOTALL)
+}
+CODE = {n: re.search(r"```python\n(.*?)```", text, re.DOTALL) for n, text in NUMBERED.items()}
+CODE = {n: found[1] for n, found in CODE.items() if found}
+
+
+def answer(n: int) -> str:
+    """The answer of an exercise, in one line."""
+    return " ".join(NUMBERED[n].split("<details><summary>Answer</summary>")[1].split("</details>")[0].split())
+
+
+def test_each_exercise_has_a_question_and_one_answer():
+    assert sorted(NUMBERED) == list(range(1, len(NUMBERED) + 1))
+    assert all(text.count("<details>") == text.count("</details>") == 1 for text in NUMBERED.values())
+    assert all(answer(n) for n in NUMBERED)
+
+
+@pytest.mark.parametrize("n", CODE)
+def test_the_code_of_an_exercise_prints_what_its_answer_says(n):
+    said = io.StringIO()
+    with redirect_stdout(said), torch.random.fork_rng():
+        exec(compile(CODE[n], f"exercise {n}", "exec"), {})
+    (printed,) = re.findall(r"```text\n(.*?)```", NUMBERED[n], re.DOTALL)
+    assert said.getvalue() == printed
+
+
+def steps_of(*scores: list[float]) -> list[tuple[float, float, float, float]]:
+    """m, l, alpha and the sum of the weights of each tile, of a row whose tiles have these scores."""
+    m, l, _ = nothing_seen(torch.zeros(1, 1, 1), torch.float64)
+    found = []
+    for s in scores:
+        p, m, l, alpha = online_softmax(torch.tensor([[s]], dtype=torch.float64) * LOG2E, m, l)
+        found.append((m.item() / LOG2E, l.item(), alpha.item(), p.sum().item()))
+    return found
+
+
+def test_exercise_1():
+    (m_1, l_1, _, _), (m_2, l_2, alpha, own) = steps_of([0.8, 0.3, -0.1, 0.5], [1.2, -0.4, 0.6, 0.1])
+    assert f"m = {m_1:.1f} and l = {l_1:.3f}" in answer(1)
+    assert f"m = {m_2:.1f}, so alpha = e^{m_1 - m_2:.1f} = {alpha:.3f}" in answer(1)
+    assert f"l = {alpha:.3f} x {l_1:.3f} + {own:.3f} = {l_2:.3f}" in answer(1)
+
+
+def test_exercise_2():
+    first, second = [3.01, 0.09], [2.48, 1.95]
+    q, k = torch.zeros(2, 1, 1, 4, 4)
+    q[..., 0], k[0, 0, :, 0] = 1.0, torch.tensor(first + second)
+    # with the identity for v the output is the weights
+    weights = attention(q, k, torch.eye(4).view(1, 1, 4, 4), AttentionConfig("tiled", 2, 2), causal=False,
+                        softmax_scale=1.0)  # fmt: skip
+    (_, (m, l, alpha, _)), ((m_1, _, _, _), (_, turned, other, _)) = steps_of(first, second), steps_of(second, first)
+    assert f"1 / {l:.3f} = {weights[0, 0, 0, 0]:.4f}" in answer(2)
+    assert f"second tile has alpha = {alpha:g}" in answer(2)
+    assert f"m is {m_1:.2f} after the first tile visited and grows to {m:.2f}" in answer(2)
+    assert f"alpha = e^{m_1 - m:.2f} = {other:.3f}" in answer(2)
+    assert math.isclose(l, turned)
+
+
+def test_exercise_3():
+    N, D = 16_384, 128
+    table = table_of_scores(N) * torch.float16.itemsize
+    m, l, _ = nothing_seen(torch.empty(1, N, D, dtype=torch.float16, device="meta"), tiled.sum_dtype(torch.float16))
+    assert f"{N:,} x {N:,} x 2 bytes = {table / 2**30:g} GiB" in answer(3)
+    both = m.nbytes + l.nbytes
+    assert f"bytes = {both / 2**10:g} KiB, which is {table / both:,.0f} times" in answer(3)
+    assert f"one number a row, {m.nbytes / 2**10:g} KiB" in answer(3)
+
+
+def test_exercise_4():
+    naive, other = products("naive"), products("tiled")
+    assert [row[1:] for row in tables("products of 2 N N D FLOPs", NUMBERED[4])] == [
+        [f"{a:g}", f"{b:g}"] for a, b in zip(naive, other, strict=True)
+    ]
+    assert f"{sum(other):g} products where naive has {sum(naive):g}" in answer(4)
+
+
+def test_exercise_5():
+    space, D, size = shared_memory(CPU), 64, torch.bfloat16.itemsize
+    longest = max(T for T in range(1, 1000) if 4 * T * D * size + T * T * 4 <= space)
+    assert f"{space:,} bytes" in NUMBERED[5]
+    assert f"up to T = {longest}." in answer(5)
+    tile = MEASURED["forward", D, False]
+    assert f"tiles of {tile.BLOCK_M} queries and {tile.BLOCK_N} keys" in NUMBERED[5]
+    assert tile.num_stages == 3
+    q, pair = tile.BLOCK_M * D * size, 2 * tile.BLOCK_N * D * size
+    assert q == pair
+    assert f"= {q / 2**10:g} KiB and each pair as much, so {(q + tile.num_stages * pair) / 2**10:g} KiB" in answer(5)
+
+
+def test_exercise_6():
+    T, block, window = 65_536, 128, 4096
+    by_row = [
+        [sum(1 for _ in visits) for _, visits in Tiling(Problem(T, T, window=w), block, block).by_rows()]
+        for w in (None, window)
+    ]
+    causal, near = map(sum, by_row)
+    most = max(by_row[1])
+    assert f"n = {T // block} tiles on a side" in answer(6)
+    assert f"{causal:,} of them" in answer(6)
+    assert f"reaches over {most} tiles of keys" in answer(6)
+    assert f"Only the first {sum(n < most for n in by_row[1])} tiles of queries have fewer" in answer(6)
+    assert f"makes {near:,}, an eighth" in answer(6)
+    assert round(causal / near) == 8
+
+
+def cats_story(failure: str = "none", block: int = 2, causal: bool = False):
+    options = {"causal": causal, "block_m": block, "block_n": block, "order": "queries_outside"}
+    return tell(worked_example(), failure, 1.0, "float64", **options)
+
+
+def test_exercise_7():
+    (told, o, _), (small, same, _) = cats_story(), cats_story(block=1)
+    grown = [sum(int(((tile.m > tile.m_old) & (tile.l_old > 0)).sum()) for tile in run) for run in (told, small)]
+    assert f"{len(small)} tiles instead of {len(told)}, and the same o" in answer(7)
+    np.testing.assert_allclose(o, same)
+    assert f"rescaled {grown[1]} times instead of {grown[0]}" in answer(7)
+
+
+def test_exercise_8():
+    (told, right, _), (_, broken, _) = cats_story(), cats_story("no_rescale")
+    assert shown(told[0].scores[1], 1) + " " + shown(told[1].scores[1], 1) == "1.5 0.0 1.0 0.5"
+    assert {f"{tile.m[1]:g}" for tile in told[:3]} == {"1.5"}
+    assert {tile.alpha[1] for tile in told[1:3]} == {1.0}
+    off = 100 * np.linalg.norm(broken - right, axis=1) / np.linalg.norm(right, axis=1)
+    assert f"o is the same, {off[1]:.1f} % away" in answer(8)
+    assert f'"on" (row 3) shows it: {off[3]:.1f} % away' in answer(8)
+
+
+def test_exercise_9():
+    """What the code prints is tested above; where it happens is the logarithm of the largest float32."""
+    assert f"e^{LIMIT:.2f}" in NUMBERED[9]
+    assert f"{LIMIT:.2f} - ln 1,024 = {LIMIT - math.log(1024):.2f}" in answer(9)
+
+
+def test_exercise_10():
+    wrong = []
+    for row in range(5):
+        of_tiles = [(tile, row - tile.rows.start) for tile in cats_story("local_mask", causal=True)[0]]
+        found = [keys_wrongly_seen(tile, r, 0) for tile, r in of_tiles if row in tile.rows]
+        wrong.append([str(row), *(str(sum(counts)) for counts in zip(*found, strict=True))])
+    assert tables("row", NUMBERED[10]) == wrong
+    np.testing.assert_array_equal(*(cats_story(failure, 5, True)[1] for failure in ("none", "local_mask")))
+
+
+def test_exercise_11():
+    N, D = 512, 16
+    rows = [["naive", *[f"{words_of(AttentionConfig('naive'), N, D):,}"] * 2]]
+    for order in ("keys_outside", "queries_outside"):
+        blocks = [M // (4 * D) for M in (2048, 4096)]
+        words = [words_of(AttentionConfig("tiled", min(block, D), block, order), N, D) for block in blocks]
+        rows.append([order.replace("_", " "), *(f"{count:,}" for count in words)])
+    assert tables("words moved, N = 512, D = 16", NUMBERED[11]) == rows
+
+
+def peak(impl: str, T: int) -> int:
+    """Bytes of a forward and backward of 2 heads of size 32, the sizes that bench.py has where none are given."""
+    x = [torch.randn(1, 2, T, 32).requires_grad_() for _ in "qkv"]
+    do = torch.randn(1, 2, T, 32)
+    block = AttentionConfig(impl, 128, 128)
+    return peak_bytes(lambda: torch.autograd.grad(attention(*x, block, causal=False), x, do), CPU)
+
+
+def test_exercise_12():
+    (n_1, n_2), (t_1, t_2) = ([peak(impl, T) for T in (1024, 2048)] for impl in ("naive", "tiled"))
+    assert f"grows to {n_2 / n_1:.0f} times" in answer(12)
+    assert f"{n_2 / 2**20:.0f} MiB, which is {n_2 / (2 * 4 * table_of_scores(2048)):.0f} tables" in answer(12)
+    assert round(t_2 / t_1) == 2
+    assert f"about twice ({t_2 / 2**20:.1f} MiB)" in answer(12)
+    least = int(re.search(r"less than naive from T = (\d+) on", answer(12))[1])
+    assert [peak("tiled", T) < peak("naive", T) for T in (least - 1, least)] == [False, True]
+
+    lengths = [1024, 2048, 4096, 8192, 16_384]
+    ms = {
+        impl: [float(measured(impl, T, "forward+backward")["ms"]) for T in lengths]
+        for impl in ("naive", "tiled", "triton")
+    }
+    assert all(slow > fast for slow, fast in zip(ms["tiled"], ms["naive"], strict=True))
+    assert all(slow > fast for slow, fast in zip(ms["naive"], ms["triton"], strict=True))
+    assert f"slower up to {lengths[-1]:,} tokens ({ms['tiled'][-1]:.0f} against {ms['naive'][-1]:.0f} ms)" in answer(12)
+    assert not measured("naive", 32_768, "forward")["ms"]
+    assert measured("tiled", 32_768, "forward")["ms"]
+
+
+def test_exercise_13():
+    seed, T = torch.tensor(7), 16_384
+    part = keep_mask(seed, 12, range(64), range(64), 0.1)
+    assert f"would take {part.nbytes * (T / 64) ** 2 / 2**30:g} GiB" in answer(13)
+    assert f"seed takes {seed.nbytes} bytes" in answer(13)
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: str) -> list[str]:
+    """The addresses of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#{2,} (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_somewhere(name):
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([\w-]+))?\)", PAGES[name]):
+        page = DOCS / (path or name)
+        assert page.exists(), path
+        assert not anchor or anchor in anchors(page.read_text(encoding="utf-8")), (path, anchor)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_contents_of_a_page_are_its_headings_in_order(name):
+    headings = re.findall(r"^## (.+)$", PAGES[name], re.MULTILINE)
+    listed = re.findall(r"^- \[(.+)\]\(#([\w-]+)\)$", PAGES[name], re.MULTILINE)
+    assert listed == [(heading, anchors(f"## {heading}")[0]) for heading in headings]
+    assert max(Counter(anchors(PAGES[name])).values()) == 1
+
+
+COMMANDS = re.findall(r"^python (.+)$|`python (\w+\.py [^`]+)`", (PAGE + EXERCISES).replace("\\\n", ""), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted({"".join(found) for found in COMMANDS}))
+def test_a_command_of_the_pages_is_one_that_runs(command):
+    """Composed with the real configuration, so every key, group and type in it is right."""
+    script, *arguments = shlex.split(command)
+    module = importlib.import_module(script.removesuffix(".py"))
+    assert config.compose(arguments, module.Config, SCRIPTS[script], ROOT / "conf", module.__name__)
