@@ -6,6 +6,7 @@
     python bench.py window=256 kv_heads=1              masks: window=, documents=, block_mask=; grouped heads: kv_heads=
     python bench.py mode=pictures                      draws again what the same keys have raced; needs no GPU
     python bench.py mode=traffic                       words between slow memory and chip, in both loop orders
+    python bench.py mode=traffic causal=[true] window=256 backward=true lengths=[512,1024,2048]
 
 mode=race. Ours (naive, tiled, triton) and the peers that are there (torch's kernels one by one, FlexAttention,
 FlashAttention-4), with and without a causal mask and dropout. Each is compared with naive in float64 first: one of ours
@@ -21,11 +22,12 @@ would have taken longer than patience.
 Rows go to results.csv; speed.png has FLOP/s over length, memory.png the peaks of the first series, drawn where the
 batch is the same at every length (tokens=1). All of it in runs/bench (docs/ has those of out=docs).
 
-mode=pictures. Takes the keys of a race and draws its pictures from the rows in results.csv of the folder out.
+mode=pictures. Takes the keys of a race and draws its pictures from the rows in results.csv of the folder out; and
+traffic.png from traffic.csv, where that is there.
 
-mode=traffic. One forward of one head, not causal, its loads and stores counted tile by tile as they happen, beside what
-the papers predict; to traffic.csv and traffic.png. M, the words that the chip holds, sets the tiles as the first paper
-does: block_n = M / 4D and block_m = min(block_n, D).
+mode=traffic. One forward of one head (and one backward), its loads and stores counted tile by tile as they happen,
+beside what the papers predict; not causal unless causal= says so. To traffic.csv and traffic.png. M, the words that the
+chip holds, sets the tiles as the first paper does: block_n = M / 4D and block_m = min(block_n, D).
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -44,8 +46,9 @@ from model.dropout import drop_threshold
 from training import config
 from training.machine import pick_device
 
-TRAFFIC_READS = ("mode", "lengths", "head_sizes", "on_chip", "out")
-NOT_IN_PICTURES = ("block", "patience", "device", "on_chip")
+TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
+NOT_IN_RACE = ("on_chip", "backward")
+NOT_IN_PICTURES = (*NOT_IN_RACE, "block", "patience", "device")
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Config:
     heads: list[int] = field(default_factory=lambda: [2])  # of each head size, or one number for all
     kv_heads: int | None = None  # heads of k and v, each shared by as many of q; None: as many as heads
     tokens: int = 1  # of a batch: B = max(1, tokens // T). A GPU is not filled by one short sequence; 32768 is usual
-    causal: list[bool] = field(default_factory=lambda: [True, False])
+    causal: list[bool] | None = None  # None: [true,false], and for traffic [false]
     window: int | None = None  # keys a query sees, itself included
     documents: int | None = None  # tokens a document has in the mean; a token sees its own document only
     block_mask: list[str] | None = None  # attention.block_mask's picture, stretched over each length: [x..,xx.,.xx]
@@ -69,6 +72,7 @@ class Config:
     block: int = 128  # block_m and block_n of tiled
     patience: float = 1.0  # seconds that a forward and backward may take, as the length before it predicts
     on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: M, in words
+    backward: bool = False  # traffic: count the backward too
     device: str = "auto"
     out: str = "runs/bench"  # folder of tables and pictures
 
@@ -82,7 +86,7 @@ class Config:
         for key in fields(self):
             usual = key.default if key.default_factory is MISSING else key.default_factory()
             read = {
-                "race": key.name != "on_chip",
+                "race": key.name not in NOT_IN_RACE,
                 "pictures": key.name not in NOT_IN_PICTURES,
                 "traffic": key.name in TRAFFIC_READS,
             }
@@ -137,7 +141,9 @@ class Config:
                 for T in sorted(set(self.lengths))
                 for B in [max(1, self.tokens // T)]
             ]
-            for (D, H), p, causal in product(zip(self.head_sizes, heads, strict=True), self.dropout_p, self.causal)
+            for (D, H), p, causal in product(
+                zip(self.head_sizes, heads, strict=True), self.dropout_p, self.causal or [True, False]
+            )
         ]
 
 
@@ -158,7 +164,8 @@ def main(cfg: Config) -> None:
         case "pictures":
             pictures(cfg.series(), impls=cfg.impls, dtype=cfg.dtype, out=out)
         case "traffic":
-            traffic(cfg.lengths, cfg.head_sizes[0], cfg.on_chip, out)
+            causal = cfg.causal or [False]
+            traffic(cfg.lengths, cfg.head_sizes[0], cfg.on_chip, causal, cfg.window, cfg.backward, out)
 
 
 if __name__ == "__main__":

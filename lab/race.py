@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.problem import Problem
 from lab.charts import memory_picture, speed_picture
 from lab.meter import median_ms, peak_bytes
+from lab.traffic import redraw
 from model.attention import AttentionConfig, attention, blocks_of, resolve
 from model.mask import WHOLE, Tiling, visible
 from training.machine import about, peak_flops
@@ -184,7 +185,7 @@ def draw(rows: list[dict], out: Path) -> list[str]:
 
 
 def pictures(series: list[list[Case]], *, impls: list[str] | None, dtype: str, out: Path) -> None:
-    """Draws these cases again, from the rows that results.csv in the folder `out` has of them.
+    """Draws these cases again, from the rows that results.csv in the folder `out` has of them; and traffic.png.
 
     Of several rows of one case the last one counts, and only the device of the last of all.
     Raises ValueError where results.csv is missing, has other columns, or has no row of these cases.
@@ -205,7 +206,10 @@ def pictures(series: list[list[Case]], *, impls: list[str] | None, dtype: str, o
     rows = [row for row in found.values() if row["device"] == list(found.values())[-1]["device"]]
     if not rows:
         raise ValueError(f"{results} has no row of these cases in {dtype}; give the keys with which they were raced")
-    print(json.dumps({"results": str(results), "pictures": draw(rows, out)}))
+    drawn = draw(rows, out)
+    if (out / "traffic.csv").exists():
+        drawn.append(str(redraw(out)))
+    print(json.dumps({"results": str(results), "pictures": drawn}))
 
 
 def cells_in(case: Case) -> dict:

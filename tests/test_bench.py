@@ -15,7 +15,7 @@ import bench
 from lab import charts, race
 from lab.meter import PeakBytes, peak_bytes
 from lab.race import Case, attempt, attention_of, forward_and_backward, inputs
-from lab.traffic import words_of
+from lab.traffic import predicted, redraw, words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
 
@@ -258,7 +258,7 @@ def test_torchs_kernels_are_told_of_grouped_heads():
 
 
 def test_a_masks_rules_are_short_enough_to_hide_keys_in_the_check():
-    rules = {"window": 1024, "documents": 2048, "block_mask": ("x.", "xx")}
+    rules = {"window": 1024, "documents": 2048, "block_mask": ("x.", ".x")}
     (small,) = race.checked([[Case(8, 12, 4096, 64, True, 0.0, H_kv=4, **rules), Case(2, 12, 16384, 64, True, 0.0)]])
     assert small == Case(2, 2, 333, 64, True, 0.0, H_kv=1, **rules | {"window": 111, "documents": 111})
     for key, value in rules.items():
@@ -501,6 +501,38 @@ def test_counted_traffic_is_the_loads_and_stores_of_the_paper_word_for_word(N, D
     assert queries_outside == N * D + N // rows * 2 * N * D + N * (D + 1)  # q once, k and v each time, o and lse once
 
 
+@pytest.mark.parametrize(("N", "D", "M"), [(256, 16, 2048), (512, 32, 4096)])
+def test_counted_traffic_of_the_backward_is_its_loads_and_stores_word_for_word(N, D, M):
+    block = M // (4 * D)
+    rows, passes = min(block, D), N // block
+    keys_outside = words_of(AttentionConfig("tiled", rows, block, "keys_outside"), N, D, backward=True)
+    # k, v in and dk, dv out once; for every tile of keys q, do, lse, delta and dq in, dq out
+    assert keys_outside == 4 * N * D + passes * N * (4 * D + 2)
+    queries_outside = words_of(AttentionConfig("tiled", rows, block, "queries_outside"), N, D, backward=True)
+    # q, do, lse, delta in and dq out once; for every tile of rows k, v, dk, dv in and dk, dv out
+    assert queries_outside == N * (3 * D + 2) + N // rows * 6 * N * D
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 64), (False, 64)])
+@pytest.mark.parametrize("name", ["naive", "keys_outside", "queries_outside"])
+def test_a_masks_traffic_is_predicted(name, causal, window, backward):
+    """To a sixth, beside what each order moves once: m, l and the tiles on the diagonal count at this length. Without
+    the mask's share each of ours would be off by a factor of nearly two or more."""
+    N, D, M = 1024, 32, 8192
+    config = AttentionConfig("tiled", 32, 64, "keys_outside" if name == "naive" else name, window=window)
+    config = replace(config, impl="naive") if name == "naive" else config
+    words = words_of(config, N, D, causal, backward)
+    once = {
+        "naive": 0,
+        "keys_outside": 4 * D + (0 if backward else 3),
+        "queries_outside": 2 * D + 1 + backward * (D + 1),
+    }
+    found = words - N * once[name]
+    assert found == pytest.approx(predicted(name, N, D, M, causal, window, backward), rel=1 / 6)
+    assert name == "naive" or words < 0.65 * words_of(replace(config, window=None), N, D, False, backward)
+
+
 @pytest.mark.parametrize(("N", "D", "M"), [(512, 64, 4096), (1024, 64, 4096), (1024, 64, 8192), (2048, 32, 4096)])
 def test_traffic_of_keys_outside_fits_n_n_d_d_over_m(N, D, M):
     """12 N N D D / M words: 3 N D for each of 4 N D / M tiles of keys. m and l add 4 N to each, that is 16 / D to the
@@ -521,7 +553,12 @@ def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
     with open(tmp_path / "traffic.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["order"] for row in rows] == ["naive", "keys_outside", "queries_outside"] * 2
-    assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
+    assert {row["pass"] for row in rows} == {"forward"}
+    assert {row["causal"] for row in rows} == {"False"}
+    drawn = (tmp_path / "traffic.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    (tmp_path / "traffic.png").unlink()
+    assert redraw(tmp_path).read_bytes() == drawn
 
 
 def test_a_chip_too_small_for_a_row_is_refused():
