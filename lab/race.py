@@ -1,28 +1,35 @@
 """Check, then race and weigh: the speed and memory of each attention. `python bench.py`
 
-Shapes: q, k, v, o and do (B, H, T, D).
+Shapes: q, o and do (B, H, T, D), k and v (B, H_kv, T, D).
 """
 
 import csv
-import itertools
 import json
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.problem import Problem
+from lab.charts import memory_picture, speed_picture
 from lab.meter import median_ms, peak_bytes
-from model.attention import AttentionConfig, attention, resolve
-from training.machine import about
+from lab.traffic import redraw
+from model.attention import AttentionConfig, attention, blocks_of, resolve
+from model.mask import WHOLE, Tiling, visible
+from training.machine import about, peak_flops
 
-COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "T", "D"]
-COLUMNS += ["causal", "dropout_p", "tile", "pass", "ms", "tflops", "peak_mib"]
+# H_kv is empty where it is H, and window, documents and block_mask where there is none.
+COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D"]
+COLUMNS += ["causal", "window", "documents", "block_mask", "share", "dropout_p", "tile"]
+MEASURED = ("ms", "tflops", "peak_mib")
+COLUMNS += ["pass", *MEASURED]
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in FLOPs of a forward
 OURS = ("naive", "tiled", "triton")
@@ -33,11 +40,12 @@ SDPA = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 IMPLS = (*OURS, *SDPA, "flex", "flash4")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem of the race: q, k, v (B, H, T, D)."""
+    """One problem of the race: q (B, H, T, D), k and v (B, H_kv, T, D)."""
 
     B: int
     H: int
@@ -45,20 +53,77 @@ class Case:
     D: int
     causal: bool
     dropout_p: float
+    H_kv: int | None = None  # None: H
+    window: int | None = None
+    documents: int | None = None  # tokens that a document has in the mean; None: one document
+    block_mask: tuple[str, ...] | None = None  # a picture as AttentionConfig has it, stretched over T x T
 
     def flops(self, which: str) -> float:
-        """A forward is two products, q k^T and p v, of 2 T T D for every head; causal, half of them are needed."""
-        return PASSES[which] * 4 * self.B * self.H * self.T * self.T * self.D * (0.5 if self.causal else 1.0)
+        """A forward is two products, q k^T and p v, of 2 D for every visible pair of query and key in every head."""
+        return PASSES[which] * 4 * self.B * self.H * self.T * self.T * self.D * self.share
+
+    @cached_property
+    def share(self) -> float:
+        """How many of the T x T pairs of query and key the mask leaves visible: 0 to 1, the mean over the batch.
+
+        Half of them where the mask is causal and nothing else: everybody counts the diagonal like that.
+        """
+        if self.window is None and self.documents is None and self.block_mask is None:
+            return 0.5 if self.causal else 1.0
+        problem, pairs = self.problem(), 0.0
+        for rows, visits in Tiling(problem, 512, 512).by_rows():
+            for tile in visits:
+                if tile.seen == WHOLE:
+                    pairs += len(rows) * len(tile.columns)
+                else:
+                    seen = visible(problem, rows, tile.columns, CPU)  # (1 or B, R, S)
+                    pairs += int(seen.sum()) / len(seen)
+        return pairs / self.T**2
+
+    def problem(self) -> Problem:
+        """Its mask."""
+        documents = documents_of(self)
+        blocks = None if self.block_mask is None else blocks_of(self.block_mask, CPU)
+        return Problem(
+            self.T,
+            self.T,
+            causal=self.causal,
+            window=self.window,
+            documents_q=documents,
+            documents_k=documents,
+            blocks=blocks,
+            block_size=self.block_size,
+        )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block of the picture is wide and high: it covers all of T x T."""
+        across = 1 if self.block_mask is None else min(len(self.block_mask), len(self.block_mask[0]))
+        return -(-self.T // across)
+
+    def title(self) -> str:
+        """What all lengths of a series share."""
+        words = [f"head size {self.D}", f"{self.H} heads" + (f" on {self.H_kv} of keys" if self.H_kv else "")]
+        words.append("causal" if self.causal else "not causal")
+        words += [f"window {self.window}"] * (self.window is not None)
+        words += [f"documents of {self.documents} tokens"] * (self.documents is not None)
+        words += [f"block mask {'/'.join(self.block_mask or ())}"] * (self.block_mask is not None)
+        return ", ".join([*words, f"dropout {self.dropout_p:g}"])
+
+
+def documents_of(case: Case) -> Tensor | None:
+    """int64 (B, T): which document each token is in, or None. A new one begins at each token with the same probability,
+    so lengths differ as much as they do in a text. The same at every call."""
+    if case.documents is None:
+        return None
+    generator = torch.Generator().manual_seed(case.T)
+    return (torch.rand(case.B, case.T, generator=generator) < 1 / case.documents).cumsum(1)
 
 
 def race(
+    series: list[list[Case]],
     *,
     impls: list[str] | None,
-    lengths: list[int],
-    sizes: list[tuple[int, int]],
-    tokens: int,
-    causal: list[bool],
-    dropout_p: list[float],
     dtype: str,
     block: int,
     patience: float,
@@ -67,34 +132,30 @@ def race(
 ) -> None:
     """Checks, races and draws: rows to results.csv in the folder `out`, below those that are there, and pictures.
 
-    impls: of IMPLS, or None for all that run here. sizes: D and H. tokens: of a batch. block: of tiled. patience:
-    seconds that a forward and backward may take, as the length before it predicts. Each series, the lengths of one
-    size, dropout and mask, is a table on the screen.
+    series: cases that differ in their length alone, shortest first; each list is a table on the screen. impls: of
+    IMPLS, or None for all that run here. block: of tiled. patience: seconds that a forward and backward may take, as
+    the length before it predicts.
     Raises ValueError where one of ours that was named cannot run, where nobody can, and where results.csv has other
     columns; RuntimeError where one of ours is wrong.
     """
     facts = {key: value for key, value in about(device).items() if key in COLUMNS}
     names, results = entrants(impls, device), results_in(out)
     told: list[str] = []  # what peers cannot do; each is printed once
-    cases = [
-        Case(1, 2, 333, D, masked, p)  # a length that no tile divides
-        for (D, _), p, masked in itertools.product(sizes, dict.fromkeys([0.0, *dropout_p]), causal)
-    ]
-    names = check(names, cases, block, device, DTYPES[dtype], told)
+    names = check(names, checked(series), block, device, DTYPES[dtype], told)
     if not names:
         raise ValueError(f"impls={impls}: none of them runs here; {'; '.join(told)}")
 
-    print(f"TFLOP/s on {facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}")
+    peak = None if dtype == "float32" else peak_flops(device)  # that of the 16-bit formats is known
+    print(f"{facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
     rows = []
-    for (D, H), p, masked in itertools.product(sizes, dropout_p, causal):
-        show(f"D {D}, H {H}, {'causal' if masked else 'not causal'}, dropout_p {p:g}", {name: name for name in names})
+    for cases in series:
+        show_head(cases[0], device, peak)
         ended: dict[str, str] = {}  # which implementations go no further in this series, and the word that says why
         pace: dict[str, float] = {}  # seconds a FLOP, at the length before
-        for T in sorted(set(lengths)):
-            case = Case(max(1, tokens // T), H, T, D, masked, p)
+        for case in cases:
             x = inputs(case, device, DTYPES[dtype])
             fresh = []  # rows
-            cells = {}  # name -> what the table says of each pass, and of memory
+            weighed: dict[str, list[dict] | str] = {}
             for name in names:
                 if pace.get(name, 0.0) * case.flops("forward+backward") > patience:
                     ended.setdefault(name, "slow")
@@ -103,28 +164,81 @@ def race(
                     ended[name] = found
                 else:
                     pace[name] = found[-1]["ms"] / 1e3 / case.flops("forward+backward")
-                numbers, cells[name] = told_of(found)
-                shape = asdict(case) | {"tile": block if name == "tiled" else ""}
-                fresh += [facts | {"impl": name, "dtype": dtype} | shape | passed for passed in numbers]
-            for i, which in enumerate((*PASSES, "MiB")):
-                show(f"T {T:>7}  B {case.B:>3}  {which}", {name: cells[name][i] for name in names})
+                weighed[name] = found
+                shape = cells_in(case) | {"share": case.share, "tile": block if name == "tiled" else None}
+                fresh += [facts | {"impl": name, "dtype": dtype} | shape | passed for passed in numbers(found)]
+            show(case, weighed, device, peak)
             append(results, fresh)  # now: a race that is cut short has not been run in vain
             rows += fresh
 
     if not rows:
         raise ValueError(f"impls={impls}: none of them can do any of these cases; {'; '.join(told)}")
+    print(json.dumps({"results": str(results), "pictures": draw(rows, out), "rows": rows}))
+
+
+def draw(rows: list[dict], out: Path) -> list[str]:
+    """The pictures of these rows in the folder `out`: their paths."""
     pictures = [str(speed_picture(rows, out / "speed.png"))]
     if len({row["B"] for row in rows}) == 1:  # a smaller batch at a greater length would hide what the length takes
         pictures.append(str(memory_picture(rows, out / "memory.png")))
-    print(json.dumps({"results": str(results), "pictures": pictures, "rows": rows}))
+    return pictures
 
 
-def told_of(found: list[dict] | str) -> tuple[list[dict], list[str]]:
-    """The rows of the file and the cells of the table, for what weigh() found or for the word that stands for it."""
+def pictures(series: list[list[Case]], *, impls: list[str] | None, dtype: str, out: Path) -> None:
+    """Draws these cases again, from the rows that results.csv in the folder `out` has of them; and traffic.png.
+
+    Of several rows of one case the last one counts, and only the device of the last of all.
+    Raises ValueError where results.csv is missing, has other columns, or has no row of these cases.
+    """
+    results = results_in(out)
+    if not results.exists():
+        raise ValueError(f"{results} is not there; race first, or use another out")
+    wanted = {tuple(cells_of(case).items()): case for cases in series for case in cases}
+    found: dict[tuple, dict] = {}
+    with open(results, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = tuple((name, row[name]) for name in cells_of(series[0][0]))
+            if key in wanted and row["dtype"] == dtype and row["impl"] in (impls or IMPLS):
+                measured = {name: float(row[name]) if row[name] else None for name in MEASURED}
+                place = row["device"], row["impl"], row["pass"], key
+                found.pop(place, None)
+                found[place] = row | cells_in(wanted[key]) | measured
+    rows = [row for row in found.values() if row["device"] == list(found.values())[-1]["device"]]
+    if not rows:
+        raise ValueError(f"{results} has no row of these cases in {dtype}; give the keys with which they were raced")
+    drawn = draw(rows, out)
+    if (out / "traffic.csv").exists():
+        drawn.append(str(redraw(out)))
+    print(json.dumps({"results": str(results), "pictures": drawn}))
+
+
+def cells_in(case: Case) -> dict:
+    """A case as columns of a row."""
+    return asdict(case) | {"block_mask": None if case.block_mask is None else "/".join(case.block_mask)}
+
+
+def cells_of(case: Case) -> dict[str, str]:
+    """The same as results.csv has them."""
+    return {name: "" if value is None else str(value) for name, value in cells_in(case).items()}
+
+
+def checked(series: list[list[Case]]) -> list[Case]:
+    """Small cases, one for each mask, head size and dropout of the race, and for each without dropout too."""
+    T = 333  # a length that no tile divides; a mask's rules are short enough to hide keys of it
+    found: dict[Case, None] = {}
+    for case in (cases[0] for cases in series):
+        rules = {key: min(T // 3, value) for key in ("window", "documents") if (value := getattr(case, key))}
+        small = replace(case, B=2, H=2, T=T, H_kv=None if case.H_kv is None else 1, **rules)
+        found |= {replace(small, dropout_p=0.0): None, small: None}
+    return list(found)
+
+
+def numbers(found: list[dict] | str) -> list[dict]:
+    """The rows of the file, for what weigh() found or for the word that stands for it."""
     if isinstance(found, list):
-        return found, [f"{passed['tflops']:.3g}" for passed in found] + [f"{found[-1]['peak_mib']:.4g}"]
-    empty = dict.fromkeys(("ms", "tflops", "peak_mib"))  # what does not fit is a result too
-    return [{"pass": which} | empty for which in PASSES] if found == "memory" else [], [found] * 4
+        return found
+    empty = dict.fromkeys(MEASURED)  # what does not fit is a result too
+    return [{"pass": which} | empty for which in PASSES] if found == "memory" else []
 
 
 def results_in(out: Path) -> Path:
@@ -147,12 +261,36 @@ def append(results: Path, rows: list[dict]) -> None:
         if not file.tell():
             writer.writeheader()
         for row in rows:
-            writer.writerow(row | {k: f"{row[k]:.4g}" if row[k] else "" for k in ("ms", "tflops", "peak_mib")})
+            writer.writerow(row | {k: f"{row[k]:.4g}" if row[k] else "" for k in MEASURED})
 
 
-def show(title: str, cells: dict[str, str]) -> None:
-    """A line of the table, a column an implementation."""
-    print(f"{title:40}" + "".join(f"{cell:>{max(9, len(name) + 2)}}" for name, cell in cells.items()), flush=True)
+def show_head(case: Case, device: torch.device, peak: float | None) -> None:
+    """The lines above a series' table: what it has in common, and the columns."""
+    print(f"\n{case.title()}" + (f"; peak {peak / 1e12:.0f} TFLOP/s" if peak else ""))
+    share = f"{'% peak':>7}" if peak else ""
+    each = f"{'ms':>9}{'TFLOP/s' if device.type == 'cuda' else 'GFLOP/s':>9}{share}"
+    print(" " * 27 + "".join(f"{which:>{len(each)}}" for which in PASSES))
+    print(f"{'T':>7}{'B':>4}  {'':14}{each * 3}{'x fastest':>10}{'MiB':>8}", flush=True)
+
+
+def show(case: Case, weighed: dict[str, list[dict] | str], device: torch.device, peak: float | None) -> None:
+    """A line for each implementation at one length: of each pass ms, FLOP/s and the share of the peak, how many times
+    as long as the fastest both passes take, and their memory. Or the word that stands for all of it."""
+    fastest = min((found[-1]["ms"] for found in weighed.values() if isinstance(found, list)), default=0.0)
+    for name, found in weighed.items():
+        line = f"{case.T:>7}{case.B:>4}  {name:14}"
+        if isinstance(found, str):
+            print(f"{line}{found:>9}", flush=True)
+            continue
+        for passed in found:
+            line += f"{short(passed['ms']):>9}{short(passed['tflops'] * (1 if device.type == 'cuda' else 1e3)):>9}"
+            line += f"{passed['tflops'] * 1e12 / peak:>7.0%}" if peak else ""
+        print(f"{line}{found[-1]['ms'] / fastest:>10.2f}{short(found[-1]['peak_mib']):>8}", flush=True)
+
+
+def short(x: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{x:.0f}" if x >= 99.95 else f"{x:.3g}"
 
 
 def entrants(impls: list[str] | None, device: torch.device) -> list[str]:
@@ -173,21 +311,30 @@ def entrants(impls: list[str] | None, device: torch.device) -> list[str]:
 def attention_of(name: str, case: Case, block: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """o = f(q, k, v) for one case; what can be made beforehand (a mask, a seed) has been, so that it is not timed.
 
-    Raises ImportError for a peer that is not installed, ValueError for dropout that it does not have.
+    Raises ImportError for a peer that is not installed, ValueError for dropout or a mask that it does not have.
     """
     causal, p = case.causal, case.dropout_p
+    documents = documents_of(case)
+    documents = None if documents is None else documents.to(device)
     if name in OURS:
-        config = AttentionConfig(name, dropout_p=p)
+        config = AttentionConfig(name, window=case.window, dropout_p=p)
+        if case.block_mask is not None:
+            config = replace(config, block_mask=list(case.block_mask), block_mask_size=case.block_size)
         if name == "tiled":
             config = replace(config, block_m=block, block_n=block)
         impl = resolve(config, device.type)
         seed = torch.tensor(case.T, device=device) if p else None
-        return lambda q, k, v: attention(q, k, v, impl, causal=causal, seed=seed)
+        return lambda q, k, v: attention(q, k, v, impl, causal=causal, seed=seed, documents=documents)
+    rules = [rule for rule in ("window", "documents", "block_mask") if getattr(case, rule) is not None]
+    if rules and name != "flex":
+        raise ValueError(f"{', '.join(rules)}: only ours and FlexAttention can do that without a mask of T x T")
     if name in SDPA:
 
         def sdpa(q, k, v):
             with sdpa_kernel(SDPA[name]):
-                return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
+                return F.scaled_dot_product_attention(
+                    q, k, v, dropout_p=p, is_causal=causal, enable_gqa=case.H_kv is not None
+                )
 
         return sdpa
     if p:
@@ -195,7 +342,7 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
     if name == "flex":
         from torch._functorch import config as functorch
         from torch._inductor import config as inductor
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import flex_attention
 
         # Static shapes are its fastest, and a compilation each. After eight of them torch would run it uncompiled, with
         # a table of T x T; reset() begins the count anew. A donated buffer is one that the backward writes over, which
@@ -205,9 +352,8 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
         functorch.donated_buffer = False
         inductor.compile_threads = 1
         compiled = torch.compile(flex_attention, dynamic=False)
-        T = case.T
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device) if causal else None
-        return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+        mask = flex_mask(case, documents, device)
+        return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=case.H_kv is not None)
     assert name == "flash4"
     from flash_attn.cute import flash_attn_func
 
@@ -217,6 +363,24 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
         return o.transpose(1, 2)
 
     return flash4
+
+
+def flex_mask(case: Case, documents: Tensor | None, device: torch.device) -> Any:
+    """FlexAttention's BlockMask of a case, or None where nothing is hidden. documents: as documents_of() gives them."""
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+    rules: list[Callable] = []
+    if case.causal:
+        rules.append(lambda b, h, i, j: i >= j)
+    if (window := case.window) is not None:
+        rules.append(lambda b, h, i, j: (j > i - window) & (j < i + window))
+    if documents is not None:
+        rules.append(lambda b, h, i, j: documents[b, i] == documents[b, j])
+    if case.block_mask is not None:
+        blocks, size = blocks_of(case.block_mask, device), case.block_size
+        rules.append(lambda b, h, i, j: blocks[i // size, j // size])
+    B = None if documents is None else case.B
+    return create_block_mask(and_masks(*rules), B, None, case.T, case.T, device=device) if rules else None
 
 
 def attempt(told: list[str], action: Callable, name: str, *arguments):
@@ -242,15 +406,16 @@ def attempt(told: list[str], action: Callable, name: str, *arguments):
 
 
 def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and do of a case, (B, H, T, D) each, the same at every call. Random, because a matrix product is
-    faster on zeros, and a kernel that reads do is faster on the expanded scalar that o.sum() would give it."""
+    """q, k, v and do of a case, the same at every call. Random, because a matrix product is faster on zeros, and a
+    kernel that reads do is faster on the expanded scalar that o.sum() would give it."""
     generator = torch.Generator(device).manual_seed(case.T)
-    shape = case.B, case.H, case.T, case.D
-    return [torch.randn(shape, generator=generator, device=device, dtype=dtype, requires_grad=True) for _ in range(4)]
+    heads = case.H, case.H_kv or case.H, case.H_kv or case.H, case.H  # of q, k, v, do
+    shapes = [(case.B, H, case.T, case.D) for H in heads]
+    return [torch.randn(s, generator=generator, device=device, dtype=dtype, requires_grad=True) for s in shapes]
 
 
 def forward_and_backward(f: Callable, x: list[Tensor]) -> list[Tensor]:
-    """o, dq, dk, dv of f at x = q, k, v, do: all (B, H, T, D)."""
+    """o, dq, dk, dv of f at x = q, k, v, do."""
     q, k, v, do = x
     o = f(q, k, v)
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
@@ -312,89 +477,3 @@ def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> list[dict]:
     ms = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
     rows = [{"pass": which, "ms": ms[which], "tflops": case.flops(which) / ms[which] / 1e9} for which in PASSES]
     return [row | {"peak_mib": peak / 2**20 if row["pass"] == "forward+backward" else None} for row in rows]
-
-
-def new_figure(row: dict, width: float, height: float, title: str) -> Figure:
-    """An empty figure, in inches, that says under its title where the row was measured."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    where = f"{row['device']}, {row['dtype']}, torch {row['torch']}, triton {row['triton']}, commit {row['commit']}"
-    figure.suptitle(f"{title}\n{where}", fontsize=11)
-    return figure
-
-
-def look(impl: str) -> dict:
-    """The same colour for an implementation in every picture; ours are drawn through, peers dashed."""
-    ours = {"marker": "o", "linewidth": 2.0, "zorder": 3} if impl in OURS else {"marker": "s", "ls": "--", "ms": 4}
-    return {"label": impl, "color": f"C{IMPLS.index(impl)}"} | ours
-
-
-def over_length(axes, lengths: list[int]) -> None:
-    """A logarithmic axis of context length, with a tick at each length."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
-    axes.set_xlabel("context length T (tokens)")
-    axes.grid(alpha=0.3)
-
-
-def speed_picture(rows: list[dict], path: Path) -> Path:
-    """TFLOP/s over length: a panel for each head size and pass, a row of them for each dropout. Causal, if that ran."""
-    causal = rows[0]["causal"]
-    lengths = sorted({row["T"] for row in rows})
-    across = list(itertools.product(sorted({row["D"] for row in rows}), ("forward", "backward")))
-    down = sorted({row["dropout_p"] for row in rows})
-    title = f"speed of attention, {'causal' if causal else 'not causal'}"
-    figure = new_figure(rows[0], max(10.0, 3.4 * len(across)), 3.1 * len(down) + 1.2, title)
-    grid = figure.subplots(len(down), len(across), squeeze=False)
-    lines = {}  # one of each implementation, for the legend
-    for p, line_of_axes in zip(down, grid, strict=True):
-        for (D, which), axes in zip(across, line_of_axes, strict=True):
-            wanted = {"causal": causal, "dropout_p": p, "D": D, "pass": which}
-            here = [row for row in rows if wanted.items() <= row.items() and row["ms"]]
-            for impl in dict.fromkeys(row["impl"] for row in here):
-                mine = [(row["T"], row["tflops"]) for row in here if row["impl"] == impl]
-                (lines[impl],) = axes.plot(*zip(*mine, strict=True), **look(impl))
-            over_length(axes, lengths)
-            axes.set_ylim(bottom=0)
-            axes.set_title(f"{which}, D = {D}" + (f", dropout {p:g}" if p else ""), fontsize=10)
-        line_of_axes[0].set_ylabel("TFLOP/s")
-    figure.legend(handles=[lines[impl] for impl in IMPLS if impl in lines], loc="outside lower center", ncols=8)
-    figure.savefig(path, dpi=110)
-    return path
-
-
-def memory_picture(rows: list[dict], path: Path) -> Path:
-    """Peak memory over length, once on plain axes, where the square bends away, and once on logarithmic ones."""
-    series = {key: rows[0][key] for key in ("D", "causal", "dropout_p")} | {"pass": "forward+backward"}
-    rows = [row for row in rows if series.items() <= row.items()]
-    title = f"memory of attention, B={rows[0]['B']}, H={rows[0]['H']}, D={rows[0]['D']}"
-    title += f", {'causal' if series['causal'] else 'not causal'}, dropout {series['dropout_p']:g}"
-    figure = new_figure(rows[0], 10, 5, title)
-    died: dict[int, list[str]] = {}  # length -> who was out of memory there first
-    for impl in dict.fromkeys(row["impl"] for row in rows):
-        too_long = [row["T"] for row in rows if row["impl"] == impl and not row["peak_mib"]]
-        if too_long:
-            died.setdefault(min(too_long), []).append(impl)
-    for axes, scale in zip(figure.subplots(1, 2), ("linear", "log"), strict=True):
-        for impl in dict.fromkeys(row["impl"] for row in rows):
-            points = [(row["T"], row["peak_mib"] / 1024) for row in rows if row["impl"] == impl and row["peak_mib"]]
-            if points:
-                axes.plot(*zip(*points, strict=True), **look(impl))
-        for T, impls in died.items():
-            colour = look(impls[0])["color"]
-            axes.axvline(T, color=colour, ls=":")
-            middle = axes.get_xaxis_transform()  # x in tokens, y in parts of the frame
-            died_here = f"{', '.join(impls)}: out of memory "
-            axes.text(T, 0.97, died_here, color=colour, rotation=90, ha="right", va="top", transform=middle, size=9)
-        axes.set_ylabel("peak of forward + backward (GiB)")
-        if scale == "log":
-            over_length(axes, sorted({row["T"] for row in rows}))
-            axes.set_yscale("log", base=10)
-            axes.set_title("the same on logarithmic axes", fontsize=10)
-        else:
-            axes.set_xlabel("context length T (tokens)")
-            axes.grid(alpha=0.3)
-            axes.set_title("naive holds T x T weights, the others a tile of them", fontsize=10)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=8)
-    figure.savefig(path, dpi=130)
-    return path

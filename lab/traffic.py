@@ -1,11 +1,13 @@
 """Words that attention moves between slow memory and the chip, in both loop orders. `python bench.py mode=traffic`
 
-N tokens, D head size, M words on chip.
+Both passes can be counted, and causal masks and windows. N tokens, D head size, M words on chip.
 """
 
 import csv
 import json
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from matplotlib.figure import Figure
@@ -13,14 +15,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
+from lab.charts import LOOKS, label_ends, over_length
 from lab.meter import tensors_in
-from model.attention import AttentionConfig, attention
+from model.attention import AttentionConfig, attention, problem_of
+from model.break_it import UNBROKEN
+from model.tiled import gradients
 from training.machine import about
 
 
 class Tiles(TorchFunctionMode):
-    """Counts the words of tiled's forward. Slow memory is what has length T, and a tile of it is cut out by
-    x[:, :, start:stop] to be loaded or stored, once for each: so those cuts are counted."""
+    """Counts the words of tiled. Slow memory is what has length T, and a tile of it is cut out by x[:, :, start:stop]
+    to be loaded or stored, once for each: so those cuts are counted. A tile that is added to is loaded and stored."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +33,7 @@ class Tiles(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function is Tensor.__getitem__ and args[0].ndim == 4:
+        if function in (Tensor.__getitem__, Tensor.add_) and args[0].ndim == 4:
             self.words += result.numel()
         return result
 
@@ -48,44 +53,86 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def words_of(config: AttentionConfig, N: int, D: int) -> int:
-    """Words moved by one forward of one head over N tokens, none of them masked. config: naive or tiled."""
-    q, k, v = torch.randn(3, 1, 1, N, D)
-    with torch.no_grad(), Operations() if config.impl == "naive" else Tiles() as counted:
-        attention(q, k, v, config, causal=False)
+def words_of(config: AttentionConfig, N: int, D: int, causal: bool = False, backward: bool = False) -> int:
+    """Words moved by one forward, or one backward, of one head over N tokens. config: naive or tiled.
+
+    In tiled's backward step 7 and the zeros that dk, dv or dq begin with are left out: 5 N D + N words, once.
+    """
+    q, k, v, do = torch.randn(4, 1, 1, N, D)
+    if config.impl == "naive" and backward:
+        o = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), config, causal=causal)
+        with Operations() as counted:
+            torch.autograd.grad(o, (q, k, v), do)
+        return counted.words
+    with torch.no_grad():
+        with Operations() if config.impl == "naive" else Tiles() as counted:
+            o, lse = attention(q, k, v, config, causal=causal, return_lse=True)
+        if backward:  # autograd would call it where the mode does not reach
+            problem = problem_of(q, k, config, {}, causal, None, None, UNBROKEN)
+            saved = q, k, v, o, lse, *(None for _ in problem)
+            with Tiles() as counted:
+                gradients(saved, do, None, problem, (config.block_m, config.block_n), config.order)
     return counted.words
 
 
-def predicted(name: str, N: int, D: int, M: int) -> float:
-    """What the papers' arithmetic gives for large N, in words (derived in docs/attention.md).
+def predicted(
+    name: str, N: int, D: int, M: int, causal: bool = False, window: int | None = None, backward: bool = False
+) -> float:
+    """What the papers' arithmetic gives for large N, in words (the forward's is derived in docs/attention.md).
 
-    naive: its operations read and write 20 tables of N x N. keys_outside: q and o in, o out, 3 N D, for each of the
-    4 N D / M tiles of keys. queries_outside: k and v in, 2 N D, for each of the N / min(M / 4D, D) tiles of rows.
+    naive: its operations read and write 20 tables of N x N forward and 31 backward. A mask saves it none; to make it
+    takes 1 more forward where it is causal, and 8 under a window.
+    keys_outside: for each of the 4 N D / M tiles of keys, of every row forward q and o in, o out, 3 D; backward q, do
+    and dq in, dq out, 4 D. queries_outside: for each of the N / min(M / 4D, D) tiles of rows, of every key forward k
+    and v in, 2 D; backward k, v, dk and dv in, dk and dv out, 6 D. A mask leaves some of these rows or keys: half
+    if it is causal, and under a window the tiles that hold a part of it.
     """
-    block = M // (4 * D)
-    passes = {"keys_outside": N / block, "queries_outside": N / min(block, D)}
-    return 20.0 * N * N if name == "naive" else passes[name] * N * D * {"keys_outside": 3, "queries_outside": 2}[name]
+    if name == "naive":
+        return (31.0 if backward else 20.0 + causal + 8 * (window is not None)) * N * N
+    block_n = M // (4 * D)
+    block_m = min(block_n, D)
+    left = N / 2 if causal else float(N)
+    if window is not None:
+        starts = range(0, block_n, block_m)  # of tiles of rows; then it goes on like that, block_n keys later
+        ends = [(row - window + 1, row + block_m - 1 + (0 if causal else window - 1)) for row in starts]
+        left = min(left, block_n * fmean(last // block_n - first // block_n + 1 for first, last in ends))
+    outside, words = {
+        "keys_outside": (N / block_n, 4 if backward else 3),
+        "queries_outside": (N / block_m, 6 if backward else 2),
+    }[name]
+    return outside * left * D * words
 
 
-def traffic(lengths: list[int], D: int, on_chip: list[int], out: Path) -> None:
-    """Counts and predicts, for N in lengths and M in on_chip: to traffic.csv and traffic.png in the folder `out`."""
+def traffic(
+    lengths: list[int],
+    D: int,
+    on_chip: list[int],
+    causal: list[bool],
+    window: int | None,
+    backward: bool,
+    out: Path,
+) -> None:
+    """Counts and predicts, for N in lengths and M in on_chip: to traffic.csv and traffic.png in the folder `out`.
+
+    The forward, and with backward that too; with and without a causal mask as causal says, all under the window.
+    """
     out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
+    commit = about(torch.device("cpu"))["commit"]
     rows = []
-    for N in sorted(lengths):
-        for M in sorted(on_chip):
+    for which, masked in product(("forward", "backward") if backward else ("forward",), causal):
+        what = f"{which}, {'causal' if masked else 'not causal'}" + (f", window {window}" if window else "")
+        print(f"\n{what}, one head of size {D}\n{'N':>8}{'M':>9}  {'':16}{'M words':>10}{'predicted':>11}", flush=True)
+        for N, M in product(sorted(lengths), sorted(on_chip)):
             block = M // (4 * D)
-            configs = {"naive": AttentionConfig("naive")}
+            configs = {"naive": AttentionConfig("naive", window=window)}
             for order in ("keys_outside", "queries_outside"):
-                configs[order] = AttentionConfig("tiled", min(block, D), block, order)
+                configs[order] = AttentionConfig("tiled", min(block, D), block, order, window=window)
             for name, config in configs.items():
-                words, expected = words_of(config, N, D), predicted(name, N, D, M)
-                row = {"commit": about(torch.device("cpu"))["commit"], "order": name, "N": N, "D": D, "M": M}
-                rows.append(row | {"words": words, "predicted": expected})
-                print(
-                    f"N {N:>6}  D {D:>4}  M {M:>7}  {name:16} {words / 1e6:>10.2f} M words  predicted "
-                    f"{expected / 1e6:>10.2f}  words / (N N D D / M) {words / (N * N * D * D / M):>8.2f}",
-                    flush=True,
-                )
+                words = words_of(config, N, D, masked, which == "backward")
+                expected = predicted(name, N, D, M, masked, window, which == "backward")
+                row = {"commit": commit, "pass": which, "causal": masked, "window": window, "order": name}
+                rows.append(row | {"N": N, "D": D, "M": M, "words": words, "predicted": expected})
+                print(f"{N:>8}{M:>9}  {name:16}{words / 1e6:>10.2f}{expected / 1e6:>11.2f}", flush=True)
     with open(out / "traffic.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -94,21 +141,55 @@ def traffic(lengths: list[int], D: int, on_chip: list[int], out: Path) -> None:
     print(json.dumps({"results": str(out / "traffic.csv"), "picture": str(out / "traffic.png"), "rows": rows}))
 
 
+def redraw(out: Path) -> Path:
+    """traffic.png again, from traffic.csv in the folder `out`; returns its path."""
+    with open(out / "traffic.csv", newline="", encoding="utf-8") as file:
+        rows = [row | {key: int(row[key]) for key in ("N", "D", "M", "words")} for row in csv.DictReader(file)]
+    traffic_picture([row | {"predicted": float(row["predicted"])} for row in rows], out / "traffic.png")
+    return out / "traffic.png"
+
+
 def traffic_picture(rows: list[dict], path: Path) -> None:
-    """Words over length at the largest M, and over M at the greatest length; predictions dashed."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    """Words over length at the largest M, and over M at the greatest length; predictions dashed. Of the first pass and
+    mask in rows."""
+    first = {key: rows[0][key] for key in ("pass", "causal", "window")}
+    rows = [row for row in rows if first.items() <= row.items()]
+    D = rows[0]["D"]
+    mask = "causal" if str(first["causal"]) == "True" else "not causal"
+    mask += f", window {first['window']}" if first["window"] else ""
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
     longest, largest = max(row["N"] for row in rows), max(row["M"] for row in rows)
-    panels = {("N", "context length N (tokens)"): ("M", largest), ("M", "words on chip M"): ("N", longest)}
-    for axes, ((x, label), (fixed, value)) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for name in dict.fromkeys(row["order"] for row in rows):
+    panels = {("N", "context length N (tokens)"): ("M", largest), ("M", "M, words on chip"): ("N", longest)}
+    axes_of = dict(zip(panels, figure.subplots(1, 2, sharey=True), strict=True))
+    looks = {"naive": LOOKS["naive"], "keys_outside": LOOKS["tiled"], "queries_outside": LOOKS["triton"]}
+    for (x, label), (fixed, value) in panels.items():
+        axes = axes_of[x, label]
+        for name, (colour, marker, _) in looks.items():
             mine = [row for row in rows if row["order"] == name and row[fixed] == value]
-            (line,) = axes.plot([r[x] for r in mine], [r["words"] for r in mine], marker="o", label=name)
-            axes.plot([r[x] for r in mine], [r["predicted"] for r in mine], ls="--", color=line.get_color())
-        axes.set(xlabel=label, ylabel="words moved in one forward")
-        axes.set_xscale("log", base=2)
+            axes.plot([r[x] for r in mine], [r["words"] for r in mine], color=colour, marker=marker, label=name)
+            axes.plot([r[x] for r in mine], [r["predicted"] for r in mine], ls="--", color=colour, lw=1)
         axes.set_yscale("log", base=10)
-        axes.set_title(f"{fixed} = {value:,}", fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(f"traffic between slow memory and chip, one head, D={rows[0]['D']}; dashed: predicted", fontsize=11)
-    figure.savefig(path, dpi=130)
+        over_length(axes, sorted({row[x] for row in rows}))
+        axes.set_xlabel(label)
+        axes.yaxis.set_major_formatter(lambda words, _: f"{words / 1e6:g} M")
+        axes.tick_params(labelleft=True)
+        axes.set_title(f"{fixed} = {value:,}" + (" words" if fixed == "M" else " tokens"), fontsize=10)
+        label_ends(axes)
+    axes.set_ylabel("")
+    axes_of[next(iter(panels))].set_ylabel(f"words moved in one {first['pass']}")
+    flat = [row for row in rows if row["order"] == "queries_outside" and row["N"] == longest and row["M"] > 4 * D * D]
+    if flat:  # the first paper's block_m = min(block_n, D)
+        words = f"no fewer: a tile of queries has\nblock_m = min(M / 4D, D) rows,\nat most {D}, however much fits"
+        axes.annotate(
+            words,
+            (flat[-1]["M"], flat[-1]["words"]),
+            (0, -75),
+            ha="center",
+            size=9,
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "->"},
+        )
+    figure.suptitle(
+        f"words moved between slow memory and chip, {mask}, one head of size {D}; dashed: predicted", size=11
+    )
+    figure.savefig(path, dpi=100)

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 import bench
-from lab import race
+from lab import charts, race
 from lab.meter import PeakBytes, peak_bytes
 from lab.race import Case, attempt, attention_of, forward_and_backward, inputs
-from lab.traffic import words_of
+from lab.traffic import predicted, redraw, words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
 
@@ -107,16 +108,42 @@ def test_the_last_line_is_json_of_the_rows(raced):
     assert Path(last["results"]).parent == out
 
 
-def test_the_table_has_a_column_an_implementation_and_a_line_a_pass(raced):
-    head = raced[1].index(next(line for line in raced[1] if line.startswith("D 16, H 1, causal, dropout_p 0.1")))
-    assert raced[1][head].split()[-3:] == ["naive", "tiled", "sdpa_flash"]
-    table = [line for line in raced[1][head:] if line.startswith("T ")][:4]
-    assert [line.split()[4] for line in table] == [*race.PASSES, "MiB"]
-    assert all(line.split()[-1] == "-" for line in table)  # no dropout
+def test_the_table_has_a_line_for_each_implementation_and_fits_the_screen(raced):
+    head = next(i for i, line in enumerate(raced[1]) if line.strip().endswith("causal, dropout 0"))
+    assert raced[1][head].strip() == "head size 16, 1 heads, causal, dropout 0"
+    assert raced[1][head + 2].split() == ["T", "B", *["ms", "GFLOP/s"] * 3, "x", "fastest", "MiB"]
+    table = raced[1][head + 3 : head + 9]
+    assert [line.split()[2] for line in table] == ["naive", "tiled", "sdpa_flash"] * 2
+    assert all(len(line) <= 120 for line in table)
+    rows = {(row["T"], row["impl"], row["pass"]): row for row in json.loads(raced[1][-1])["rows"][:18]}
+    for line in table:
+        T, _, impl, *figures = line.split()
+        passes = [rows[int(T), impl, which] for which in race.PASSES]
+        told = [x for passed in passes for x in (passed["ms"], 1e3 * passed["tflops"])]
+        fastest = min(rows[int(T), name, "forward+backward"]["ms"] for name in ("naive", "tiled", "sdpa_flash"))
+        told += [told[4] / fastest, passes[-1]["peak_mib"]]
+        assert [float(x) for x in figures] == pytest.approx(told, rel=0.01, abs=0.005)
+    assert sum(line.endswith(" -") for line in raced[1]) == 4  # no dropout: two masks, two lengths
+
+
+def test_on_a_gpu_the_table_says_the_share_of_the_peak_and_fits_the_screen(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(race, "print", lambda line, flush=False: lines.append(line), raising=False)
+    found = [
+        {"pass": which, "ms": 12345.6, "tflops": tflops, "peak_mib": 73728.0}
+        for which, tflops in zip(race.PASSES, (98.9, 494.5, 989.0), strict=True)
+    ]
+    race.show_head(Case(1, 12, 65536, 64, True, 0.0), torch.device("cuda"), 989e12)
+    race.show(Case(1, 12, 65536, 64, True, 0.0), {"sdpa_efficient": found}, torch.device("cuda"), 989e12)
+    assert lines[-1].split()[3:] == [
+        *("12346", "98.9", "10%", "12346", "494", "50%", "12346", "989", "100%"),
+        *("1.00", "73728"),
+    ]
+    assert [len(line) for line in lines[-2:]] == [120, 120]
 
 
 def test_a_peer_that_cannot_do_a_case_is_left_out_of_it_and_the_reason_printed_once(raced):
-    reasons = [line for line in raced[1] if line.startswith("sdpa_")]
+    reasons = [line for line in raced[1] if line.startswith("sdpa_")]  # lines of the table begin with a length
     assert [line.split(":")[0] for line in reasons] == ["sdpa_cudnn", "sdpa_flash"]
     assert "dropout" in reasons[1]
 
@@ -163,6 +190,130 @@ def test_both_passes_together_are_their_sum(raced):
         assert both["tflops"] == case.flops("forward+backward") / both["ms"] / 1e9
 
 
+MASKS = {
+    "window": {"window": 7},
+    "wide window": {"window": 100},
+    "documents": {"documents": 9},
+    "picture": {"block_mask": ("x..", "xx.", ".xx")},
+    "all": {"window": 20, "documents": 25, "block_mask": ("x..x", "xx..", ".xxx", "x.xx")},
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rules", MASKS.values(), ids=MASKS)
+def test_flops_are_those_of_the_pairs_that_the_mask_shows(rules, causal):
+    """Counted here with a second definition of the mask, element by element."""
+    T = 50  # no multiple of 3 or 4 blocks
+    case = Case(2, 2, T, 8, causal, 0.0, **rules)
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    seen = (j <= i).expand(2, T, T) if causal else torch.ones(2, T, T, dtype=torch.bool)
+    seen = seen & ((i - j).abs() < case.window) if case.window else seen
+    if case.documents:
+        documents = race.documents_of(case)
+        seen = seen & (documents[:, :, None] == documents[:, None, :])
+    if case.block_mask:
+        side = -(-T // len(case.block_mask))
+        shown = [[case.block_mask[a // side][b // side] == "x" for b in range(T)] for a in range(T)]
+        seen = seen & torch.tensor(shown)
+    assert 0 < case.share < 1 or rules == {"window": 100}
+    assert case.flops("forward") == pytest.approx(4 * 2 * 8 * int(seen.sum()))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rules", MASKS.values(), ids=MASKS)
+def test_flex_is_given_the_mask_that_ours_have(rules, causal):
+    """Grouped heads too. Uncompiled and forward alone, which is what it can do on a CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    case = Case(2, 4, 50, 16, causal, 0.0, H_kv=2, **rules)
+    q, k, v, _ = (x.detach() for x in inputs(case, CPU, torch.float64))
+    assert k.shape == v.shape == (2, 2, 50, 16)
+    mask = race.flex_mask(case, race.documents_of(case), CPU)
+    right, tiled = (attention_of(name, case, 16, CPU)(q, k, v) for name in ("naive", "tiled"))
+    found = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    seen = race.visible(case.problem(), range(50), range(50), CPU).any(-1)  # flex has other words for a row of nothing
+    assert float((found - right)[seen[:, None].expand(2, 4, 50)].abs().max()) < 1e-12
+    assert float((tiled - right).abs().max()) < 1e-12
+
+
+def test_documents_are_as_long_in_the_mean_as_asked_and_not_all_alike():
+    documents = race.documents_of(Case(8, 1, 4096, 8, True, 0.0, documents=64))
+    lengths = torch.cat([row.unique_consecutive(return_counts=True)[1] for row in documents])
+    assert 60 < float(lengths.float().mean()) < 68
+    assert lengths.unique().numel() > 100
+
+
+@pytest.mark.parametrize("name", [*race.SDPA, "flash4"])
+@pytest.mark.parametrize("rule", [{"window": 7}, {"documents": 9}, {"block_mask": ("x.", "xx")}])
+def test_a_peer_without_such_a_mask_is_not_raced_with_it(name, rule):
+    with pytest.raises(ValueError, match=next(iter(rule))):
+        attention_of(name, Case(1, 2, 50, 16, True, 0.0, **rule), 16, CPU)
+
+
+def test_torchs_kernels_are_told_of_grouped_heads():
+    case = Case(1, 4, 50, 16, True, 0.0, H_kv=2)
+    x = inputs(case, CPU, torch.float32)[:3]
+    found, right = (attention_of(name, case, 16, CPU)(*x) for name in ("sdpa_flash", "naive"))
+    assert torch.allclose(found, right, atol=1e-5)
+
+
+def test_a_masks_rules_are_short_enough_to_hide_keys_in_the_check():
+    rules = {"window": 1024, "documents": 2048, "block_mask": ("x.", ".x")}
+    (small,) = race.checked([[Case(8, 12, 4096, 64, True, 0.0, H_kv=4, **rules), Case(2, 12, 16384, 64, True, 0.0)]])
+    assert small == Case(2, 2, 333, 64, True, 0.0, H_kv=1, **rules | {"window": 111, "documents": 111})
+    for key, value in rules.items():
+        assert replace(small, **dict.fromkeys(rules) | {key: getattr(small, key)}).share < 0.45, (key, value)
+
+
+def test_rows_say_what_mask_they_had_and_pictures_find_them_again(tmp_path, capsys):
+    masked = SMALL | {"impls": ["naive"], "causal": [True], "dropout_p": [0.0], "heads": [2], "out": str(tmp_path)}
+    rules = {"window": 9, "documents": 20, "block_mask": ["xx", "xx"], "kv_heads": 1}
+    bench.main(bench.Config(**masked))
+    bench.main(bench.Config(**masked | rules))
+    plain, ruled = (read(tmp_path / "results.csv")[i] for i in (0, 3))
+    keys = ["H_kv", "window", "documents", "block_mask", "share"]
+    assert [plain[key] for key in keys] == ["", "", "", "", "0.5"]
+    assert [ruled[key] for key in keys[:4]] == ["1", "9", "20", "xx/xx"]
+    assert 0 < float(ruled["share"]) < 9 / 64
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race, "draw", lambda rows, out: drawn.append(rows))
+        for keys in ({}, rules):
+            asked = {key: value for key, value in masked.items() if key not in ("block", "device")}
+            bench.main(bench.Config(mode="pictures", **asked | keys))
+    last = [json.loads(line)["rows"] for line in capsys.readouterr().out.splitlines() if '"rows"' in line]
+    for found, raced in zip(drawn, last, strict=True):
+        assert [row["window"] for row in found] == [row["window"] for row in raced]
+        assert [row["ms"] for row in found] == pytest.approx([row["ms"] for row in raced], rel=1e-3)
+
+
+def test_a_later_row_of_a_case_takes_the_earlier_ones_place(tmp_path, monkeypatch):
+    row = dict.fromkeys(race.COLUMNS, "") | race.cells_of(Case(1, 1, 64, 16, True, 0.0))
+    rows = [row | {"device": "A", "impl": "naive", "dtype": "float32", "pass": "forward", "ms": ms} for ms in (1, 2)]
+    rows = [rows[0] | {"device": "B"}, rows[0], rows[1] | {"impl": "tiled"}, rows[1]]
+    race.append(race.results_in(tmp_path), [r | {"tflops": None, "peak_mib": None} for r in rows])
+    drawn = []
+    monkeypatch.setattr(race, "draw", lambda rows, out: drawn.extend(rows))
+    case = {"lengths": [64], "heads": [1], "head_sizes": [16], "causal": [True], "dropout_p": [0.0]}
+    bench.main(bench.Config(mode="pictures", **case, out=str(tmp_path)))
+    assert [(row["device"], row["impl"], row["ms"]) for row in drawn] == [("A", "tiled", 2.0), ("A", "naive", 2.0)]
+    with pytest.raises(ValueError, match="no row of these cases"):
+        bench.main(bench.Config(mode="pictures", **case | {"lengths": [32]}, out=str(tmp_path)))
+    with pytest.raises(ValueError, match="race first"):
+        bench.main(bench.Config(mode="pictures", **case, out=str(tmp_path / "elsewhere")))
+
+
+def test_every_implementation_has_a_look_of_its_own_that_can_be_read_on_white():
+    assert list(charts.LOOKS) == list(race.IMPLS)
+    colours, markers, _ = zip(*charts.LOOKS.values(), strict=True)
+    assert len(set(colours)) == len(set(markers)) == len(race.IMPLS)
+    for colour in colours:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        assert 1.05 / (luminance + 0.05) >= 4.5, colour  # WCAG's contrast
+
+
 def test_inputs_are_random_and_the_same_each_time():
     case = Case(2, 1, 8, 4, True, 0.0)
     x = inputs(case, CPU, torch.float32)
@@ -187,7 +338,7 @@ def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch
     asked.clear()
     bench.main(bench.Config(**SMALL | options | {"patience": 0.3, "out": str(tmp_path)}))
     assert asked == [("naive", 16), *(("tiled", T) for T in (16, 32, 64, 128))]
-    assert capsys.readouterr().out.count("slow") == 3 * 4  # three lengths, four lines each
+    assert capsys.readouterr().out.count("slow") == 3  # lengths
 
 
 def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypatch, tmp_path, capsys):
@@ -325,6 +476,10 @@ def test_a_wrong_peer_is_left_out_with_a_line(monkeypatch, capsys, wrong):
         ({"impls": ["flash5"]}, "flash5 is not known"),
         ({"mode": "traffic", "head_sizes": [64, 128]}, "counts for one"),
         ({"mode": "speed"}, "mode=speed"),
+        ({"window": 0}, "^window=0 must"),
+        ({"documents": 0}, "^documents=0 must"),
+        ({"block_mask": ["x.", "x"]}, "^block_mask=.*no picture"),
+        ({"heads": [4, 6], "head_sizes": [8, 16], "kv_heads": 4}, "kv_heads=4: heads=6"),
     ],
 )
 def test_a_bench_that_cannot_be_is_refused(options, message):
@@ -344,6 +499,38 @@ def test_counted_traffic_is_the_loads_and_stores_of_the_paper_word_for_word(N, D
     assert keys_outside == 2 * N * D + passes * N * (3 * D + 4) + N * (2 * D + 3)
     queries_outside = words_of(AttentionConfig("tiled", rows, block, "queries_outside"), N, D)
     assert queries_outside == N * D + N // rows * 2 * N * D + N * (D + 1)  # q once, k and v each time, o and lse once
+
+
+@pytest.mark.parametrize(("N", "D", "M"), [(256, 16, 2048), (512, 32, 4096)])
+def test_counted_traffic_of_the_backward_is_its_loads_and_stores_word_for_word(N, D, M):
+    block = M // (4 * D)
+    rows, passes = min(block, D), N // block
+    keys_outside = words_of(AttentionConfig("tiled", rows, block, "keys_outside"), N, D, backward=True)
+    # k, v in and dk, dv out once; for every tile of keys q, do, lse, delta and dq in, dq out
+    assert keys_outside == 4 * N * D + passes * N * (4 * D + 2)
+    queries_outside = words_of(AttentionConfig("tiled", rows, block, "queries_outside"), N, D, backward=True)
+    # q, do, lse, delta in and dq out once; for every tile of rows k, v, dk, dv in and dk, dv out
+    assert queries_outside == N * (3 * D + 2) + N // rows * 6 * N * D
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 64), (False, 64)])
+@pytest.mark.parametrize("name", ["naive", "keys_outside", "queries_outside"])
+def test_a_masks_traffic_is_predicted(name, causal, window, backward):
+    """To a sixth, beside what each order moves once: m, l and the tiles on the diagonal count at this length. Without
+    the mask's share each of ours would be off by a factor of nearly two or more."""
+    N, D, M = 1024, 32, 8192
+    config = AttentionConfig("tiled", 32, 64, "keys_outside" if name == "naive" else name, window=window)
+    config = replace(config, impl="naive") if name == "naive" else config
+    words = words_of(config, N, D, causal, backward)
+    once = {
+        "naive": 0,
+        "keys_outside": 4 * D + (0 if backward else 3),
+        "queries_outside": 2 * D + 1 + backward * (D + 1),
+    }
+    found = words - N * once[name]
+    assert found == pytest.approx(predicted(name, N, D, M, causal, window, backward), rel=1 / 6)
+    assert name == "naive" or words < 0.65 * words_of(replace(config, window=None), N, D, False, backward)
 
 
 @pytest.mark.parametrize(("N", "D", "M"), [(512, 64, 4096), (1024, 64, 4096), (1024, 64, 8192), (2048, 32, 4096)])
@@ -366,7 +553,12 @@ def test_traffic_writes_a_table_and_a_picture(tmp_path, capsys):
     with open(tmp_path / "traffic.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["order"] for row in rows] == ["naive", "keys_outside", "queries_outside"] * 2
-    assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
+    assert {row["pass"] for row in rows} == {"forward"}
+    assert {row["causal"] for row in rows} == {"False"}
+    drawn = (tmp_path / "traffic.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    (tmp_path / "traffic.png").unlink()
+    assert redraw(tmp_path).read_bytes() == drawn
 
 
 def test_a_chip_too_small_for_a_row_is_refused():
@@ -374,7 +566,12 @@ def test_a_chip_too_small_for_a_row_is_refused():
         bench.Config(mode="traffic", head_sizes=[64], on_chip=[255])
 
 
-UNREAD = [{"mode": "traffic", "heads": [12]}, {"mode": "traffic", "impls": ["sdpa"]}, {"on_chip": [1]}]
+UNREAD = [
+    {"mode": "traffic", "heads": [12]},
+    {"mode": "pictures", "patience": 2.0},
+    {"mode": "traffic", "impls": ["sdpa"]},
+    {"on_chip": [1]},
+]
 
 
 @pytest.mark.parametrize("options", UNREAD)

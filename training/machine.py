@@ -44,9 +44,11 @@ PEAK_FLOPS = (
 
 def peak_flops(device: torch.device) -> float | None:
     """The dense bf16 peak of `device` in FLOP/s, or None where it is not known (MFU is then printed as n/a)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """The same for a device's name."""
     return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
 
 
