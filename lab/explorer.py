@@ -32,7 +32,7 @@ TEMPLATE = Path(__file__).parents[1] / "docs" / "explorer.template.html"
 PAGE = TEMPLATE.parent / "explorer.html"
 STORIES = "{{stories}}"  # where the template wants them
 SIZES = [1, 2, 3, 4, 5]  # block_m and block_n, of the worked example
-DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "seed": 6}  # drops 6 of the worked example's 25 weights
+DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "seed": 6}  # drops a few of the worked example's weights
 
 
 class Input(NamedTuple):
