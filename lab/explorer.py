@@ -124,7 +124,8 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
         tiles, o, lse = by_order[0]
         says = [[sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles]
         found = in_both_orders([one[0] for one in by_order], says, sentences)
-        told[f"{causal:d}/{size}/{failure}"] = found | {"words": words(by_order, head, size), "o": o, "lse": lse}
+        counted = words([one[0] for one in by_order], head, size)
+        told[f"{causal:d}/{size}/{failure}"] = found | {"words": counted, "o": o, "lse": lse}
     shown = {"causal": [int(causal) for causal in entry.causal], "labels": head.labels, "stories": told}
     qkv = {name: getattr(head, name) for name in "qkv"}
     scale = {"scale": head.softmax_scale, "score_gain": entry.score_gain, "dtype": entry.dtype}
@@ -144,10 +145,10 @@ def in_both_orders(by_order: list[list], says: list[list[str]], sentences: dict[
     return {"tiles": rows, "visits": dict(zip(ORDERS, visits, strict=True))}
 
 
-def words(by_order: list, head: Head, size: int) -> dict[str, list[int]]:
+def words(by_order: list[list], head: Head, size: int) -> dict[str, list[int]]:
     """The words moved after each tile, in each of ORDERS."""
     shape = len(head.q), len(head.k), head.q.shape[1]
-    return {order: words_moved(one[0], *shape, size, size, order) for order, one in zip(ORDERS, by_order, strict=True)}
+    return {order: words_moved(one, *shape, size, size, order) for order, one in zip(ORDERS, by_order, strict=True)}
 
 
 def why_not(entry: Input) -> dict[str, str]:
@@ -176,7 +177,8 @@ def dropout_stories(sentences: dict[str, int]) -> dict:
             for tile in tiles
         ]
         found = in_both_orders([one[0] for one in by_order], says, sentences)
-        told[f"{causal:d}/{size}"] = found | {"words": words(by_order, head, size), "o": o, "lse": lse}
+        counted = words([one[0] for one in by_order], head, size)
+        told[f"{causal:d}/{size}"] = found | {"words": counted, "o": o, "lse": lse}
     return DROPOUT | {"stories": told}
 
 
@@ -198,5 +200,6 @@ def backward_stories(sentences: dict[str, int]) -> dict:
             for tile, r in zip(one.tiles, right, strict=True)
         ]
         found = in_both_orders([x.tiles for x in by_order], says, sentences)
+        found |= {"words": words([x.tiles for x in by_order], head, size)}
         told[f"{causal:d}/{size}/{kind}"] = found | {name: getattr(one, name) for name in ("o", "lse", "delta")}
     return DROPOUT | {"do": do, "stories": told}

@@ -215,30 +215,33 @@ def backward(
     return Backward(told, o, lse, delta, dq, dk, dv)
 
 
-def words_moved(told: list[Tile], T: int, T_k: int, D: int, block_m: int, block_n: int, order: str) -> list[int]:
-    """Words that have passed between slow memory and the chip after each tile of a story() told in that order.
+def words_moved(told: list, T: int, T_k: int, D: int, block_m: int, block_n: int, order: str) -> list[int]:
+    """Words that have passed between slow memory and the chip after each tile of a forward or a backward, whose tiles
+    were told in that order.
 
-    As docs/attention.md lists them and lab/traffic.py counts them in tiled. What is stored at the end of a row, or of
-    all, counts with the last tile before it.
+    As docs/attention.md lists them and lab/traffic.py counts them in tiled: what is added to is loaded and stored. What
+    is stored at the end counts with the last tile before it. Step 7 is left out, and the zeros of dq, dk and dv.
     """
+    # The words of each row (or key, where the keys are outside) when its tile comes and when it goes; those of each key
+    # (or row) of a tile in between; and those of each row after all tiles.
+    comes, visit, goes, after = {
+        (Tile, "queries_outside"): (D, 2 * D, D + 1, 0),  # q; k, v; o, lse
+        (Tile, "keys_outside"): (2 * D, D + 2 * (D + 2), 0, D + 2 + D + 1),  # k, v; q, m, l, acc; m, l, acc, o, lse
+        (BackwardTile, "queries_outside"): (2 * D + 2, 6 * D, D, 0),  # q, do, lse, delta; k, v, dk, dv; dq
+        (BackwardTile, "keys_outside"): (2 * D, 4 * D + 2, 2 * D, 0),  # k, v; q, do, lse, delta, dq; dk, dv
+    }[type(told[0]), order]
     counts, words = [], 0
-    if order == "queries_outside":
-        for rows in tiles(T, block_m):
-            words += len(rows) * D  # q
-            for tile in told:
-                if tile.rows == rows:
-                    words += 2 * len(tile.columns) * D  # k, v
-                    counts.append(words)
-            words += len(rows) * (D + 1)  # o, lse
-            counts[-1:] = [words] if counts else []
-    else:
-        for columns in tiles(T_k, block_n):
-            words += 2 * len(columns) * D  # k, v
-            for tile in told:
-                if tile.columns == columns:
-                    words += len(tile.rows) * (D + 2 * (D + 2))  # q; m, l and acc, in and out
-                    counts.append(words)
-        counts[-1] = words + T * (D + 2) + T * (D + 1)  # m, l and acc once more; o, lse
+    rows_outside = order == "queries_outside"
+    for outer in tiles(T, block_m) if rows_outside else tiles(T_k, block_n):
+        words += comes * len(outer)
+        for tile in told:
+            own, other = (tile.rows, tile.columns) if rows_outside else (tile.columns, tile.rows)
+            if own == outer:
+                words += visit * len(other)
+                counts.append(words)
+        words += goes * len(outer)
+        counts[-1:] = [words] if counts else []  # rows may come first that see nothing
+    counts[-1] += after * T
     return counts
 
 

@@ -12,7 +12,7 @@ import torch
 import breakit
 from lab.explorer import DROPOUT
 from lab.files import plain
-from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story, switches
+from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story, switches, words_moved
 from lab.trace import worked_example
 from lab.traffic import words_of
 from model.attention import AttentionConfig
@@ -496,7 +496,9 @@ def test_the_backward_page_ends_at_the_gradients(view, order, kind):
         page.run('document.getElementById("dropout-0").click()')
     page.press("End")
     changed = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"same_seed": False}}[kind]
-    found = backward(*the_cat(), np.array(THE_CAT["do"], np.float64), block_m=2, block_n=2, **changed)
+    found = backward(*the_cat(), np.array(THE_CAT["do"], np.float64), block_m=2, block_n=2, order=order, **changed)
+    words = words_moved(found.tiles, 5, 5, 4, 2, 2, order)[-1]
+    assert text(page, f"words-{order}") == f"{words} of {words}"
     shown = {name: [[float(x) for x in row] for row in rows] for name, rows in page.run(GRADIENTS)}
     for name in ("dq", "dk", "dv"):
         assert np.abs(np.array(shown[name]) - getattr(found, name)).max() <= 0.5001e-3, name

@@ -162,17 +162,21 @@ def test_the_words_moved_in_the_end_are_those_counted_in_tiled(size, causal, ord
 
 
 @pytest.mark.parametrize(
-    ("order", "counts"),
-    [  # D = 4. Tiles of 3 and 2: q is 12 and 8 words, k and v 24 and 16, o and lse 15 and 10, m, l and acc 18 and 12,
-        # which with keys outside are loaded and stored beside q (48 and 32), and loaded once more at the end.
-        ("queries_outside", [12 + 24, 12 + 24 + 16 + 15, 67 + 8 + 24, 67 + 8 + 24 + 16 + 10]),
-        ("keys_outside", [24 + 48, 24 + 48 + 32, 104 + 16 + 48, 104 + 16 + 48 + 32 + 55]),
+    ("order", "forward", "back"),
+    [  # D = 4. Tiles of 3 and 2: of q, do or dq 12 and 8 words, of lse or delta 3 and 2, of k and v 24 and 16
+        ("queries_outside", [12 + 24, 36 + 16 + 15, 67 + 8 + 24, 99 + 16 + 10],
+         [30 + 72, 102 + 48 + 12, 162 + 20 + 72, 254 + 48 + 8]),
+        # m, l and acc are 18 and 12, and once more at the end, with o and lse: 55
+        ("keys_outside", [24 + 48, 72 + 32, 104 + 16 + 48, 168 + 32 + 55],
+         [24 + 54, 78 + 36 + 24, 138 + 16 + 54, 208 + 36 + 16]),
     ],
-)
-def test_the_words_moved_grow_by_what_each_tile_loads_and_stores(order, counts):
-    told = story(*the_cat(), block_m=3, block_n=3, causal=False, order=order, break_it=WHOLE)[0]
-    assert words_moved(told, 5, 5, 4, 3, 3, order) == counts
-    assert counts[-1] == words_of(AttentionConfig("tiled", 3, 3, order), 5, 4)
+)  # fmt: skip
+def test_the_words_moved_grow_by_what_each_tile_loads_and_stores(order, forward, back):
+    options = {"block_m": 3, "block_n": 3, "causal": False, "order": order}
+    told = story(*the_cat(), break_it=WHOLE, **options)[0]
+    assert words_moved(told, 5, 5, 4, 3, 3, order) == forward
+    assert forward[-1] == words_of(AttentionConfig("tiled", 3, 3, order), 5, 4)
+    assert words_moved(backward(*the_cat(), the_cat()[2], **options).tiles, 5, 5, 4, 3, 3, order) == back
 
 
 BROKEN = [
