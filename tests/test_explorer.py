@@ -368,10 +368,10 @@ UNSEEN = """return arguments[0].map(address => {
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (844, 390)])
 def test_what_a_step_changes_is_in_view(page, view, width, height):
     forward = ["failure=none", "failure=none&data=head&tile=8", "failure=none&data=head&tile=16"]
-    broken = ["failure=no_rescale", "failure=local_mask", "failure=no_max&data=large"]
-    kinds = ["failure=none&dropout=0", "failure=none&dropout=1", "failure=stale_seed"]
+    broken = ["failure=no_rescale", "failure=local_mask&causal=0", "failure=no_max&data=large"]
+    kinds = ["failure=none&dropout=0", "failure=none&dropout=1", "failure=stale_seed&dropout=0"]
     views = [*forward, *broken, "page=dropout", *(f"page=backward&{kind}" for kind in kinds)]
-    every = [f"page=forward&data=cat&tile=2&{one}&step={step}" for one in views for step in ("1", "2", "end")]
+    every = [f"page=forward&data=cat&causal=0&tile=2&{one}&step={step}" for one in views for step in ("1", "2", "end")]
     page.window(width, height)
     try:
         assert view().run(UNSEEN, every) == [[address, 0, True, []] for address in every]
@@ -409,7 +409,7 @@ def test_play_goes_to_the_last_tile_and_stops_and_a_key_stops_it(view):
 
 @in_a_browser
 def test_what_is_greyed_says_why_and_does_nothing(view):
-    page = view("data=head&step=1")
+    page = view("data=head&failure=no_rescale&step=1")
     greyed = page.run("""return [...document.querySelectorAll('#controls [aria-disabled="true"]')].map(
         button => [button.id, button.title])""")
     assert [id for id, _ in greyed][:2] == ["causal-0", "failure-no_max"]
