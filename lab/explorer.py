@@ -55,7 +55,7 @@ def explorer(real: Path, out: Path = PAGE) -> None:
     """Writes the page. real: a trace of a trained head, which trace() has kept; ValueError where it is none."""
     sentences: dict[str, int] = {}  # each is kept once: the same words come back all over the stories
     found = {
-        "fields": [*Tile._fields[:-1], "says", "z"],
+        "fields": [*Tile._fields, "says"],
         "backward_fields": [*BackwardTile._fields, "says"],
         "inputs": [stories(entry, sentences) for entry in [*small_inputs(), real_input(real)]],
         "dropout": dropout_stories(sentences),
@@ -123,9 +123,8 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
         by_order = [tell(head, failure, entry.score_gain, entry.dtype, order=order, **options) for order in ORDERS]
         tiles, o, lse = by_order[0]
         says = [[sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles]
-        found = in_both_orders([one[0] for one in by_order], says, sentences)
-        counted = words([one[0] for one in by_order], head, size)
-        told[f"{causal:d}/{size}/{failure}"] = found | {"words": counted, "o": o, "lse": lse}
+        found = in_both_orders([one[0] for one in by_order], says, sentences, head, size)
+        told[f"{causal:d}/{size}/{failure}"] = found | {"o": o, "lse": lse}
     shown = {"causal": [int(causal) for causal in entry.causal], "labels": head.labels, "stories": told}
     qkv = {name: getattr(head, name) for name in "qkv"}
     scale = {"scale": head.softmax_scale, "score_gain": entry.score_gain, "dtype": entry.dtype}
@@ -133,22 +132,23 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
     return own | qkv | scale | shown | {"why_not": why_not(entry)}
 
 
-def in_both_orders(by_order: list[list], says: list[list[str]], sentences: dict[str, int]) -> dict:
-    """The tiles once, with the numbers of their sentences, and the order in which each of ORDERS visits them."""
+def in_both_orders(
+    by_order: list[list], says: list[list[str]], sentences: dict[str, int], head: Head, size: int
+) -> dict:
+    """The tiles once, with the numbers of their sentences; and for each of ORDERS the order in which it visits them and
+    the words moved after each."""
     tiles = by_order[0]
     number = {(tile.rows.start, tile.columns.start): i for i, tile in enumerate(tiles)}
-    visits = [[number[tile.rows.start, tile.columns.start] for tile in order] for order in by_order]
     numbers = [[sentences.setdefault(words, len(sentences)) for words in row] for row in says]
-    rows = [[*tile, said] for tile, said in zip(tiles, numbers, strict=True)]
-    if isinstance(tiles[0], Tile):  # z behind the rest, and only where there is one
-        rows = [[*row[:-2], row[-1], *([] if row[-2] is None else [row[-2]])] for row in rows]
-    return {"tiles": rows, "visits": dict(zip(ORDERS, visits, strict=True))}
-
-
-def words(by_order: list[list], head: Head, size: int) -> dict[str, list[int]]:
-    """The words moved after each tile, in each of ORDERS."""
-    shape = len(head.q), len(head.k), head.q.shape[1]
-    return {order: words_moved(one, *shape, size, size, order) for order, one in zip(ORDERS, by_order, strict=True)}
+    shape = len(head.q), len(head.k), head.q.shape[1], size, size
+    return {
+        "tiles": [[*tile, said] for tile, said in zip(tiles, numbers, strict=True)],
+        "visits": {
+            order: [number[tile.rows.start, tile.columns.start] for tile in told]
+            for order, told in zip(ORDERS, by_order, strict=True)
+        },
+        "words": {order: words_moved(told, *shape, order) for order, told in zip(ORDERS, by_order, strict=True)},
+    }
 
 
 def why_not(entry: Input) -> dict[str, str]:
@@ -176,9 +176,8 @@ def dropout_stories(sentences: dict[str, int]) -> dict:
             [dropout_sentence(tile, row) + sentence(tile, row, 0, switches("none")) for row in tile.rows]
             for tile in tiles
         ]
-        found = in_both_orders([one[0] for one in by_order], says, sentences)
-        counted = words([one[0] for one in by_order], head, size)
-        told[f"{causal:d}/{size}"] = found | {"words": counted, "o": o, "lse": lse}
+        found = in_both_orders([one[0] for one in by_order], says, sentences, head, size)
+        told[f"{causal:d}/{size}"] = found | {"o": o, "lse": lse}
     return DROPOUT | {"stories": told}
 
 
@@ -199,7 +198,6 @@ def backward_stories(sentences: dict[str, int]) -> dict:
             [backward_sentence(tile, row, r, one.delta[row], last[row] == tile.columns) for row in tile.rows]
             for tile, r in zip(one.tiles, right, strict=True)
         ]
-        found = in_both_orders([x.tiles for x in by_order], says, sentences)
-        found |= {"words": words([x.tiles for x in by_order], head, size)}
+        found = in_both_orders([x.tiles for x in by_order], says, sentences, head, size)
         told[f"{causal:d}/{size}/{kind}"] = found | {name: getattr(one, name) for name in ("o", "lse", "delta")}
     return DROPOUT | {"do": do, "stories": told}
