@@ -529,7 +529,7 @@ def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(page, view):
     views = [f"page=forward&data={data}&failure={failure}" for data in INPUTS for failure in STORY_FAILURES]
     views += ["page=dropout", "page=backward&failure=none", "page=backward&failure=stale_seed"]
     page.run(
-        "for (const address of arguments[0]) { location.hash = address; fromAddress(); go(1); }",
+        "for (const address of arguments[0]) { location.hash = address; fromAddress(); }",
         [f"{one}&causal=1&step=end" for one in views],
     )
     events = [json.loads(entry["message"])["message"] for entry in page.log("performance")]
