@@ -1,6 +1,7 @@
 """The explorer: one page that shows the stories of several inputs, to click through. `python breakit.py explorer=true`
 
-The page loads nothing: it is docs/explorer.template.html with all stories in it as JSON.
+The page loads nothing: it is docs/explorer.template.html with all stories in it as JSON. It has three views: the
+forward of every input, and of the worked example the forward with dropout and the backward.
 """
 
 import json
@@ -11,12 +12,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lab.files import plain, write
-from lab.story import ORDERS, STORY_FAILURES, Tile, sentence, switches
+from lab.story import (
+    ORDERS,
+    STORY_FAILURES,
+    THE_CAT,
+    BackwardTile,
+    Tile,
+    backward,
+    backward_sentence,
+    dropout_sentence,
+    sentence,
+    story,
+    switches,
+    words_moved,
+)
 from lab.trace import Head, tell, worked_example
 
 TEMPLATE = Path(__file__).parents[1] / "docs" / "explorer.template.html"
 PAGE = TEMPLATE.parent / "explorer.html"
 STORIES = "{{stories}}"  # where the template wants them
+SIZES = [1, 2, 3, 4, 5]  # block_m and block_n, of the worked example
+DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "seed": 6}  # drops a few of the worked example's weights
 
 
 class Input(NamedTuple):
@@ -38,8 +54,14 @@ class Input(NamedTuple):
 def explorer(real: Path, out: Path = PAGE) -> None:
     """Writes the page. real: a trace of a trained head, which trace() has kept; ValueError where it is none."""
     sentences: dict[str, int] = {}  # each is kept once: the same words come back all over the stories
-    told = [stories(entry, sentences) for entry in [*small_inputs(), real_input(real)]]
-    found = {"fields": [*Tile._fields, "says"], "inputs": told, "sentences": list(sentences)}
+    found = {
+        "fields": [*Tile._fields, "says"],
+        "backward_fields": [*BackwardTile._fields, "says"],
+        "inputs": [stories(entry, sentences) for entry in [*small_inputs(), real_input(real)]],
+        "dropout": dropout_stories(sentences),
+        "backward": backward_stories(sentences),
+        "sentences": list(sentences),
+    }
     text = json.dumps(plain(found), separators=(",", ":")).replace("</", "<\\/")  # no </script> of the data's
     page = TEMPLATE.read_text(encoding="utf-8").replace(STORIES, text)
     write(out, page)
@@ -52,7 +74,7 @@ def small_inputs() -> list[Input]:
     few = head._replace(k=head.k[2:], v=head.v[2:])
     rest: dict[str, Any] = {
         "causal": [False, True],
-        "sizes": [1, 2, 3, 4, 5],
+        "sizes": SIZES,
         "failures": list(STORY_FAILURES),
         "row": 3,
     }
@@ -89,7 +111,8 @@ def real_input(path: Path) -> Input:
 
 
 def stories(entry: Input, sentences: dict[str, int]) -> dict:
-    """entry as the page reads it; every story under "causal/size/failure", its tiles once, and two orders of them."""
+    """entry as the page reads it, every story under "causal/size/failure". "why_not" has the reason for each failure
+    that is missing."""
     head, told = entry.head, {}
     offset = len(head.k) - len(head.q)
     for causal, size, failure in product(entry.causal, entry.sizes, entry.failures):
@@ -99,18 +122,82 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
         break_it = switches(failure, entry.score_gain)
         by_order = [tell(head, failure, entry.score_gain, entry.dtype, order=order, **options) for order in ORDERS]
         tiles, o, lse = by_order[0]
-        number = {(tile.rows.start, tile.columns.start): i for i, tile in enumerate(tiles)}
-        visits = [[number[tile.rows.start, tile.columns.start] for tile in order[0]] for order in by_order]
-        said = [[sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles]
-        says = [[sentences.setdefault(words, len(sentences)) for words in row] for row in said]
-        told[f"{causal:d}/{size}/{failure}"] = {
-            "tiles": [[*tile, numbers] for tile, numbers in zip(tiles, says, strict=True)],
-            "visits": dict(zip(ORDERS, visits, strict=True)),
-            "o": o,
-            "lse": lse,
-        }
+        says = [[sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles]
+        found = in_both_orders([one[0] for one in by_order], says, sentences, head, size)
+        told[f"{causal:d}/{size}/{failure}"] = found | {"o": o, "lse": lse}
     shown = {"causal": [int(causal) for causal in entry.causal], "labels": head.labels, "stories": told}
     qkv = {name: getattr(head, name) for name in "qkv"}
     scale = {"scale": head.softmax_scale, "score_gain": entry.score_gain, "dtype": entry.dtype}
     own = {name: getattr(entry, name) for name in ("name", "title", "about", "key_labels", "sizes", "failures", "row")}
-    return own | qkv | scale | shown
+    return own | qkv | scale | shown | {"why_not": why_not(entry)}
+
+
+def in_both_orders(
+    by_order: list[list], says: list[list[str]], sentences: dict[str, int], head: Head, size: int
+) -> dict:
+    """The tiles once, with the numbers of their sentences; and for each of ORDERS the order in which it visits them and
+    the words moved after each."""
+    tiles = by_order[0]
+    number = {(tile.rows.start, tile.columns.start): i for i, tile in enumerate(tiles)}
+    numbers = [[sentences.setdefault(words, len(sentences)) for words in row] for row in says]
+    shape = len(head.q), len(head.k), head.q.shape[1], size, size
+    return {
+        "tiles": [[*tile, said] for tile, said in zip(tiles, numbers, strict=True)],
+        "visits": {
+            order: [number[tile.rows.start, tile.columns.start] for tile in told]
+            for order, told in zip(ORDERS, by_order, strict=True)
+        },
+        "words": {order: words_moved(told, *shape, order) for order, told in zip(ORDERS, by_order, strict=True)},
+    }
+
+
+def why_not(entry: Input) -> dict[str, str]:
+    """For each failure that an input leaves out, why."""
+    reasons = {}
+    for failure in [name for name in STORY_FAILURES if name not in entry.failures]:
+        same = True
+        for causal, size in product(entry.causal, entry.sizes):
+            options = {"causal": causal, "block_m": size, "block_n": size}
+            broken, right = (tell(entry.head, x, entry.score_gain, entry.dtype, **options) for x in (failure, "none"))
+            same = same and np.allclose(broken[1], right[1], rtol=1e-9, atol=1e-12)
+        reasons[failure] = "changes nothing in this data" if same else "left out here to keep the page small"
+    return reasons
+
+
+def dropout_stories(sentences: dict[str, int]) -> dict:
+    """The worked example's forward with dropout, every story under "causal/size"."""
+    head, told = worked_example(), {}
+    for causal, size in product([False, True], SIZES):
+        options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size, "break_it": switches("none")}
+        options |= {"softmax_scale": head.softmax_scale} | DROPOUT
+        by_order = [story(head.q, head.k, head.v, order=order, **options) for order in ORDERS]
+        tiles, o, lse = by_order[0]
+        says = [
+            [dropout_sentence(tile, row) + sentence(tile, row, 0, switches("none")) for row in tile.rows]
+            for tile in tiles
+        ]
+        found = in_both_orders([one[0] for one in by_order], says, sentences, head, size)
+        told[f"{causal:d}/{size}"] = found | {"o": o, "lse": lse}
+    return DROPOUT | {"stories": told}
+
+
+def backward_stories(sentences: dict[str, int]) -> dict:
+    """The worked example's backward, every story under "causal/size/kind". kind: none (no dropout), dropout or
+    stale_seed."""
+    head, told = worked_example(), {}
+    do = np.array(THE_CAT["do"], np.float64)
+    kinds: dict[str, dict[str, Any]] = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"same_seed": False}}
+    for causal, size, (kind, changed) in product([False, True], SIZES, kinds.items()):
+        options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size}
+        options |= {"softmax_scale": head.softmax_scale} | changed
+        by_order = [backward(head.q, head.k, head.v, do, order=order, **options) for order in ORDERS]
+        one = by_order[0]
+        right = backward(head.q, head.k, head.v, do, **options | {"same_seed": True}).tiles
+        last = {row: tile.columns for tile in one.tiles for row in tile.rows}
+        says = [
+            [backward_sentence(tile, row, r, one.delta[row], last[row] == tile.columns) for row in tile.rows]
+            for tile, r in zip(one.tiles, right, strict=True)
+        ]
+        found = in_both_orders([x.tiles for x in by_order], says, sentences, head, size)
+        told[f"{causal:d}/{size}/{kind}"] = found | {name: getattr(one, name) for name in ("o", "lse", "delta")}
+    return DROPOUT | {"do": do, "stories": told}

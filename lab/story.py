@@ -1,8 +1,8 @@
 """Tiled attention of one head, told tile by tile: NumPy that reads like the paper, and keeps what it saw.
 
 Not for speed and not for training: a second, slow account of what model/tiled.py does, with the same
-steps, numbers and names, for `python breakit.py` to print and for the explorer page to show. It has no step 4 (dropout)
-and takes the natural base, as the papers write it.
+steps, numbers and names, for `python breakit.py` to print and for the explorer page to show: story() tells the forward,
+backward() the backward. Both take the natural base, as the papers write it.
 
 Shapes: T query rows, T_k keys, D head size; of a tile, R query rows and S keys.
 
@@ -13,21 +13,25 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from model.break_it import FAILURES
+from model.dropout import keep_mask, keep_scale
 from model.mask import tiles
 from model.tiled import TINY
 
-# Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2.
+# Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2. do is
+# ours: the gradient of a loss that is a sum of some numbers of o.
 THE_CAT: dict[str, Any] = {
     "tokens": ["The", "cat", "sat", "on", "mat"],
     "q": [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
     "k": [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
     "v": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]],
+    "do": [[1, 0, 0, -1], [0, 1, -1, 0], [1, 0, 1, 0], [0, -1, 0, 1], [1, 1, 0, -1]],
 }
 
 ORDERS = ("queries_outside", "keys_outside")
-# What can be taken out of a story, which has no dropout, backward or 16 bits, and the switches that are off then.
+# What can be taken out of story(), and the switches that are off then. It has no 16 bits; the seeds are for backward().
 STORY_FAILURES = {"none": ()} | {
     name: failure.switches
     for name, failure in FAILURES.items()
@@ -58,6 +62,35 @@ class Tile(NamedTuple):
     alpha: np.ndarray  # (R,): exp(m_old - m), also where a broken step leaves it out
     acc: np.ndarray  # (R, D): step 5
     o: np.ndarray  # (R, D): acc / l
+    z: np.ndarray | None = None  # (R, S): step 4, 0 where dropped; None without dropout
+
+
+class BackwardTile(NamedTuple):
+    """What one tile of the backward computed, and the sums so far: the rows' dq, the keys' dk and dv."""
+
+    rows: range  # of queries
+    columns: range  # of keys
+    s: np.ndarray  # (R, S): steps 1 and 2 again, -inf where hidden
+    p: np.ndarray  # (R, S): step 8
+    z: np.ndarray | None  # (R, S): step 4 again; None without dropout
+    dp: np.ndarray  # (R, S): step 10
+    ds: np.ndarray  # (R, S): step 11
+    ds_sum: np.ndarray  # (R,): of the rows' ds so far, which is 0 after all keys
+    dq: np.ndarray  # (R, D): step 12
+    dk: np.ndarray  # (S, D)
+    dv: np.ndarray  # (S, D): step 9
+
+
+class Backward(NamedTuple):
+    """The whole backward: its tiles in the order of their visit, what it has of the forward, and the gradients."""
+
+    tiles: list[BackwardTile]
+    o: np.ndarray  # (T, D)
+    lse: np.ndarray  # (T,)
+    delta: np.ndarray  # (T,): step 7
+    dq: np.ndarray  # (T, D)
+    dk: np.ndarray  # (T_k, D)
+    dv: np.ndarray  # (T_k, D)
 
 
 def story(
@@ -71,13 +104,16 @@ def story(
     causal: bool = True,
     softmax_scale: float | None = None,
     order: str = "queries_outside",
+    dropout_p: float = 0.0,
+    seed: int = 0,
 ) -> tuple[list[Tile], np.ndarray, np.ndarray]:
     """Every tile in the order of its visit, then o (T, D) and lse (T,), the natural logarithm.
 
     q (T, D); k, v (T_k, D), in one float dtype, which is the one that it computes in: float64 for exact numbers,
     float32 to see what overflows there. causal: row i sees key j where j <= i + T_k - T. softmax_scale: None for
-    1 / sqrt(D). break_it: the switches of BreakIt in model/break_it.py. A row with nothing to see has o = 0 and
-    lse = -inf. Raises ValueError on shapes that do not go together, and where break_it has no causal mask to break.
+    1 / sqrt(D). break_it: the switches of BreakIt in model/break_it.py. seed: of the dropout mask, of head 0 of
+    sequence 0. A row with nothing to see has o = 0 and lse = -inf. Raises ValueError on shapes that do not go together,
+    and where break_it has no causal mask to break.
     """
     (T, D), T_k = q.shape, len(k)
     if k.shape != v.shape or k.shape[1] != D or not T_k:
@@ -100,10 +136,11 @@ def story(
             scores = q[i] @ k[j].T * scale  # 1
             s = np.where(seen, scores, -np.inf)  # 2
             p, m_i, l_i, alpha = online_softmax(s, m[i], l[i], break_it)  # 3
-            acc_i = (alpha * acc[i] if break_it.rescale_output else acc[i]) + p @ v[j]  # 5
+            z = dropout_factor(rows, columns, dropout_p, seed, q.dtype) if dropout_p else None  # 4
+            acc_i = (alpha * acc[i] if break_it.rescale_output else acc[i]) + (p if z is None else z * p) @ v[j]  # 5
             before = m[i][:, 0].copy(), l[i][:, 0].copy()
             after = m_i[:, 0].copy(), l_i[:, 0].copy(), alpha[:, 0].copy()
-            told.append(Tile(rows, columns, scores, s, p, *before, *after, acc_i, divided(acc_i, l_i, break_it)))
+            told.append(Tile(rows, columns, scores, s, p, *before, *after, acc_i, divided(acc_i, l_i, break_it), z))
             m[i], l[i], acc[i] = m_i, l_i, acc_i
         return told, divided(acc, l, break_it), (m + np.log(l))[:, 0]  # 6
 
@@ -122,6 +159,90 @@ def online_softmax(s, m, l, break_it) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def divided(acc: np.ndarray, l: np.ndarray, break_it) -> np.ndarray:
     """o = acc / l (R, D); a row that saw nothing has 0 / TINY = 0, and unguarded 0 / 0."""
     return acc / (np.maximum(l, TINY) if break_it.guard_empty_rows else l)
+
+
+def dropout_factor(rows: range, columns: range, dropout_p: float, seed: int, dtype) -> np.ndarray:
+    """Z of one tile (R, S): 0 where dropped, 1 / (share kept) elsewhere."""
+    keep = keep_mask(torch.tensor(seed), 1, rows, columns, dropout_p)[0].numpy()
+    return keep.astype(dtype) * dtype.type(keep_scale(dropout_p))
+
+
+def backward(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    do: np.ndarray,
+    *,
+    block_m: int,
+    block_n: int,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    order: str = "queries_outside",
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    same_seed: bool = True,
+) -> Backward:
+    """Steps 7 to 12 for do (T, D), the gradient of o. same_seed=False draws another dropout mask than the forward did,
+    as break_it=stale_seed does. The rest is as in story()."""
+    whole = switches("none")
+    options: dict[str, Any] = {"block_m": block_m, "block_n": block_n, "causal": causal, "softmax_scale": softmax_scale}
+    _, o, lse = story(q, k, v, break_it=whole, dropout_p=dropout_p, seed=seed, **options)
+    (T, D), T_k = q.shape, len(k)
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+    backward_seed = seed if same_seed else seed + 1
+
+    delta = (do * o).sum(-1)  # 7
+    # A row that saw nothing has lse = -inf; with +inf in its place its weights are exp(-inf) = 0.
+    shift = np.where(lse == -np.inf, np.inf, lse)
+    dq, dk, dv, ds_sum = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(lse)
+    told = []
+    for rows, columns in visits(tiles(T, block_m), tiles(T_k, block_n), order):
+        seen = visible(rows, columns, T_k - T, causal, whole)
+        if not seen.any():
+            continue
+        i, j = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        s = np.where(seen, q[i] @ k[j].T * scale, -np.inf)  # 1 and 2 again
+        p = np.exp(s - shift[i, None])  # 8
+        z = dropout_factor(rows, columns, dropout_p, backward_seed, q.dtype) if dropout_p else None  # 4 again
+        dv[j] += (p if z is None else z * p).T @ do[i]  # 9
+        dp = do[i] @ v[j].T if z is None else z * (do[i] @ v[j].T)  # 10
+        ds = p * (dp - delta[i, None])  # 11
+        ds_sum[i] += ds.sum(-1)
+        dq[i] += ds @ k[j] * scale  # 12
+        dk[j] += ds.T @ q[i] * scale
+        sums = ds_sum[i].copy(), dq[i].copy(), dk[j].copy(), dv[j].copy()
+        told.append(BackwardTile(rows, columns, s, p, z, dp, ds, *sums))
+    return Backward(told, o, lse, delta, dq, dk, dv)
+
+
+def words_moved(told: list, T: int, T_k: int, D: int, block_m: int, block_n: int, order: str) -> list[int]:
+    """Words that have passed between slow memory and the chip after each tile of a forward or a backward, whose tiles
+    were told in that order.
+
+    As docs/attention.md lists them and lab/traffic.py counts them in tiled: what is added to is loaded and stored. What
+    is stored at the end counts with the last tile before it. Step 7 is left out, and the zeros of dq, dk and dv.
+    """
+    # The words of each row (or key, where the keys are outside) when its tile comes and when it goes; those of each key
+    # (or row) of a tile in between; and those of each row after all tiles.
+    comes, visit, goes, after = {
+        (Tile, "queries_outside"): (D, 2 * D, D + 1, 0),  # q; k, v; o, lse
+        (Tile, "keys_outside"): (2 * D, D + 2 * (D + 2), 0, D + 2 + D + 1),  # k, v; q, m, l, acc; m, l, acc, o, lse
+        (BackwardTile, "queries_outside"): (2 * D + 2, 6 * D, D, 0),  # q, do, lse, delta; k, v, dk, dv; dq
+        (BackwardTile, "keys_outside"): (2 * D, 4 * D + 2, 2 * D, 0),  # k, v; q, do, lse, delta, dq; dk, dv
+    }[type(told[0]), order]
+    counts, words = [], 0
+    rows_outside = order == "queries_outside"
+    for outer in tiles(T, block_m) if rows_outside else tiles(T_k, block_n):
+        words += comes * len(outer)
+        for tile in told:
+            own, other = (tile.rows, tile.columns) if rows_outside else (tile.columns, tile.rows)
+            if own == outer:
+                words += visit * len(other)
+                counts.append(words)
+        words += goes * len(outer)
+        counts[-1:] = [words] if counts else []  # rows may come first that see nothing
+    counts[-1] += after * T
+    return counts
 
 
 def visits(row_tiles: list[range], column_tiles: list[range], order: str) -> list[tuple[range, range]]:
@@ -176,6 +297,50 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
     if not left_out:
         return words + f"and alpha = {alpha:.4g} takes l and acc onto the new scale."
     return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, on the old scale still."
+
+
+def dropout_sentence(tile: Tile, row: int) -> str:
+    """What step 4 changed for one row of a tile, in words; nothing where no weight was dropped."""
+    assert tile.z is not None
+    seen = tile.s[row - tile.rows.start] > -np.inf
+    dropped = int((seen & (tile.z[row - tile.rows.start] == 0)).sum())
+    if not dropped:
+        return ""
+    return f"Dropout takes out {some(dropped, seen)}: l counts what is dropped, acc does not. "
+
+
+def some(n: int, seen: np.ndarray) -> str:
+    """n of a row's weights, in words. seen: which keys it sees, (S,)."""
+    return f"{n} of its {seen.sum()} weights" if seen.sum() > 1 else "its one weight"
+
+
+def backward_sentence(tile: BackwardTile, row: int, right: BackwardTile, delta: float, last: bool) -> str:
+    """What a tile of the backward found for one of its rows, in words. right: the tile with the forward's dropout mask.
+    delta: the row's. last: whether it is the row's last tile."""
+    r = row - tile.rows.start
+    seen = tile.s[r] > -np.inf
+    if not seen.any():
+        return "All of this tile is hidden from it: p is 0, and nothing is added."
+    words = ""
+    if tile.z is not None and right.z is not None:
+        other = int((seen & (tile.z[r] != right.z[r])).sum())
+        dropped = int((seen & (tile.z[r] == 0)).sum())
+        if other:
+            words += f"The forward had the other decision for {some(other, seen)}. "
+        elif dropped:
+            words += f"The same mask as in the forward drops {some(dropped, seen)}. "
+    above = int((seen & (tile.dp[r] > delta)).sum())
+    if above:
+        where = f"for {above} of its {seen.sum()} keys: there" if above < seen.sum() else "here:"
+        words += f"dp is above delta = {delta:.4g} {where} ds > 0, and a larger score would raise the loss."
+    else:
+        words += f"dp is nowhere above delta = {delta:.4g} here: no ds is above 0."
+    if not last:
+        return words
+    total = float(tile.ds_sum[r])
+    if abs(total) < 1e-12:
+        return words + " Its last tile: the row's ds add up to 0, and dq is complete."
+    return words + f" Its last tile: the row's ds add up to {total:.4g}, where 0 is right."
 
 
 def keys_wrongly_seen(tile: Tile, r: int, offset: int) -> tuple[int, int]:

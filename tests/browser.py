@@ -61,7 +61,7 @@ class Browser:
         return self.call("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def window(self, width: int, height: int = 800) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": min(width, height) < 600}
         self.command("Emulation.setDeviceMetricsOverride", **metrics)
 
     def picture(self, id: str) -> np.ndarray:

@@ -2,15 +2,21 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import breakit
+from lab.explorer import DROPOUT
 from lab.files import plain
-from lab.story import ORDERS, STORY_FAILURES, sentence, story, switches
+from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story, switches, words_moved
 from lab.trace import worked_example
+from lab.traffic import words_of
+from model.attention import AttentionConfig
+from model.dropout import keep_mask
 from tests.browser import MISSING, browser
 from tests.test_attention import CAT_OUTPUT
 from tests.test_story import the_cat
@@ -73,6 +79,37 @@ def test_the_numbers_of_a_tile_are_those_of_the_story(committed):
     assert told_alike(kept, plain(tile._asdict()))
 
 
+def test_the_numbers_of_dropout_and_of_the_backward_are_those_of_the_story(committed):
+    """A causal tile of 2 with dropout: straight from lab/story.py."""
+    q, k, v = the_cat()
+    options = {"block_m": 2, "block_n": 2, "causal": True, "softmax_scale": 0.5} | DROPOUT
+    told = committed[1]["dropout"]
+    tile = story(q, k, v, break_it=switches("none"), **options)[0][4]
+    kept = dict(zip(committed[1]["fields"], told["stories"]["1/2"]["tiles"][4], strict=True))
+    assert told_alike(kept | {"says": None}, plain(tile._asdict()) | {"says": None})
+    do = np.array(THE_CAT["do"], np.float64)
+    for kind, changed in (("dropout", {}), ("stale_seed", {"same_seed": False}), ("none", {"dropout_p": 0.0})):
+        found = backward(q, k, v, do, **options | changed)
+        told = committed[1]["backward"]["stories"][f"1/2/{kind}"]
+        kept = dict(zip(committed[1]["backward_fields"], told["tiles"][4], strict=True))
+        right = plain(found.tiles[4]._asdict())
+        for name in ("ds", "ds_sum", "dq", "dk", "dv"):  # sums in which rounding may leave 1e-17 for 0
+            assert np.allclose(kept.pop(name), right.pop(name), rtol=2e-5, atol=1e-12), (kind, name)
+        assert told_alike(kept | {"says": None}, right | {"says": None})
+        assert np.allclose(told["delta"], found.delta, rtol=2e-5, atol=1e-12)
+
+
+def test_what_a_trained_head_leaves_out_has_a_reason_that_is_so(committed):
+    head = committed[1]["inputs"][-1]
+    assert set(head["why_not"]) == set(STORY_FAILURES) - set(head["failures"])
+    q, k, v = (np.array(head[name]) for name in "qkv")
+    options = {"block_m": 8, "block_n": 8, "softmax_scale": head["scale"]}
+    right = story(q, k, v, break_it=switches("none"), **options)[1]
+    for failure, why in head["why_not"].items():
+        same = np.allclose(story(q, k, v, break_it=switches(failure), **options)[1], right)
+        assert same == (why == "changes nothing in this data"), failure
+
+
 def test_each_failure_goes_wrong_somewhere_on_the_page(committed):
     """Each switch has data with which it shows: in the final output of some view."""
     for failure in set(STORY_FAILURES) - {"none"}:
@@ -127,10 +164,9 @@ def test_a_page_that_cannot_be_made_is_refused_in_one_line(call, typed, answer):
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 INPUTS = ("cat", "large", "low", "few", "head")
-GO = "location.hash = arguments[0]; fromAddress()"  # another view, without the second that opening takes
 in_a_browser = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 OUTPUT = """return [...document.querySelectorAll("#rows tbody tr")].map(row =>
-    [...row.querySelectorAll("td")].slice(2).map(cell => cell.firstElementChild?.textContent ?? ""))"""
+    [...row.querySelectorAll("td")].slice(3).map(cell => cell.firstElementChild?.textContent ?? ""))"""
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +257,8 @@ def test_infinities_and_nan_are_shown_as_such_and_marked(view):
     page = view("data=large&failure=no_max&step=end")
     cells = page.run('return [...document.querySelectorAll("#rows tbody tr:nth-child(4) td")].map(x => [x.className, '
                      'x.firstElementChild.textContent])')  # fmt: skip
-    assert cells == [["wrong", x] for x in ("0.0000", "\u221e", *["NaN"] * 4)]
+    assert cells[0] == ["wrong", "0.0000"]  # m; alpha is left as it is
+    assert cells[2:] == [["wrong", "\u221e"], *[["out wrong", "NaN"]] * 4]
 
 
 @in_a_browser
@@ -238,14 +275,16 @@ def test_the_arrow_keys_home_and_end_step(view):
 def test_the_keyboard_alone_reaches_and_works_every_control(view):
     page = view("step=5")
     reached = []
-    for _ in range(40):
+    for _ in range(60):
         page.press("Tab")
-        id, outline = page.run("const x = document.activeElement; return [x.id, getComputedStyle(x).outlineStyle]")
-        if not id:
+        tag, id, outline = page.run("""const x = document.activeElement;
+            return [x.tagName, x.id || x.textContent, getComputedStyle(x).outlineStyle]""")
+        if tag == "BODY":
             break
         reached.append(id)
         assert outline == "solid", f"the focus on {id} is not to be seen"
     wanted = {"data", "row", "causal-0", "causal-1", "order-keys_outside", "first", "back", "forward", "last", "slider"}
+    wanted |= {"play", "page-dropout", "page-backward"}
     assert wanted | {f"failure-{name}" for name in STORY_FAILURES} | {f"tile-{n}" for n in range(1, 6)} <= set(reached)
 
     page = view("step=5")
@@ -262,17 +301,21 @@ def test_the_address_holds_the_view(view):
     assert text(page, "count") == "2 / 2"
     page.press("Home")
     address = page.run("return location.hash")
-    assert address == "#data=few&causal=1&tile=3&order=keys_outside&failure=unguarded_mask&step=1&row=1"
+    wanted = "page=forward&data=few&causal=1&tile=3&order=keys_outside&failure=unguarded_mask&dropout=0&step=1&row=1"
+    assert address == f"#{wanted}"
     shown = page.run("return document.body.innerText")
     assert view(address[1:]).run("return document.body.innerText") == shown
 
 
 @in_a_browser
-@pytest.mark.parametrize("address", ["data=none&tile=9&step=99", "failure=luck&order=up&step=x&row=-3", "%%%&=&step"])
+@pytest.mark.parametrize(
+    "address",
+    ["data=none&tile=9&step=99", "page=toString&dropout=7", "failure=luck&order=up&step=x&row=-3", "%%%&=&step"],
+)
 def test_an_address_that_means_nothing_shows_something_whole(view, address):
     page = view(address)
     assert re.fullmatch(r"\d / 9", text(page, "count"))
-    assert text(page, "says").startswith("Tile ")
+    assert text(page, "says").startswith(("Tile ", "Start here"))
 
 
 @in_a_browser
@@ -284,22 +327,185 @@ def test_a_failure_that_shows_nothing_here_leads_to_where_it_does(view):
     assert "At the end it is wrong in" in text(page, "wrong")
 
 
+WIDTHS = """return arguments[0].map(address => {
+    location.hash = address; fromAddress();
+    const over = [...document.querySelectorAll(".card")].filter(card => card.scrollWidth > card.clientWidth);
+    return [address, Math.max(document.documentElement.scrollWidth, innerWidth), innerWidth, over.map(card => card.id)];
+})"""
+
+
 @in_a_browser
-@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("width", [360, 1280])
 def test_no_view_is_wider_than_its_window_nor_a_part_of_it_than_its_card(page, view, width):
     page.window(width)
     view()
     try:
-        for data in INPUTS:
-            for failure in STORY_FAILURES:
-                page.run(GO, f"data={data}&causal=1&failure={failure}&tile=5&step=end")
-                wide = page.run("return [document.documentElement.scrollWidth, window.innerWidth]")
-                assert wide[0] <= width == wide[1], (data, failure)  # a phone's window grows with what is too wide
-                over = page.run("""return [...document.querySelectorAll(".card")].filter(
-                    card => card.scrollWidth > card.clientWidth).map(card => card.id)""")
-                assert over == [], (data, failure)
+        views = [f"page=forward&data={data}&failure={failure}" for data in INPUTS for failure in STORY_FAILURES]
+        views += ["page=dropout", "page=backward&failure=none", "page=backward&failure=stale_seed"]
+        every = [f"{one}&causal=1&tile=5&step=end" for one in views]
+        # a phone's window grows with what is too wide
+        assert page.run(WIDTHS, every) == [[address, width, width, []] for address in every]
     finally:
         page.window(1280)
+
+
+# Of each view: what a step changes and is not seen, because it is outside the window, under the bar or under another.
+UNSEEN = """return arguments[0].map(address => {
+    location.hash = address; fromAddress();
+    const bar = document.getElementById("bar").getBoundingClientRect();
+    const parts = [...document.querySelectorAll(".scores .cell, #rows tr.now, #rows .matrices table, #words, #bar")];
+    const unseen = parts.filter(part => {
+        const box = part.getBoundingClientRect(), [x, y] = [box.left + box.width / 2, box.top + box.height / 2];
+        const inside = box.left >= 0 && box.top >= 0 && box.right <= innerWidth && box.bottom <= innerHeight;
+        const hit = document.elementFromPoint(x, y);
+        return !inside || part.id !== "bar" && box.bottom > bar.top || !(part.contains(hit) || hit.contains(part));
+    });
+    return [address, scrollY, parts.length > 25, unseen.map(part => part.className || part.id || part.tagName)];
+})"""
+
+
+@in_a_browser
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (844, 390)])
+def test_what_a_step_changes_is_in_view(page, view, width, height):
+    forward = ["failure=none", "failure=none&data=head&tile=8", "failure=none&data=head&tile=16"]
+    broken = ["failure=no_rescale", "failure=local_mask&causal=0", "failure=no_max&data=large"]
+    kinds = ["failure=none&dropout=0", "failure=none&dropout=1", "failure=stale_seed&dropout=0"]
+    views = [*forward, *broken, "page=dropout", *(f"page=backward&{kind}" for kind in kinds)]
+    every = [f"page=forward&data=cat&causal=0&tile=2&{one}&step={step}" for one in views for step in ("1", "2", "end")]
+    page.window(width, height)
+    try:
+        assert view().run(UNSEEN, every) == [[address, 0, True, []] for address in every]
+    finally:
+        page.window(1280)
+
+
+@in_a_browser
+def test_it_opens_at_the_first_tile_and_says_where_to_start(view):
+    page = view()
+    assert text(page, "count") == "1 / 9"
+    assert text(page, "says").startswith("Start here: press Next, or the right arrow key")
+    page.run('document.getElementById("forward").click()')
+    assert text(page, "says").startswith("Tile 2 of 9, row ")
+    page.run('document.getElementById("page-backward").click()')
+    assert (text(page, "count"), text(page, "says")[:11]) == ("1 / 9", "Start here:")
+    assert page.run('return document.querySelector("header a").getAttribute("href")') == "attention.md"
+
+
+@in_a_browser
+def test_play_goes_to_the_last_tile_and_stops_and_a_key_stops_it(view):
+    page = view("step=1&tile=3")
+    shown = page.run("""const real = setInterval; window.setInterval = (step, ms) => real(step, ms / 100);
+        document.getElementById("play").click(); return document.getElementById("play").textContent""")
+    assert "Pause" in shown
+    deadline = time.monotonic() + 10
+    while text(page, "count") != "4 / 4" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (text(page, "count"), "Play" in text(page, "play")) == ("4 / 4", True)
+    page.run("window.setInterval = () => 7; document.getElementById('play').click()")
+    assert (text(page, "count"), "Pause" in text(page, "play")) == ("1 / 4", True)
+    page.press("ArrowRight")
+    assert (text(page, "count"), "Play" in text(page, "play")) == ("2 / 4", True)
+
+
+@in_a_browser
+def test_what_is_greyed_says_why_and_does_nothing(view):
+    page = view("data=head&failure=no_rescale&step=1")
+    greyed = page.run("""return [...document.querySelectorAll('#controls [aria-disabled="true"]')].map(
+        button => [button.id, button.title])""")
+    assert [id for id, _ in greyed][:2] == ["causal-0", "failure-no_max"]
+    assert len(greyed) == 6
+    for id, title in greyed:
+        why = title.removeprefix("Not here: ")
+        assert why in text(page, "greyed")
+        before = page.run("return location.hash")
+        page.run("document.getElementById(arguments[0]).click()", id)
+        assert page.run("return location.hash") == before
+    assert page.run('return getComputedStyle(document.getElementById("greyed")).display') != "none"
+    assert view().run('return document.getElementById("greyed").hidden')  # nothing is greyed in the worked example
+
+
+@in_a_browser
+@pytest.mark.parametrize(
+    ("address", "failure", "needs"),
+    [("causal=0&step=1", "local_mask", "causal"), ("page=backward&dropout=0&step=1", "stale_seed", "dropout")],
+)
+def test_a_failure_puts_back_what_it_has_switched_on(view, address, failure, needs):
+    page = view(address)
+    click = "document.getElementById(arguments[0]).click()"
+    page.run(click, f"failure-{failure}")
+    assert f"{needs}=1" in page.run("return location.hash")
+    assert "is on while this is out" in text(page, "verdict")
+    page.run(click, "failure-none")
+    assert f"{needs}=0" in page.run("return location.hash")
+    page.run(click, f"{needs}-1")  # chosen, not switched on by the failure: it stays
+    page.run(click, f"failure-{failure}")
+    page.run(click, "failure-none")
+    assert f"{needs}=1" in page.run("return location.hash")
+
+
+@in_a_browser
+@pytest.mark.parametrize("tile", [2, 5])
+def test_the_words_moved_are_shown_for_both_orders(view, tile):
+    """At the end they are what lab/traffic.py counts in tiled."""
+    page = view(f"step=1&tile={tile}")
+    first = [text(page, f"words-{order}") for order in ORDERS]
+    page.press("End")
+    for order, begun in zip(ORDERS, first, strict=True):
+        total = words_of(AttentionConfig("tiled", tile, tile, order), 5, 4)
+        assert text(page, f"words-{order}") == f"{total} of {total}"
+        assert begun.endswith(f" of {total}")
+        assert (int(begun.split()[0]) < total) == (tile < 5)
+
+
+@in_a_browser
+def test_weights_past_the_largest_number_are_told_from_those_below_it(view):
+    page = view("data=large&failure=no_max&step=end")
+    shades = page.run("""return [...document.querySelectorAll(".scores .cell")].map(
+        cell => [Number(cell.textContent), cell.classList.contains("over"), getComputedStyle(cell).backgroundColor])""")
+    assert {score for score, over, _ in shades if over} == {90, 120, 180}
+    assert {score for score, over, _ in shades if not over} == {0, 30, 60}
+    assert len({shade for _, _, shade in shades}) == 4
+    assert "weight past float32" in text(page, "matrix")
+
+
+@in_a_browser
+def test_the_dropout_page_marks_what_the_mask_drops_whatever_the_tiles(view):
+    keep = keep_mask(torch.tensor(DROPOUT["seed"]), 1, range(5), range(5), DROPOUT["dropout_p"])[0]
+    options = {"causal": False, "break_it": switches("none")} | DROPOUT
+    for tile in (2, 5):
+        page = view(f"page=dropout&step=end&tile={tile}")
+        dropped = page.run("""return [...document.querySelectorAll(".scores .cell")].map(
+            cell => cell.classList.contains("dropped"))""")
+        assert dropped == (~keep).flatten().tolist()
+        o = story(*the_cat(), block_m=tile, block_n=tile, **options)[1]
+        assert output(page) == np.round(o, 4).tolist()
+    assert "4 Z = keep" in text(page, "chip").replace("4Z", "4 Z")
+
+
+GRADIENTS = """return [...document.querySelectorAll("#rows table")].map(table => [table.getAttribute("aria-label"),
+    [...table.tBodies[0].rows].map(row => [...row.querySelectorAll("td")].map(
+        cell => cell.firstElementChild?.textContent.replace("\u2212", "-")))])"""
+
+
+@in_a_browser
+@pytest.mark.parametrize("kind", ["none", "dropout", "stale_seed"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_backward_page_ends_at_the_gradients(view, order, kind):
+    page = view(f"page=backward&causal=1&order={order}&failure={kind.replace('dropout', 'none')}&dropout=1&step=1")
+    if kind == "none":
+        page.run('document.getElementById("dropout-0").click()')
+    page.press("End")
+    changed = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"same_seed": False}}[kind]
+    found = backward(*the_cat(), np.array(THE_CAT["do"], np.float64), block_m=2, block_n=2, order=order, **changed)
+    words = words_moved(found.tiles, 5, 5, 4, 2, 2, order)[-1]
+    assert text(page, f"words-{order}") == f"{words} of {words}"
+    shown = {name: [[float(x) for x in row] for row in rows] for name, rows in page.run(GRADIENTS)}
+    for name in ("dq", "dk", "dv"):
+        assert np.abs(np.array(shown[name]) - getattr(found, name)).max() <= 0.5001e-3, name
+    wrong = page.run('return document.querySelectorAll("#rows td.wrong").length')
+    assert (wrong > 0) == (kind == "stale_seed")
+    steps = page.run('return [...document.querySelectorAll("#chip .formula b")].map(step => Number(step.textContent))')
+    assert sorted(steps) == [4, 7, 8, 9, 10, 11, 12]
 
 
 @in_a_browser
@@ -320,10 +526,12 @@ def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(page, view):
     page.log("performance")
     page.log("browser")
     view()
-    for data in INPUTS:
-        for failure in STORY_FAILURES:
-            page.run(GO, f"data={data}&causal=1&failure={failure}&step=end")
-            page.press("Home")
+    views = [f"page=forward&data={data}&failure={failure}" for data in INPUTS for failure in STORY_FAILURES]
+    views += ["page=dropout", "page=backward&failure=none", "page=backward&failure=stale_seed"]
+    page.run(
+        "for (const address of arguments[0]) { location.hash = address; fromAddress(); }",
+        [f"{one}&causal=1&step=end" for one in views],
+    )
     events = [json.loads(entry["message"])["message"] for entry in page.log("performance")]
     asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
     assert PAGE.as_uri() in {url.split("#")[0] for url in asked}

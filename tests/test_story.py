@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from lab.story import STORY_FAILURES, THE_CAT, sentence, story, switches
+from lab.story import (
+    STORY_FAILURES,
+    THE_CAT,
+    backward,
+    backward_sentence,
+    dropout_sentence,
+    sentence,
+    story,
+    switches,
+    words_moved,
+)
+from lab.traffic import Tiles, words_of
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.mask import tiles
-from tests.reference import Case, assert_float64_right, error, oracle
+from tests.reference import SEED, Case, assert_float64_right, error, oracle
 from tests.test_attention import CAT, CAT_L, CAT_M, CAT_OUTPUT, CAT_WEIGHTS, NAIVE
 
 ORDERS = ["queries_outside", "keys_outside"]
@@ -96,6 +107,76 @@ def test_o_and_lse_are_those_of_the_oracle_and_of_tiled(size, causal, order):
     for config in (NAIVE, AttentionConfig("tiled", block_m, block_n, order)):
         other = attention(*(inputs[name] for name in "qkv"), config, causal=causal, return_lse=True)
         assert_float64_right(found, dict(zip(found, other, strict=True)), terms=T_k)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_backwards_gradients_are_those_of_the_oracle(size, dropout_p, causal, order):
+    T, T_k, block_m, block_n = size
+    case = Case(T, T_k, B=1, H=1, D=3, causal=causal, dropout_p=dropout_p)
+    inputs = case.inputs(torch.float64)
+    inputs["dlse"].zero_()
+    q, k, v, do = (inputs[name][0, 0].numpy() for name in ("q", "k", "v", "do"))
+    options = {"block_m": block_m, "block_n": block_n, "causal": causal, "order": order}
+    found = backward(q, k, v, do, dropout_p=dropout_p, seed=SEED, **options)
+    right = oracle(inputs, case)
+    assert_float64_right({name: as_head(getattr(found, name)) for name in right}, right, terms=max(T, T_k))
+    last = {row: (tile, row - tile.rows.start) for tile in found.tiles for row in tile.rows}
+    assert all(np.array_equal(tile.dq[r], found.dq[row]) for row, (tile, r) in last.items())
+    last = {key: (tile, key - tile.columns.start) for tile in found.tiles for key in tile.columns}
+    assert all(np.array_equal(tile.dk[j], found.dk[key]) for key, (tile, j) in last.items())
+    assert all(np.array_equal(tile.dv[j], found.dv[key]) for key, (tile, j) in last.items())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_forward_with_dropout_is_the_oracles(size):
+    T, T_k, block_m, block_n = size
+    case = Case(T, T_k, B=1, H=1, D=3, dropout_p=0.25)
+    inputs = case.inputs(torch.float64)
+    q, k, v = (inputs[name][0, 0].numpy() for name in "qkv")
+    options = {"block_m": block_m, "block_n": block_n, "dropout_p": 0.25, "seed": SEED, "break_it": WHOLE}
+    _, o, lse = story(q, k, v, **options)
+    right = oracle(inputs, case)
+    assert_float64_right({"o": as_head(o), "lse": as_head(lse)}, {name: right[name] for name in ("o", "lse")}, T_k)
+
+
+# --- words moved -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_words_moved_in_the_end_are_those_counted_in_tiled(size, causal, order):
+    T, T_k, block_m, block_n = size
+    q, k, v = random_head(T, T_k)
+    told = story(q, k, v, block_m=block_m, block_n=block_n, causal=causal, order=order, break_it=WHOLE)[0]
+    counts = words_moved(told, T, T_k, 3, block_m, block_n, order)
+    with torch.no_grad(), Tiles() as counted:
+        config = AttentionConfig("tiled", block_m, block_n, order)
+        attention(*(as_head(x) for x in (q, k, v)), config, causal=causal)
+    assert len(counts) == len(told)
+    assert counts == sorted(counts)
+    assert counts[-1] == counted.words
+
+
+@pytest.mark.parametrize(
+    ("order", "forward", "back"),
+    [  # D = 4. Tiles of 3 and 2: of q, do or dq 12 and 8 words, of lse or delta 3 and 2, of k and v 24 and 16
+        ("queries_outside", [12 + 24, 36 + 16 + 15, 67 + 8 + 24, 99 + 16 + 10],
+         [30 + 72, 102 + 48 + 12, 162 + 20 + 72, 254 + 48 + 8]),
+        # m, l and acc are 18 and 12, and once more at the end, with o and lse: 55
+        ("keys_outside", [24 + 48, 72 + 32, 104 + 16 + 48, 168 + 32 + 55],
+         [24 + 54, 78 + 36 + 24, 138 + 16 + 54, 208 + 36 + 16]),
+    ],
+)  # fmt: skip
+def test_the_words_moved_grow_by_what_each_tile_loads_and_stores(order, forward, back):
+    options = {"block_m": 3, "block_n": 3, "causal": False, "order": order}
+    told = story(*the_cat(), break_it=WHOLE, **options)[0]
+    assert words_moved(told, 5, 5, 4, 3, 3, order) == forward
+    assert forward[-1] == words_of(AttentionConfig("tiled", 3, 3, order), 5, 4)
+    assert words_moved(backward(*the_cat(), the_cat()[2], **options).tiles, 5, 5, 4, 3, 3, order) == back
 
 
 BROKEN = [
@@ -296,3 +377,28 @@ def test_an_order_and_shapes_that_cannot_be_are_refused():
 
 def test_each_failure_takes_out_something_of_its_own():
     assert len({tuple(vars(switches(name)).items()) for name in STORY_FAILURES}) == len(STORY_FAILURES)
+
+
+def test_dropout_is_told_where_it_drops():
+    options = {"causal": False, "break_it": WHOLE, "dropout_p": 0.25, "seed": 6}
+    (tile,) = story(*the_cat(), block_m=5, block_n=5, **options)[0]
+    dropped = (tile.z == 0).sum(-1)
+    assert dropout_sentence(tile, 1).startswith(f"Dropout takes out {dropped[1]} of its 5 weights: l counts")
+    kept = tile._replace(z=np.full((5, 5), 4 / 3))
+    assert dropout_sentence(kept, 1) == ""
+
+
+def test_the_backward_is_told_by_the_sign_of_ds_and_by_its_sum():
+    q, k, v = the_cat()
+    options = {"block_m": 5, "block_n": 5, "causal": False, "dropout_p": 0.25, "seed": 6}
+    right = backward(q, k, v, np.array(THE_CAT["do"], float), **options)
+    stale = backward(q, k, v, np.array(THE_CAT["do"], float), same_seed=False, **options)
+    assert np.array_equal(right.o, stale.o)
+    told = backward_sentence(right.tiles[0], 3, right.tiles[0], right.delta[3], True)
+    positive = (right.tiles[0].ds[3] > 0).sum()
+    assert f"for {positive} of its 5 keys: there ds > 0" in told
+    assert told.endswith("the row's ds add up to 0, and dq is complete.")
+    told = backward_sentence(stale.tiles[0], 3, right.tiles[0], stale.delta[3], True)
+    others = (stale.tiles[0].z[3] != right.tiles[0].z[3]).sum()
+    assert told.startswith(f"The forward had the other decision for {others} of its 5 weights. ")
+    assert "where 0 is right" in told
