@@ -59,7 +59,7 @@ class Config:
     mode: str = "race"  # race (speed and memory) | pictures (of an earlier race) | traffic (words moved)
     impls: list[str] | None = None  # naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
-    head_sizes: list[int] = field(default_factory=lambda: [32])  # D
+    head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
     heads: list[int] = field(default_factory=lambda: [2])  # H, for each head size, or one number for all
     kv_heads: int | None = None  # heads of k and v, each shared by as many of q; None: as many as heads
     tokens: int = 1  # of a batch, B = max(1, tokens // T); 32768 fill a GPU, one short sequence does not
