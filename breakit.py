@@ -26,9 +26,10 @@ first tokens of its validation text. out=PATH.json keeps the trace: the head's q
     python breakit.py explorer=true                              docs/explorer.html, the same to click through
 
 The explorer is one page that loads nothing: docs/explorer.template.html with the stories of the worked example (each
-failure, tile size and mask, and three other inputs that bring failures out) and of one trained head, `real`, which is a
-trace that out= has kept: explorer=true real=PATH.json out=PATH.html makes a page of your own. docs/head.json is of
-`python train.py name=default`: trace=true run=default layer=2 head=2 out=docs/head.json.
+failure, tile size and mask, three other inputs that bring failures out, its forward with dropout and its backward) and
+of one trained head, `real`, which is a trace that out= has kept: explorer=true real=PATH.json out=PATH.html makes a
+page of your own. docs/head.json is of `python train.py name=default`: trace=true run=default layer=2 head=2
+out=docs/head.json.
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
