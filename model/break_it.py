@@ -72,8 +72,9 @@ class Failure(NamedTuple):
 
     switches: tuple[str, ...]  # of BreakIt, that are off
     removed: str
-    seen: str
+    seen: str  # in the first 100 steps of the command below
     why: str
+    wakes: str  # arguments of train.py that bring it on: python train.py break_it=NAME and these
     not_in_naive: str | None = None  # why naive has nothing to remove
 
 
@@ -84,18 +85,21 @@ FAILURES = {
         "nothing at all while scores are small; then rows of 0, silently, or NaN, and the run stops before the update",
         "the sum of exp(s) overflows float32 at 88.7 - ln(keys alike), and x / inf is 0; exp(s) itself does at 88.7, "
         "and inf / inf is NaN; tiled's and triton's fp16 weights do at 11.1",
+        wakes="break_it.score_gain=100",
     ),
     "no_rescale": Failure(
         ("rescale_sum", "rescale_output"),
         "the rescaling",
         "a loss that looks like one, and a model that is wrong",
         "earlier tiles stay on the scale of a smaller maximum and weigh too much; right where one tile holds all keys",
+        wakes="attention.block_n=32 break_it.score_gain=10",
     ),
     "no_rescale_sum": Failure(
         ("rescale_sum",),
         "the rescaling of the sum",
         "no NaN, and an output that is too small; a young model learns around it",
         "the sum that the output is divided by keeps the weights of a smaller maximum",
+        wakes="attention.block_n=32 break_it.score_gain=10",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "no_rescale_output": Failure(
@@ -103,6 +107,7 @@ FAILURES = {
         "the rescaling of the output",
         "no NaN, and an output that is several times too large; learns less",
         "the output keeps the weights of a smaller maximum, and the sum that it is divided by does not",
+        wakes="attention.block_n=32 break_it.score_gain=10",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "zero_init_max": Failure(
@@ -110,6 +115,7 @@ FAILURES = {
         "the low start of the maximum",
         "nothing, while every row has a score above -87; from -104 down the row is 0 and learns nothing",
         "the maximum starts at 0 and stays there: every exp(s) underflows float32, and fp16 weights do from -9.7 down",
+        wakes="break_it.score_gain=1000 attention.window=1",
         not_in_naive="naive has no running maximum",
     ),
     "local_mask": Failure(
@@ -117,6 +123,7 @@ FAILURES = {
         "the tile's place in the mask",
         "a training and validation loss below what the text allows, and samples that make no sense",
         "row and column are compared within their tile: every tile but the first shows the future",
+        wakes="attention.block_m=128 attention.block_n=32",
         not_in_naive="naive has no tiles",
     ),
     "no_scale": Failure(
@@ -124,18 +131,21 @@ FAILURES = {
         "1 / sqrt(D)",
         "no NaN; learns more slowly, which the first steps hardly show",
         "scores are sqrt(D) times as large, so that softmax picks one key and hardly passes on a gradient",
+        wakes="break_it.score_gain=10",
     ),
     "unguarded_mask": Failure(
         ("guard_empty_rows",),
         "the guard of empty rows",
         "NaN at the first step under a window; nothing in a causal mask alone",
         "a tile that is hidden from a row altogether leaves it m = -inf, and exp(-inf - -inf) is NaN",
+        wakes="attention.window=8",
     ),
     "stale_seed": Failure(
         ("same_seed",),
         "the dropout seed of the backward",
         "the first loss is right to the last bit; then the gradients' norm grows, and the loss with it",
         "the backward drops other weights than the forward did",
+        wakes="attention.dropout_p=0.2",
         not_in_naive="naive keeps its dropout mask for the backward",
     ),
     "unrestored_seed": Failure(
@@ -143,12 +153,14 @@ FAILURES = {
         "the dropout seed of a block computed again",
         "the first loss is right; learns less, which the first steps hardly show",
         "the gradients belong to another network than the loss",
+        wakes="attention.dropout_p=0.2 model.activation_checkpointing=true",
     ),
     "bf16_ties": Failure(
         ("wide_output",),
         "sums of 32 bits",
         "nothing in float32, and nothing in one step of bf16; what is biased adds up over thousands of steps",
         "each tile's p v is rounded to 16 bits; where scores tie at the maximum all errors of o have one sign",
+        wakes="dtype=bf16",
         not_in_naive="naive rounds its one product once",
     ),
 }
