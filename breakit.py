@@ -7,8 +7,10 @@
 The lab takes q, k, v and do from a model's attention to real text: a run's model, or a small one that it trains first.
 On them it tries each failure in every implementation and dtype, where it is harmless and where it shows. A line each
 says what theory predicts, what is seen, where it begins, and how far the results are from float64. Then come short
-trainings, whole and broken, from one seed. In runs/breakit: table.json, errors.png, states.png, losses.png, and
-NAME.png for each failure.
+trainings, whole and broken, from one seed. In runs/breakit: table.json, and NAME.png for each failure. Beside it:
+runs/break-it.md, a page of them all.
+
+    python breakit.py out=docs/break                             docs/break-it.md and its pictures
 
     python breakit.py replay=runs/NAME/faults/step_000123        the batch that ended a run, once more
 
@@ -78,7 +80,7 @@ class Config:
     explorer: bool = False  # make the page, instead of the lab
     replay: str | None = None  # show this fault again, instead of the lab
     failure: str | None = None  # of FAILURES in model/break_it.py; None: all in the lab, none in a trace
-    steps: int = 100  # lab: of each short training
+    steps: int = 100  # lab: of each short training; twice as many for failures that show slowly
     seed: int = 1337  # lab: of all trainings
     device: str = "auto"  # lab, replay
     score_gain: float = 1.0  # multiplies the scores

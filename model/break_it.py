@@ -75,6 +75,7 @@ class Failure(NamedTuple):
     seen: str  # in the first 100 steps of the command below
     why: str
     wakes: str  # arguments of train.py that bring it on: python train.py break_it=NAME and these
+    acts: str  # when it does anything at all
     not_in_naive: str | None = None  # why naive has nothing to remove
 
 
@@ -86,6 +87,7 @@ FAILURES = {
         "the sum of exp(s) overflows float32 at 88.7 - ln(keys alike), and x / inf is 0; exp(s) itself does at 88.7, "
         "and inf / inf is NaN; tiled's and triton's fp16 weights do at 11.1",
         wakes="break_it.score_gain=100",
+        acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
     ),
     "no_rescale": Failure(
         ("rescale_sum", "rescale_output"),
@@ -93,6 +95,7 @@ FAILURES = {
         "a loss that looks like one, and a model that is wrong",
         "earlier tiles stay on the scale of a smaller maximum and weigh too much; right where one tile holds all keys",
         wakes="attention.block_n=32 break_it.score_gain=10",
+        acts="once the maximum of a row grows after its first tile of keys",
     ),
     "no_rescale_sum": Failure(
         ("rescale_sum",),
@@ -100,6 +103,7 @@ FAILURES = {
         "no NaN, and an output that is too small; a young model learns around it",
         "the sum that the output is divided by keeps the weights of a smaller maximum",
         wakes="attention.block_n=32 break_it.score_gain=10",
+        acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "no_rescale_output": Failure(
@@ -108,6 +112,7 @@ FAILURES = {
         "no NaN, and an output that is several times too large; learns less",
         "the output keeps the weights of a smaller maximum, and the sum that it is divided by does not",
         wakes="attention.block_n=32 break_it.score_gain=10",
+        acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "zero_init_max": Failure(
@@ -116,6 +121,7 @@ FAILURES = {
         "nothing, while every row has a score above -87; from -104 down the row is 0 and learns nothing",
         "the maximum starts at 0 and stays there: every exp(s) underflows float32, and fp16 weights do from -9.7 down",
         wakes="break_it.score_gain=1000 attention.window=1",
+        acts="once all scores of a row are below -87 (in fp16 below -9.7)",
         not_in_naive="naive has no running maximum",
     ),
     "local_mask": Failure(
@@ -124,6 +130,7 @@ FAILURES = {
         "a training and validation loss below what the text allows, and samples that make no sense",
         "row and column are compared within their tile: every tile but the first shows the future",
         wakes="attention.block_m=128 attention.block_n=32",
+        acts="where the rows or the keys take several tiles",
         not_in_naive="naive has no tiles",
     ),
     "no_scale": Failure(
@@ -132,6 +139,7 @@ FAILURES = {
         "no NaN; learns more slowly, which the first steps hardly show",
         "scores are sqrt(D) times as large, so that softmax picks one key and hardly passes on a gradient",
         wakes="break_it.score_gain=10",
+        acts="always, and the more the larger the head size D is",
     ),
     "unguarded_mask": Failure(
         ("guard_empty_rows",),
@@ -139,6 +147,7 @@ FAILURES = {
         "NaN at the first step under a window; nothing in a causal mask alone",
         "a tile that is hidden from a row altogether leaves it m = -inf, and exp(-inf - -inf) is NaN",
         wakes="attention.window=8",
+        acts="where the first tile of keys computed for a row hides all its keys from it, as under a window",
     ),
     "stale_seed": Failure(
         ("same_seed",),
@@ -146,6 +155,7 @@ FAILURES = {
         "the first loss is right to the last bit; then the gradients' norm grows, and the loss with it",
         "the backward drops other weights than the forward did",
         wakes="attention.dropout_p=0.2",
+        acts="in the backward, with dropout",
         not_in_naive="naive keeps its dropout mask for the backward",
     ),
     "unrestored_seed": Failure(
@@ -154,6 +164,7 @@ FAILURES = {
         "the first loss is right; learns less, which the first steps hardly show",
         "the gradients belong to another network than the loss",
         wakes="attention.dropout_p=0.2 model.activation_checkpointing=true",
+        acts="in the backward, with dropout and activation checkpointing",
     ),
     "bf16_ties": Failure(
         ("wide_output",),
@@ -161,6 +172,7 @@ FAILURES = {
         "nothing in float32, and nothing in one step of bf16; what is biased adds up over thousands of steps",
         "each tile's p v is rounded to 16 bits; where scores tie at the maximum all errors of o have one sign",
         wakes="dtype=bf16",
+        acts="in 16 bits, where several scores of a row tie at the maximum",
         not_in_naive="naive rounds its one product once",
     ),
 }
