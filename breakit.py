@@ -80,7 +80,7 @@ class Config:
     explorer: bool = False  # make the page, instead of the lab
     replay: str | None = None  # show this fault again, instead of the lab
     failure: str | None = None  # of FAILURES in model/break_it.py; None: all in the lab, none in a trace
-    steps: int = 100  # lab: of each short training; twice as many for failures that show slowly
+    steps: int = 200  # lab: of each short training
     seed: int = 1337  # lab: of all trainings
     device: str = "auto"  # lab, replay
     score_gain: float = 1.0  # multiplies the scores

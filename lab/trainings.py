@@ -21,7 +21,6 @@ from training.metrics import broken_name, read_metrics, show
 CONF = Path(__file__).parents[1] / "conf"
 FRESH_STEPS = 200  # of the model that q, k and v are taken from: 15 s, and scores up to 15
 NOT_SEEN = {"bf16_ties"}  # what no training of some hundred steps shows
-SLOW = {"zero_init_max", "no_scale", "stale_seed", "unrestored_seed"}  # what wants twice the steps of the others
 
 
 class Curves(NamedTuple):
@@ -69,11 +68,10 @@ def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> li
     short: short_training()'s."""
     found: list[Curves] = []
     wakes = {name: FAILURES[name].wakes for name in failures if name not in NOT_SEEN}
-    for setting, names in groupby(sorted(wakes, key=wakes.__getitem__), key=wakes.__getitem__):
-        together, losses = list(names), {}
-        steps = short.steps * (2 if SLOW & set(together) else 1)
+    for setting, together in groupby(sorted(wakes, key=wakes.__getitem__), key=wakes.__getitem__):
+        losses = {}
         for name in ("whole", *together):
-            cfg = short_training(type(short), steps, short.seed, short.device, setting.split())
+            cfg = short_training(type(short), short.steps, short.seed, short.device, setting.split())
             cfg.runs, cfg.data, cfg.tokenizer, cfg.model.context_length = (
                 short.runs, short.data, short.tokenizer, short.model.context_length
             )  # fmt: skip

@@ -323,7 +323,7 @@ def test_a_picture_reads_well():
     curve = panels.Curve("a", [0.0, 1.0], [0.0, 1.0])
     panel = panels.Panel("", "", "", [curve._replace(name="whole"), curve, curve, curve])
     figure = draw.picture("no_max", [panel] * 3)
-    assert len({axes.get_position().width for axes in figure.axes}) == 1
+    assert len({round(axes.get_position().width, 9) for axes in figure.axes}) == 1
 
     def luminance(colour) -> float:
         parts = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(colour))
