@@ -7,6 +7,7 @@ the lab need not run again: python -c "from lab.page import *; write_page(Path('
 """
 
 import json
+import math
 from pathlib import Path
 
 from lab.files import write
@@ -16,11 +17,11 @@ from model.break_it import FAILURES
 
 KINDS = {
     SILENT: "silent",
-    LEAK: "silent: a leak",
-    GRADIENT: "silent: gradients only",
-    OVERFLOW: "loud: infinity",
-    NAN: "loud: NaN",
-    NONE: "silent: within the rounding",
+    LEAK: "leak",
+    GRADIENT: "gradient only",
+    OVERFLOW: "loud (infinity)",
+    NAN: "loud (NaN)",
+    NONE: "silent, within the rounding",
 }
 HEAD = """# Break it
 
@@ -30,8 +31,7 @@ wrong.
 
 {table}
 
-The arguments under each failure wake it in a small model. `python train.py break_it=NAME` without them trains the usual
-model, in which some failures sleep for all of the run.
+Under each failure stands the command that wakes it in the default model. **Seen** says what its first 100 steps show.
 
 **Pictures.** The whole algorithm is black and dashed, what is broken is in colour, a cross is a value that is not
 finite.
@@ -53,7 +53,7 @@ def write_page(folder: Path) -> Path:
 def page(kept: dict, folder: str) -> str:
     """The page as Markdown. kept: what table.json has. folder: where its pictures are, as seen from the page."""
     names = list(kept["pictures"])
-    table = ["| failure | taken out | it is | it acts |", "|---|---|---|---|"]
+    table = ["| failure | taken out | loud or silent | it acts |", "|---|---|---|---|"]
     table += [f"| [{name}](#{name}) | {FAILURES[name].removed} | {kind(kept, name)} | {FAILURES[name].acts} |"
               for name in names]  # fmt: skip
     facts = {name: kept["about"][name] for name in ("commit", "torch", "device")}
@@ -65,7 +65,7 @@ def kind(kept: dict, name: str) -> str:
     """How the failure shows in tiled, in words: every way in which any dtype shows it."""
     found = [row["observed"] for row in kept["rows"] if (row["failure"], row["impl"]) == (name, "tiled")]
     seen = [symptom for symptom in KINDS if symptom in found and symptom != NONE]
-    return "; ".join(KINDS[symptom] for symptom in seen or [NONE])
+    return ", ".join(KINDS[symptom] for symptom in seen or [NONE])
 
 
 def section(kept: dict, name: str, folder: str) -> str:
@@ -93,21 +93,23 @@ python breakit.py failure={name}
 
 
 def measured(kept: dict, name: str) -> str:
-    """What the trial of the picture found, and the short training if there was one."""
+    """The trials in tiled, in the dtype of the picture, and the short training if there was one."""
     dtype = SHOWN.get(name, "float32")
-    trials = [row for row in kept["rows"] if (row["failure"], row["impl"], row["dtype"]) == (name, "tiled", dtype)]
-    lines = []
-    for row in trials:
-        errors = ", ".join(f"{result} {float(row[f'error_{result}']):.1e}" for result in RESULTS)
-        gain = "" if row["gain"] == 1 else f", scores x {row['gain']:.3g}"
-        seen = "nothing seen" if row["observed"] == NONE else row["observed"]
-        lines.append(f"tiled, {dtype}, {row['where']}{gain}: {seen}; relative error of {errors}.")
+    lines = [f"| tiled, {dtype} | seen | {' | '.join(f'error of {result}' for result in RESULTS)} |"]
+    lines.append("|---" * (2 + len(RESULTS)) + "|")
+    for row in kept["rows"]:
+        if (row["failure"], row["impl"], row["dtype"]) == (name, "tiled", dtype):
+            gain = "" if row["gain"] == 1 else f", scores x {row['gain']:.3g}"
+            seen = "nothing" if row["observed"] == NONE else row["observed"]
+            errors = " | ".join(f"{float(row[f'error_{result}']):.1e}" for result in RESULTS)
+            lines.append(f"| {row['where']}{gain} | {seen} | {errors} |")
     for curves in kept["losses"]:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
-            said = f"not finite at step {len(broken)}" if broken[-1] != broken[-1] else f"{mean(broken):.3f} nats"
-            lines.append(f"{len(whole)} steps of training, {curves['setting']}: {said}; whole {mean(whole):.3f} nats.")
-    return "\n".join(f"- {line}" for line in lines)
+            ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
+            lines.append(f"\nTraining with {curves['setting']}: after {len(broken)} steps its loss is {ended}; whole, "
+                         f"after {len(whole)}, {mean(whole):.3f} nats.")  # fmt: skip
+    return "\n".join(lines)
 
 
 def mean(losses: list[float]) -> float:

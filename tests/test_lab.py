@@ -263,7 +263,7 @@ def test_errors_of_16_bit_sums_have_a_sign_that_adds_up():
     below, above = sum(spread["broken"][:3]), sum(spread["broken"][4:])
     assert below > above + 5  # percent
     assert abs(sum(spread["whole"][:3]) - sum(spread["whole"][4:])) < 3
-    assert bias["broken"][0] == 0  # of one key, there is nothing to tie with
+    assert abs(bias["broken"][0]) < 0.001  # one key has nothing to tie with
     assert all(x < -0.05 for x in bias["broken"][1:])
     assert all(abs(x) < 0.02 for x in bias["whole"])
     assert sums["broken"][-1] < 10 * -abs(sums["whole"][-1])
@@ -433,10 +433,10 @@ def test_the_page_has_the_words_the_commands_and_the_picture_of_each_failure(nam
     assert all(words in section for words in (failure.removed, failure.seen, failure.why, failure.acts))
     assert f"](break/{name}.png)" in section
     assert f"| [{name}](#{name}) |" in PAGE
-    for command in re.findall(r"^python (\w+)\.py (.*)$", section, re.M):
-        script = {"train": train, "breakit": breakit}[command[0]]
-        group = {"train": "config", "breakit": "breakit"}[command[0]]
-        assert configuration.compose(shlex.split(command[1]), script.Config, group, ROOT / "conf", command[0])
+    assert f"\npython breakit.py failure={name}\n" in section
+    (typed,) = re.findall(r"^python train.py (.*)$", section, re.M)
+    ((cfg, _),) = configuration.compose(shlex.split(typed), train.Config, "config", ROOT / "conf", "train")
+    assert {switch for switch in failure.switches if getattr(cfg.break_it, switch)} == set()
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -448,8 +448,8 @@ def test_a_picture_of_the_page_is_wide_and_small(name):
 
 
 def test_a_failure_is_said_to_be_as_the_rows_have_it():
-    assert page.kind(KEPT, "unguarded_mask") == "loud: NaN"
-    assert page.kind(KEPT, "local_mask") == "silent: a leak"
-    assert page.kind(KEPT, "stale_seed") == "silent: gradients only"
-    assert page.kind(KEPT, "bf16_ties") == "silent: within the rounding"
-    assert page.kind(KEPT, "no_max").startswith("silent; loud")
+    assert page.kind(KEPT, "unguarded_mask") == "loud (NaN)"
+    assert page.kind(KEPT, "local_mask") == "leak"
+    assert page.kind(KEPT, "stale_seed") == "gradient only"
+    assert page.kind(KEPT, "bf16_ties") == "silent, within the rounding"
+    assert page.kind(KEPT, "no_max") == "silent, loud (infinity), loud (NaN)"
