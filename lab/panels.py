@@ -90,7 +90,7 @@ def losses(failure: str, curves: Curves) -> Panel:
         tens = [of[max(0, step - 10) : step] for step in range(first, len(of) + 1)]
         lines.append(Curve(name, range(first, len(of) + 1), [sum(ten) / len(ten) for ten in tens]))
     setting = (argument.rpartition("=") for argument in curves.setting.split())
-    words = ", ".join(f"{key.split('.')[-1]}={value}" for key, _, value in setting)
+    words = ", ".join(key.split(".")[-1] + f"={value}".replace("=true", "") for key, _, value in setting)
     return Panel("training", f"step ({words})", "loss (nats), mean of 10 steps", lines)
 
 
