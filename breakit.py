@@ -7,8 +7,10 @@
 The lab takes q, k, v and do from a model's attention to real text: a run's model, or a small one that it trains first.
 On them it tries each failure in every implementation and dtype, where it is harmless and where it shows. A line each
 says what theory predicts, what is seen, where it begins, and how far the results are from float64. Then come short
-trainings, whole and broken, from one seed. In runs/breakit: table.json, errors.png, states.png, losses.png, and
-NAME.png for each failure.
+trainings, whole and broken, from one seed. In runs/breakit: table.json, and NAME.png for each failure. Beside it:
+runs/break-it.md, a page of them all.
+
+    python breakit.py out=docs/break                             docs/break-it.md and its pictures
 
     python breakit.py replay=runs/NAME/faults/step_000123        the batch that ended a run, once more
 
@@ -79,7 +81,7 @@ class Config:
     explorer: bool = False  # make the page docs/explorer.html, instead of the lab
     replay: str | None = None  # PATH of a fault that a run has kept: show it again, instead of the lab
     failure: str | None = None  # as break_it= of train.py; None: all in the lab, none in a trace
-    steps: int = 100  # lab: updates of each short training
+    steps: int = 200  # lab: updates of each short training
     seed: int = 1337  # lab: of all its trainings
     device: str = "auto"  # lab, replay: auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     score_gain: float = 1.0  # trace: multiplies the scores

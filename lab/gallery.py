@@ -1,4 +1,4 @@
-"""Each failure beside the whole algorithm: the table, the short trainings and the pictures. `python breakit.py`"""
+"""Each failure beside the whole algorithm: table, short trainings, pictures and page. `python breakit.py`"""
 
 import json
 import tempfile
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from data.loader import validation_batches
-from lab import draw, measure, trainings, trials
+from lab import draw, measure, panels, trainings, trials
 from lab.files import plain, write
+from lab.page import write_page
 from lab.runs import model_of_run
 from model.break_it import FAILURES
 from training.machine import about
@@ -30,7 +31,7 @@ def gallery(
     device: torch.device,
     out: Path,
 ) -> None:
-    """Writes table.json, errors.png, states.png, losses.png and NAME.png for each failure to the folder `out`.
+    """Writes table.json and NAME.png for each failure to the folder `out`, and break-it.md beside it.
 
     script: train.main. short: short_training()'s configuration. failure: None for all. run: whose model q, k and v are
     taken from, as model_of_run() finds it in the folder `runs`; None for a small one that is trained here first.
@@ -66,21 +67,24 @@ def gallery(
             show(line)
         show("first bad: layer/head/query tile/key tile; score, weight: the largest; o to dv: |error| / |right|\n")
         print_row()
-        rows, views = measure.measure(calls, wanted, impls, print_row)
+        rows, shown = measure.measure(calls, wanted, impls, print_row)
         show("")
-        if not views:
+        if not shown:
             raise ValueError(f"failure={failure}: nothing of the kind can be taken out of {model.name}")
         curves = trainings.compare(script, short, failures)
 
     show(f"drawing, after {time.perf_counter() - started:.0f} s")
-    kept = {"about": facts, "model": model.name, "rows": rows, "losses": [c._asdict() for c in curves]}
+    pictures = {}
+    for name in (name for name in failures if name in shown):
+        found = panels.panels(shown[name], next((c for c in curves if name in c.broken), None))
+        draw.save(draw.picture(name, found), out / f"{name}.png")
+        pictures[name] = [panel.title for panel in found]
+    losses = [c._asdict() for c in curves]
+    kept = {"about": facts, "model": model.name, "rows": rows, "losses": losses, "pictures": pictures}
     write(out / "table.json", json.dumps(plain(kept)).replace("}, {", "},\n{") + "\n")
-    pictures = draw.pictures({name: views[name] for name in failures if name in views}, curves)
-    for name, figure in pictures.items():
-        draw.save(figure, out / f"{name}.png")
     differ = sum(not row["agrees"] for row in rows)
     show(f"{len(rows)} lines, {differ} of them not as predicted; {time.perf_counter() - started:.0f} s")
-    show(f"{out}: table.json, {', '.join(f'{name}.png' for name in pictures)}")
+    show(f"{out}: table.json, {', '.join(f'{name}.png' for name in pictures)}; and {write_page(out)}")
 
 
 def print_row(row: dict | None = None) -> None:

@@ -1,6 +1,6 @@
 """Each failure beside the whole algorithm, on the q, k, v and do of a model's own attention calls: a table's rows.
 
-    rows, views = measure(calls, failures, impls)    the rows; and what the pictures show
+    rows, shown = measure(calls, failures, impls)    the rows; and the trials that the pictures show
 
 What will be seen is predicted first (lab/trials.py), then it is looked at. Right is the whole algorithm in float64, on
 inputs rounded to the dtype in question. A row is wrong when it is beyond the budget: twice what the same implementation
@@ -46,16 +46,13 @@ RESULTS = ("o", "dq", "dk", "dv")
 SHOWN = {"bf16_ties": "bf16"}  # the dtype of the pictures, where it is not float32
 
 
-class View(NamedTuple):
-    """What the pictures show of a failure in its last trial: tiled, in float32 or SHOWN."""
+class Shown(NamedTuple):
+    """The last trial of a failure, of which the pictures are: tiled, in float32 or SHOWN."""
 
-    failure: str
+    trial: Trial
     about: str
-    of: str  # o or, where o is right, dq
-    errors: Tensor  # (L * H, query tiles), relative: the worst row of each tile
-    heads: int  # H
-    place: str  # whose row the states are of
-    states: dict[str, list[tuple[int, float, float]]]  # whole, broken: key tile, m, l after each
+    tried: list[Call]
+    seen: list["Seen"]  # one of each call
 
 
 def left_out(calls: list[Call], failures: list[str], impls: list[str]) -> list[str]:
@@ -67,14 +64,14 @@ def left_out(calls: list[Call], failures: list[str], impls: list[str]) -> list[s
 
 def measure(
     calls: list[Call], failures: list[str], impls: list[str], say: Callable[[dict], None] = lambda row: None
-) -> tuple[list[dict], dict[str, View]]:
-    """The rows of the table, in the order of TRIALS, and for each failure its View.
+) -> tuple[list[dict], dict[str, Shown]]:
+    """The rows of the table, in the order of TRIALS, and for each failure the trial that shows it.
 
     calls: of a whole model, with gradients, float32, causal and with no other mask (record() in training/probe.py).
     impls: of naive, tiled, triton. say: is handed each row as it comes.
     """
-    rows, views = [], {}
-    shown = {trial.failure: trial for trial in TRIALS if trial.failure in FAILURES}
+    rows, shown = [], {}
+    last = {trial.failure: trial for trial in TRIALS if trial.failure in FAILURES}
     for trial, dtype in product((trial for trial in TRIALS if trial.failure in failures), DTYPES):
         gain = gain_of(trial, dtype, calls)
         prepared = [call_of(trial, dtype, gain, call) for call in calls]
@@ -86,13 +83,14 @@ def measure(
             tried = [replace(call, config=config_of(impl, call, trial)) for call in prepared]
             right = right or [right_for(call) for call in tried]
             guess = predicted(trial, impl, tried, measured, right)
-            seen = [Seen(results_of(call), r, allowed_for(call, r)) for call, r in zip(tried, right, strict=True)]
+            seen = [seen_of(call, r) for call, r in zip(tried, right, strict=True)]
             about = {"failure": trial.failure, "where": trial.where, "impl": impl, "dtype": dtype, "gain": gain}
             rows.append(about | row_of(guess, tried, seen, measured))
             say(rows[-1])
-            if trial is shown.get(trial.failure) and (impl, dtype) == ("tiled", SHOWN.get(trial.failure, "float32")):
-                views[trial.failure] = view(trial, gain, tried, seen)
-    return rows, views
+            if trial is last.get(trial.failure) and (impl, dtype) == ("tiled", SHOWN.get(trial.failure, "float32")):
+                scores = "" if gain == 1.0 else f", scores x {gain:.3g}"
+                shown[trial.failure] = Shown(trial, trial.where + scores, tried, seen)
+    return rows, shown
 
 
 def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gauges]) -> dict:
@@ -136,6 +134,7 @@ class Seen(NamedTuple):
     """Results of one layer, by the names in RESULTS."""
 
     found: dict[str, Tensor]
+    usual: dict[str, Tensor]  # of the same implementation when it is whole
     right: dict[str, Tensor]  # float64
     allowed: dict[str, float]  # largest difference
 
@@ -146,13 +145,14 @@ def right_for(call: Call) -> dict[str, Tensor]:
     return results_of(whole, wide=True)
 
 
-def allowed_for(call: Call, right: dict[str, Tensor]) -> dict[str, float]:
-    """How far from right each result may be, by the error of the same implementation when it is whole. lab/race.py
-    takes naive's error instead. On a trained model's q, k and v the gradients of tiled and triton can be further off
-    than twice that, because they compute the weights again (LOG.md)."""
+def seen_of(call: Call, right: dict[str, Tensor]) -> Seen:
+    """A call's results, and how far from right each may be, by the error of the same implementation when it is whole.
+    lab/race.py takes naive's error instead. On a trained model's q, k and v the gradients of tiled and triton can be
+    further off than twice that, because they compute the weights again (LOG.md)."""
     usual, eps = results_of(replace(call, break_it=unbroken(call))), torch.finfo(call.q.dtype).eps
     errors = {name: float(row_errors(usual[name], right[name]).max()) for name in RESULTS}
-    return {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}
+    allowed = {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}
+    return Seen(results_of(call), usual, right, allowed)
 
 
 def observed(tried: list[Call], seen: list[Seen]) -> str:
@@ -239,28 +239,3 @@ def walk(call: Call, b: int, h: int, row: int) -> Iterator[tuple[int, float, flo
         state = absorb(tile, q_i, load(k, tile.columns), load(v, tile.columns), state, problem, on_chip)
         m, l, acc = (x[matrix, r] for x in state)
         yield tile.columns.start // N, float(m) / LOG2E, float(l), acc.double() / l.double()
-
-
-def view(trial: Trial, gain: float, tried: list[Call], seen: list[Seen]) -> View:
-    """What the pictures show of a trial. The states are of the worst row of the first layer whose o is wrong."""
-    of = "dq" if trial.failure in ("stale_seed", "unrestored_seed") else "o"
-    M = tile_of(tried[0])[0]
-    maps, worst_row = [], None
-    for call, s in zip(tried, seen, strict=True):
-        errors = row_errors(s.found[of], s.right[of])
-        relative = errors.amax(0) / float(s.right[of].abs().max())  # (H, T)
-        maps += [torch.stack([part.amax(-1) for part in relative.split(M, dim=-1)], -1)]
-        if worst_row is None and beyond(s, "o").any():
-            # of equally bad rows the last
-            b, h, row = max((errors == errors.max()).nonzero().tolist(), key=lambda place: place[2])
-            worst_row = call, b, h, row
-    call, b, h, row = worst_row or (tried[0], 0, 0, tried[0].q.shape[2] - 1)
-    states = {
-        name: [(tile, m, l) for tile, m, l, _ in walk(walked, b, h, row)]
-        for name, walked in (("whole", replace(call, break_it=unbroken(call))), ("broken", call))
-    }
-    scores = "" if gain == 1.0 else f", scores x {gain:.3g}"
-    scores += f", {SHOWN[trial.failure]}" if trial.failure in SHOWN else ""
-    place = f"layer {call.layer}, head {h}, row {row}"
-    place += ": m and l are right" if states["whole"] == states["broken"] else ""
-    return View(trial.failure, trial.where + scores, of, torch.cat(maps), tried[0].q.shape[1], place, states)

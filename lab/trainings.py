@@ -5,7 +5,7 @@ The training itself is a script's: train.py's Config and main() are handed in.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
 from io import StringIO
@@ -20,28 +20,7 @@ from training.metrics import broken_name, read_metrics, show
 
 CONF = Path(__file__).parents[1] / "conf"
 FRESH_STEPS = 200  # of the model that q, k and v are taken from: 15 s, and scores up to 15
-
-
-class Setting(NamedTuple):
-    """What a short training takes, besides the failure, to bring it on."""
-
-    words: str
-    score_gain: float = 1.0
-    dropout_p: float = 0.0
-    window: int | None = None
-    dtype: str = "float32"
-
-
-PLAIN, DROPOUT = Setting("nothing else changed"), Setting("attention.dropout_p=0.5", dropout_p=0.5)
-GAIN = Setting("break_it.score_gain=40", score_gain=40.0)
-SETTINGS = dict.fromkeys(FAILURES, PLAIN) | {
-    "no_max": GAIN,
-    "zero_init_max": Setting("break_it.score_gain=400", score_gain=400.0),
-    "unguarded_mask": Setting("attention.window=8", window=8),
-    "stale_seed": DROPOUT,
-    "unrestored_seed": DROPOUT,
-    "bf16_ties": Setting("dtype=bf16", dtype="bf16"),
-}
+NOT_SEEN = {"bf16_ties"}  # what no training of some hundred steps shows
 
 
 class Curves(NamedTuple):
@@ -52,12 +31,13 @@ class Curves(NamedTuple):
     broken: dict[str, list[float]]  # by failure; a loss that is not finite is the last of its list
 
 
-def short_training(schema: type, steps: int, seed: int, device: str) -> Any:
-    """The whole run that the broken ones are compared with: seconds, for a small model. schema: train.Config."""
-    typed = ["model.n_layer=2", "model.n_embd=64", "model.context_length=128", "batch_size=8", f"steps={steps}"]
-    typed += ["optimizer.lr=5e-3", "optimizer.warmup_steps=20", "eval_tokens=2048", "sample_every=0"]
-    typed += ["attention=tiled", "attention.block_m=64", "attention.block_n=16", "dtype=float32", "wandb.mode=disabled"]
-    ((short, _),) = config.compose(typed, schema, "config", CONF, "train")
+def short_training(schema: type, steps: int, seed: int, device: str, typed: Sequence[str] = ()) -> Any:
+    """The whole run that the broken ones are compared with: seconds, for a small model. schema: train.Config. typed:
+    more arguments of train.py."""
+    small = ["model.n_layer=2", "model.n_embd=64", "model.context_length=128", "batch_size=8", f"steps={steps}"]
+    small += ["optimizer.lr=5e-3", "optimizer.warmup_steps=20", "eval_tokens=2048", "sample_every=0"]
+    small += ["attention=tiled", "attention.block_m=64", "attention.block_n=16", "dtype=float32", "wandb.mode=disabled"]
+    ((short, _),) = config.compose([*small, *typed], schema, "config", CONF, "train")
     short.eval_every = short.checkpoint_every = steps
     short.seed, short.device = seed, device
     return short
@@ -84,19 +64,22 @@ def train_quietly(script: Callable[[Any], int], cfg: Any) -> list[float]:
 
 
 def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> list[Curves]:
-    """Each failure from one seed, and for each setting the whole run that goes with it. short: short_training()'s."""
+    """Each failure from one seed, under the arguments that wake it, and for these the whole run that goes with it.
+    short: short_training()'s."""
     found: list[Curves] = []
-    for setting, together in groupby(sorted(failures, key=lambda name: SETTINGS[name]), key=SETTINGS.__getitem__):
+    wakes = {name: FAILURES[name].wakes for name in failures if name not in NOT_SEEN}
+    for setting, together in groupby(sorted(wakes, key=wakes.__getitem__), key=wakes.__getitem__):
         losses = {}
         for name in ("whole", *together):
-            cfg = deepcopy(short)
-            cfg.break_it = broken(name, setting.score_gain)
-            cfg.attention.dropout_p, cfg.attention.window = setting.dropout_p, setting.window
-            cfg.model.activation_checkpointing = not cfg.break_it.restore_seed
-            cfg.name, cfg.dtype = broken_name(f"{len(found)}-{name}", cfg.break_it.label), setting.dtype
+            cfg = short_training(type(short), short.steps, short.seed, short.device, setting.split())
+            cfg.runs, cfg.data, cfg.tokenizer, cfg.model.context_length = (
+                short.runs, short.data, short.tokenizer, short.model.context_length
+            )  # fmt: skip
+            cfg.break_it = broken(name, cfg.break_it.score_gain)
+            cfg.name = broken_name(f"{len(found)}-{name}", cfg.break_it.label)
             started = time.perf_counter()
             losses[name] = train_quietly(script, cfg)
             said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"
-            show(f"training {name:18}{setting.words:26}loss {said:24}{time.perf_counter() - started:4.0f} s")
-        found.append(Curves(setting.words, losses.pop("whole"), losses))
+            show(f"training {name:18}{setting:58}loss {said:24}{time.perf_counter() - started:4.0f} s")
+        found.append(Curves(setting, losses.pop("whole"), losses))
     return found

@@ -78,6 +78,7 @@ class Failure(NamedTuple):
     seen: str  # in the first 100 steps of the command below
     why: str
     wakes: str  # arguments of train.py that bring it on: python train.py break_it=NAME and these
+    acts: str  # when it does anything at all
     not_in_naive: str | None = None  # why naive has nothing to remove
 
 
@@ -90,6 +91,7 @@ FAILURES = {
         "the sum of exp(s) overflows float32 at 88.7 - ln(keys alike), and x / inf is 0; exp(s) itself does at 88.7, "
         "and inf / inf is NaN; tiled's and triton's fp16 weights do at 11.1",
         wakes="break_it.score_gain=100",
+        acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
     ),
     "no_rescale": Failure(
         ("rescale_sum", "rescale_output"),
@@ -97,6 +99,7 @@ FAILURES = {
         "the loss falls as usual for 40 steps, then rises, and the scores grow without end; never NaN",
         "earlier tiles stay on the scale of a smaller maximum and weigh too much; right where one tile holds all keys",
         wakes="attention.block_n=32",
+        acts="once the maximum of a row grows after its first tile of keys",
     ),
     "no_rescale_sum": Failure(
         ("rescale_sum",),
@@ -104,6 +107,7 @@ FAILURES = {
         "the loss falls as usual for 60 steps, then rises, and the scores grow without end; never NaN",
         "the sum that the output is divided by keeps the weights of a smaller maximum",
         wakes="attention.block_n=32",
+        acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "no_rescale_output": Failure(
@@ -112,6 +116,7 @@ FAILURES = {
         "the loss falls as usual for 30 steps, then rises; o grows several times too large; never NaN",
         "the output keeps the weights of a smaller maximum, and the sum that it is divided by does not",
         wakes="attention.block_n=32",
+        acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, it has one pass",
     ),
     "zero_init_max": Failure(
@@ -120,6 +125,7 @@ FAILURES = {
         "rows of 0; the first gradients' norm is many times the whole run's, and the loss stays somewhat above",
         "the maximum starts at 0 and stays there: every exp(s) underflows float32, and fp16 weights do from -9.7 down",
         wakes="break_it.score_gain=1000 attention.window=1",
+        acts="once all scores of a row are below -87 (in fp16 below -9.7)",
         not_in_naive="naive has no running maximum",
     ),
     "local_mask": Failure(
@@ -128,6 +134,7 @@ FAILURES = {
         "after 50 steps a training and validation loss below what the text allows; samples that make no sense",
         "row and column are compared within their tile: every tile but the first shows the future",
         wakes="attention.block_m=128 attention.block_n=32",
+        acts="where the rows or the keys take several tiles",
         not_in_naive="naive has no tiles",
     ),
     "no_scale": Failure(
@@ -136,6 +143,7 @@ FAILURES = {
         "from step 50 on the loss is somewhat above the whole run's; never NaN",
         "scores are sqrt(D) times as large, so that softmax picks one key and hardly passes on a gradient",
         wakes="break_it.score_gain=10",
+        acts="always, and the more the larger the head size D is",
     ),
     "unguarded_mask": Failure(
         ("guard_empty_rows",),
@@ -143,6 +151,7 @@ FAILURES = {
         "NaN at the first step, before the first update",
         "a tile that is hidden from a row altogether leaves it m = -inf, and exp(-inf - -inf) is NaN",
         wakes="attention.window=8",
+        acts="where the first tile of keys computed for a row hides all its keys from it, as under a window",
     ),
     "stale_seed": Failure(
         ("same_seed",),
@@ -150,6 +159,7 @@ FAILURES = {
         "the first loss is right to the last bit; after 50 steps the loss rises, and the gradients' norm with it",
         "the backward drops other weights than the forward did",
         wakes="attention.dropout_p=0.5",
+        acts="in the backward, with dropout",
         not_in_naive="naive keeps its dropout mask for the backward",
     ),
     "unrestored_seed": Failure(
@@ -158,6 +168,7 @@ FAILURES = {
         "the first loss is right, and 100 steps hardly show it: look at the gradients' error, gradient_error",
         "the gradients belong to another network than the loss",
         wakes="attention.dropout_p=0.5 model.activation_checkpointing=true",
+        acts="in the backward, with dropout and activation checkpointing",
     ),
     "bf16_ties": Failure(
         ("wide_output",),
@@ -165,6 +176,7 @@ FAILURES = {
         "no loss shows it for thousands of steps: look at the errors of o, python breakit.py failure=bf16_ties",
         "each tile's p v is rounded to 16 bits; where scores tie at the maximum all errors of o have one sign",
         wakes="dtype=bf16",
+        acts="in 16 bits, where several scores of a row tie at the maximum",
         not_in_naive="naive rounds its one product once",
     ),
 }

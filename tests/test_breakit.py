@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from lab.panels import tied_errors
 from model.attention import AttentionConfig, attention, attention_varlen, check_switches
 from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
@@ -484,29 +485,13 @@ def test_a_gain_that_is_none_is_refused(gain):
 # --- sums of 16 bits --------------------------------------------------------------------------------------------------
 
 
-def bias(config: AttentionConfig, broken: BreakIt, ties: int = 3, rows: int = 8, heads: int = 400) -> float:
-    """The mean error of o in units of its last digit, in bf16: `ties` keys alike at the maximum, 61 others some 12
-    below, values of one sign. Where errors have no sign it is 0 but for chance, 0.3 / sqrt(outputs) < 0.001."""
-    draw = torch.Generator().manual_seed(0)
-    D = 16
-    q, k = torch.zeros(heads, 1, rows, D), torch.zeros(heads, 1, 64, D)
-    q[..., 0], k[..., 0] = 4.0, -12.0 + torch.randn(heads, 1, 64, generator=draw)
-    k[:, :, :ties, 0] = 0.0
-    v = -4 + 2 * torch.rand(heads, 1, 64, D, generator=draw)
-    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
-    o = attention(q, k, v, config, causal=False, softmax_scale=0.25, break_it=broken).double()
-    right = attention(*(x.double() for x in (q, k, v)), NAIVE, causal=False, softmax_scale=0.25)
-    last_digit = torch.finfo(torch.bfloat16).eps * 2.0 ** right.abs().log2().floor()
-    return float(((right - o) / last_digit).mean())
-
-
 @pytest.mark.parametrize("impl", ["tiled", pytest.param("triton", marks=TRITON_HERE)])
 def test_sums_of_16_bits_are_biased_where_scores_tie_and_wide_ones_are_not(impl):
     """Predicted of three ties in one tile: an eighth of the last digit and less, as sums of three values of 8 bits lie
     halfway between two numbers in some cases; measured for tiled 0.10, and 0.00 with wide sums (LOG.md)."""
     config = AttentionConfig(impl, 64, 64)
     heads = 400 if impl == "tiled" else 40
-    broken, whole = bias(config, TIES, heads=heads), bias(config, UNBROKEN, heads=heads)
+    broken, whole = (float(tied_errors(3, break_it, config, heads).mean()) for break_it in (TIES, UNBROKEN))
     assert 0.05 < abs(broken) < 0.2
     assert abs(whole) < 0.3 * abs(broken)
 

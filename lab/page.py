@@ -1,0 +1,117 @@
+"""The page of all failures: docs/break-it.md, written by `python breakit.py out=docs/break` beside its pictures.
+
+    write_page(Path("docs/break"))     docs/break-it.md
+
+Words are those of model/break_it.py, figures those that the lab has kept in table.json. When only words have changed,
+the lab need not run again: python -c "from lab.page import *; write_page(Path('docs/break'))"
+"""
+
+import json
+import math
+from pathlib import Path
+
+from lab.files import write
+from lab.measure import RESULTS, SHOWN
+from lab.trials import GRADIENT, LEAK, NAN, NONE, OVERFLOW, SILENT
+from model.break_it import FAILURES
+
+KINDS = {
+    SILENT: "silent",
+    LEAK: "leak",
+    GRADIENT: "gradient only",
+    OVERFLOW: "loud (infinity)",
+    NAN: "loud (NaN)",
+    NONE: "silent, within the rounding",
+}
+HEAD = """# Break it
+
+Each line of attention matters only under a condition. Take a line out where its condition does not hold, and nothing
+changes: the failure sleeps. Where it holds, few failures are loud. Most leave a loss that falls and a model that is
+wrong.
+
+{table}
+
+Under each failure stands the command that wakes it in the default model. **Seen** says what its first 100 steps show.
+
+**Pictures.** The whole algorithm is black and dashed, what is broken is in colour, a cross is a value that is not
+finite.
+
+**Measured.** `python breakit.py` has written this page (commit {commit}, torch {torch}, {device}). It takes q, k, v
+and gradients from {model}. A relative error is |found - right| / |right|, where right is computed in float64.
+Trainings are of 2 layers, 64 channels and 128 tokens of context; their losses are means of the last ten steps.
+"""
+
+
+def write_page(folder: Path) -> Path:
+    """Writes break-it.md beside the folder that table.json and the pictures are in."""
+    path = folder.parent / "break-it.md"
+    kept = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    write(path, page(kept, folder.name))
+    return path
+
+
+def page(kept: dict, folder: str) -> str:
+    """The page as Markdown. kept: what table.json has. folder: where its pictures are, as seen from the page."""
+    names = list(kept["pictures"])
+    table = ["| failure | taken out | loud or silent | it acts |", "|---|---|---|---|"]
+    table += [f"| [{name}](#{name}) | {FAILURES[name].removed} | {kind(kept, name)} | {FAILURES[name].acts} |"
+              for name in names]  # fmt: skip
+    facts = {name: kept["about"][name] for name in ("commit", "torch", "device")}
+    head = HEAD.format(table="\n".join(table), model=kept["model"], **facts)
+    return "\n".join([head, *(section(kept, name, folder) for name in names)])
+
+
+def kind(kept: dict, name: str) -> str:
+    """How the failure shows in tiled, in words: every way in which any dtype shows it."""
+    found = [row["observed"] for row in kept["rows"] if (row["failure"], row["impl"]) == (name, "tiled")]
+    seen = [symptom for symptom in KINDS if symptom in found and symptom != NONE]
+    return ", ".join(KINDS[symptom] for symptom in seen or [NONE])
+
+
+def section(kept: dict, name: str, folder: str) -> str:
+    """A failure: its words, its commands, what was measured, its picture."""
+    words = FAILURES[name]
+    return f"""## {name}
+
+**Taken out:** {words.removed}. It acts {words.acts}.
+
+**Seen:** {words.seen}.
+
+**Because:** {words.why}.
+
+```
+python train.py break_it={name} {words.wakes}
+python breakit.py failure={name}
+```
+
+**Measured:**
+
+{measured(kept, name)}
+
+![{name}: {"; ".join(kept["pictures"][name])}]({folder}/{name}.png)
+"""
+
+
+def measured(kept: dict, name: str) -> str:
+    """The trials in tiled, in the dtype of the picture, and the short training if there was one."""
+    dtype = SHOWN.get(name, "float32")
+    lines = [f"| tiled, {dtype} | seen | {' | '.join(f'error of {result}' for result in RESULTS)} |"]
+    lines.append("|---" * (2 + len(RESULTS)) + "|")
+    for row in kept["rows"]:
+        if (row["failure"], row["impl"], row["dtype"]) == (name, "tiled", dtype):
+            gain = "" if row["gain"] == 1 else f", scores x {row['gain']:.3g}"
+            seen = "nothing" if row["observed"] == NONE else row["observed"]
+            errors = " | ".join(f"{float(row[f'error_{result}']):.1e}" for result in RESULTS)
+            lines.append(f"| {row['where']}{gain} | {seen} | {errors} |")
+    for curves in kept["losses"]:
+        if name in curves["broken"]:
+            whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
+            ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
+            lines.append(f"\nTraining with {curves['setting']}: after {len(broken)} steps its loss is {ended}; whole, "
+                         f"after {len(whole)}, {mean(whole):.3f} nats.")  # fmt: skip
+    return "\n".join(lines)
+
+
+def mean(losses: list[float]) -> float:
+    """The mean of the last ten."""
+    return sum(losses[-10:]) / len(losses[-10:])
