@@ -43,7 +43,7 @@ def test_a_command_of_readmes_is_one_that_runs(command):
     script, *arguments = shlex.split(command)
     module = importlib.import_module(script.removesuffix(".py"))
     jobs = config.compose(arguments, module.Config, SCRIPTS[script], ROOT / "conf", module.__name__)
-    assert jobs or "--cfg" in arguments
+    assert jobs or "--help" in arguments
 
 
 def test_the_tour_is_the_tree():
@@ -77,7 +77,7 @@ def undefined(names: list[str], files: list[str]) -> list[str]:
 )
 def test_a_step_of_the_algorithm_is_found_where_readme_says(column, file):
     """In the column's file, or in one that the table's row links to."""
-    table = README.split("Where to find a line", 1)[1].split("\n### ", 1)[0]
+    table = README.split("Where to find a line", 1)[1].split("\n\n", 2)[1]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 10
     for row in rows:
@@ -100,6 +100,13 @@ def test_what_contributing_names_is_there(item):
     assert undefined([span for span in spans if re.fullmatch(r"\w+", span)], files) == []
 
 
+def test_readme_is_short_and_its_contents_are_its_headings_in_order():
+    assert len(README.split()) <= 2200
+    listed = re.findall(r"\[([^\]]+)\]\(#([\w-]+)\)", README.split("## ", 1)[0])
+    headings = re.findall(r"^## (.+)$", README, re.MULTILINE)
+    assert [anchor for _, anchor in listed] == [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
 def test_a_link_of_readmes_leads_somewhere(link):
     assert (ROOT / link).exists()
@@ -111,7 +118,7 @@ WORDS = " ".join(README.split())
 def test_what_readme_says_to_do_out_of_memory_keeps_the_training(call, small, tmp_path):
     """It said to lower batch_size and keep tokens_per_step, which is null by default: that halved a step's tokens."""
     advice = "halve `batch_size` and set `tokens_per_step` to the tokens a step that the run has printed"
-    assert f"Out of memory: {advice}." in WORDS
+    assert f"**Out of memory**: {advice};" in WORDS
     own = [*small, "steps=2", f"runs={tmp_path}"]
     said = call(train, *own, "tokens_per_step=null", "name=a").out
     tokens = re.search(r"([\d,]+) tokens a step in 1 pass,", said)[1].replace(",", "")
@@ -125,9 +132,9 @@ def test_what_readme_says_to_do_out_of_memory_keeps_the_training(call, small, tm
 
 def test_runs_and_prepared_text_lie_where_readme_says(call, small, tmp_path, monkeypatch):
     """They land in the working directory, and README did not say so."""
-    assert (
-        "Runs go to `runs` and prepared text to `data/cache`, both in the folder that the command is typed in" in WORDS
-    )
+    assert "in `runs/NAME`, in the folder where the command is typed" in WORDS
+    training = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    assert "`runs` and `data/cache` lie in the folder where the command is typed" in " ".join(training.split())
     monkeypatch.chdir(tmp_path)
     own = [argument for argument in small if not argument.startswith("data.cache=")]
     assert call(train, *own, "steps=1", "name=x").code == 0

@@ -128,7 +128,8 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 
 def losses_figure(curves: dict[str, list[dict]], title: str):
-    """{label: records} as a matplotlib Figure: a colour a run, training loss thin, validation loss with points."""
+    """{label: records} as a matplotlib Figure. Each run has a colour and a marker; its training loss is a line, its
+    validation losses are markers."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -136,17 +137,18 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
     for number, (label, records) in enumerate(curves.items()):
         # The colour follows the job's number, so that a value that rises from job to job shows as a change of colour.
-        colour = colormaps["viridis"](0.9 * number / max(1, len(curves) - 1))
+        # The map's last quarter is yellow, which white paper swallows.
+        colour = colormaps["viridis"](0.75 * number / max(1, len(curves) - 1))
         broken = next((r["broken"] for r in records if r.get("broken")), None)
         # Of two or three curves the earlier ones are wider, so that they still show under a later one.
         few = len(curves) <= 3
         thin = {"lw": 0.8 + 2 * (len(curves) - 1 - number), "alpha": 0.8} if few else {"lw": 0.5, "alpha": 0.4}
-        for key, style in (("loss", thin), ("val_loss", {"marker": "o", "ms": 4})):
+        for key, style in (("loss", thin), ("val_loss", {"marker": "os^Dvx"[number % 6], "ms": 5, "ls": ":"})):
             points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
             name = stamp(broken) + label if key == "val_loss" else None
             if points:
                 axes.plot(*zip(*points, strict=True), color=colour, label=name and drawable(name), **style)
-    axes.set_title(drawable(title), parse_math=False)
+    axes.set_title(drawable(f"{title}: loss in training (lines) and validation (markers)"), parse_math=False)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         for text in axes.legend(fontsize="small").get_texts():
