@@ -46,7 +46,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
     mask, H = task.mask, task.H
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
-    tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # most work first: causal, the last rows see the most keys
+    tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # most work first: if causal, the last rows see the most keys
     n = tl.program_id(0) // n_tiles
     b, h = n // H, n % H
     row0 = tile * how.BLOCK_M
@@ -245,7 +245,7 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     """Writes dk and dv. row_terms comes from dq_kernel."""
     H, G = task.H, task.G
     n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
-    tile = tl.program_id(0) % n_tiles  # most work first: causal, the first keys are seen by the most rows
+    tile = tl.program_id(0) % n_tiles  # most work first: if causal, the first keys are seen by the most rows
     n = tl.program_id(0) // n_tiles
     b, h_kv = n // (H // G), n % (H // G)
     column0 = tile * how.BLOCK_N
