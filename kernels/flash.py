@@ -1,31 +1,32 @@
-"""FlashAttention in Triton: forward, and a backward that computes the weights again. Any GPU from Ampere on.
+"""FlashAttention in Triton: the forward, and a backward that computes the weights again. Needs Ampere or a newer GPU.
 
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
-    a tile of queries has BLOCK_M rows, a tile of keys BLOCK_N; BLOCK_D is D rounded up to a power of two
+A tile of queries has BLOCK_M rows, a tile of keys BLOCK_N rows. BLOCK_D is D rounded up to a power of two.
 
-The steps have the numbers of model/attention.py, where naive stands; docs/attention.md derives them. kernels/op.py
-launches, in this order:
+The steps have the numbers of model/attention.py, which has the definition (naive); docs/attention.md derives them.
+kernels/op.py launches, in this order:
 
-    forward_kernel     a program for each tile of queries                     steps 1 to 6
-    dq_kernel          a program for each tile of queries: its dq, delta       steps 7, 8 and 10 to 12
-    dkdv_kernel        a program for each tile of keys: its dk and dv         steps 8 to 12, transposed
+    forward_kernel     one program per tile of queries                      steps 1 to 6
+    dq_kernel          one program per tile of queries: dq and delta        steps 7, 8 and 10 to 12
+    dkdv_kernel        one program per tile of keys: dk and dv              steps 8 to 12, transposed
 
-Each is handed a Task (what to compute: mask, scoring, dropout, visits) and a How (what it is compiled for); both are
-in kernels/task.py. Read from the kernels down: each stands above what it calls.
+Each kernel takes a Task (what to compute: mask, scores, dropout, tiles to visit) and a How (what it is compiled for).
+Both are in kernels/task.py. The file reads top down: a function stands above those that it calls.
 
-Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops, Triton's fused-attention tutorial for the split of the
-backward, Salmon et al. 2011 for Philox. How this differs from the paper: two passes in the backward instead of one with
-atomic additions. Scores are computed twice, seven products instead of five, but no two programs add to one number, so
-that a second run gives the same bits.
+Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops; Triton's fused-attention tutorial for the split of the
+backward; Salmon et al. 2011 for Philox.
 
-What is special:
-- s and m are in base 2: log2(e) goes into the scale, and exp2 is the instruction there is.
-- Tiles that the mask leaves whole run in a loop without a mask.
-- In bfloat16 on Hopper most tiles do not compute their maximum (every_tile). If in_vain finds that one should have,
-  the tile of queries is done again.
-- The heaviest tiles of a head start first.
-- From Hopper on the hardware loads tiles by itself, strides and edges included, through tensor descriptors.
+Difference from the paper: the backward makes two passes, without atomic additions. It computes the scores twice, so it
+takes seven products instead of five. But no two programs add to the same number, so a second run gives the same bits.
+
+Optimizations:
+- s and m are in base 2. The hardware has exp2, so log2(e) goes into the scale.
+- Tiles in which every key is visible run in a loop without the mask.
+- In bfloat16 on Hopper, most tiles skip their maximum (every_tile). If in_vain finds that one needed it, the tile of
+  queries is computed again.
+- The tiles with the most work start first.
+- From Hopper on the hardware loads tiles through tensor descriptors, which handle strides and edges.
 """
 
 import math
@@ -37,27 +38,27 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The kernels, each above the loop over its tiles.
+# The kernels. Below each is its loop over tiles.
 
 
 @triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
-    """o, and lse twice: the natural logarithm, and in base 2 for the backward."""
+    """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
     mask, H = task.mask, task.H
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
-    tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # under a causal mask the last rows have the most to do
+    tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # most work first: if causal, the last rows see the most keys
     n = tl.program_id(0) // n_tiles
     b, h = n // H, n % H
     row0 = tile * how.BLOCK_M
     where = key_tiles(task, b, tile, how)
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
-    # Any m that keeps exp2 in range gives the same o. So m is computed from the tiles that the mask cuts and from the
-    # first and the last whole tile; the other whole tiles reuse it. If in_vain finds that this was wrong, all tiles are
-    # done again, each with its own maximum. `asked` is the first whole tile that reuses m. (The last whole tile is
-    # moved to those that the mask cuts, except in a list of tiles, where it does not stand beside them.)
+    # Any m that keeps exp2 in range gives the same o. So only some tiles compute their maximum: those that the mask
+    # cuts, the first whole tile and the last whole tile. The other whole tiles reuse m; `asked` is the first of them.
+    # If in_vain finds that this m was wrong, all tiles run again, each with its own maximum. The last whole tile runs
+    # with the tiles that the mask cuts. In a list of tiles it is not next to them, so there it reuses m too.
     if how.TRUST_MAX:
-        seen = nothing_seen(how)  # Triton wants what a loop carries defined before it
+        seen = nothing_seen(how)  # Triton requires that a loop's variables are defined before it
         if task.visits.tiles is None:
             where = where[0], where[1], tl.maximum(where[1], where[2] - 1), where[3], where[4]
         asked = tl.minimum(where[1] + 1, where[2])
@@ -72,7 +73,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 
     acc, m, l, _ = seen
     l = tl.sum(l, 1)
-    # 6: a row that saw nothing has 0 / 1 = 0, and log 0 = -inf
+    # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     divisor = tl.where(l == 0, 1.0, l) if how.GUARD else l
     acc = acc * (task.keep_scale / divisor)[:, None]
     store(o, b, h, row0, acc, how.BLOCK_M, how)
@@ -86,10 +87,12 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 def every_tile(q_i, k, v, b, h, row0, asked, where, task, how: tl.constexpr):
     """Steps 1 to 5 for a tile of queries.
 
-    TRUST_MAX: the whole tiles from `asked` on do not compute their maximum. They subtract the m of the tiles before
-    them and rescale nothing. They come last: a rescaling after them would be lost where alpha is below 2**-126, which
-    exp2 makes 0, and l may be 2**127 by then. Without TRUST_MAX whole tiles come first, as in tiled under a causal
-    mask, with which broken kernels are compared.
+    TRUST_MAX: the whole tiles from `asked` on reuse the m of the tiles before them, and rescale nothing. They run last,
+    because l may grow to 2**127 in them. A later tile with a higher maximum could have an alpha below 2**-126, which
+    exp2 rounds to 0, and everything before it would be lost.
+
+    Without TRUST_MAX the whole tiles run first. That is tiled's order under a causal mask, and broken kernels are
+    compared with tiled.
     """
     seen = nothing_seen(how)
     if how.TRUST_MAX:
@@ -108,7 +111,7 @@ def every_tile(q_i, k, v, b, h, row0, asked, where, task, how: tl.constexpr):
 @triton.jit
 def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
                   PART: tl.constexpr, TRUSTED: tl.constexpr, how: tl.constexpr):  # fmt: skip
-    """Steps 1 to 5 for the tiles of keys start .. stop. PART: the mask cuts them. TRUSTED: m is not updated."""
+    """Steps 1 to 5 for the tiles of keys from start to stop. PART: the mask cuts these tiles. TRUSTED: they reuse m."""
     scoring = task.scoring
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
@@ -131,7 +134,7 @@ def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
             most = tl.maximum(most, eighths(p))
         p = dropped(p, b * task.H + h, row0, column0, row, column, task.dropout)  # 4
         if how.RESCALE_OUTPUT and not TRUSTED:
-            acc = acc * alpha[:, None]  # 5: rescale what the earlier tiles gave
+            acc = acc * alpha[:, None]  # 5: rescale the sum of the earlier tiles
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
         if how.WIDE_OUTPUT:
             acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=how.PRECISION)  # 5
@@ -142,7 +145,7 @@ def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
 
 @triton.jit
 def online_softmax(s, factor, m, l, TRUSTED: tl.constexpr, how: tl.constexpr):
-    """Step 3 for one more tile: p, and the new m, l (in eighths) and alpha. factor brings s into base 2, in passing."""
+    """Step 3 for one tile: returns p, and the new m, l (in eighths) and alpha. factor converts s to base 2."""
     m_new = tl.maximum(m, tl.max(s, 1) * factor) if how.SUBTRACT_MAX and not TRUSTED else m
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
@@ -152,14 +155,14 @@ def online_softmax(s, factor, m, l, TRUSTED: tl.constexpr, how: tl.constexpr):
 
 @triton.jit
 def eighths(p):
-    """The sum of each row in eight parts: of columns 0, 8, 16, ..., of 1, 9, 17, ... and so on. Four threads share a
-    row of a product, and each holds two of the parts. They are added up once, after the last tile."""
+    """The sum of each row in eight parts: columns 0, 8, 16, ...; columns 1, 9, 17, ...; and so on. Four threads share a
+    row of a matrix product, and each holds two of these parts. The parts are added up once, after the last tile."""
     return tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
 
 
 @triton.jit
 def nothing_seen(how: tl.constexpr):
-    """acc, m, l in eighths and most, before the first tile. most: each eighth's largest sum in one trusted tile."""
+    """acc, m, l (in eighths) and most, before the first tile. most: each eighth's largest sum in a trusted tile."""
     zeros = tl.zeros([how.BLOCK_M, 8], tl.float32)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
     return acc, tl.full([how.BLOCK_M], how.START, tl.float32), zeros, zeros
@@ -167,11 +170,11 @@ def nothing_seen(how: tl.constexpr):
 
 @triton.jit
 def in_vain(acc, l, most):
-    """Whether some tile should have computed its own maximum.
+    """Whether the reused m was wrong, so that all tiles must run again.
 
-    Where a score was 128 above m, in base 2, there is inf or NaN. And where an eighth of the columns of one tile has
-    all of a row but 1 / 256, there may be a single weight that should be exactly 1, as it is with its own maximum. Its
-    rounding would be all the error, in o and more so in dp - delta.
+    There are two cases. If a score was 128 above m, in base 2, the result has inf or NaN. If one eighth of a tile's
+    columns holds more than 255/256 of a row's sum, the row may have a single large weight. With its own maximum that
+    weight is exactly 1. With a reused m it is rounded, and this error would dominate o and even more dp - delta.
     """
     l = tl.sum(l, 1)
     right = (tl.abs(acc) < float("inf")) & ((l < float("inf")) & (tl.max(most, 1) < l * (255 / 256)))[:, None]
@@ -180,7 +183,8 @@ def in_vain(acc, l, most):
 
 @triton.jit
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
-    """dq; and for dkdv_kernel -lse2 and delta / keep_scale of every row, into row_terms (B, H, padded, 2)."""
+    """Writes dq, and to row_terms (B, H, padded, 2) what dkdv_kernel needs of every row: -lse2 and delta /
+    keep_scale."""
     mask, H = task.mask, task.H
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
@@ -197,8 +201,8 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
     if dlse is not None:
         delta_i -= tl.load(dlse + at, mask=i < mask.T, other=0.0)
     delta_i = delta_i / task.keep_scale
-    # A row that saw nothing gets -inf, not inf: all its weights are then 2**-inf = 0. So do the rows past the last, to
-    # the end of the tile, which dkdv_kernel then need not mask.
+    # A row that sees no key has lse2 = -inf. It gets -inf here instead of inf, because 2**-inf makes its weights 0.
+    # Rows past the last also get -inf, to the end of the tile, so that dkdv_kernel need not mask them.
     minus_lse2_i = -tl.load(lse2 + at, mask=i < mask.T, other=float("inf"))
     if how.GUARD:
         minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
@@ -216,7 +220,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
 @triton.jit
 def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task,
              PART: tl.constexpr, how: tl.constexpr):  # fmt: skip
-    """Steps 8 and 10 to 12 for the tiles of keys that are whole or, with PART, those that the mask cuts."""
+    """Steps 8 and 10 to 12 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
     start, stop = loop_over(where, PART)
@@ -238,10 +242,10 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
 
 @triton.jit
 def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr):
-    """dk and dv; row_terms is dq_kernel's."""
+    """Writes dk and dv. row_terms comes from dq_kernel."""
     H, G = task.H, task.G
     n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
-    tile = tl.program_id(0) % n_tiles  # under a causal mask the first keys are seen by most
+    tile = tl.program_id(0) % n_tiles  # most work first: if causal, the first keys are seen by the most rows
     n = tl.program_id(0) // n_tiles
     b, h_kv = n // (H // G), n % (H // G)
     column0 = tile * how.BLOCK_N
@@ -251,7 +255,7 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     v_j = load(v, b, h_kv, column0, how.BLOCK_N, how)
     dk_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
     dv_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
-    for h in range(h_kv * G, h_kv * G + G):  # the query heads that share this key head add up
+    for h in range(h_kv * G, h_kv * G + G):  # sum over the query heads that share this key head
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, True, how)
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, False, how)
     dk_j *= task.scoring.scale * task.keep_scale
@@ -263,7 +267,7 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
 @triton.jit
 def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded,
                PART: tl.constexpr, how: tl.constexpr):  # fmt: skip
-    """Steps 8 to 12 for the tiles of queries that are whole or, with PART, those that the mask cuts."""
+    """Steps 8 to 12 for the whole tiles of queries or, with PART, for the tiles that the mask cuts."""
     n = b * task.H + h
     row, column = tl.arange(0, how.BLOCK_M)[None, :], tl.arange(0, how.BLOCK_N)[:, None]
     j = column0 + column
@@ -275,7 +279,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
         row0 = tile * how.BLOCK_M
         i = row0 + row
         q_i = load(q, b, h, row0, how.BLOCK_M, how)
-        s = tl.dot(k_j, q_i.T, input_precision=how.PRECISION)  # (BLOCK_N, BLOCK_M): transposed, so that p needs not be
+        s = tl.dot(k_j, q_i.T, input_precision=how.PRECISION)  # (BLOCK_N, BLOCK_M): already transposed for step 9
         do_i = load(do, b, h, row0, how.BLOCK_M, how)
         dp = tl.dot(v_j, do_i.T, input_precision=how.PRECISION)  # 10
         at = row0 + tl.arange(0, how.BLOCK_M)[:, None]
@@ -290,7 +294,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
 
 @triton.jit
 def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
-    """Step 8 of a tile in either orientation: p, and d score / d (q k^T scale)."""
+    """Step 8 for one tile, transposed or not: p, and d score / d (q k^T scale)."""
     scoring, slope = task.scoring, 1.0
     factor = scoring.scale2
     if (scoring.softcap is not None) or (scoring.slopes is not None):
@@ -303,7 +307,8 @@ def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
 
 @triton.jit
 def score_gradient(p, zp, dp, delta, slope, task):
-    """Step 11, without the factor in Z, which delta comes divided by: (Z p) dp - p delta needs no second mask."""
+    """Step 11, divided by keep_scale: delta comes divided by it, and the kernels multiply their sums by it at the end.
+    zp already contains the dropout mask, so dp needs no mask of its own."""
     if task.dropout.seed is not None:
         ds = tl.fma(zp, dp, -(p * delta))
     else:
@@ -314,12 +319,12 @@ def score_gradient(p, zp, dp, delta, slope, task):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Steps 1, 2 and 4 of a tile: its scores, its mask, its dropout.
+# Steps 1, 2 and 4 of a tile: scores, mask and dropout.
 
 
 @triton.jit
 def cap_and_alibi(s, task, h, i, j):
-    """The rest of step 1: q k^T to scores in base 2, and d score / d (q k^T scale)."""
+    """The rest of step 1: turns q k^T into scores in base 2. Also returns d score / d (q k^T scale)."""
     scoring, mask = task.scoring, task.mask
     s = s * scoring.scale
     slope = 1.0
@@ -335,7 +340,7 @@ def cap_and_alibi(s, task, h, i, j):
 
 @triton.jit
 def tanh(x):
-    """2 / (1 + exp(-2x)) - 1 loses the small ones to cancellation; below 0.25 the series is exact to 1e-8."""
+    """(1 - e) / (1 + e) with e = exp(-2 |x|). That cancels for small x; below 0.25 a series is exact to 1e-8."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     y = x * x
     series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
@@ -344,7 +349,8 @@ def tanh(x):
 
 @triton.jit
 def visible(mask, b, i, j):
-    """Step 2: may row i see column j? Index tensors that broadcast, in either order: transposed tiles use it too."""
+    """Step 2: whether row i sees column j. i and j are index tensors that broadcast, in either order, so transposed
+    tiles use it too."""
     position = position_of(mask, i)
     last = mask.T_k - 1
     if mask.at_most is not None:
@@ -366,7 +372,7 @@ def visible(mask, b, i, j):
 
 @triton.jit
 def position_of(mask, i):
-    """Where row i stands among the keys."""
+    """The position of row i among the keys."""
     position = i + (mask.T_k - mask.T)
     if mask.positions is not None:
         position = tl.load(mask.positions + i, mask=i < mask.T, other=0).to(tl.int32)
@@ -375,7 +381,8 @@ def position_of(mask, i):
 
 @triton.jit
 def dropped(p, n, row0, column0, i, j, dropout):
-    """Step 4: Z p without the factor in Z, which comes last; in the backward the same bits again."""
+    """Step 4 without the factor 1 / (share kept), which is applied at the end: p where it is kept, else 0. The backward
+    draws the same bits again."""
     if dropout.seed is not None:
         return tl.where(keep_mask(dropout, n, row0, column0, i, j), p, dropout.zero)
     return p
@@ -383,12 +390,13 @@ def dropped(p, n, row0, column0, i, j, dropout):
 
 @triton.jit
 def keep_mask(dropout, n, row0, column0, i, j):
-    """Step 4: the bits of model/dropout.py for rows i and columns j, drawn again by whoever needs them.
+    """Step 4: the bits of model/dropout.py for rows i and columns j. Each kernel draws them again.
 
-    i and j count from row0 and column0, the corner of the tile, which are multiples of 32. Elements 8 apart in rows and
-    columns share a call, as they share a thread in the result of a matrix product, and the compiler makes it once for
-    all of them where it can prove their counters equal. Hence the local numbers, and `i & 6 | i & 1` for `i & 7`: with
-    that the proof fails for odd columns, and the transposed tiles take 126 instructions more (LOG.md).
+    i and j count from the corner of the tile, row0 and column0, which are multiples of 32. Elements that are 8 apart in
+    rows and columns share a Philox call, and one thread holds them in the result of a matrix product. The compiler
+    makes that call once if it can prove that their counters are equal. Counting from the corner helps that proof, and
+    so does `i & 6 | i & 1` in place of `i & 7`. With `i & 7` the proof fails for odd columns, and the transposed tiles
+    take 126 more instructions (LOG.md).
     """
     seed = tl.load(dropout.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -396,16 +404,16 @@ def keep_mask(dropout, n, row0, column0, i, j):
     c1 = (column0 >> 5 << 3).to(tl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(tl.uint32)
     w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
     word = tl.where((i & 16) != 0, tl.where((i & 8) != 0, w3, w2), tl.where((i & 8) != 0, w1, w0))
-    # the byte to the top, and the compare needs no mask
+    # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
     return (word << (24 - (j & 24)).to(tl.uint32)) >= tl.cast(dropout.threshold << 24, tl.uint32)
 
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Seven rounds of Philox 4x32, all words uint32. A word that is the same along a row or a column keeps that small
-    shape until it meets one of the other kind. So the first three rounds cost next to nothing."""
+    """Seven rounds of Philox 4x32; all words are uint32. A word that is constant along rows or columns keeps that small
+    shape until it is combined with a word of the other kind. So the first three rounds cost next to nothing."""
     for _ in tl.static_range(7):
-        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57  # one instruction for both halves
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57  # one instruction gives both halves
         c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
         c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0 += 0x9E3779B9
@@ -419,7 +427,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def key_tiles(task, b, tile, how: tl.constexpr):
-    """The tiles of keys that a tile of queries visits: between()'s four answers, and where its list begins."""
+    """Which tiles of keys a tile of queries visits: between()'s four numbers, and where the tile's list starts."""
     mask, visits = task.mask, task.visits
     n = tl.cdiv(mask.T_k, how.BLOCK_N)
     if visits.tiles is not None:
@@ -442,7 +450,8 @@ def key_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def query_tiles(task, b, tile, how: tl.constexpr):
-    """The tiles of queries that a tile of keys visits. Rows past the last weigh nothing, so their tile may be whole."""
+    """Which tiles of queries a tile of keys visits, as in key_tiles. Rows past the last have weight 0, so the last tile
+    can be whole."""
     mask, visits = task.mask, task.visits
     n = tl.cdiv(mask.T, how.BLOCK_M)
     at_least = None if mask.at_most is None else -mask.at_most
@@ -467,8 +476,13 @@ def query_tiles(task, b, tile, how: tl.constexpr):
 
 @triton.jit
 def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
-    """Which of n tiles of BLOCK numbers x have at_least <= x - y <= at_most for some y in low .. high, and which for
-    all: the first, the first such whole one, past the last whole one, past the last."""
+    """Which of n tiles of keys a tile of queries visits, or the other way round, and which of them are whole.
+
+    Each of the n tiles holds BLOCK consecutive numbers x; the other tile holds the numbers y from low to high. A tile
+    is visited if at_least <= x - y <= at_most for some x and y, and whole if that holds for all x and y and the tile is
+    among the first n_whole. Returns start, whole_start, whole_stop, stop: tiles start to stop - 1 are visited, and
+    tiles whole_start to whole_stop - 1 are whole.
+    """
     start, whole_start, whole_stop, stop = 0, 0, n_whole, n
     if at_least is not None:
         start = tl.maximum(low + at_least, 0) // BLOCK
@@ -481,10 +495,13 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
 
 @triton.jit
 def looked_up(edges, at, low, high, at_least, at_most, n):
-    """The same for any n tiles, whose lowest and highest numbers stand in edges from `at` on. Where those are in no
-    order, tiles between the first and the last may be visited in vain. (Never by x - y, which wraps for documents that
-    are numbered by hashes.)"""
-    CHUNK: tl.constexpr = 512  # tiles at once: 32,768 tokens at 64 a tile; longer sequences take more turns
+    """between() for positions or documents, which are arbitrary numbers. edges holds the lowest and the highest number
+    of each of the n tiles, from `at` on.
+
+    If the numbers are not sorted, some tiles between the first and the last are visited without need. x - y is never
+    computed, because it can overflow for documents that are numbered by hashes.
+    """
+    CHUNK: tl.constexpr = 512  # tiles read at once: 32,768 tokens in tiles of 64; longer sequences take more turns
     start, whole_start, whole_stop, stop = n, n, n, 0
     for first in range(0, n, CHUNK):
         t = first + tl.arange(0, CHUNK)
@@ -507,7 +524,7 @@ def looked_up(edges, at, low, high, at_least, at_most, n):
 
 @triton.jit
 def of_same_documents(found, mine, others, b, tile, n_mine, n):
-    """found, less the tiles that hold none of my tile's documents."""
+    """found, without the tiles that hold none of this tile's documents."""
     at = b.to(tl.int64) * n_mine + tile
     low, high = tl.load(mine[0] + at).to(tl.int64), tl.load(mine[1] + at).to(tl.int64)
     more = looked_up(others, b.to(tl.int64) * n, low, high, 0, 0, n)
@@ -518,7 +535,7 @@ def of_same_documents(found, mine, others, b, tile, n_mine, n):
 
 @triton.jit
 def in_order(start, whole_start, whole_stop, stop):
-    """The four made to rise, where rounding to tiles has left an empty range the wrong way round."""
+    """Restores start <= whole_start <= whole_stop <= stop. Rounding to tiles can swap the ends of an empty range."""
     stop = tl.maximum(stop, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
     whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
@@ -527,17 +544,17 @@ def in_order(start, whole_start, whole_stop, stop):
 
 @triton.jit
 def of_list(mask, visits, tile):
-    """The four for a picture of blocks, whose tiles stand in a list: places in that list."""
+    """The four numbers for a block mask. They are places in the tile's list of tiles."""
     start, whole_start = tl.load(visits.bounds + tile * 4), tl.load(visits.bounds + tile * 4 + 1)
     whole_stop, stop = tl.load(visits.bounds + tile * 4 + 2), tl.load(visits.bounds + tile * 4 + 3)
-    if mask.documents_q is not None:  # which may cut any tile, and are not in the list
+    if mask.documents_q is not None:  # the list does not know the documents, which may cut any tile
         whole_start = whole_stop
     return start, whole_start, whole_stop, stop
 
 
 @triton.jit
 def loop_over(where, PART: tl.constexpr):
-    """The counter's range over the tiles that are whole or, with PART, over those before and after them."""
+    """The range of the loop's counter: the whole tiles or, with PART, the tiles before and after them."""
     if PART:
         start, stop = where[0], where[3] - (where[2] - where[1])
     else:
@@ -547,14 +564,15 @@ def loop_over(where, PART: tl.constexpr):
 
 @triton.constexpr_function
 def stages(PART, BLOCK_D):
-    """Of the software pipeline. The tiles that the mask cuts are few, and a third stage for them would cost registers
-    everywhere. Head size 256 keeps what its table says, two or one; float32, which has one, gets its second here."""
+    """num_stages of the loop's software pipeline; None: as in Tiles. The mask cuts few tiles, and a third stage for
+    them would take registers from the whole kernel. Head size 256 keeps its table's number, two or one. float32 has one
+    stage in the table and gets two here."""
     return 2 if PART and BLOCK_D < 256 else None
 
 
 @triton.jit
 def read_list(t, stop, where, visits):
-    """The t-th tile of the list, if there is one; else t."""
+    """The t-th tile of the list, or 0 from stop on; without a list, t."""
     if visits.tiles is not None:
         t = tl.load(visits.tiles + where[4] + t, mask=t < stop, other=0)
     return t
@@ -562,8 +580,8 @@ def read_list(t, stop, where, visits):
 
 @triton.jit
 def tile_at(t, stop, ahead, where, visits, PART: tl.constexpr):
-    """The number of the t-th tile: t itself with a gap where the whole ones are, or the t-th of those listed, which was
-    read a turn of the loop ahead, as loads wait for it; and the next."""
+    """The number of the t-th tile, and the new `ahead`. Without a list the number is t; with PART it skips the whole
+    tiles. With a list it was read into `ahead` one turn earlier, because the tile's loads wait for it."""
     if visits.tiles is not None:
         tile, ahead = ahead, read_list(t + 1, stop, where, visits)
     elif PART:
@@ -574,12 +592,12 @@ def tile_at(t, stop, ahead, where, visits, PART: tl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tiles, from memory and back.
+# Loading and storing tiles.
 
 
 @triton.jit
 def load(x, b, h, row, ROWS: tl.constexpr, how: tl.constexpr):
-    """A tile (ROWS, BLOCK_D) of a descriptor or a Strided, 0 where it reaches beyond."""
+    """Loads a tile (ROWS, BLOCK_D) of x, a descriptor or a Strided. Elements outside x are 0."""
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([b, h, row, 0]).reshape(ROWS, how.BLOCK_D)
     else:
@@ -590,7 +608,7 @@ def load(x, b, h, row, ROWS: tl.constexpr, how: tl.constexpr):
 
 @triton.jit
 def store(x, b, h, row, values, ROWS: tl.constexpr, how: tl.constexpr):
-    """values (ROWS, BLOCK_D) to a tile of x; what reaches beyond is left out."""
+    """Writes values (ROWS, BLOCK_D) to a tile of x. Elements outside x are not written."""
     if isinstance(x, tl.tensor_descriptor):
         x.store([b, h, row, 0], values.to(x.dtype).reshape(1, 1, ROWS, how.BLOCK_D))
     else:
@@ -600,7 +618,7 @@ def store(x, b, h, row, values, ROWS: tl.constexpr, how: tl.constexpr):
 
 @triton.jit
 def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to a tile of a Strided, and which of them lie inside; both (ROWS, BLOCK_D)."""
+    """Pointers to a tile of a Strided, and whether each is inside the tensor; both (ROWS, BLOCK_D)."""
     i, d = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     head = x.pointer + tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h
     return head + (i.to(tl.int64) * x.stride_t + d), (i < x.rows) & (d < x.width)

@@ -1,13 +1,13 @@
-"""What calls the kernels of flash.py: checks, tile sizes, the op that torch.compile knows, autograd.
+"""Calls the kernels of flash.py: checks inputs, launches, registers the op for torch.compile and its autograd.
 
     o, lse = flash_attention(q, k, v, Problem(T, T_k, scale=D**-0.5))
 
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
-From the door down: flash_attention checks, and goes through the op or, as Eager, around it; forward launches
-forward_kernel; gradients launches dq_kernel and then dkdv_kernel. A Problem (kernels/problem.py) becomes a Task: the
-same as the kernels take it.
+The file reads top down. flash_attention checks its inputs, and calls either the op or Eager, which skips the op.
+forward launches forward_kernel. gradients launches dq_kernel and then dkdv_kernel. kernels/task.py turns a Problem
+(kernels/problem.py) into the Task that the kernels take.
 """
 
 from contextlib import nullcontext
@@ -26,37 +26,37 @@ from kernels.sizes import Tiles, launch_with
 from kernels.task import SOFTMAX, how_for, in_tiles, mask_of, task_for
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The door.
+# The entry point.
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune: bool = False) -> tuple[Tensor, Tensor]:
     """o = dropout(softmax(q k^T * scale + mask)) v, and the log-sum-exp of the scores; both have gradients.
 
     q (B, H, T, D); k, v (B, H_kv, T_k, D), float32, float16 or bfloat16, H a multiple of H_kv, D at most 256, any
-    strides. (Where a row does not begin at a multiple of 16 bytes, or its numbers lie apart, a copy is made.) float32
-    products are true float32 ones unless torch.set_float32_matmul_precision allows TF32.
+    strides. A tensor is copied if its rows are not contiguous or do not begin at multiples of 16 bytes. float32
+    products have full precision unless torch.set_float32_matmul_precision allows TF32.
     problem: what to compute.
-    autotune: time some tile sizes at the first call of a kind, and keep the fastest. Which that is may differ between
-    two runs, and with it the last bits of the results.
-    Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row with
-    nothing to see gives o = 0, lse = -inf and gradients 0.
-    Raises ValueError for dtypes, head sizes and GPUs that it lacks. It trusts attention(), in model/attention.py, to
-    have compared shapes and devices.
+    autotune: time several tile sizes at the first call of a kind, and keep the fastest. Two runs may choose different
+    tiles, and then the last bits of their results differ.
+    Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row that sees
+    no key gives o = 0, lse = -inf and gradients 0.
+    Raises ValueError for an unsupported dtype, head size or GPU. Shapes and devices are not checked here; attention()
+    in model/attention.py does that.
     """
     if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
     if autotune and "global_mask" in problem.without:
         raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
-    # The op's way through PyTorch takes half as long again as all the rest of a call (LOG.md). So only those go through
-    # it who have to see an op: torch.compile, subclasses of Tensor, and dispatch modes such as FlopCounterMode. torch
-    # has no public way to ask for a mode.
+    # Calling through the op raises the host time of a forward and backward from 1.0 to 1.6 ms (LOG.md). So the op is
+    # used only where something must see it: torch.compile, subclasses of Tensor, and dispatch modes such as
+    # FlopCounterMode. torch has no public function that tells whether a mode is active.
     traced = torch.compiler.is_compiling() or type(q) not in (Tensor, Parameter) or _get_current_dispatch_mode()
     o, lse, _ = (torch.ops.tilegpt.flash_forward if traced else Eager.apply)(q, k, v, *problem, autotune)
     return o, lse
 
 
 class Eager(torch.autograd.Function):
-    """The same without the op: 1.0 ms of the host's time a forward and backward, and not 1.6 (LOG.md)."""
+    """Skips the op: a forward and backward take 1.0 ms of host time instead of 1.6 (LOG.md)."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -67,12 +67,12 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse, _):
-        # Gradients that will be differentiated (create_graph=True) come from the op, which refuses.
+        # With create_graph=True the gradients come from the op, which raises if they are differentiated.
         return backward(ctx, do, dlse, None, flash_backward if torch.is_grad_enabled() else gradients)
 
 
 def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
-    """Why these kernels cannot run, in a line with a way out; None when they can."""
+    """Why these kernels cannot run, in one line with a way out; None if they can."""
     if device.type != "cuda" and not sizes.INTERPRETED:
         return (
             f"attention.impl=triton: its kernels run on a GPU, not on {device.type}; use attention=tiled, or set "
@@ -100,8 +100,8 @@ def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor, Tensor]:
-    """o, lse, and lse in base 2. The backward takes the latter: converting lse back would round, and scale all weights
-    of a row alike. description: the fields of a Problem, then autotune."""
+    """Returns o, lse, and lse in base 2 for the backward. Converting lse to base 2 there would round it, and that would
+    scale all weights of a row by the same wrong factor. description: the fields of a Problem, then autotune."""
     problem, autotune = Problem(*description[:-1]), description[-1]
     o, lse, lse2 = empty_results(q)
     if q.numel() == 0:
@@ -109,7 +109,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tens
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H, T, _ = q.shape
     mask = mask_of(problem, sizes.tiles_for("forward", q, problem.seed is not None)[:2])
-    # Not with alibi: without a causal mask the tiles that compute their maximum may be the farthest away.
+    # Not with alibi, which lowers the scores of distant keys. Without a causal mask the tiles that compute their
+    # maximum may be the most distant, and m would be too low.
     trust = (
         sizes.is_hopper(q.device)
         and q.dtype == torch.bfloat16
@@ -144,7 +145,7 @@ def gradients(
     if problem.seed is not None and "same_seed" in problem.without:
         problem = problem._replace(seed=problem.seed + 1)
     dlse = None if dlse is None else dlse.contiguous()
-    # -lse2 and delta / keep_scale of each row, side by side for one load, and padded to whole tiles
+    # Each row's -lse2 and delta / keep_scale, next to each other so that one load reads both. Padded to whole tiles.
     padded = -(-T // 128) * 128
     row_terms = lse2.new_empty(B, H, padded, 2)
 
@@ -165,13 +166,13 @@ def gradients(
 
     with on(q.device):
         rows = launch_with("dq", launch_dq, q, dropout, autotune)
-        # dq_kernel has filled row_terms for whole tiles of its own, and no further
+        # dq_kernel fills row_terms up to a multiple of its BLOCK_M, so dkdv_kernel's BLOCK_M must divide that
         launch_with("dkdv", launch_dkdv, q, dropout, autotune, rows)
     return dq, dk, dv
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The op and its autograd. An op takes tensors, numbers and texts alone, so a Problem travels as its fields.
+# The op and its autograd. An op takes only tensors, numbers and strings, so a Problem is passed as its fields.
 
 KINDS: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", bool: "bool"}
 KINDS |= {Tensor | None: "Tensor?", tuple[str, ...]: "str[]"}
@@ -200,7 +201,8 @@ def _(q, k, v, *others):
 
 
 def keep_for_backward(ctx, inputs, output):
-    """q, k, v, o, lse2 and what tensors the description has: autograd watches those, and frees them."""
+    """Saves q, k, v, o, lse2 and the description. Tensors go through save_for_backward, so that autograd notices
+    in-place changes and frees them."""
     ctx.set_materialize_grads(False)
     q, k, v, *description = inputs
     o, _, lse2 = output
@@ -210,8 +212,8 @@ def keep_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, do, dlse, _, compute=flash_backward):
-    """The gradient of every input of forward(), None for what is no tensor to learn. do or dlse is None where no loss
-    asked for it. gradients: the op, or the function that it calls."""
+    """The gradients of forward()'s inputs, None for all but q, k and v. do or dlse is None if the loss does not use it.
+    compute: the op, or the function that it calls."""
     refuse_tangents("triton", do, dlse)
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
     description = [x if tensor is None else tensor for x, tensor in zip(ctx.description, tensors, strict=True)]
@@ -220,7 +222,7 @@ def backward(ctx, do, dlse, _, compute=flash_backward):
 
 
 def refuse(ctx, *_):
-    """The gradient of flash_backward, which has none."""
+    """The backward of flash_backward. There is no second derivative, so it raises."""
     raise RuntimeError("attention=triton has no second derivative (create_graph=True); use attention=naive")
 
 
@@ -233,20 +235,20 @@ flash_backward.register_autograd(refuse)
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """o like q, lse and lse2 float32 (B, H, T), all to be filled."""
+    """o like q, and lse and lse2 float32 (B, H, T), all uninitialised."""
     lse, lse2 = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     return like_heads(q), lse, lse2
 
 
 def on(device: torch.device):
-    """Triton launches on the current device, wherever its tensors are."""
+    """Makes `device` the current one. Triton launches on the current device, even if the tensors are on another."""
     there = device.type != "cuda" or device.index == torch.cuda.current_device()
     return nullcontext() if there else torch.cuda.device(device)
 
 
 def like_heads(x: Tensor) -> Tensor:
-    """An empty (B, H, T, D) that lies in memory as (B, T, H, D), which the projection after it reads without a copy;
-    with rows of a multiple of 16 bytes, which descriptors want."""
+    """An empty (B, H, T, D) that lies in memory as (B, T, H, D), so that the projection after it needs no copy. Rows
+    are padded to a multiple of 16 bytes, as descriptors require."""
     B, H, T, D = x.shape
     step = 16 // x.itemsize
     width = -(-D // step) * step
@@ -254,12 +256,12 @@ def like_heads(x: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, if a descriptor can read it as it lies: neighbours in a row, rows that begin at multiples of 16 bytes."""
+    """x if a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. Otherwise a copy."""
     return x if x.data_ptr() % 16 == 0 and in_steps(x.shape, x.stride(), x.itemsize) else like_heads(x).copy_(x)
 
 
 @lru_cache(1024)
 def in_steps(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> bool:
-    """Whether rows (of the last axis) have no gaps and begin at multiples of 16 bytes from the first."""
+    """Whether rows (of the last axis) are contiguous and begin at multiples of 16 bytes from the first."""
     apart = [step for step, size in zip(stride[:3], shape[:3], strict=True) if size > 1]
     return stride[3] == 1 and all(step > 0 and step * itemsize % 16 == 0 for step in apart)

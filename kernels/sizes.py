@@ -1,4 +1,4 @@
-"""The tile sizes that the kernels run with, by head size, dtype and GPU, and how they are tuned.
+"""The tile sizes of the kernels, by head size, dtype and GPU, and how attention.autotune chooses them.
 
 launch_with("forward", launch, q, dropout=False, autotune=False)      calls launch(Tiles(...))
 """
@@ -13,25 +13,25 @@ import torch
 import triton
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it when kernels/flash.py is imported
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
 
 
 class Tiles(NamedTuple):
-    """The tile sizes of a kernel, and how Triton is to compile and launch it."""
+    """The tile sizes of a kernel, and Triton's options to compile and launch it."""
 
     BLOCK_M: int  # query rows
     BLOCK_N: int  # key rows
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # registers of a thread, at most
+    maxnreg: int | None = None  # at most this many registers per thread
 
     def options(self) -> dict:
         """The keyword arguments of a launch."""
         return {name: getattr(self, name) for name in ("num_warps", "num_stages", "maxnreg")}
 
 
-# (kernel, BLOCK_D up to, dropout) -> the tiles that were the fastest for 16-bit numbers on an H200 (LOG.md). The mask
-# takes registers from the products: with dropout the tiles of the forward are smaller, up to head size 128.
+# (kernel, BLOCK_D up to, dropout) -> the fastest tiles for 16-bit inputs on an H200 (LOG.md). Dropout needs registers,
+# so with dropout the forward has smaller tiles, up to head size 128.
 MEASURED = {
     ("forward", 64, False): Tiles(128, 64, 8, 3, 128),
     ("forward", 64, True): Tiles(64, 64, 4, 3),
@@ -45,7 +45,7 @@ MEASURED = {
     ("dkdv", 64, True): Tiles(64, 64, 4, 3),
     ("dkdv", 128, False): Tiles(64, 64, 4, 2),
     ("dkdv", 128, True): Tiles(64, 64, 4, 2),
-    # the forward's were the fastest that were tried; the others not measured: those that spill the least
+    # Head size 256. Forward: the fastest tried. dq and dkdv: not measured, they spill the fewest registers.
     ("forward", 256, False): Tiles(128, 64, 8, 2),
     ("forward", 256, True): Tiles(128, 64, 8, 2),
     ("dq", 256, False): Tiles(64, 32, 8, 2),
@@ -53,8 +53,8 @@ MEASURED = {
     ("dkdv", 256, False): Tiles(32, 64, 8, 1),
     ("dkdv", 256, True): Tiles(32, 64, 8, 1),
 }
-# (kernel, BLOCK_D up to) -> not measured either, for GPUs where a program has less shared memory than 160 KiB (sm_86,
-# sm_89, sm_120) and, before Hopper, for the forward of head size 256, which would spill.
+# (kernel, BLOCK_D up to) -> tiles for GPUs with less than 160 KiB of shared memory per program (sm_86, sm_89, sm_120),
+# not measured. Before Hopper the forward of head size 256 uses them too; it would spill otherwise.
 LEAN = {
     ("forward", 64): Tiles(64, 64, 4, 2),
     ("forward", 128): Tiles(64, 64, 4, 2),
@@ -67,8 +67,8 @@ LEAN = {
     ("dkdv", 256): Tiles(32, 32, 8, 1),
 }
 ROOMY = 160 * 1024
-FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 its products run on plain cores, and spill: to check with, not to race
-# What attention.autotune tries, besides the tiles that there would have been.
+FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 float32 runs on plain cores and spills: for checks, not for speed
+# What attention.autotune tries besides the tiles of the table.
 CANDIDATES = [
     Tiles(32, 64, 4, 2), Tiles(64, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2),
     Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 2),
@@ -77,7 +77,7 @@ TUNED: dict[tuple, Tiles] = {}
 
 
 def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
-    """The tiles of the table for kernel "forward", "dq" or "dkdv" and q (B, H, T, D), on q's device."""
+    """The table's tiles for kernel "forward", "dq" or "dkdv" and q (B, H, T, D), on q's device."""
     BLOCK_D = max(64, block_d(q.shape[3]))
     if q.dtype == torch.float32:
         return FLOAT32
@@ -91,9 +91,11 @@ def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
 def launch_with(
     kernel: str, launch: Callable[[Tiles], None], q: Tensor, dropout: bool, autotune: bool, rows: int = 128
 ) -> int:
-    """Launches a kernel with the tiles of the table or, with autotune, the fastest of CANDIDATES, timed at the first
-    call of a kind: head size, dtype, device, dropout, and a length up to the next power of two. rows: what BLOCK_M must
-    divide. Returns BLOCK_M."""
+    """Launches a kernel with the tiles of the table or, with autotune, with the fastest of CANDIDATES.
+
+    Autotune times them at the first call of a kind. A kind is a kernel, head size, dtype, device, use of dropout, and
+    length rounded up to a power of two. rows: BLOCK_M must divide it. Returns BLOCK_M.
+    """
     tile = tiles_for(kernel, q, dropout)
     if autotune and not INTERPRETED and not torch.cuda.is_current_stream_capturing():
         kind = kernel, triton.next_power_of_2(q.shape[2]), q.shape[3], q.dtype, q.device, dropout, rows
@@ -101,25 +103,25 @@ def launch_with(
         def milliseconds(tile: Tiles) -> float:
             try:
                 return triton.testing.do_bench(lambda: launch(tile), return_mode="median")
-            except triton.runtime.errors.OutOfResources:  # more shared memory than this GPU has
+            except triton.runtime.errors.OutOfResources:  # these tiles need more shared memory than the GPU has
                 return math.inf
 
         if kind not in TUNED:
             TUNED[kind] = min((t for t in [tile, *CANDIDATES] if rows % t.BLOCK_M == 0), key=milliseconds)
         tile = TUNED[kind]
-    assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "row_terms and keep_mask lean on it"
+    assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "row_terms and keep_mask rely on it"
     launch(tile)
     return tile.BLOCK_M
 
 
 def block_d(D: int) -> int:
-    """The width of a tile: D rounded up to a power of two, 16 at least."""
+    """The width of a tile: D rounded up to a power of two, at least 16."""
     return max(16, 1 << (D - 1).bit_length())  # triton.next_power_of_2 takes 8 us
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have; where there is no GPU, as on the one that the kernels were measured on."""
+    """Bytes of shared memory that a program may use. Without a GPU: as on the one that the kernels were measured on."""
     if device.type != "cuda":
         return 232_448
     properties = torch.cuda.get_device_properties(device)
@@ -128,11 +130,11 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU is of sm_90, as the interpreter on a CPU pretends to be."""
+    """Whether the GPU is sm_90. The interpreter on a CPU counts as one."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def has_descriptors(device: torch.device) -> bool:
-    """Whether the hardware loads tiles through tensor descriptors: sm_90 and later, and the interpreter on a CPU."""
+    """Whether the hardware loads tiles through tensor descriptors: sm_90 and later. The interpreter on a CPU does."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9

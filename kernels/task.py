@@ -1,4 +1,4 @@
-"""A Problem as the kernels take it: a Task, of what they are handed, and a How, of what they are compiled for.
+"""Turns a Problem into a kernel's arguments: a Task (what to compute) and a How (what the kernel is compiled for).
 
 Shapes: B batch, T query rows, T_k key rows, H query heads, D head size.
 """
@@ -18,63 +18,63 @@ from kernels.problem import Problem
 from kernels.sizes import Tiles, block_d
 from kernels.tiles import edges, listed
 
-# Where the running maximum starts: from the lowest float32 a row whose first tile is hidden has exp(-inf - LOWEST) = 0;
-# from -inf it would have NaN.
+# Where the running maximum starts. From the lowest float32, a row with a hidden first tile has exp(-inf - LOWEST) = 0.
+# From -inf it would have exp(-inf - -inf), which is NaN.
 LOWEST = -torch.finfo(torch.float32).max
-# The switches of the softmax's own step: with one of them off, every tile computes its maximum.
+# Switches that change the online softmax. If one of them is off, every tile computes its maximum.
 SOFTMAX = frozenset(
     {"subtract_max", "start_low", "rescale_sum", "rescale_output", "wide_output", "global_mask", "guard_empty_rows"}
 )
 
 
 class Mask(NamedTuple):
-    """What a query sees, as bounds of its position; None: that rule is off. positions None: row i stands at
-    i + T_k - T among the keys."""
+    """Which keys a query sees. None switches a rule off. Row i is at position i + T_k - T among the keys, unless
+    positions says otherwise."""
 
     T: int
     T_k: int
-    at_least: int | None  # of column - position: 1 - window
-    at_most: int | None  # 0 when causal
+    at_least: int | None  # the lowest column - position: 1 - window
+    at_most: int | None  # the highest column - position: 0 when causal
     documents_q: Tensor | None  # (B, T)
     documents_k: Tensor | None  # (B, T_k)
     positions: Tensor | None  # (T,)
     blocks: Tensor | None
     block_size: int
     block_columns: int
-    local_m: int | None  # without global_mask: the causal mask compares places within tiles of local_m x local_n
+    local_m: int | None  # if global_mask is off: the causal mask counts from the corner of local_m x local_n tiles
     local_n: int | None
 
 
 class Scoring(NamedTuple):
-    """What becomes of q k^T before the softmax."""
+    """How q k^T becomes a score."""
 
     scale: float
-    scale2: float  # scale * log2(e), rounded once, and not as a product of two rounded numbers
+    scale2: float  # scale * log2(e), rounded to float32 once, not twice
     softcap: float | None
-    slopes: Tensor | None  # (H,) float32, of alibi
+    slopes: Tensor | None  # (H,) float32, for alibi
 
 
 class Dropout(NamedTuple):
-    """Step 4: the mask of model/dropout.py, from its seed."""
+    """Step 4: the mask of model/dropout.py, drawn from its seed."""
 
     seed: Tensor | None  # int64 scalar; None: no dropout
-    threshold: int  # of 256: bytes below it drop their element
-    zero: float  # 0.0, handed in: with a constant the compiler rounds first and selects 16-bit halves (LOG.md)
+    threshold: int  # 0 to 255: an element is dropped if its random byte is below this
+    zero: float  # 0.0. A constant would make the compiler round first and select 16-bit halves (LOG.md)
 
 
 class Visits(NamedTuple):
-    """What kernels/tiles.py says of the tiles, where data decides which are visited; None where arithmetic on the mask
+    """Which tiles are visited, where that depends on data; made by kernels/tiles.py. None where arithmetic on the mask
     is enough. The first three are pairs: the lowest and the highest number in every tile."""
 
-    positions: tuple[Tensor, Tensor] | None  # of row tiles
+    positions: tuple[Tensor, Tensor] | None  # (1, row tiles)
     row_documents: tuple[Tensor, Tensor] | None  # (B, row tiles)
     key_documents: tuple[Tensor, Tensor] | None  # (B, key tiles)
-    bounds: Tensor | None  # (tiles, 4), of a picture of blocks: between()'s answers, but of places in `tiles`
-    tiles: Tensor | None  # (tiles, others)
+    bounds: Tensor | None  # (tiles, 4), for a block mask: between()'s four numbers, as places in `tiles`
+    tiles: Tensor | None  # (tiles, others): for each tile, the list of those that it visits
 
 
 class Task(NamedTuple):
-    """A Problem as a kernel takes it."""
+    """A Problem in the form that a kernel takes."""
 
     mask: Mask
     scoring: Scoring
@@ -87,27 +87,30 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """What a kernel is compiled for: every field is a constexpr. how() makes each once, and it is compared by identity:
-    Triton looks compiled kernels up by it at every launch, and comparing the fields would take longer (LOG.md)."""
+    """What a kernel is compiled for: every field is a constexpr.
+
+    At every launch Triton looks up the compiled kernel by its How. how() makes each one once, so that they compare by
+    identity; comparing the fields would take longer (LOG.md).
+    """
 
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
-    PRECISION: tl.constexpr  # of products: ieee | tf32
-    START: tl.constexpr  # of m
+    PRECISION: tl.constexpr  # of matrix products: ieee | tf32
+    START: tl.constexpr  # initial value of m
     SUBTRACT_MAX: tl.constexpr
     RESCALE_SUM: tl.constexpr
     RESCALE_OUTPUT: tl.constexpr
     WIDE_OUTPUT: tl.constexpr
     GUARD: tl.constexpr
-    TRUST_MAX: tl.constexpr  # most tiles do not compute their maximum (every_tile in flash.py)
+    TRUST_MAX: tl.constexpr  # most tiles skip their maximum (every_tile in flash.py)
 
 
 def mask_of(problem: Problem, local_tile: tuple[int | None, int | None] = (None, None)) -> Mask:
-    """The mask of a problem. local_tile: rows and columns of the forward's tile, where global_mask is left out."""
+    """The mask of a problem. local_tile: rows and columns of the forward's tile, used when global_mask is off."""
     local, reach = "global_mask" in problem.without, problem.T + problem.T_k
     at_least = at_most = None
-    if problem.window is not None and problem.window <= reach:  # a wider one hides nothing, and might pass 32 bits
+    if problem.window is not None and problem.window <= reach:  # a wider one hides nothing and may not fit in 32 bits
         at_least, at_most = 1 - problem.window, problem.window - 1
     if problem.causal:
         at_most = None if local else 0
@@ -122,9 +125,9 @@ def mask_of(problem: Problem, local_tile: tuple[int | None, int | None] = (None,
 
 
 def task_for(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, transposed: bool = False) -> Task:
-    """For a kernel whose programs are tiles of queries or, transposed, of keys."""
+    """The Task of a kernel with one program per tile of queries or, transposed, per tile of keys."""
     M, N = tile.BLOCK_M, tile.BLOCK_N
-    # What is left of the mask to look at within a tile: of a picture nothing where each tile lies in one block.
+    # If every tile lies inside one block, the list of tiles is enough, and the kernel need not look at the blocks.
     in_one = mask.block_size % M == mask.block_size % N == (mask.T_k - mask.T) % M == 0
     return Task(
         mask._replace(blocks=None) if in_one else mask,
@@ -138,7 +141,7 @@ def task_for(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, tr
 
 
 def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
-    """For tiles of M queries and N keys; transposed: of a tile of keys, which visits tiles of queries."""
+    """The visits of tiles of M queries and N keys. transposed: a tile of keys visits tiles of queries."""
     positions = row_documents = key_documents = bounds = tiles = None
     if mask.blocks is not None:
         bounds, tiles = listed(
@@ -152,7 +155,7 @@ def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
 
 
 def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -> How:
-    """What a kernel is compiled for: tile, precision and switches. trust_max: for the forward only."""
+    """What a kernel is compiled for: tile, precision and switches. trust_max: only in the forward."""
     return how(
         tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), tuple(problem.without),
         q.dtype == torch.float32, trust_max,
@@ -161,7 +164,7 @@ def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -
 
 @cache
 def how(M: int, N: int, BLOCK_D: int, precision: str, without: tuple[str, ...], float32: bool, trust_max: bool) -> How:
-    """The one How of its kind."""
+    """Makes the How of these arguments, once."""
     guard = "guard_empty_rows" not in without
     zero = "start_low" in without or "subtract_max" in without
     fields = {
@@ -181,12 +184,12 @@ def how(M: int, N: int, BLOCK_D: int, precision: str, without: tuple[str, ...], 
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of the products: that of the numbers but for float32, which has TF32 where torch is allowed it."""
+    """The precision of products: tf32 for float32 inputs if torch allows it, else ieee."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 class Strided(NamedTuple):
-    """A (B, H, T, D) tensor where the hardware has no descriptors (before sm_90)."""
+    """A (B, H, T, D) tensor for GPUs without descriptors (before sm_90)."""
 
     pointer: Tensor
     stride_b: int
@@ -197,12 +200,12 @@ class Strided(NamedTuple):
 
 
 def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
-    """x (B, H, T, D) as a kernel reads or writes it, in tiles of rows x BLOCK_D."""
+    """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D."""
     if not sizes.has_descriptors(x.device):
         b, h, t = strides_of(x.shape, x.stride())
         return Strided(x, b, h, t, x.shape[2], x.shape[3])
-    # Around __init__ and its checks, which one of this kind has passed: 0.8 us instead of 3.0, 16 times a forward and
-    # backward, whose host time is a sixth shorter by it (LOG.md).
+    # This skips __init__ and its checks: checked() has run them for this kind of tensor. It takes 0.8 us instead of
+    # 3.0. A forward and backward make 16 descriptors, so their host time is a sixth shorter (LOG.md).
     descriptor = object.__new__(TensorDescriptor)
     vars(descriptor).update(checked(x.shape, x.stride(), x.dtype, rows))
     descriptor.base = x
@@ -211,11 +214,11 @@ def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
 
 @lru_cache(1024)
 def checked(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict:
-    """The attributes of a descriptor that was made as Triton means it."""
+    """The attributes of a descriptor that Triton made and checked."""
     block = [1, 1, rows, block_d(shape[3])]
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides_of(shape, stride), 1], block))
 
 
 def strides_of(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
-    """Of all axes but the last. One of a single element may have any stride; a descriptor may not."""
+    """The strides of all axes but the last. An axis of size 1 may have any stride in torch; a descriptor gets 16."""
     return [step if size > 1 else 16 for step, size in zip(stride[:3], shape[:3], strict=True)]

@@ -1,1 +1,1 @@
-"""What is learned: the GPT, its attention (the one door), dropout, loss and generation."""
+"""The model: GPT, attention (model/attention.py chooses the implementation), dropout, loss and generation."""

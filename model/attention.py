@@ -1,26 +1,26 @@
-"""Attention, four ways behind one door, with the same names and the same answers.
+"""Attention in four implementations, with the same arguments and the same results.
 
-    attention(q, k, v, config)      the door: chooses by config.impl
+    attention(q, k, v, config)      the entry point: chooses by config.impl
       naive                         the definition: builds the whole T x T_k matrix of weights; below
-      tiled                         FlashAttention in plain PyTorch, a tile of it at a time: model/tiled.py
+      tiled                         FlashAttention in plain PyTorch, one tile at a time: model/tiled.py
       triton                        the same as GPU kernels: kernels/op.py calls those of kernels/flash.py
-      sdpa                          torch's own, to compare with; below
+      sdpa                          PyTorch's own, for comparison; below
 
 Shapes: B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H a multiple), D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
-The steps carry the same numbers in every implementation, and in docs/attention.md, which derives them:
+The steps have these numbers in every implementation and in docs/attention.md, which derives them:
 
     forward                                             backward
     1  s = q k^T * softmax_scale (softcap, alibi)        7  delta = rowsum(do * o) - dlse
-    2  s = -inf where the mask hides the key             8  p = exp(s - lse): the weights, computed again (1, 2)
+    2  s = -inf where the mask hides the key             8  p = exp(s - lse), with s from steps 1 and 2 again
     3  online softmax: m, l, alpha, p                    9  dv = (Z p)^T do
     4  dropout: Z p, with Z = keep / (share kept)       10  dp = Z (do v^T)
     5  acc = alpha acc + (Z p) v                        11  ds = p (dp - delta)
     6  o = acc / l, lse = m + log l                     12  dq = ds k * softmax_scale, dk = ds^T q * softmax_scale
 
-Sources: Press et al. 2022 (arXiv 2108.12409), alibi; Gemma 2 (arXiv 2408.00118), softcap; the papers of the algorithm
-stand in model/tiled.py.
+Sources: Press et al. 2022 (arXiv 2108.12409) for alibi; Gemma 2 (arXiv 2408.00118) for softcap. model/tiled.py names
+the papers of the algorithm.
 """
 
 import math
@@ -39,28 +39,28 @@ from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
 from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
 
-# A Tensor, or two of them with return_lse=True. To tell the two apart would take two more signatures of each door.
+# A Tensor, or two of them with return_lse=True. Telling them apart for a type checker takes two more signatures each.
 Output = Any
 
 
 @dataclass
 class AttentionConfig:
-    """What attention computes, and with which implementation. Raises ValueError for options that cannot be."""
+    """What attention computes, and with which implementation. Raises ValueError for invalid options."""
 
     impl: str = "auto"  # auto (chosen once, at start-up, by resolve()) | naive | tiled | triton | sdpa
-    block_m: int = 96  # query rows of a tile (tiled); 96: the fastest for short contexts on a CPU (LOG.md)
-    block_n: int = 96  # key rows of a tile (tiled)
-    order: str = "queries_outside"  # tiled's outer loop: queries_outside (FlashAttention-2) | keys_outside (the first)
-    softmax_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(D), D the head size
-    softcap: float | None = None  # bends the scores into (-softcap, softcap); Gemma 2 has 50
-    alibi: bool = False  # takes slope * distance off the scores, a slope a head; meant for model.position=none
-    window: int | None = None  # keys a query sees, itself included; None: all of the past
-    windows: list[int | None] | None = None  # window of each layer, over and over: [128,128,128,null]
-    documents: bool = False  # a token sees its own document only (text is packed: a sequence may hold several)
-    block_mask: list[str] | None = None  # blocks to leave out: a picture of the scores, rows of x (in) and . (out)
-    block_mask_size: int = 64  # tokens that a block of block_mask is wide and high
-    dropout_p: float = 0.0  # share of the weights that is dropped, in training
-    autotune: bool = False  # triton: time some tile sizes at the first call, instead of taking those of its table
+    block_m: int = 96  # query rows per tile (tiled); 96: the fastest for short contexts on a CPU (LOG.md)
+    block_n: int = 96  # key rows per tile (tiled)
+    order: str = "queries_outside"  # tiled: queries_outside (FlashAttention-2) | keys_outside (FlashAttention-1)
+    softmax_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head size)
+    softcap: float | None = None  # limits the scores to (-softcap, softcap) by a tanh; Gemma 2 uses 50
+    alibi: bool = False  # subtracts slope * distance from the scores; meant for model.position=none
+    window: int | None = None  # how many keys a query sees, its own included; None: all past keys
+    windows: list[int | None] | None = None  # one window per layer, repeated over the layers: [128,128,128,null]
+    documents: bool = False  # a token sees only its own document (a sequence may hold several)
+    block_mask: list[str] | None = None  # which blocks of the score matrix to compute: rows of x (compute) and . (skip)
+    block_mask_size: int = 64  # tokens along each side of a block of block_mask
+    dropout_p: float = 0.0  # share of the attention weights dropped in training
+    autotune: bool = False  # triton: time several tile sizes at the first call, and use the fastest
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
@@ -92,11 +92,11 @@ class AttentionConfig:
         drop_threshold(self.dropout_p)
 
     def layer(self, i: int) -> "AttentionConfig":
-        """The configuration of layer i: the one that has its window."""
+        """The configuration of layer i, with that layer's window."""
         return self if self.windows is None else replace(self, windows=None, window=self.windows[i % len(self.windows)])
 
     def check_length(self, T: int) -> None:
-        """ValueError when block_mask is a picture of fewer than T tokens."""
+        """Raises ValueError if block_mask covers fewer than T tokens."""
         if self.block_mask is not None:
             covered = min(len(self.block_mask), len(self.block_mask[0])) * self.block_mask_size
             if covered < T:
@@ -107,12 +107,16 @@ class AttentionConfig:
 
 
 def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) -> AttentionConfig:
-    """Turns impl=auto into the implementation that will run, and refuses one that cannot, before any work is done.
+    """Turns impl=auto into the implementation that will run, and refuses one that cannot run, before any work is done.
 
-    auto: on a GPU sdpa, and triton for windows, documents, blocks, softcap, ALiBi, dropout or a broken switch; tiled
-    elsewhere, where triton cannot run, and for order=keys_outside. triton refuses head sizes above 256 and float64 at
-    its first call.
-    Raises ValueError naming the reason and the way out.
+    auto chooses
+    - tiled without a GPU, and for order=keys_outside;
+    - triton on a GPU for windows, documents, block masks, softcap, ALiBi, dropout or a broken switch, or tiled if
+      triton cannot run there;
+    - sdpa on a GPU for everything else.
+
+    triton refuses head sizes above 256 and float64 only at its first call.
+    Raises ValueError with the reason and the way out.
     """
     if config.impl == "auto":
         special = beyond_sdpa(config) or config.dropout_p > 0 or break_it.without
@@ -139,16 +143,16 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
 
 
 def triton_refusal(device: str) -> str | None:
-    """Why triton cannot run on this device, or None; a head size or dtype that it lacks shows at the first call."""
+    """Why triton cannot run on this device, or None. An unsupported head size or dtype is refused at the first call."""
     try:
         from kernels.op import refusal
-    except ModuleNotFoundError as error:  # triton is made for Linux alone
+    except ModuleNotFoundError as error:  # triton exists for Linux only
         return f"attention.impl=triton: {error}; pip install triton (Linux), or use attention=tiled or attention=sdpa"
     return refusal(torch.float32, 64, torch.device(device))
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:
-    """What of the configuration torch's function has no argument for, as key=value; empty when nothing is."""
+    """The options that PyTorch's function has no argument for, as key=value; empty if there are none."""
     names = ("window", "windows", "documents", "block_mask", "softcap", "alibi")
     return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
@@ -160,7 +164,7 @@ def check_switches(
     documents: bool = False,
     softmax_scale: float | None = None,
 ) -> None:
-    """A switch that has nothing to remove, from an implementation or from a problem, is an error, never ignored."""
+    """Raises ValueError if a switch is off that has nothing to remove from this implementation or problem."""
     if not break_it.without:
         return
     scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -198,15 +202,15 @@ def attention(
     """o = dropout(softmax(q k^T * softmax_scale + mask)) v, by the implementation that config.impl names.
 
     q (B, H, T, D); k, v (B, H_kv, T_k, D) with H a multiple of H_kv; one float dtype, any strides.
-    causal: row i sees key j where j <= i + T_k - T, the diagonal aligned at the end as flash-attention has it.
-    softmax_scale: config's when None, and 1 / sqrt(D) when that is None too.
-    seed: int64 scalar tensor on q's device; given, the weights are dropped with config.dropout_p by the mask of
-    model/dropout.py. None: no dropout, as in evaluation. (sdpa alone draws torch's own mask, whatever the seed.)
-    documents: integers (B, T_k), the document that each token is in, as the loader gives them; a token then sees its
-    own only. The queries are the last T of the tokens. (config.documents says whether the model hands them in.)
+    causal: row i sees key j if j <= i + T_k - T. So the last row is aligned with the last key, as in flash-attention.
+    softmax_scale: None takes config.softmax_scale, and 1 / sqrt(D) if that is None too.
+    seed: int64 scalar tensor on q's device. The weights are dropped with config.dropout_p by the mask of
+    model/dropout.py. None: no dropout, as in evaluation. (sdpa draws PyTorch's own mask, whatever the seed.)
+    documents: integers (B, T_k), the document of each token, as the loader gives them. A token then sees only its own
+    document. The queries are the last T tokens. (config.documents says whether the model passes them.)
     Returns o (B, H, T, D) in q's dtype, and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for
-    float64 inputs). A row with nothing to see gives o = 0, lse = -inf and gradients 0.
-    Raises ValueError on shapes, dtypes, devices or options that do not go together.
+    float64 inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0.
+    Raises ValueError for shapes, dtypes, devices or options that do not fit together.
     """
     check_inputs(q, k, v)
     T, T_k = q.shape[2], k.shape[2]
@@ -237,12 +241,12 @@ def attention_varlen(
     break_it: BreakIt = UNBROKEN,
     return_lse: bool = False,
 ) -> Output:
-    """attention() for sequences of several lengths laid end to end, with flash_attn_varlen_func's tensors.
+    """attention() for sequences of different lengths laid end to end, with flash_attn_varlen_func's tensors.
 
     q (tokens_q, H, D); k, v (tokens_k, H_kv, D). cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each
-    sequence begins and, last, the number of tokens; a sequence may be empty, and its last query stands at its last key.
-    (The longest lengths that flash-attention asks for as well are not needed.) Dropout counts rows and columns through
-    the whole pack, so two sequences never share a mask.
+    sequence begins and, last, the number of tokens. A sequence may be empty. Its last query is aligned with its last
+    key. flash-attention also takes the longest lengths; they are not needed here. Dropout counts rows and columns over
+    all tokens, so two sequences never share a mask.
     Returns o (tokens_q, H, D), and with return_lse also lse (H, tokens_q). The rest is as in attention().
     """
     if not q.ndim == k.ndim == v.ndim == 3:
@@ -271,13 +275,13 @@ def attend(
     break_it: BreakIt,
     return_lse: bool,
 ) -> Output:
-    """What both doors come to. tokens: the fields of Problem that say which tokens belong together."""
+    """What attention() and attention_varlen() share. tokens: the fields of Problem that group the tokens."""
     check_switches(config, break_it, causal, bool(tokens), softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it)
-    # Autocast would round the float32 running sums to bf16; the dtype of q, k and v has been chosen by now. (Kernels it
-    # does not reach, and to switch it off takes 20 us, a tenth of what their call takes.)
+    # Autocast would round the float32 running sums to bf16, and q, k and v have their dtype already. It does not affect
+    # the triton kernels, and switching it off takes 20 us, a tenth of their call.
     with nullcontext() if config.impl == "triton" else torch.autocast(q.device.type, enabled=False):
         match config.impl:
             case "naive":
@@ -285,7 +289,7 @@ def attend(
             case "tiled":
                 o, lse = tiled_attention(q, k, v, problem, config.block_m, config.block_n, config.order)
             case "triton":
-                from kernels.op import flash_attention  # here, because triton is not installed everywhere
+                from kernels.op import flash_attention  # imported here: triton is not installed everywhere
 
                 o, lse = flash_attention(q, k, v, problem, config.autotune)
             case "sdpa":
@@ -307,7 +311,7 @@ def problem_of(
     seed: Tensor | None,
     break_it: BreakIt,
 ) -> Problem:
-    """The arguments of attention() as one Problem. Raises ValueError for a scale or a seed that cannot be."""
+    """The arguments of attention() as one Problem. Raises ValueError for an invalid scale or seed."""
     usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
     usual = usual if config.softmax_scale is None else config.softmax_scale
     scale = usual if softmax_scale is None else softmax_scale
@@ -334,7 +338,7 @@ def problem_of(
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError unless q, k and v have the shapes of attention(), one floating-point dtype and one device."""
+    """Raises ValueError unless q, k and v have the shapes of attention(), one floating-point dtype and one device."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4 and k.shape == v.shape):
         raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
@@ -350,7 +354,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q on {q.device}, k on {k.device}, v on {v.device}: want one device")
 
 
-# Made outside inference mode, whoever asks first: autograd refuses to save a tensor that was made inside.
+# Always made outside inference mode, because they are cached: autograd cannot save a tensor made inside.
 @cache
 @torch.inference_mode(False)
 def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
@@ -361,27 +365,28 @@ def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
 @cache
 @torch.inference_mode(False)
 def alibi_slopes(H: int, device: torch.device) -> Tensor:
-    """float32 (H,): 2**(-8 / H), its square, its cube... where H is a power of two; else those of the next lower power,
-    and then every other one of the next higher."""
+    """float32 (H,): r, r**2, r**3, ... with r = 2**(-8 / H) if H is a power of two. Otherwise the slopes of the next
+    lower power of two, and then every other slope of the next higher one."""
     n = 1 << H.bit_length() - 1
     slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
     return torch.tensor(slopes[:H], dtype=torch.float32, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# naive: the definition. Autograd keeps several (B, H, T, T_k) tensors for the backward; that is what tiling is against.
+# naive: the definition. Autograd keeps several (B, H, T, T_k) tensors for the backward. Tiling avoids them.
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """o (B, H, T, D) in q's dtype and lse (B, H, T), float32 or q's float64, straight from the formulas."""
+    """o (B, H, T, D) in q's dtype and lse (B, H, T), float32 (float64 for float64 inputs), by the formulas."""
     rows, columns, without = range(problem.T), range(problem.T_k), problem.without
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, dim=1)  # (B, H, T_k, D)
     v = v.repeat_interleave(groups, dim=1)
 
     scale = problem.scale
-    if q.dtype == torch.float16:  # q k^T passes fp16's 65,504 long before the scores do; a power of two rounds
-        # nothing but q below 5e-4, to steps of 6e-8
+    if q.dtype == torch.float16:
+        # q is scaled before the product, because q k^T exceeds fp16's 65,504 long before the scores do. A power of two
+        # rounds nothing but elements of q below 5e-4, to steps of 6e-8.
         first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
         q, scale = q * first, scale / first
     s = (q @ k.mT).to(sum_dtype(q.dtype)) * scale  # 1: (B, H, T, T_k)
@@ -390,12 +395,12 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     if problem.slopes is not None:
         s = s - problem.slopes[:, None, None] * distance(problem, rows, columns, q.device)
     s = s.masked_fill(~visible(problem, rows, columns, q.device).unsqueeze(1), -INF)  # 2
-    # 3: the maximum cancels out of the fraction and of its gradient; it only keeps exp below infinity. A row with
-    # nothing to see has m = -inf, and exp(-inf - -inf) would be NaN, so such a row is shifted by 0.
+    # 3: m cancels out of p and its gradient; it only keeps exp from overflowing. A row that sees no key has m = -inf,
+    # and exp(-inf - -inf) would be NaN, so its m is set to 0.
     m = torch.zeros_like(s[..., :1]) if "subtract_max" in without else s.detach().amax(-1, keepdim=True)
     guard = "guard_empty_rows" not in without
     m = m.masked_fill(m == -INF, 0.0) if guard else m
-    p = torch.exp2((s - m) * LOG2E)  # exp(s - m); torch.exp takes 400 times as long for -inf, which hidden scores are
+    p = torch.exp2((s - m) * LOG2E)  # exp(s - m). torch.exp takes 400 times as long for -inf, a hidden score
     l = p.sum(-1, keepdim=True)  # (B, H, T, 1)
     empty = l == 0
     l = l.masked_fill(empty, 1.0) if guard else l
@@ -409,18 +414,18 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# sdpa: whatever fused kernel torch picks.
+# sdpa: PyTorch's scaled_dot_product_attention, with the fused kernel that PyTorch picks.
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) -> Tensor:
-    """o (B, H, T, D). Dropout is torch's own: another mask than ours, and dropout_p not rounded to 1/256."""
+    """o (B, H, T, D). Dropout is PyTorch's own: it draws another mask, and does not round dropout_p to 1/256."""
     bias: Tensor | None = None
-    aligned = problem.T == problem.T_k  # is_causal aligns the diagonal at the start, ours is at the end
-    if problem.causal and problem.T < problem.T_k:  # without a T x T_k mask, where a kernel knows this bias
-        from torch.nn.attention.bias import causal_lower_right  # here, because it imports torch._dynamo: 2 s
+    aligned = problem.T == problem.T_k  # is_causal aligns the first row and key, not the last ones
+    if problem.causal and problem.T < problem.T_k:  # this bias takes no T x T_k memory if a kernel knows it
+        from torch.nn.attention.bias import causal_lower_right  # imported here: torch._dynamo takes 2 s
 
         bias = causal_lower_right(problem.T, problem.T_k)
-    elif problem.causal and not aligned:  # rows that see nothing, of which that bias makes NaN
+    elif problem.causal and not aligned:  # some rows see no key, and that bias gives them NaN
         bias = visible(problem, range(problem.T), range(problem.T_k), q.device)[0]
     return F.scaled_dot_product_attention(
         q,

@@ -1,46 +1,47 @@
-"""The dropout mask of attention, drawn from a seed instead of stored: the definition that every implementation matches.
+"""The dropout mask of attention, drawn from a seed instead of stored. Every implementation matches this definition.
 
 Shapes: N = B*H batch-heads, T query rows, T_k key columns.
 
-Storing a keep-mask costs T x T_k booleans a head, which is just the memory that tiling got rid of. So the mask is a
-function, and the backward asks it again:
+A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
+function, and the backward computes it again:
 
     keep(seed, n, row, column) -> bool        n = b*H + h; row and column count from 0 in the whole sequence
 
-It knows nothing of tiles, launches or ranks, so a 16 x 16 tile in the forward and a 128 x 64 tile in the backward get
-the same bits. Counters go in as four separate 32-bit words: there is no product like (n*T + row)*T_k + column to wrap,
-which in 32 bits repeats the mask from T = 18,918 on with 12 heads.
+The mask does not depend on tiles, launches or ranks. A 16 x 16 tile in the forward and a 128 x 64 tile in the backward
+get the same bits. The counter is four separate 32-bit words. A single 32-bit number (n*T + row)*T_k + column would
+overflow, and repeat the mask from T = 18,918 on with 12 heads.
 
-Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), seven rounds (the
-fewest that pass the paper's statistical tests; ten is the paper's safety margin, a cost without a use here).
+Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds.
+Seven is the fewest that pass the paper's statistical tests. The paper's ten include a margin, not needed here.
 
-One Philox call gives 128 bits. Spending 32 of them on one decision would cost a GPU kernel more than the matrix
-products do, so one call decides for 16 elements, 8 bits each:
+One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
+matrix products. So one call decides for 16 elements, 8 bits each:
 
     word  of an element = bits 3 and 4 of its row
     byte  of the word   = bits 3 and 4 of its column
     counter             = (row without those bits, column without those bits, n, 0)
     key                 = (low half of the seed, high half of the seed)
 
-so the elements of one call stand 8 apart in rows and columns, as a tensor core's result lies in a thread's registers.
+The elements of one call are 8 apart in rows and columns. A thread holds the result of a tensor core in the same
+pattern.
 
-8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). The survivors are scaled by
-the share actually kept, so the expectation is exact.
+8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
+the share that is actually kept, so the expectation is exact.
 """
 
 import torch
 from torch import Tensor
 
 ROUNDS = 7
-M0, M1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32  # multipliers, less 2**32 each: see philox()
-W0, W1 = 0x9E3779B9, 0xBB67AE85  # what the key grows by each round
+M0, M1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32  # the multipliers minus 2**32: see philox()
+W0, W1 = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
 LOW = 0xFFFFFFFF
 
 
 def drop_threshold(dropout_p: float) -> int:
     """How many of the 256 values of a byte drop an element: round(256 * dropout_p).
 
-    Raises ValueError outside [0, 1) and where 8 bits cannot express the probability.
+    Raises ValueError outside [0, 1), and if a positive dropout_p rounds to 0 or to 256.
     """
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p} is outside [0, 1); 0 switches dropout off")
@@ -51,19 +52,19 @@ def drop_threshold(dropout_p: float) -> int:
 
 
 def keep_scale(dropout_p: float) -> float:
-    """1 / (the share of elements kept): what the survivors are multiplied by."""
+    """1 / (the share of elements kept): what the kept elements are multiplied by."""
     return 256 / (256 - drop_threshold(dropout_p))
 
 
-Word = Tensor | int  # 32 random or counting bits: int64 in [0, 2**32)
+Word = Tensor | int  # 32 random or counter bits: int64 in [0, 2**32)
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], rounds: int = ROUNDS) -> tuple[Word, ...]:
     """Philox 4x32: four counter words and two key words to four random words, all of one broadcast shape.
 
-    torch has no unsigned 32-bit multiply that gives the high half, so the words travel in int64. There c * M passes
-    2**63, and what comes out then is undefined to a C++ compiler: torch.compile made other masks of it. So M is taken
-    2**32 lower. c * (M - 2**32) has the same low half, its high half is c too low, and it never overflows.
+    The words are int64, because torch has no unsigned 32-bit product with a high half. There c * M can exceed 2**63,
+    which is undefined in C++: torch.compile drew other masks. So the code multiplies by M - 2**32 instead. That product
+    never overflows and has the same low half; its high half is c too low, so c is added back.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -77,23 +78,25 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
 def keep_mask(seed: Tensor, n: int, rows: range, columns: range, dropout_p: float) -> Tensor:
     """The keep-mask of one tile, for all N batch-heads.
 
-    seed: int64 scalar tensor, on the device where the mask is wanted (a tensor, so that a replayed CUDA graph or a
-    compiled graph draws anew). n: number of batch-heads. rows, columns: of the tile, in the whole sequence, step 1.
+    seed: int64 scalar tensor, on the device where the mask is needed. It is a tensor so that a replayed CUDA graph or a
+    compiled graph draws a new mask.
+    n: number of batch-heads. rows, columns: of the tile, in the whole sequence, step 1.
     Returns bool (N, len(rows), len(columns)), True where the weight is kept.
     """
-    # Philox calls cover 32 x 32 squares; draw whole squares and cut the tile out of them.
+    # The Philox calls cover 32 x 32 squares. Draw whole squares, then cut the tile out of them.
     row0, column0 = rows.start // 32, columns.start // 32
     row1, column1 = -(-rows.stop // 32), -(-columns.stop // 32)
     device = seed.device
-    # seed & 0: torch.compile multiplies a bare arange as it does an index, in 32 bits, and that overflows on a GPU
+    # ^ (seed & 0) changes no value. Without it torch.compile multiplies an arange in 32 bits, as it does an index, and
+    # that overflows on a GPU.
     c0 = torch.arange(row0 * 8, row1 * 8, device=device).view(1, -1, 1) ^ (seed & 0)  # the row without bits 3 and 4
     c1 = torch.arange(column0 * 8, column1 * 8, device=device).view(1, 1, -1) ^ (seed & 0)
     c2 = torch.arange(n, device=device).view(-1, 1, 1) ^ (seed & 0)
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)
-    bits = bits.view(n, row1 - row0, 8, column1 - column0, 8, 4, 4)  # columns as rows: (.., square, bits 0-2, ..)
-    bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2, and so for the columns
+    bits = bits.view(n, row1 - row0, 8, column1 - column0, 8, 4, 4)  # n, square, bits 0-2, square, bits 0-2, word, byte
+    bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2; columns alike
     bits = bits.reshape(n, (row1 - row0) * 32, (column1 - column0) * 32)
     bits = bits[:, rows.start - row0 * 32 : rows.stop - row0 * 32]
     return bits[:, :, columns.start - column0 * 32 : columns.stop - column0 * 32] >= drop_threshold(dropout_p)

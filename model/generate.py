@@ -1,9 +1,9 @@
-"""Writing text: choose the next token from the logits, append, repeat.
+"""Generating text: choose the next token from the logits, append it, repeat.
 
 Shapes: B sequences at a time, T tokens so far, V vocabulary.
 
-Every token runs the whole context again, T steps of work for one. generate() hides that behind an iterator of tokens,
-so a cache of keys and values can take its place without a caller noticing.
+There is no cache of keys and values: every new token runs the whole context through the model again. generate() is an
+iterator of tokens, so a cache can be added without changing its callers.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from model.gpt import GPT
 
 
 class NotFinite(ValueError):
-    """The logits are NaN: there is nothing to choose from."""
+    """The logits are NaN, so no token can be chosen."""
 
 
 @dataclass
 class Sampler:
-    """How the next token is chosen; the filters apply in this order, after the temperature."""
+    """How the next token is chosen. The temperature applies first, then top_k, then top_p."""
 
-    temperature: float = 0.8  # below 1: surer of itself; 0: always the likeliest token
-    top_k: int | None = None  # only the k likeliest tokens
+    temperature: float = 0.8  # below 1: more predictable; 0: always the likeliest token
+    top_k: int | None = None  # only the k likeliest tokens; None: all
     top_p: float = 1.0  # only the likeliest tokens that together reach this probability; 1: all (arXiv 1904.09751)
 
     def __post_init__(self):
@@ -36,20 +36,20 @@ class Sampler:
             raise ValueError(f"top_p={self.top_p} is outside (0, 1]; 1 looks at every token")
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Logits float (B, V) to token ids int64 (B,). generator: on the logits' device. NotFinite for NaN logits."""
+        """Logits float (B, V) to token ids int64 (B,). generator: on their device. Raises NotFinite for NaN logits."""
         logits = logits.float()
         if logits.isnan().any():
             raise NotFinite("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
         if self.temperature == 0:
             return logits.argmax(-1)
-        # The largest at 0 first: divided by a tiny temperature the others go to -inf, which is right, and none to +inf.
-        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)  # below, float32 says 0
+        # Shifts the largest logit to 0 first. Then a tiny temperature sends the others to -inf and none to inf.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)  # so it is never 0
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
         if self.top_p < 1:
             p, order = logits.softmax(-1).sort(descending=True, dim=-1)
-            # A token goes when the ones before it reach top_p already; the likeliest therefore always stays.
+            # A token is removed if the likelier ones reach top_p without it. So the likeliest token always stays.
             enough = p.cumsum(-1) - p >= self.top_p
             logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
@@ -59,10 +59,10 @@ class Sampler:
 def generate(
     model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, generator: torch.Generator | None = None
 ) -> Iterator[Tensor]:
-    """Yields max_new_tokens times the next token of each sequence, int64 (B,), as soon as it is chosen.
+    """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen.
 
-    idx int64 (B, T), T >= 1: the prompt, of any length; the model sees its last context_length tokens. The model must
-    be in eval mode: the caller chose it, and an iterator left half-way could not put it back.
+    idx int64 (B, T), T >= 1: the prompt, of any length; the model sees its last context_length tokens. The caller puts
+    the model in eval mode: an iterator that is abandoned half-way could not restore it.
     """
     assert not model.training, "call model.eval() first: dropout would garble the text"
     for _ in range(max_new_tokens):

@@ -1,9 +1,9 @@
-"""The GPT: embeddings, blocks of attention and MLP, a head. One class; GPT-2 and Llama are settings of its fields.
+"""The GPT: embeddings, blocks of attention and MLP, a head. GPT-2 and Llama are settings of one class.
 
-Shapes: B batch, T sequence length, C model width (n_embd), H query heads, H_kv key/value heads, D = C / H head size,
-L layers (n_layer), V vocabulary.
+Shapes: B batch, T sequence length, C model width (n_embd), H query heads, H_kv key/value heads, D = C / H head size, L
+layers (n_layer), V vocabulary.
 
-Attention itself is not here: a block projects to q, k, v and goes through the door in model/attention.py.
+A block projects to q, k and v, and calls attention() of model/attention.py.
 """
 
 import math
@@ -24,30 +24,30 @@ from model.loss import next_token_loss
 
 @dataclass
 class GPTConfig:
-    """The defaults are GPT-2's architecture; conf/model/ has the sizes and the modern family.
+    """The defaults are GPT-2's architecture. conf/model/ has the sizes and the modern family (rope, rmsnorm, swiglu).
 
-    activation_checkpointing keeps of each block its input alone, (B, T, C), and computes the rest again when the
-    backward comes to it, so that depth costs little memory. Of conf/model/nano.yaml with batch_size=16 a block keeps
-    2 MiB instead of 42 (float32, attention=tiled), and a step on a CPU takes a third longer: a second forward.
+    activation_checkpointing stores only each block's input, (B, T, C), and computes the rest again in the backward. So
+    depth costs little memory. With conf/model/nano.yaml, batch_size=16, float32 and attention=tiled, a block stores 2
+    MiB instead of 42. A step on a CPU takes a third longer, because of the second forward.
     """
 
-    n_layer: int = 12  # blocks, each of attention and an MLP
-    n_head: int = 12  # query heads, each n_embd / n_head wide
+    n_layer: int = 12  # number of blocks, each attention and an MLP
+    n_head: int = 12  # query heads; the head size is n_embd / n_head
     n_kv_head: int | None = None  # key/value heads; None: as many as n_head; fewer: grouped-query attention
     n_embd: int = 768  # width of the residual stream
-    context_length: int = 1024  # tokens that the model sees at most
-    vocab_size: int | None = None  # symbols; None: the tokenizer's, filled in by train.py
-    vocab_multiple: int = 1  # rounds the embedding's rows up: 50,257 run slower on a GPU than 50,304
-    position: str = "learned"  # learned | rope | none (attention.alibi, or nothing at all)
+    context_length: int = 1024  # the longest sequence, in tokens
+    vocab_size: int | None = None  # size of the vocabulary; None: the tokenizer's (train.py sets it)
+    vocab_multiple: int = 1  # rounds the embedding's rows up; on a GPU 50,304 rows run faster than 50,257
+    position: str = "learned"  # learned | rope | none (nothing, or attention.alibi)
     norm: str = "layernorm"  # layernorm | rmsnorm
-    mlp: str = "gelu_tanh"  # gelu_tanh (GPT-2's approximation) | gelu (exact, and on a CPU faster) | swiglu
-    mlp_hidden: int | None = None  # width in the MLP; None: 4 n_embd; swiglu: 8/3 n_embd, to a multiple of 64
+    mlp: str = "gelu_tanh"  # gelu_tanh (GPT-2's approximation) | gelu (exact, faster on a CPU) | swiglu
+    mlp_hidden: int | None = None  # hidden width; None: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64
     bias: bool = True  # biases in the linear layers and in layernorm
-    tie_head: bool = True  # the head shares the embedding's weight
-    dropout_p: float = 0.0  # share dropped after the embedding and of what each block adds, in training
-    rope_base: float = 10000.0  # of rope's frequencies; the slowest pair turns by about 1 / rope_base a token
-    norm_eps: float = 1e-5  # added under the root by which a norm divides
-    activation_checkpointing: bool = False  # the backward computes blocks again: less memory, a longer step
+    tie_head: bool = True  # the head uses the embedding's weight
+    dropout_p: float = 0.0  # dropout in training: of the embedding, and of what each block adds
+    rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
+    norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
+    activation_checkpointing: bool = False  # compute blocks again in the backward: less memory, a longer step
 
     def __post_init__(self):
         if self.n_kv_head is None:
@@ -88,8 +88,8 @@ class GPTConfig:
 def rope_table(length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of position * base**(-2i / D), float32 (length, D / 2).
 
-    float32 and not the model's dtype: in bf16 the positions 8188 to 8191 all round to 8192. Made anew in each forward,
-    because a buffer of the model would be rounded with it by model.bfloat16(); it costs as much as one norm.
+    Always float32, because in bf16 the positions 8188 to 8191 all round to 8192. Made anew in each forward, because
+    model.bfloat16() would round a buffer. Making it costs as much as one norm.
     """
     frequency = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size)
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
@@ -97,32 +97,32 @@ def rope_table(length: int, head_size: int, base: float, device: torch.device) -
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864): turns the pair (i, i + D/2) of each head by its angle.
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864): rotates the pair (i, i + D/2) of each head by its angle.
 
-    x (B, H, T, D) of any float dtype, cos and sin float32 (T, D / 2). The halves are paired, not neighbours, as in
-    Llama's published weights.
+    x (B, H, T, D) of any float dtype, cos and sin float32 (T, D / 2). A pair has one element from each half of the
+    head, not two neighbours, as in Llama's published weights.
     """
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def norm(config: GPTConfig) -> nn.Module:
-    """A norm of model.norm over the last axis, C wide."""
+    """The norm that model.norm names, over the last axis, of size C."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class Context(NamedTuple):
-    """What a layer is handed beside the residual stream."""
+    """What a layer gets besides the residual stream."""
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin of rope_table()
-    seed: Tensor | None  # of the layer's attention dropout, int64 scalar; None: no dropout
+    seed: Tensor | None  # seed of the layer's attention dropout, int64 scalar; None: no dropout
     documents: Tensor | None  # (B, T) integers; None: one document
 
 
 class CausalSelfAttention(nn.Module):
-    """Projections only; see model/attention.py for what happens between them."""
+    """The projections before and after attention; model/attention.py computes the attention itself."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()
@@ -135,7 +135,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, C) to (B, T, C)."""
-        # Split first, then into heads, (B, T, H*D) to (B, H, T, D): the other way round the backward copies once more.
+        # Split into q, k, v, then into heads, (B, T, H*D) to (B, H, T, D). The other order costs the backward a copy.
         qkv = self.qkv(x).split(self.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in qkv)
         if context.rope is not None:
@@ -147,14 +147,14 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """(B, T, C) to (B, T, C) by way of model.mlp_hidden: GELU, or SwiGLU with a gate (arXiv 2002.05202)."""
+    """(B, T, C) to (B, T, C) with hidden width model.mlp_hidden: GELU, or SwiGLU with a gate (arXiv 2002.05202)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.gated = config.mlp == "swiglu"
         self.approximate = "tanh" if config.mlp == "gelu_tanh" else "none"
         hidden = config.mlp_hidden
-        if hidden is None:  # a gate is a third matrix: 8/3 C of hidden width keeps the parameters of 4 C
+        if hidden is None:  # the gate is a third matrix, so a width of 8/3 C has as many parameters as 4 C without it
             hidden = -(-config.n_embd * 8 // (3 * 64)) * 64 if self.gated else 4 * config.n_embd
         self.up = nn.Linear(config.n_embd, hidden, bias=config.bias)
         if self.gated:
@@ -168,7 +168,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds attention, and then the MLP, to the residual stream, each on the stream's norm (pre-norm)."""
+    """Adds attention, then the MLP, to the residual stream. The input of each is a norm of the stream (pre-norm)."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()
@@ -185,7 +185,7 @@ class Block(nn.Module):
 
 
 def draw_and_run(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Where break_it.restore_seed is off: the seed is drawn here, and so once more when the block is computed again."""
+    """For break_it.restore_seed=false: draws the seed here, so a block that is computed again gets another one."""
     return block(x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)))
 
 
@@ -217,7 +217,8 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """GPT-2's: normal of 0.02, and 0.02 / sqrt(2 L) where a matrix adds to the residual stream, which sums 2 L."""
+        """GPT-2's initialisation: normal with std 0.02. The stream is a sum of 2 L terms, so matrices that add to it
+        have 0.02 / sqrt(2 L)."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 adds = name.endswith((".out", ".down"))
@@ -228,7 +229,7 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, documents: Tensor | None = None) -> Tensor:
         """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C).
 
-        documents: integers (B, T), the loader's; used where attention.documents is on. None: one document.
+        documents: integers (B, T), from the loader; used if attention.documents is on. None: one document.
         """
         T = idx.shape[1]
         if T > self.config.context_length:
@@ -239,8 +240,8 @@ class GPT(nn.Module):
             x = x + self.positions.weight[:T]
         elif self.config.position == "rope":
             rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
-        # One seed a layer, drawn here and handed down as tensors: whoever runs a block again (activation checkpointing)
-        # or replays the graph (CUDA graphs) gets the same mask in the backward and a new one in the next step.
+        # One seed per layer, drawn here and passed down as tensors. So the backward gets the same mask and the next
+        # step a new one, also with activation checkpointing and with CUDA graphs.
         seeds: Sequence[Tensor | None] = [None] * self.config.n_layer
         if self.training and self.attention_config.dropout_p > 0 and self.break_it.restore_seed:
             seeds = torch.randint(2**63 - 1, (self.config.n_layer,), device=idx.device).unbind()
@@ -251,7 +252,7 @@ class GPT(nn.Module):
         for block, seed in zip(self.blocks, seeds, strict=True):
             context = Context(rope, seed, documents)
             if self.training and self.config.activation_checkpointing:
-                restore = self.break_it.restore_seed  # the same for what torch draws: model.dropout_p, sdpa's mask
+                restore = self.break_it.restore_seed  # torch's own draws too: model.dropout_p, sdpa's mask
                 again = block if restore else partial(self.draw_and_run, block)
                 x = checkpoint(again, x, context, use_reentrant=False, preserve_rng_state=restore)
             else:
@@ -261,9 +262,9 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, z_loss: float = 0.0
     ) -> Tensor:
-        """Token ids int64 (B, T) to logits (B, T, V), or with targets int64 (B, T) to the mean loss in nats a token.
+        """Token ids int64 (B, T) to logits (B, T, V); with targets int64 (B, T), to the mean loss in nats per token.
 
-        documents: as in hidden(). z_loss: of model/loss.py, in the gradient only.
+        documents: as in hidden(). z_loss: as in model/loss.py; it changes the gradient, not the returned loss.
         """
         x = self.hidden(idx, documents)
         if targets is None:
@@ -271,23 +272,25 @@ class GPT(nn.Module):
         return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
 
     def next_logits(self, idx: Tensor) -> Tensor:
-        """Token ids int64 (B, T) to the logits (B, V) of the token after them: the head runs on one position only."""
+        """Token ids int64 (B, T) to the logits (B, V) of the next token. The head runs on the last position only."""
         return self.logits(self.hidden(idx)[:, -1])
 
     def logits(self, x: Tensor) -> Tensor:
         """The residual stream (..., C), after the last norm, to the logits (..., V)."""
-        return self.head(x)[..., : self.config.vocab_size]  # the rows that vocab_multiple added stand for no token
+        return self.head(x)[..., : self.config.vocab_size]  # without the rows that vocab_multiple added
 
     def parameter_count(self) -> int:
-        """All weights; a tied head counts once."""
+        """The number of weights; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int) -> float:
-        """Forward and backward, as PaLM counts them (arXiv 2204.02311, appendix B), causal attention at half.
+        """FLOPs of a forward and backward per token, as PaLM counts them (arXiv 2204.02311, appendix B), but with
+        causal attention at half.
 
-        6 a parameter that multiplies (a table that is only looked up does not), and for each layer 12 C for each key
-        that a query sees (2 products of 2 C each, and twice that backward): T / 2 of them on average, fewer in a
-        window. What documents and block_mask leave out is not deducted: it depends on the text and on the tiles.
+        Each weight that multiplies counts 6. A table that is only looked up does not count. In each layer attention
+        adds 12 C for every key that a query sees: 2 products of 2 C in the forward, and twice that in the backward. A
+        query sees T / 2 keys on average, fewer with a window. Nothing is deducted for documents and block_mask: what
+        they skip depends on the text and on the tiles.
         """
         tables = 0 if self.config.tie_head else self.embedding.weight.numel()
         if self.config.position == "learned":

@@ -1,17 +1,17 @@
-"""Which keys a query may see: one definition for every implementation, and the tiles that it leaves to compute.
+"""Which keys a query sees: one definition for every implementation, and which tiles have to be computed.
 
 Shapes: B batch, T query rows, T_k keys, R rows and S columns of a tile.
 
-A query row stands at a position among the keys, row i at i + T_k - T (the last row at the last key, as flash-attention
-aligns them), and every rule compares that position with the key's column. A key is seen where all rules say so:
+Each query row has a position among the keys. Row i is at i + T_k - T, so the last row is at the last key, as in
+flash-attention. Every rule compares this position with the key's column. A key is visible if all rules allow it:
 
     causal       column <= position
-    window       |position - column| < window: itself and the nearest window - 1 keys
-    documents    both in the same document (several texts packed into one sequence)
-    blocks       the block of block_size x block_size elements that holds the pair is not switched off
+    window       |position - column| < window: the key at the position, and window - 1 keys on each side
+    documents    query and key are in the same document (several texts may be packed into one sequence)
+    blocks       the pair's block of block_size x block_size elements is switched on
 
-The rules are fields of a Problem (kernels/problem.py). naive calls visible() once, for everything. tiled walks over the
-tiles of a Tiling, which leaves out those that are EMPTY, and calls visible() only for those that are PART.
+The rules are fields of a Problem (kernels/problem.py). naive calls visible() once, for the whole matrix. tiled loops
+over the tiles of a Tiling. It skips the EMPTY ones, and calls visible() only for those that are PART.
 """
 
 from collections.abc import Iterator
@@ -22,28 +22,28 @@ from torch import Tensor
 
 from kernels.problem import Problem
 
-EMPTY, PART, WHOLE = 0, 1, 2  # what look() says of a tile: nothing in it is seen, some of it, all of it
+EMPTY, PART, WHOLE = 0, 1, 2  # look()'s answers: no element of the tile is visible, some are, all are
 
 
 def position(problem: Problem, rows: range, device: torch.device) -> Tensor:
-    """Where the rows stand among the keys, int64 (R,)."""
+    """The positions of the rows among the keys, int64 (R,)."""
     if problem.positions is not None:
         return problem.positions[rows.start : rows.stop]
     return torch.arange(rows.start, rows.stop, device=device) + (problem.T_k - problem.T)
 
 
 def visible(problem: Problem, rows: range, columns: range, device: torch.device) -> Tensor:
-    """May each row see each column? bool (1, R, S), or (B, R, S) with documents."""
+    """Whether each row sees each column: bool (1, R, S), or (B, R, S) with documents."""
     i = position(problem, rows, device)[:, None]
     j = torch.arange(columns.start, columns.stop, device=device)
     seen = torch.ones(len(rows), len(columns), dtype=torch.bool, device=device)
-    if problem.causal and "global_mask" in problem.without:  # row and column each counted within their tile
+    if problem.causal and "global_mask" in problem.without:  # row and column, each counted within the tile
         seen &= j - columns.start <= i - i[0]
     elif problem.causal:
         seen = j <= i
     if problem.window is not None:
         seen &= (j > i - problem.window) & (j < i + problem.window)
-    if problem.blocks is not None:  # a row before the first key (T > T_k) stands in the first block
+    if problem.blocks is not None:  # a row before the first key (T > T_k) counts as in the first block
         seen &= problem.blocks[i.clamp(min=0) // problem.block_size, j // problem.block_size]
     seen = seen.unsqueeze(0)
     if problem.documents_q is not None and problem.documents_k is not None:
@@ -60,7 +60,7 @@ def distance(problem: Problem, rows: range, columns: range, device: torch.device
 
 
 class Tile(NamedTuple):
-    """A tile of scores: some rows against some columns. seen: PART or WHOLE."""
+    """A tile of scores: a range of rows and a range of columns. seen: PART or WHOLE."""
 
     rows: range
     columns: range
@@ -73,24 +73,24 @@ class Tiling:
     def __init__(self, problem: Problem, block_m: int, block_n: int):
         self.problem = problem
         self.row_tiles, self.column_tiles = tiles(problem.T, block_m), tiles(problem.T_k, block_n)
-        # The mask as rules of position and column. local_mask breaks it: then no tile is left out, and none is whole.
+        # break_it=local_mask breaks the causal mask: then no tile is EMPTY, and none is WHOLE.
         self.local = problem.causal and "global_mask" in problem.without
         self.causal = problem.causal and not self.local
         self.blocks = None if problem.blocks is None else problem.blocks.cpu().numpy()
         self.edges = self.read_edges()
 
     def by_rows(self) -> Iterator[tuple[range, Iterator[Tile]]]:
-        """Queries outside: each tile of rows, and the tiles of scores to compute for it."""
+        """Queries outside: each tile of rows, with the tiles of scores to compute for it."""
         for rows in self.row_tiles:
             yield rows, (Tile(rows, columns, seen) for columns, seen in self.columns_for(rows))
 
     def by_columns(self) -> Iterator[tuple[range, Iterator[Tile]]]:
-        """Keys outside: each tile of columns, and the tiles of scores to compute for it."""
+        """Keys outside: each tile of columns, with the tiles of scores to compute for it."""
         for columns in self.column_tiles:
             yield columns, (Tile(rows, columns, seen) for rows, seen in self.rows_for(columns))
 
     def columns_for(self, rows: range) -> Iterator[tuple[range, int]]:
-        """The tiles of keys that a tile of rows has to visit, each with PART or WHOLE."""
+        """The tiles of keys that a tile of rows visits, each with PART or WHOLE."""
         first, last = self.span(rows)
         start, stop = 0, self.problem.T_k
         if self.causal:
@@ -102,9 +102,9 @@ class Tiling:
                 yield columns, seen
 
     def rows_for(self, columns: range) -> Iterator[tuple[range, int]]:
-        """The tiles of rows that have to visit a tile of keys, each with PART or WHOLE."""
+        """The tiles of rows that visit a tile of keys, each with PART or WHOLE."""
         start, stop = 0, self.problem.T
-        if self.problem.positions is None:  # those of a pack rise within a sequence only
+        if self.problem.positions is None:  # in packed sequences positions rise only within each
             offset = self.problem.T_k - self.problem.T
             if self.causal:
                 start = max(start, columns[0] - offset)
@@ -116,11 +116,11 @@ class Tiling:
                 yield rows, seen
 
     def look(self, rows: range, columns: range) -> int:
-        """EMPTY, PART or WHOLE, without looking at the elements: integer arithmetic on the tile's edges.
+        """EMPTY, PART or WHOLE, by integer arithmetic on the tile's edges, without looking at its elements.
 
-        Never EMPTY where something is seen, never WHOLE where something is hidden. EMPTY wherever nothing is seen too,
-        but where documents are not numbered in order, a tile crosses an edge between blocks, or a window meets two
-        sequences of a pack: then a few tiles of nothing are computed, which costs time and changes no bit.
+        Never EMPTY if an element is visible, and never WHOLE if one is hidden. A tile without visible elements is
+        EMPTY, with three exceptions: documents that are not numbered in order, a tile that crosses an edge between
+        blocks, and a window that meets two packed sequences. Computing such a tile takes time and changes no bit.
         """
         first, last = self.span(rows)
         left, right = columns[0], columns[-1]
@@ -148,14 +148,14 @@ class Tiling:
         return WHOLE if whole else PART
 
     def span(self, rows: range) -> tuple[int, int]:
-        """Lowest and highest position of a tile of rows."""
+        """The lowest and the highest position in a tile of rows."""
         if self.problem.positions is not None:
             return self.edges["positions", rows.start][0]
         return rows[0] + self.problem.T_k - self.problem.T, rows[-1] + self.problem.T_k - self.problem.T
 
     def read_edges(self) -> dict[tuple[str, int], list]:
-        """The lowest and highest document (position) of each tile, a pair for each sequence of the batch, by name and
-        start of the tile. All are taken from the device at once, before look() is asked of them."""
+        """The lowest and the highest document (or position) of each tile: one pair per sequence of the batch, by name
+        and start of the tile. All are copied from the device at once, so that look() never waits for it."""
         problem, B = self.problem, 1
         wanted: list[tuple[str, Tensor, list[range]]] = []
         if problem.documents_q is not None and problem.documents_k is not None:
@@ -173,22 +173,22 @@ class Tiling:
 
 
 def tiles(length: int, block: int) -> list[range]:
-    """0 .. length cut into ranges of block; the last one may be shorter."""
+    """range(length) cut into ranges of `block`; the last one may be shorter."""
     return [range(i, min(i + block, length)) for i in range(0, length, block)]
 
 
 def overlapping(some_tiles: list[range], start: int, stop: int) -> list[range]:
-    """Those of the tiles, equally long but for the last, that have an index in start .. stop."""
+    """The tiles that contain an index from start to stop - 1. All are equally long, but the last may be shorter."""
     block = len(some_tiles[0]) if some_tiles else 1
     return some_tiles[start // block : max(0, -(-stop // block))]
 
 
 def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict[str, Tensor]:
-    """A Problem's documents_q, documents_k and positions for sequences laid end to end, given as flash-attention's
-    varlen functions take them: where each sequence begins, and at the end the total length, integers (sequences + 1,).
+    """A Problem's documents_q, documents_k and positions for sequences laid end to end.
 
-    A sequence may have other lengths as queries than as keys; its last query then stands at its last key. It may also
-    be empty. Raises ValueError for numbers that do not add up.
+    cu_seqlens_q, cu_seqlens_k: as in flash-attention's varlen functions, integers (sequences + 1,): where each sequence
+    begins, and at the end the total length. A sequence may have different numbers of queries and keys; its last query
+    is then aligned with its last key. It may also be empty. Raises ValueError for numbers that do not add up.
     """
     for name, cu, total in (("q", cu_seqlens_q, T), ("k", cu_seqlens_k, T_k)):
         if cu.ndim != 1 or len(cu) < 2 or cu.is_floating_point():
@@ -199,7 +199,7 @@ def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict
         raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} entries and cu_seqlens_k {len(cu_seqlens_k)}")
     cu_q, cu_k = cu_seqlens_q.long(), cu_seqlens_k.long()
     row, key = (torch.arange(n, device=cu_q.device) for n in (T, T_k))
-    # right: a sequence of no tokens begins where the next one does, and the token belongs to the next
+    # right=True: an empty sequence begins where the next one does, and the token belongs to the next
     of_rows, of_keys = (torch.searchsorted(cu, x, right=True) - 1 for cu, x in ((cu_q, row), (cu_k, key)))
     positions = row - cu_q[of_rows + 1] + cu_k[of_rows + 1]
     return {"documents_q": of_rows[None], "documents_k": of_keys[None], "positions": positions}
