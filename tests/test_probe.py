@@ -352,7 +352,7 @@ def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, sma
     (faults,) = tmp_path.glob("*/faults")
     assert lost == (
         f"  its batch and weights are lost: {faults} cannot be written (File too large); "
-        "free some space, and the run, resumed or begun again, meets it"
+        "free some space, and resume the run or start it again: it will stop here again"
     )
     assert list(faults.iterdir()) == []
 
