@@ -320,7 +320,7 @@ def test_a_fault_that_was_kept_is_no_checkpoint_to_resume(met_nan, call, small, 
     ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")
     assert ended.code == 2
     assert ended.err.splitlines() == [
-        f"train: {kept} is a fault that was kept, without what training needs: look into it by "
+        f"train: {kept} was saved at a NaN or infinity, without the state that training needs: look into it with "
         f"python breakit.py replay={kept}, or resume a checkpoint"
     ]
 

@@ -475,7 +475,7 @@ def test_a_line_that_an_editor_left_in_the_metrics_does_not_end_the_run(call, sm
         file.write(b'{"step": 2, oops\n[]\n\n{"step": "2"}\n{"loss": 1}\n{"step": 1, "loss": null}\n\xff\n7\n')
     ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=3")
     assert ended.code == 0, ended.err
-    assert ended.err.endswith("metrics.jsonl: 8 lines are no records and are left out\n")
+    assert ended.err.endswith("metrics.jsonl: 8 lines are not records and are left out\n")
     assert [record["step"] for record in records(tmp_path / "x")] == [1, 2, 3]
 
 
@@ -537,10 +537,10 @@ def test_only_what_a_run_has_made_is_moved_out_of_the_way(tmp_path):
     (tmp_path / "x").mkdir()
     assert make_room(tmp_path / "x") is None
     (tmp_path / "x/thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"has thesis\.tex, not of a run: use another name="):
+    with pytest.raises(ValueError, match=r"has thesis\.tex, which no run writes: use another name="):
         make_room(tmp_path / "x")
     (tmp_path / "x-unsaved-2/checkpoints/step_000010").mkdir()
-    with pytest.raises(ValueError, match="exists already: go on with it by resume=auto, or use another name="):
+    with pytest.raises(ValueError, match="exists already: continue it with resume=auto, or use another name="):
         make_room(tmp_path / "x-unsaved-2")
 
 
@@ -910,7 +910,7 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
         ("name: null", "name: x", None),  # of a run that was renamed
         ("lr: null\n", "lr: 0.5\n", "has been edited, optimizer.lr=0.5: "),
         ("batch_size: 16", "batch_sizes: [4]", "has been edited, batch_sizes=[4]: "),
-        ("n_layer: 12", "n_layer: [", "is no configuration any more: "),
+        ("n_layer: 12", "n_layer: [", "is not a configuration any more: "),
     ],
 )
 def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, said):
