@@ -490,10 +490,10 @@ def test_a_file_that_is_no_text(there, typed, answer):
 
 
 @table(r"""
-    empty.bin       empty.bin is no token file, its header begins ()
-    header.bin      header.bin is no token file, its header begins (20240520, 1)
-    magic.bin       magic.bin is no token file, its header begins (1, 1)
-    version.bin     version.bin is no token file, its header begins (20240520, 7)
+    empty.bin       empty.bin is no token file, its header begins with ()
+    header.bin      header.bin is no token file, its header begins with (20240520, 1)
+    magic.bin       magic.bin is no token file, its header begins with (1, 1)
+    version.bin     version.bin is no token file, its header begins with (20240520, 7)
     more.bin        more.bin has 3001 tokens, its header says 5000
     negative.bin    negative.bin has 3001 tokens, its header says -1
     odd.bin         odd.bin has 3001 tokens and 1 bytes, its header says 3001
