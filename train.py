@@ -94,7 +94,7 @@ class Config:
     # about the last 1 / (1 - ema_decay) steps; early in training, over the last ninth of the steps so far.
     ema_decay: float = 0.0
     eval_every: int = 100  # steps between evaluations
-    eval_tokens: int = 65536  # number of validation tokens in an evaluation (about); always the same tokens
+    eval_tokens: int = 65536  # approximate number of validation tokens per evaluation; always the same tokens
     sample_every: int = 200  # steps between samples; 0: no samples
     sample_tokens: int = 200  # maximum length of a sample in tokens; it ends earlier if the model ends the document
     checkpoint_every: int = 100  # steps between checkpoints; the best is chosen among those that were evaluated
@@ -401,7 +401,7 @@ def loop(run: Run, signals: list[int]) -> int:
         if cfg.sample_tokens and due(run, cfg.sample_every):
             try:
                 metrics.sample(run.step, write_sample(run))
-            except NotFinite:  # of the weights that this step made; the next step's loss will say so too
+            except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
                 metrics.say(f"{stamp(broken)}no sample at step {run.step}: the logits are NaN")
         if due(run, cfg.checkpoint_every) or signals:
             run.saved = save(run)

@@ -150,7 +150,7 @@ def fetch(url: str, part: Path, at_most: int, check: Check, sha256: str | None, 
             # Either the server starts at another byte, or there is no hash, and we could not check that both parts are
             # from the same file.
             part.unlink(missing_ok=True)
-            raise requests.RequestException("the server cannot go on where it stopped")
+            raise requests.RequestException("the server cannot continue where the download stopped")
         if whole > at_most:
             raise ValueError(f"it is {whole:,} bytes long, but {at_most:,} is the maximum")
         offset = first  # 0 also if the server does not support ranges and sends the whole file

@@ -197,7 +197,7 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for key, style, label in (("loss", {"lw": 0.8}, "train"), ("val_loss", {"ls": "", "marker": "o", "ms": 4}, "val")):
         points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
         if points:

@@ -129,15 +129,14 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 
 def losses_figure(curves: dict[str, list[dict]], title: str):
-    """{label: records} as a matplotlib Figure: one colour per run, training loss as a thin line, validation loss with
-    points."""
+    """{label: records} as a matplotlib Figure: a colour a run, training loss thin, validation loss with points."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for number, (label, records) in enumerate(curves.items()):
-        # Colours are in the order of the jobs, so if a value rises from job to job, the colours show it.
+        # The colour follows the job's number, so that a value that rises from job to job shows as a change of colour.
         colour = colormaps["viridis"](0.9 * number / max(1, len(curves) - 1))
         broken = next((r["broken"] for r in records if r.get("broken")), None)
         # With two or three curves, earlier lines are wider, so that they can be seen under later ones.
