@@ -1,4 +1,4 @@
-"""Write text with a trained model, as it comes.
+"""Write text with a trained model, token by token.
 
     python sample.py                                      from the newest run
     python sample.py run=NAME prompt='def ' num_samples=3
@@ -6,10 +6,10 @@
     python sample.py run=NAME temperature=0 top_p=0.9 top_k=50 max_new_tokens=1000
     python sample.py run=NAME checkpoint=last impl=naive
 
-The checkpoint brings its model, tokenizer and attention with it; the training data is not needed.
+The checkpoint holds the model, the tokenizer and the attention settings. The training data is not needed.
 """
 
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
+if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits at once, without a traceback.
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -31,21 +31,21 @@ from training.metrics import printable, stamp
 
 @dataclass
 class Config:
-    """Every key of the command line, with its default. Raises ValueError for values that cannot be."""
+    """Every key of the command line, with its default. Raises ValueError for a value that is not allowed."""
 
-    run: str = "latest"  # a run's name or folder; latest: the one that saved last
-    checkpoint: str = "best"  # best (lowest validation loss) | last | step_000100, one of the run's | a path
-    runs: str = "runs"  # the folder that all runs lie in
-    prompt: str = ""  # how the text begins; empty: the beginning of a document
-    prompt_file: str | None = None  # a file of UTF-8 text that is the prompt; None: prompt=
-    num_samples: int = 1  # how many samples, each from a seed of its own
-    max_new_tokens: int = 300  # tokens of a sample, which ends earlier where the model ends the document
-    temperature: float = 0.8  # divides the logits: lower is more certain; 0 takes the likeliest token
-    top_k: int | None = None  # only the k likeliest tokens; None: all
-    top_p: float = 1.0  # only the likeliest tokens that together have this probability; 1: all
-    seed: int = 1337  # of the first sample; each further one adds 1
+    run: str = "latest"  # name or folder of the run; latest: the run with the newest checkpoint
+    checkpoint: str = "best"  # best (lowest validation loss) | last | a name like step_000100 | a path
+    runs: str = "runs"  # folder of all runs
+    prompt: str = ""  # text to continue; empty: start a new document
+    prompt_file: str | None = None  # UTF-8 file with the prompt; None: use prompt=
+    num_samples: int = 1  # number of samples, each with its own seed
+    max_new_tokens: int = 300  # maximum length of a sample in tokens; it ends earlier if the model ends the document
+    temperature: float = 0.8  # divides the logits; lower is less random, 0 always takes the most likely token
+    top_k: int | None = None  # sample from the k most likely tokens only; None: from all
+    top_p: float = 1.0  # sample from the most likely tokens that add up to this probability; 1: from all
+    seed: int = 1337  # random seed of the first sample; each further sample adds 1 to it
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
-    impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: as asked for in training
+    impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
 
     def __post_init__(self):
         for name in ("num_samples", "max_new_tokens"):
@@ -55,11 +55,11 @@ class Config:
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
-        Sampler(self.temperature, self.top_k, self.top_p)  # refuses its three, before the first job of a sweep starts
+        Sampler(self.temperature, self.top_k, self.top_p)  # checks these three before the first job of a sweep starts
 
 
 def main(cfg: Config) -> None:
-    """Prints the samples on stdout, and what they come from on stderr. ValueError for what the user can put right."""
+    """Prints the samples on stdout and the checkpoint's name on stderr. ValueError for a user's mistake."""
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     text = cfg.prompt if cfg.prompt_file is None else read_prompt(cfg.prompt_file)
     device = pick_device(cfg.device)
@@ -68,7 +68,7 @@ def main(cfg: Config) -> None:
 
     attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
     if cfg.impl is not None:
-        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # only tiled has another order
+        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # others than tiled refuse `order`
     model = trained.network(attention, device).eval()
 
     broken = trained.state["broken"]
@@ -77,17 +77,17 @@ def main(cfg: Config) -> None:
     if broken:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
 
-    # A document begins after an end-of-text token, in training and so here.
+    # As in training, a document begins after an end-of-text token.
     end = encoding.encode_single_token(END_OF_TEXT)
     prompt = [end, *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
         print(f"prompt: {len(prompt) - 1} tokens from {cfg.prompt_file}", file=sys.stderr)
     if len(prompt) > (context := trained.state["config"]["model"]["context_length"]):
-        print(f"of the prompt's {len(prompt) - 1} tokens the model sees the last {context}", file=sys.stderr)
+        print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
     for number in range(cfg.num_samples):
         if cfg.num_samples > 1 or broken:
             print(f"{stamp(broken)}--- sample {number + 1} of {cfg.num_samples}", flush=True)
-        generator = torch.Generator(device).manual_seed(cfg.seed + number)  # each sample can be had again by itself
+        generator = torch.Generator(device).manual_seed(cfg.seed + number)  # each sample can be repeated alone
         stream = TextStream(encoding)
         print(printable(text), end="", flush=True)
         idx = torch.tensor([prompt], device=device)  # (1, T)
@@ -99,7 +99,7 @@ def main(cfg: Config) -> None:
 
 
 def read_prompt(path: str) -> str:
-    """The text of that file, line ends included, without a byte order mark. ValueError where there is none to read."""
+    """The text of a file with its line ends, without a byte order mark. ValueError if it cannot be read as UTF-8."""
     try:
         return Path(path).expanduser().read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -109,7 +109,7 @@ def read_prompt(path: str) -> str:
 
 
 def find(cfg: Config) -> Path:
-    """The directory of the checkpoint that run= and checkpoint= mean; ValueError when there is none."""
+    """The folder of the checkpoint that run= and checkpoint= name. ValueError if there is none."""
     if cfg.checkpoint == "best":
         return checkpoint.find_best(cfg.run, Path(cfg.runs))
     named = Path(cfg.checkpoint)

@@ -1,19 +1,19 @@
-"""Train a GPT: the whole run, read top to bottom.
+"""Train a GPT. This file is the whole run, from top to bottom.
 
     python train.py                                                    a small GPT on Python's standard library
     python train.py data=text data.path=FILE_OR_FOLDER tokenizer=bpe   your own text
     python train.py model=gpt2 tokenizer=gpt2 data=text data.path=...  GPT-2's size, for one GPU
     python train.py attention=naive                                    the same run through another attention
-    python train.py break_it=no_max break_it.score_gain=100            take a line out and see what it was for
-    python train.py experiment=shakespeare                             a recipe whose result is known
+    python train.py break_it=no_max break_it.score_gain=100            remove one line of attention and see what happens
+    python train.py experiment=shakespeare                             a recipe with a known result
     python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
-    python train.py resume=auto                                        go on where the last run stopped
-    python train.py --help                                             every key, its value and what it means
+    python train.py resume=auto                                        continue the last run
+    python train.py --help                                             every key, its value and its meaning
 
-Everything a run makes lies in runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
+A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """
 
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
+if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits at once, without a traceback.
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -60,12 +60,12 @@ from training.sweep import sweep
 from training.wandb_run import WandbConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Configuration. The groups' dataclasses stand beside the code that they configure; conf/ only overrides.
+# Configuration. Each group's dataclass is beside the code that it configures. The files in conf/ override its defaults.
 
 
 @dataclass
 class Config:
-    """Every key of the command line, with its default. Raises ValueError for values that cannot be."""
+    """Every key of the command line, with its default. Raises ValueError for a value that is not allowed."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -76,35 +76,36 @@ class Config:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    name: str | None = None  # of the run, and its folder's; None: date, size and attention
-    runs: str = "runs"  # the folder that all runs lie in
-    # auto (the last checkpoint of run name=, or of the newest run) | a run's name | a path. It brings its
-    # configuration: what the command line does not say stays as it was.
+    name: str | None = None  # name of the run and its folder; None: made from the date, the size and the attention
+    runs: str = "runs"  # folder of all runs
+    # resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path. The run takes its
+    # configuration from the checkpoint. Keys on the command line override it.
     resume: str | None = None
-    seed: int = 1337  # of the initial weights, the order of the data, dropout and samples
+    seed: int = 1337  # random seed for the initial weights, the order of the data, dropout and samples
 
-    steps: int = 700  # updates of the weights, in all
-    # Minutes after which the run ends, evaluated and saved; None: no limit. Counted from this process's first step on,
-    # so that resume= goes on for as long again. The learning rate follows steps: it has not fallen to its end by then.
+    steps: int = 700  # number of training steps (updates of the weights)
+    # time limit in minutes; None: no limit. At the limit the run evaluates, saves and ends. The time starts at the
+    # first step of this process, so a resumed run has the whole limit again. The learning rate schedule follows steps,
+    # so at the limit the rate has not reached its minimum.
     max_minutes: float | None = None
-    batch_size: int = 16  # sequences that go through the model at once: lower it when memory runs out
-    tokens_per_step: int | None = None  # tokens of one update, in as many passes as it takes; None: those of one pass
-    z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) beside the loss; 1e-4 is usual, 0 leaves it out
-    # Above 0 a moving average of the weights is validated, sampled from and kept. It reaches back about
-    # 1 / (1 - ema_decay) steps; at first, over a ninth of the steps made so far.
+    batch_size: int = 16  # sequences per forward and backward pass; lower it if memory runs out
+    tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
+    z_loss: float = 0.0  # weight of the z-loss, mean(logsumexp(logits)^2), added to the loss; 1e-4 is usual, 0: off
+    # decay of a moving average of the weights (EMA), which is evaluated, sampled and saved; 0: off. It averages over
+    # about the last 1 / (1 - ema_decay) steps; early in training, over the last ninth of the steps so far.
     ema_decay: float = 0.0
-    eval_every: int = 100  # steps between two evaluations
-    eval_tokens: int = 65536  # about as many validation tokens, always the same ones
-    sample_every: int = 200  # steps between two samples; 0: never
-    sample_tokens: int = 200  # tokens of a sample, which ends earlier where the model ends the document
-    checkpoint_every: int = 100  # steps between two checkpoints; the best is chosen among those that were evaluated too
-    keep_last: int = 2  # checkpoints, the newest ones; the best is kept besides
-    log_every: int = 1  # steps between two lines
+    eval_every: int = 100  # steps between evaluations
+    eval_tokens: int = 65536  # approximate number of validation tokens per evaluation; always the same tokens
+    sample_every: int = 200  # steps between samples; 0: no samples
+    sample_tokens: int = 200  # maximum length of a sample in tokens; it ends earlier if the model ends the document
+    checkpoint_every: int = 100  # steps between checkpoints; the best is chosen among those that were evaluated
+    keep_last: int = 2  # number of newest checkpoints to keep; the best one is kept too
+    log_every: int = 1  # steps between log lines
 
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
-    dtype: str = "auto"  # float32 | bf16 | fp16 (autocast; fp16 scales the gradient); auto: bf16 on a GPU that has it
-    compile: str = "auto"  # true | false; auto: on a GPU, but not with tiled, whose loops stay as they are
-    stop_on_nan: bool = True  # before an update by NaN or infinity; false lets a broken run go on, to see where it ends
+    dtype: str = "auto"  # auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16 (with loss scaling)
+    compile: str = "auto"  # torch.compile: auto (on a GPU, but not with attention=tiled) | true | false
+    stop_on_nan: bool = True  # stop before an update with NaN or infinity; false: train on and see what happens
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):
@@ -113,7 +114,7 @@ class Config:
         for name in ("name", "runs", "resume"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name}= is empty; give it a value or leave it out")
-        # Windows and wandb refuse these characters, Unix the first: a run may be moved or sent there later.
+        # Windows and wandb refuse these characters, and Unix refuses /. A run may be moved or sent there later.
         refused = self.name and (set(self.name) & set('/\\:*?"<>|') or not self.name.isprintable())
         if refused or self.name in (".", "..", "latest", "auto"):
             raise ValueError(
@@ -132,7 +133,7 @@ class Config:
             raise ValueError(f"z_loss={self.z_loss} must be finite and at least 0; 1e-4 is usual, 0 leaves it out")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay={self.ema_decay} is outside [0, 1); 0.999 is usual, 0 averages nothing")
-        self.compile = self.compile.lower()  # True, as Python and YAML spell it, is a text here
+        self.compile = self.compile.lower()  # this key is a string, and people type True
         for name, known in {"dtype": ("auto", "bf16", "fp16", "float32"), "compile": ("auto", "true", "false")}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
@@ -140,7 +141,7 @@ class Config:
 
 @dataclass
 class Run:
-    """What a run is made of. set_up() makes it; every part below takes it."""
+    """All that belongs to a run. set_up() makes it, and the functions below use it."""
 
     cfg: Config  # with name, model.vocab_size and optimizer.lr filled in
     folder: Path  # runs/NAME
@@ -149,35 +150,35 @@ class Run:
     autocast: AbstractContextManager
     dataset: Dataset
     loader: Loader
-    token_bytes: torch.Tensor  # int32 (n_vocab,), on the device: the bytes of text that a token stands for
-    accumulation: int  # passes a step
-    model: GPT  # trained
-    loss_of: Callable[..., torch.Tensor]  # the model, compiled or as it is
-    averaged: GPT  # validated, sampled from and kept: a moving average of the model, or the model itself
+    token_bytes: torch.Tensor  # int32 (n_vocab,), on the device: number of bytes in each token's text
+    accumulation: int  # forward and backward passes per step
+    model: GPT  # the model that is trained
+    loss_of: Callable[..., torch.Tensor]  # the model, compiled or not
+    averaged: GPT  # the model that is evaluated, sampled and saved: a moving average of `model`, or `model` itself
     optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # of fp16; with any other dtype it does nothing
+    scaler: torch.amp.GradScaler  # scales the loss in fp16; does nothing for other dtypes
     metrics: Metrics
     step: int  # updates made so far
     saved: Path | None  # the last checkpoint
     ending: bool = False  # this step is the last one: it is number `steps`, or max_minutes are over
-    val_loss: float = math.inf  # of this step's weights, where they were evaluated
-    code: int = 1  # the exit code, 1 until the run has ended in another way
+    val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
+    code: int = 1  # exit code; loop() sets it when it returns
 
     @cached_property
     def tokens_per_step(self) -> int:
-        """Tokens of one update."""
+        """Number of tokens per update."""
         return self.accumulation * self.cfg.batch_size * self.cfg.model.context_length
 
     @cached_property
     def flops_per_step(self) -> float:
-        """Arithmetic of one update, forward and backward."""
+        """Floating-point operations of one update, forward and backward."""
         return self.model.flops_per_token(self.cfg.model.context_length) * self.tokens_per_step
 
 
 def main(cfg: Config) -> int:
-    """Trains. Returns 0, 1 where a loss or gradient that is not finite stopped the run, or 128 + the signal that did.
+    """Trains and returns the exit code: 0; 1 if a NaN or infinity stopped the run; 128 + the signal if a signal did.
 
-    Raises ValueError for what the user can put right. Works on a copy: cfg stays as it was given.
+    Raises ValueError for a mistake that the user can correct. Does not change cfg.
     """
     with ExitStack() as stack:
         run = set_up(copy.deepcopy(cfg), stack)
@@ -199,15 +200,16 @@ def main(cfg: Config) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Set up: device, checkpoint, data, model, folder, in the order in which a mistake costs least.
+# Set up: device, checkpoint, data, model, folder. The quick checks come first.
 
 
 def set_up(cfg: Config, stack: ExitStack) -> Run:
-    """Makes the run and prints its first lines. Fills in cfg's name, model.vocab_size and optimizer.lr.
+    """Makes the run and prints its first lines. Fills in cfg.name, cfg.model.vocab_size and cfg.optimizer.lr.
 
-    stack: takes what has to be let go however the run ends. Nothing is written before every check has passed.
+    stack: closes the lock and the metrics when the run ends, also after an error. The run's folder is made only after
+    all checks have passed.
     """
-    # Where it runs, and in what precision.
+    # Device and precision.
     keep_memory()
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
@@ -218,15 +220,15 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda" and attention.impl != "tiled")
     accumulation = passes(cfg)
 
-    # The checkpoint, if it goes on from one. A broken run carries its fault in its name.
+    # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
     broken = cfg.break_it.label
     cfg.name = cfg.name and broken_name(cfg.name, broken)
     resumed = open_checkpoint(cfg)
 
-    # Data. Prepared at first use, cached by content.
+    # Data. It is prepared at first use and cached.
     dataset = open_data(cfg.data, cfg.tokenizer)
     if cfg.data.source == "text" and cfg.data.path == "-":
-        cfg.data.path = str(dataset.folder)  # standard input is gone when the run is resumed or looked at
+        cfg.data.path = str(dataset.folder)  # a resumed run cannot read the same standard input again
     n_vocab = dataset.encoding.n_vocab
     if cfg.model.vocab_size not in (None, n_vocab):
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {n_vocab}; leave it out")
@@ -239,7 +241,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         seed=cfg.seed,
         with_documents=cfg.attention.documents,
     )
-    validation(cfg, dataset)  # refuses a text that is too short now, not at the first evaluation
+    validation(cfg, dataset)  # raises ValueError for a text that is too short, before the first step
     token_bytes = torch.from_numpy(dataset.token_bytes).to(device)
 
     # Model and optimizer.
@@ -248,19 +250,20 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     model = make_model(cfg, attention, device)
     averaged = copy.deepcopy(model) if cfg.ema_decay else model
     optimizers = build_optimizers(model, cfg.optimizer)
-    # fp16 holds nothing below 6e-8, where many gradients lie. The scaler multiplies the loss by a power of two. It
-    # doubles that after many good steps; it halves it, and the step is left out, when a gradient becomes infinite.
+    # Many gradients are smaller than 6e-8, the smallest number in fp16. The scaler therefore multiplies the loss by a
+    # power of two. After many good steps it doubles this scale. After an infinite gradient it halves the scale, and
+    # that step is skipped.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
     step = restore(resumed, cfg.steps, model, averaged, optimizers, loader, scaler) if resumed else 0
     loss_of = torch.compile(model) if compiled else model
 
-    # The run's folder, held by this process alone.
+    # The run's folder, locked for other processes.
     cfg.name = cfg.name or new_name(cfg, model, attention.impl)
     folder = Path(cfg.runs) / cfg.name
     same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
     stack.enter_context(checkpoint.lock(folder))
     if not same_run and (unsaved := make_room(folder)):
-        show(f"an earlier run {folder} ended before its first checkpoint: its files now lie in {unsaved}")
+        show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
     metrics = Metrics(
         folder,
@@ -284,7 +287,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
 
 
 def passes(cfg: Config) -> int:
-    """How many times a step goes through the model. ValueError where tokens_per_step is no whole number of passes."""
+    """Number of forward and backward passes per step. ValueError if tokens_per_step is not a multiple of one pass."""
     per_pass = cfg.batch_size * cfg.model.context_length  # tokens
     tokens_per_step = per_pass if cfg.tokens_per_step is None else cfg.tokens_per_step
     accumulation, rest = divmod(tokens_per_step, per_pass)
@@ -297,23 +300,23 @@ def passes(cfg: Config) -> int:
 
 
 def check(cfg: Config) -> None:
-    """ValueError for a device, an attention or sizes that cannot be: what set_up() would find that needs no data and no
-    memory. A sweep asks it of every job before the first one starts."""
+    """Raises ValueError for a device, an attention or sizes that do not work. These are the checks of set_up() that
+    need no data and no memory. A sweep makes them for every job before the first one starts."""
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     passes(cfg)
     cfg = copy.deepcopy(cfg)
     cfg.model.vocab_size = cfg.model.vocab_size or 1
-    with torch.device("meta"):  # a model of shapes alone
+    with torch.device("meta"):  # tensors here have a shape and no data
         make_model(cfg, attention, torch.device("meta"))
 
 
 def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) -> GPT:
-    """The model with its initial weights, which are a function of the seed. ValueError for one that does not fit."""
+    """The model with its initial weights, which depend on the seed. ValueError if it is too large."""
     torch.manual_seed(cfg.seed)
     try:
         return GPT(cfg.model, attention, cfg.break_it).to(device)
-    except (RuntimeError, TypeError) as error:  # TypeError: a size past 2**63; torch's others are RuntimeErrors
+    except (RuntimeError, TypeError) as error:  # TypeError: a size above 2**63; torch's other errors are RuntimeErrors
         raise ValueError(
             f"a model of model.n_embd={cfg.model.n_embd}, n_layer={cfg.model.n_layer}, "
             f"{cfg.model.vocab_size} symbols cannot be made here ({str(error).splitlines()[0]}); use smaller ones"
@@ -321,7 +324,7 @@ def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) ->
 
 
 def new_name(cfg: Config, model: GPT, impl: str) -> str:
-    """Date, size and attention; with a number where that run exists already, as it may within a second."""
+    """Date, size and attention. A number is added if that run exists: two runs may start within a second."""
     size = f"{model.parameter_count() / 1e6:.3g}M"
     first = broken_name(time.strftime("%Y%m%d-%H%M%S") + f"-{size}-{impl}", cfg.break_it.label)
     names = [first, *(f"{first}-{number}" for number in range(2, 100))]
@@ -329,15 +332,15 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
 
 
 def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -> None:
-    """A run explains itself: who, where and what, in its first lines."""
+    """Prints the first lines of a run: folder, versions, device, attention, model and data."""
     cfg, model, dataset, say = run.cfg, run.model, run.dataset, run.metrics.say
     attention, broken = model.attention_config, cfg.break_it.label
     say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
     if resumed and (changes := changed(config_of(resumed, Config), asdict(cfg))):
         say(f"changed since the checkpoint: {', '.join(changes)}")
-    validated = resumed and resumed.state.get("validation")  # not there in an old checkpoint
+    validated = resumed and resumed.state.get("validation")  # older checkpoints do not have it
     if validated and validated != fingerprint(dataset.val, dataset.val_documents):
-        say("the validation text has changed since the checkpoint: the losses before and after do not compare")
+        say("the validation text has changed since the checkpoint: do not compare the losses before and after")
     say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
@@ -354,7 +357,7 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
     )
     if cfg.steps < cfg.optimizer.warmup_steps:
         say(
-            f"the rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} are fewer than "
+            f"the learning rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} is less than "
             f"optimizer.warmup_steps={cfg.optimizer.warmup_steps}"
         )
     if broken:
@@ -366,8 +369,8 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
 
 
 def loop(run: Run, signals: list[int]) -> int:
-    """Steps, with what is due after each, to the last one (by number or time) or to a signal or NaN before it. Returns
-    the exit code."""
+    """Trains until the last step, the time limit, a signal or a NaN, and returns the exit code. Logs, evaluates,
+    samples and saves when that is due."""
     cfg, metrics = run.cfg, run.metrics
     broken = cfg.break_it.label
     pace = None  # seconds a step, smoothed, for the time left
@@ -402,7 +405,7 @@ def loop(run: Run, signals: list[int]) -> int:
         if cfg.sample_tokens and due(run, cfg.sample_every):
             try:
                 metrics.sample(run.step, write_sample(run))
-            except NotFinite:  # of the weights that this step made; the next step's loss will say so too
+            except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
                 metrics.say(f"{stamp(broken)}no sample at step {run.step}: the logits are NaN")
         if due(run, cfg.checkpoint_every) or signals:
             run.saved = save(run)
@@ -415,26 +418,26 @@ def loop(run: Run, signals: list[int]) -> int:
 
 
 def due(run: Run, every: int) -> bool:
-    """Whether what is done every so many steps (0: never) is done after this one; after the last one it always is."""
+    """Whether this step is a multiple of `every`, or the last step. False if `every` is 0."""
     return every > 0 and (run.step % every == 0 or run.ending)
 
 
 class Step(NamedTuple):
-    """What one update has measured."""
+    """The measurements of one update."""
 
-    batches: list[Batch]  # on the CPU, one a pass
-    loss: float  # nats a token, the mean over all passes
-    text_bytes: torch.Tensor  # int64 (): of the text that was predicted
+    batches: list[Batch]  # on the CPU, one per pass
+    loss: float  # nats per token, mean over all passes
+    text_bytes: torch.Tensor  # int64 (): number of bytes in the predicted text
     lr: float
-    norm: float  # of the whole gradient, before it is clipped
-    scale: float  # that the loss was multiplied by, in fp16
-    stopped: bool  # the loss or the gradient is not finite, and stop_on_nan said to stop before the update
+    norm: float  # norm of the whole gradient, before clipping
+    scale: float  # loss scale in fp16; 1 for other dtypes
+    stopped: bool  # loss or gradient is not finite and stop_on_nan is set: there was no update
 
 
 def train_step(run: Run) -> Step:
-    """One update of the weights: forward and backward of every pass, clip, guard, update.
+    """One update of the weights: forward and backward for each pass, clip, guard, update.
 
-    Nothing waits for the device before the guard.
+    The CPU does not wait for the GPU before the guard.
     """
     cfg, scaler = run.cfg, run.scaler
     lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
@@ -445,22 +448,22 @@ def train_step(run: Run) -> Step:
         scaler.unscale_(optimizer)
     total_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.optimizer.grad_clip or math.inf)
 
-    # The guard. To read the loss is to wait for the device, once a step. It is the price for stopping before a bad
-    # update: weights that have become NaN cannot be repaired.
+    # The guard. Reading the loss makes the CPU wait for the GPU, once per step. We accept this cost to stop before a
+    # bad update: weights that have become NaN cannot be repaired.
     loss, norm = float(total), float(total_norm)
-    # An infinite gradient is normal while the scaler can answer it with a smaller scale. It cannot where the scale is
-    # 1: then nothing is scaled (as in every dtype but fp16), and the infinity is the model's own.
+    # With a scale above 1, an infinite gradient is normal: the scaler answers with a smaller scale. With a scale of 1
+    # (always, for dtypes other than fp16) the model itself made the infinity.
     scale = scaler.get_scale()
     stopped = cfg.stop_on_nan and not (math.isfinite(loss) and (math.isfinite(norm) or scale > 1))
-    # Not left to scaler.step(optimizer): of two optimizers it leaves out only the one whose gradient is infinite.
+    # We do not use scaler.step(): of two optimizers, it would skip only the one with an infinite gradient.
     skipped = scaler.is_enabled() and not math.isfinite(norm)
 
     if not stopped and not skipped:
         for optimizer in run.optimizers:
             optimizer.step()
         if run.averaged is not run.model:
-            # A shorter average at first. A decay of 0.999 from the start would still be half the random initial
-            # weights at step 700.
+            # The decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be the
+            # random initial weights.
             average(run.averaged, run.model, min(cfg.ema_decay, (1 + run.step) / (10 + run.step)))
     scaler.update()
     run.model.zero_grad(set_to_none=True)
@@ -469,9 +472,10 @@ def train_step(run: Run) -> Step:
 
 
 def forward_and_backward(run: Run) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
-    """Adds the gradients of the mean loss over the next batches, one a pass, to the parameters' (scaled in fp16).
+    """Runs forward and backward on the next batches, one per pass. The parameters' .grad then holds the gradient of the
+    mean loss, scaled in fp16.
 
-    Returns the batches, the mean loss, float32 (), and the bytes of the text predicted, int64 (), both on the device.
+    Returns the batches; the mean loss, float32 (), and the number of bytes predicted, int64 (), both on the device.
     """
     total = torch.zeros((), device=run.device)
     text_bytes = torch.zeros((), dtype=torch.int64, device=run.device)
@@ -488,8 +492,8 @@ def forward_and_backward(run: Run) -> tuple[list[Batch], torch.Tensor, torch.Ten
 
 
 def step_record(run: Run, done: Step, seconds: float, left: float) -> dict:
-    """What metrics.jsonl keeps of a step. seconds: that it took; left: until the run ends."""
-    peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the peaks known are of 16 bits
+    """The record of a step for metrics.jsonl. seconds: the step's time. left: estimated seconds until the run ends."""
+    peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the table has peaks for bf16 only
     return {
         "step": run.step,
         "loss": done.loss,
@@ -506,12 +510,12 @@ def step_record(run: Run, done: Step, seconds: float, left: float) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is due now and then.
+# What a run does every few steps: evaluate, sample, probe, save.
 
 
 @contextmanager
 def evaluation_mode(model: GPT) -> Iterator[GPT]:
-    """The model without dropout, and back in training mode afterwards."""
+    """The model without dropout; back in training mode afterwards."""
     model.eval()
     try:
         yield model
@@ -520,14 +524,14 @@ def evaluation_mode(model: GPT) -> Iterator[GPT]:
 
 
 def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
-    """The validation windows, always the same ones. ValueError where the text is too short for one."""
+    """The validation windows, always the same ones. ValueError if the text is shorter than one window."""
     size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
     return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=cfg.attention.documents)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """Mean loss over the validation windows, in nats a token and in bits a byte."""
+    """Mean loss over the validation windows, in nats per token and in bits per byte."""
     nats = tokens = text_bytes = 0.0
     with evaluation_mode(run.averaged) as model:
         for batch in validation(run.cfg, run.dataset):
@@ -540,21 +544,20 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def write_sample(run: Run) -> str:
-    """What the model writes after an end-of-text token, that is, as the beginning of a document. NotFinite where its
-    logits are NaN."""
+    """A sample: the model's text after an end-of-text token, where documents begin. NotFinite if its logits are NaN."""
     encoding = run.dataset.encoding
-    generator = torch.Generator(run.device).manual_seed(run.cfg.seed)  # its own: sampling must not disturb training's
+    generator = torch.Generator(run.device).manual_seed(run.cfg.seed)  # leaves training's random numbers as they are
     end = encoding.encode_single_token(END_OF_TEXT)
     idx = torch.tensor([[end]], device=run.device)
     stream = TextStream(encoding)
     with evaluation_mode(run.averaged) as model, run.autocast:
         tokens = map(int, generate(model, idx, run.cfg.sample_tokens, Sampler(), generator))
-        # Ends with the document: under attention.documents no model was trained on what would come after.
+        # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
         return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
 
 
 def look(run: Run) -> dict[str, float]:
-    """The gauges of attention, on one validation sequence, and the time that they take."""
+    """Measures attention on one validation sequence (training/probe.py), and the time that this takes."""
     started = time.perf_counter()
     first = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])
     x, _, documents = first.to(run.device)
@@ -584,9 +587,12 @@ def look_at_the_failure(run: Run, batches: list[Batch], acted: bool | None) -> b
 
 
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
-    """Writes a checkpoint and returns its folder. With `fault`, the batch that a run stopped at and its random state,
-    writes that and the weights that met it, and nothing to go on from."""
-    run.metrics.still_there()  # or the folder would be made anew, for a checkpoint alone
+    """Writes a checkpoint and returns its folder.
+
+    fault: the batch at which the run stopped, with its random state. If given, it is saved with the weights of that
+    step, and without the optimizer: such a checkpoint cannot be resumed.
+    """
+    run.metrics.still_there()  # else checkpoint.save() would make a deleted folder again
     if fault is not None:
         tensors, model = fault, run.model
     else:
@@ -619,7 +625,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
 
 
 def what_to_try(run: Run, done: Step) -> str:
-    """The message of a run that met NaN or infinity."""
+    """The message for a run that stopped at NaN or infinity."""
     cfg = run.cfg
     tries = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})", "a longer optimizer.warmup_steps"]
     if cfg.attention.impl != "naive":
@@ -627,9 +633,9 @@ def what_to_try(run: Run, done: Step) -> str:
     if run.facts["dtype"] != "float32":
         tries.append("dtype=float32")
     if not cfg.probe.every:
-        tries.append("probe.every=100, to be told the layer, the head and the tile that it comes from")
+        tries.append("probe.every=100, which names the layer, the head and the tile where it begins")
     if cfg.break_it.label:
-        tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to watch it go on"]
+        tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to train on and see what happens"]
     kept = f"the last good checkpoint is {run.saved}" if run.saved else "no checkpoint had been saved yet"
     return (
         f"step {run.step}: loss {done.loss}, gradient norm {done.norm}: stopped before the optimizer step; {kept}.\n"
@@ -638,38 +644,38 @@ def what_to_try(run: Run, done: Step) -> str:
 
 
 def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor]) -> None:
-    """Says in which tile the step that met NaN or infinity first goes wrong, and keeps the batch that shows it.
+    """Prints the first tile in which the stopped step has NaN or infinity, and saves that step's batch.
 
-    rng: the random state from before the step.
+    rng: the random state before the step.
     """
     say, broken = run.metrics.say, run.cfg.break_it.label
     fault = search(run.model, batches, rng, run.device, run.autocast)
     if fault is None:
         say(
-            f"{stamp(broken)}probe: attention is not where it begins, "
-            "as far as a second, uncompiled run of the same batch tells"
+            f"{stamp(broken)}probe: the NaN or infinity does not begin in attention, "
+            "as far as a second, uncompiled run of the same batch shows"
         )
         return
     place, tensors = fault
     say(f"{stamp(broken)}probe: {place}")
-    # The first fault of a run stays; those of its resumptions are pruned as checkpoints are.
+    # The first fault of a run is never deleted. Faults after a resume go to faults/later, where old ones are pruned.
     into = "faults/later" if checkpoint.last(run.folder / "faults") else "faults"
     try:
         kept = save(run, into, tensors)
-        say(f"  again, with every layer's gauges: python breakit.py replay={kept}")
+        say(f"  to see it again, with every layer's measurements: python breakit.py replay={kept}")
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error
         say(
             f"  its batch and weights are lost: {run.folder / into} cannot be written "
-            f"({why}); free some space, and the run, resumed or begun again, meets it"
+            f"({why}); free some space, and resume the run or start it again: it will stop here again"
         )
 
 
 def close(run: Run) -> None:
-    """Draws the last picture and ends what metrics holds open, however the run ended."""
+    """Draws the last picture and closes the metrics. Called at the end of every run, also after an error."""
     try:
         if run.code and not run.saved:
-            run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command begins again")
+            run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
         if run.step:
             run.metrics.picture()
     finally:
@@ -677,14 +683,14 @@ def close(run: Run) -> None:
 
 
 def say_what_is_there(run: Run) -> None:
-    """The last lines of a run that reached its end: what there is now, and what to do next."""
+    """Prints the last lines of a run that reached its end: its files, and the commands to try next."""
     cfg, folder = run.cfg, run.folder
     broken = stamp(cfg.break_it.label)
-    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the rate rises again"
+    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the learning rate rises again"
     if run.step < cfg.steps:
         limit = f"max_minutes={cfg.max_minutes:g}"
-        show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the rate has not fallen to its end")
-        onwards = f"{again(cfg)}  # for {limit} again; max_minutes=null goes on to step {cfg.steps}"
+        show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the learning rate is not at its minimum")
+        onwards = f"{again(cfg)}  # with {limit} again; max_minutes=null trains to step {cfg.steps}"
     best_loss, best_step = run.metrics.best or (math.nan, run.step)
     show(f"{broken}done: best validation loss {best_loss:.4f} at step {best_step}")
     show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")

@@ -1,2 +1,2 @@
-"""Text in, batches out: text.py and download.py (where it is from), prepare.py (text -> token files, as shards.py has
-them, by tokenizer.py), loader.py (token files -> batches)."""
+"""From text to batches. text.py and download.py get the text; prepare.py turns it into token files with tokenizer.py;
+shards.py has the format of token files; loader.py makes batches from them."""

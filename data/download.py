@@ -1,7 +1,7 @@
-"""Files from the network: whole, checked, and under the name that we chose; or not there at all.
+"""Downloads tinyshakespeare, and modded-nanogpt's shards of FineWeb as GPT-2 tokens.
 
-tinyshakespeare, and the shards of GPT-2 tokens of FineWeb that modded-nanogpt trains on. A download that breaks off
-goes on where it stopped, in this run or the next: its bytes wait in NAME.part, which nothing else ever opens.
+A file gets its final name only when it is complete and checked. An interrupted download continues where it stopped, in
+this run or the next: its bytes are kept in NAME.part, which nothing else opens.
 """
 
 import hashlib
@@ -26,19 +26,19 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
 
-FINEWEB = "datasets/kjj0/fineweb10B-gpt2/resolve/main"  # under Hugging Face's address, or that of a mirror
+FINEWEB = "datasets/kjj0/fineweb10B-gpt2/resolve/main"  # path on Hugging Face or a mirror
 FINEWEB_SHARDS = 103
-FINEWEB_BYTES = 4 * HEADER_INTS + 2 * 100_000_000  # of a shard at most
+FINEWEB_BYTES = 4 * HEADER_INTS + 2 * 100_000_000  # maximum size of a shard
 
-TIMEOUT = (10, 30)  # seconds to connect, and between two packets
-ATTEMPTS = 5  # in a row that bring nothing new
-PAUSE = 1.0  # seconds after the first of them, then twice as long each time
+TIMEOUT = (10, 30)  # seconds to connect, seconds between two packets
+ATTEMPTS = 5  # give up after so many attempts in a row without a new byte
+PAUSE = 1.0  # seconds to wait after the first of these attempts; then twice as long each time
 REDIRECTS = 5
-AT_ONCE = 4  # downloads; a few are faster than one, and many only get in each other's way
-CHUNK = 1 << 14  # bytes: what is lost where a connection breaks off
+AT_ONCE = 4  # parallel downloads; a few are faster than one, many slow each other down
+CHUNK = 1 << 14  # bytes per read; at most so much is lost when a connection breaks
 UNKNOWN = -1  # length of a file
 
-Check = Callable[[Path], object]  # raises ValueError for a file that is not what it should be
+Check = Callable[[Path], object]  # raises ValueError for a wrong file
 
 
 def shakespeare(cache: Path, url: str | None) -> Path:
@@ -47,15 +47,15 @@ def shakespeare(cache: Path, url: str | None) -> Path:
     exactly = partial(check_sha256, sha256=SHAKESPEARE_SHA256)
     url = SHAKESPEARE_URL if url is None else url
     (file,) = download(url, folder, ["input.txt"], SHAKESPEARE_BYTES, exactly, sha256=SHAKESPEARE_SHA256)
-    exactly(file)  # one put there by hand has passed no other check, and hashing 1 MB takes a millisecond
+    exactly(file)  # the user may have put the file there, without a check; hashing 1 MB takes a millisecond
     return file
 
 
 def fineweb(cache: Path, url: str | None, shards: int | None) -> list[Path]:
-    """The validation shard of FineWeb-10B and the first `shards` of the training shards, downloaded at first use.
+    """The validation shard of FineWeb-10B and the first `shards` training shards, downloaded at first use.
 
-    url: the folder of the shards; None: Hugging Face, or the mirror that HF_ENDPOINT names, as it does for their
-    own tools.
+    url: the folder of the shards. None: Hugging Face, or the mirror in the environment variable HF_ENDPOINT, which
+    Hugging Face's own tools read too.
     """
     shards = 1 if shards is None else shards
     if not 1 <= shards <= FINEWEB_SHARDS:
@@ -70,13 +70,13 @@ def fineweb(cache: Path, url: str | None, shards: int | None) -> list[Path]:
 def download(
     url: str, folder: Path, names: list[str], at_most: int, check: Check, sha256: str | None = None
 ) -> list[Path]:
-    """The files `names` of the folder `url` in the folder `folder`, those that are not there yet downloaded.
+    """Downloads the missing ones of the files `names` from the address `url` into `folder`. Returns the paths of all.
 
-    at_most: bytes of one file, whatever the server says. check: of each whole file, before it gets its name.
-    sha256: of the file, where it is known; else the one that the server announces, if it does (Hugging Face does).
+    at_most: maximum size of a file in bytes. check: called with each complete file before it gets its final name.
+    sha256: the expected hash; None: the hash that the server announces, if it does (Hugging Face does).
 
-    Any number of processes may call at once: one downloads and the others wait. Raises ValueError, one line with the
-    way to do without, for whatever the network or the server does.
+    Several processes may call this at once: one downloads and the others wait. If the network or the server fails,
+    raises ValueError, one line that says how to do without the download.
     """
     if not is_address(url):
         raise ValueError(f"data.url={url} is no address to download from: it must be like https://host/folder")
@@ -85,7 +85,7 @@ def download(
         return files
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"), progress_bar(quiet=False) as progress, ThreadPoolExecutor(AT_ONCE) as pool:
-        missing = [file for file in files if not file.exists()]  # still, after waiting for the lock
+        missing = [file for file in files if not file.exists()]  # another process may have downloaded some meanwhile
         if missing:
             print(f"downloading {len(missing)} of {len(files)} files from {url} to {folder}", file=sys.stderr)
         task = progress.add_task("downloading", total=at_most * len(missing))
@@ -97,25 +97,25 @@ def download(
         try:
             for job in as_completed(jobs):
                 job.result()
-        finally:  # after an error or Ctrl-C the others stop too, at their next packet
+        finally:  # after an error or Ctrl-C, the other downloads stop at their next packet
             stopped.set()
             pool.shutdown(cancel_futures=True)
     return files
 
 
 def is_address(url: str) -> bool:
-    """Of a file on a web server. Others would only be found out after all attempts."""
+    """Whether url is an http(s) address. Without this check, a wrong one would fail only after all attempts."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("https", "http") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, half an IPv6 address
+    except ValueError:  # a port that is not a number, or half an IPv6 address
         return False
 
 
 def complete(
     url: str, file: Path, at_most: int, check: Check, sha256: str | None, show: Callable, stopped: Event
 ) -> None:
-    """Download `file` in as many attempts as it takes. Nothing under its name is ever less than whole and checked."""
+    """Download `file`, in several attempts if needed. It gets its name when it is complete and checked."""
     part = file.with_name(f"{file.name}.part")
     show(size_of(part))
     idle, most = 0, size_of(part)
@@ -124,21 +124,21 @@ def complete(
             fetch(url, part, at_most, check, sha256, show, stopped)
             part.replace(file)
             return
-        except requests.RequestException as error:  # what may be otherwise next time
-            # Against the most there ever was: without ranges, or a hash to trust them by, each attempt begins anew.
+        except requests.RequestException as error:  # another attempt may succeed
+            # Compare with the most bytes of any attempt: some servers make every attempt begin at byte 0.
             idle = idle + 1 if size_of(part) <= most else 0
             most = max(most, size_of(part))
             if idle == ATTEMPTS:
-                own = type(error) in (requests.RequestException, requests.HTTPError)  # the others' texts are Python
+                own = type(error) in (requests.RequestException, requests.HTTPError)  # other types have long texts
                 raise ValueError(by_hand(url, file, sha256, str(error) if own else type(error).__name__)) from error
-        except ValueError as error:  # and what will not
+        except ValueError as error:  # another attempt would fail too
             part.unlink(missing_ok=True)
             raise ValueError(by_hand(url, file, sha256, str(error))) from error
         stopped.wait(PAUSE * 2**idle)
 
 
 def fetch(url: str, part: Path, at_most: int, check: Check, sha256: str | None, show: Callable, stopped: Event) -> None:
-    """One attempt to complete `part`. Raises RequestException where another attempt may help, ValueError where not."""
+    """One attempt to complete `part`. Raises RequestException if another attempt may help, ValueError if not."""
     offset = size_of(part)
     response, announced = ask(url, offset)
     with response:
@@ -147,18 +147,18 @@ def fetch(url: str, part: Path, at_most: int, check: Check, sha256: str | None, 
         first, whole = span(response)
         whole = int(announced.get("X-Linked-Size", whole))
         if first not in (0, offset) or (first and not sha256):
-            # The server has another idea of what is there; or nobody could tell, in the end, whether both parts are of
-            # the same file.
+            # Either the server starts at another byte, or there is no hash, and we could not check that both parts are
+            # from the same file.
             part.unlink(missing_ok=True)
-            raise requests.RequestException("the server cannot go on where it stopped")
+            raise requests.RequestException("the server cannot continue where the download stopped")
         if whole > at_most:
-            raise ValueError(f"it is {whole:,} bytes long, and {at_most:,} is the most that can be right")
-        offset = first  # 0 also where the server knows nothing of ranges and begins again
+            raise ValueError(f"it is {whole:,} bytes long, but {at_most:,} is the maximum")
+        offset = first  # 0 also if the server does not support ranges and sends the whole file
         with open(part, "ab" if first else "wb") as out:
             for chunk in response.iter_content(CHUNK) if response.status_code != 416 else ():
                 offset += len(chunk)
                 if offset > (at_most if whole == UNKNOWN else whole):
-                    raise ValueError(f"it goes on after byte {at_most if whole == UNKNOWN else whole:,}, its last")
+                    raise ValueError(f"it is longer than {at_most if whole == UNKNOWN else whole:,} bytes, its length")
                 out.write(chunk)
                 show(len(chunk))
                 if stopped.is_set():
@@ -174,15 +174,15 @@ def fetch(url: str, part: Path, at_most: int, check: Check, sha256: str | None, 
     except ValueError as error:
         if first == 0 and whole != UNKNOWN:
             raise
-        part.unlink()  # put together of two, or perhaps cut short: a new one may be right
+        part.unlink()  # made of two parts, or perhaps cut short: a new download may be right
         raise requests.RequestException(str(error)) from error
 
 
 def ask(url: str, offset: int) -> tuple[requests.Response, dict[str, str]]:
-    """The answer to a request for the bytes from `offset` on, and what was announced about the file on the way.
+    """Requests the bytes from `offset` on. Returns the response, and the headers with the file's hash and size.
 
-    Redirects are followed by hand: Hugging Face announces hash and size with the first answer and sends the bytes from
-    another host, and nothing may lead to anything but https.
+    We follow redirects ourselves for two reasons. Hugging Face sends hash and size in its first response and the bytes
+    from another host. And a redirect may only lead to https.
     """
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
     announced: dict[str, str] = {}
@@ -190,7 +190,7 @@ def ask(url: str, offset: int) -> tuple[requests.Response, dict[str, str]]:
         response = requests.get(url, headers=headers, stream=True, allow_redirects=False, timeout=TIMEOUT)
         for name in ("X-Linked-Etag", "X-Linked-Size"):
             if name in response.headers:
-                announced.setdefault(name, response.headers[name])  # the first to say so is the one that was asked
+                announced.setdefault(name, response.headers[name])  # the first server counts: it is the one in `url`
         if response.is_redirect:
             response.close()
             target = urljoin(url, response.headers["Location"])
@@ -208,10 +208,10 @@ def ask(url: str, offset: int) -> tuple[requests.Response, dict[str, str]]:
 
 
 def span(response: requests.Response) -> tuple[int, int]:
-    """(offset of the first byte that comes, length of the whole file or UNKNOWN)."""
+    """(offset of the response's first byte, length of the whole file or UNKNOWN)."""
     if response.status_code == 200:
         return 0, int(response.headers.get("Content-Length", UNKNOWN))
-    # "bytes 100-199/200" begins at 100; "bytes */200" says that there is nothing after 200
+    # "bytes 100-199/200" begins at 100; "bytes */200" means that the file has only 200 bytes
     found = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", ""))
     first, whole = found.groups() if found else (None, "*")
     whole = UNKNOWN if whole == "*" else int(whole)
@@ -219,7 +219,7 @@ def span(response: requests.Response) -> tuple[int, int]:
 
 
 def check_sha256(file: Path, sha256: str) -> None:
-    """ValueError where the file has another SHA-256 (hexadecimal)."""
+    """ValueError if the file's SHA-256 (hexadecimal) is another one."""
     with open(file, "rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != sha256:
@@ -227,7 +227,7 @@ def check_sha256(file: Path, sha256: str) -> None:
 
 
 def by_hand(url: str, file: Path, sha256: str | None, reason: str) -> str:
-    """The message about a download that failed: why, and how to do without it."""
+    """The message for a failed download: why it failed, and how to do without it."""
     which = f" (SHA-256 {sha256})" if sha256 else ""
     return f"{url} cannot be downloaded: {reason}; run again, or put the file{which} at {file.resolve()} yourself"
 
@@ -237,7 +237,7 @@ def size_of(part: Path) -> int:
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """A bar over bytes on a terminal (stderr, so that output can be piped), and nothing anywhere else."""
+    """A progress bar over bytes, if stderr is a terminal. (Not stdout, which may be piped.)"""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

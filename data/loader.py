@@ -1,8 +1,9 @@
-"""Token files -> batches of windows, in an order that can be computed for any step without running the ones before.
+"""Token files -> batches of windows, in an order that depends only on the seed and the sample's number.
 
-B batch, T context_length, N tokens in a split. A window is T + 1 tokens: x is the first T, y the last T (each token's
-next). The order is a pure function of (seed, sample number), so all there is to save is one number, the position.
-A saved generator would have to be saved for each rank, and be wrong once the number of ranks or the batch size changes.
+B batch size, T context_length, N tokens in a split. A window has T + 1 tokens: x is the first T, y the last T (the next
+token for each of x). A sample is a window with its number in the order. The order is computed from (seed, sample
+number), so a checkpoint saves one number, the position. A random generator would have to be saved for every rank, and
+would be wrong if the number of ranks or the batch size changes.
 """
 
 import glob
@@ -28,40 +29,40 @@ from data.tokenizer import TokenizerConfig, build, from_json, to_json, token_byt
 
 @dataclass
 class Dataset:
-    """Token files, opened. The tokens stay on disk (memory-mapped): a file larger than memory is no trouble."""
+    """Opened token files. The tokens stay on disk (memory-mapped), so a file may be larger than memory."""
 
     folder: Path
-    manifest: dict[str, Any]  # of a prepared folder; {} for shards that others made
+    manifest: dict[str, Any]  # of a prepared folder; {} for shards from elsewhere
     encoding: tiktoken.Encoding
-    token_bytes: np.ndarray  # int32 (n_vocab,): bytes of text a token stands for
+    token_bytes: np.ndarray  # int32 (n_vocab,): number of bytes in each token's text
     train: np.ndarray | Shards  # uint16 or uint32 (N,), read-only
     val: np.ndarray | Shards
-    train_documents: np.ndarray  # int64 (documents,): where in the tokens each begins
+    train_documents: np.ndarray  # int64 (documents,): index of each document's first token
     val_documents: np.ndarray
 
 
 class Batch(NamedTuple):
-    """B windows, and for each token the one that comes after it."""
+    """B windows: input tokens and their targets."""
 
-    x: torch.Tensor  # int64 (B, T)
-    y: torch.Tensor  # int64 (B, T): the tokens after x
-    documents: torch.Tensor | None  # int32 (B, T): number, within the split, of the document that each token of x is
-    # in; None where they were not asked for
+    x: torch.Tensor  # int64 (B, T): input tokens
+    y: torch.Tensor  # int64 (B, T): targets, the next token after each token of x
+    documents: torch.Tensor | None  # int32 (B, T): number, in the split, of the document of each token of x. None if
+    # the numbers were not asked for
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`. The copy to a CUDA device runs beside the computation, from pinned memory."""
+        """The same batch on `device`. The copy to a CUDA device is asynchronous, from pinned memory."""
         if device.type == "cuda":
             return self.each(lambda part: part.pin_memory().to(device, non_blocking=True))
         return self.each(lambda part: part.to(device))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with change() applied to its tensors."""
+        """The batch with change() applied to each tensor."""
         return Batch(change(self.x), change(self.y), None if self.documents is None else change(self.documents))
 
 
 def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
-    """The data that the configuration names, prepared or downloaded at first use. Raises ValueError, one line, for
-    everything that the user can put right."""
+    """Opens the data that the configuration names. Prepares or downloads it at first use. Raises ValueError, one line,
+    for every mistake that the user can correct."""
     match data.source:
         case "bin":
             check(data)
@@ -69,7 +70,7 @@ def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
             return open_shards(find_shards(data.path), tokenizer, data.val_fraction)
         case "fineweb":
             check(data)
-            if tokenizer.kind != "gpt2":  # now, and not once hundreds of megabytes are here
+            if tokenizer.kind != "gpt2":  # checked before hundreds of megabytes are downloaded
                 raise ValueError(f"tokenizer={tokenizer.kind}: data=fineweb has GPT-2's tokens: use tokenizer=gpt2")
             files = fineweb(Path(data.cache), data.url, data.shards)
             return open_shards(files, tokenizer, data.val_fraction, "delete it, and it will be downloaded again")
@@ -78,16 +79,16 @@ def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
 
 
 def open_dataset(folder: Path) -> Dataset:
-    """Open what prepare() made, and check every file of it against the manifest's SHA-256: about a second per GB.
+    """Open a folder that prepare() made. Checks every file against the SHA-256 in the manifest: about a second per GB.
 
-    Raises ValueError for a file that is missing, cut short or edited. The way out is always to delete the folder: it is
-    made again from the text.
+    Raises ValueError for a missing, cut or edited file. The way out is always to delete the folder: the next run makes
+    it again from the text.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     way_out = f"delete {folder} and run again"
     tokens = {}
-    for name in SPLITS:  # first: its messages say more
+    for name in SPLITS:  # before the hashes, because read_tokens() has better messages
         files = sorted(file for file in manifest["sha256"] if file.startswith(name) and file.endswith(".bin"))
         tokens[name] = join([read_tokens(folder / file, way_out) for file in files])
     for name, sha256 in manifest["sha256"].items():
@@ -113,7 +114,7 @@ def open_dataset(folder: Path) -> Dataset:
 
 
 def find_shards(path: str) -> list[Path]:
-    """The token files that data.path means: a file, the .bin files of a folder, or what a glob matches."""
+    """The token files that data.path names: a file, the .bin files in a folder, or the files that a glob matches."""
     named = Path(path).expanduser()
     found = expand(Path(glob.escape(str(named))) / "*.bin" if named.is_dir() else named)
     if not found:
@@ -122,22 +123,22 @@ def find_shards(path: str) -> list[Path]:
 
 
 def is_validation(file: Path) -> bool:
-    """fineweb_val_000000.bin, val.bin; not retrieval_000.bin."""
+    """Whether the name says that the file is for validation: fineweb_val_000000.bin, val.bin; not retrieval_000.bin."""
     return re.search(r"(^|[^a-z])val([^a-z]|$)", file.stem.lower()) is not None
 
 
 def open_shards(
     files: list[Path], tokenizer: TokenizerConfig, val_fraction: float, way_out: str = "make or download it again"
 ) -> Dataset:
-    """Token files as they are, in the order given, as one text. What is called val is for validation; where
-    nothing has, the last `val_fraction` of the tokens is, from where a document begins if one does.
+    """Opens token files as one text, in the order given. Files with val in their names are for validation. If there are
+    none, the last `val_fraction` of the tokens is, from the start of a document if possible.
 
-    All tokens are read once, a second per 2 GB and core, to see where documents begin and that the tokenizer knows
-    every id: one that it does not would be an unknown row of the embedding, which on a GPU ends the process without a
-    word. Raises ValueError for files and tokenizers that do not fit.
+    Reads all tokens once (a second per 2 GB and core) to find the start of each document, and to check that the
+    tokenizer has every id. An unknown id would index past the embedding, which kills the process on a GPU without a
+    clear message. Raises ValueError for files that do not fit the tokenizer.
     """
     encoding = kept_or_named(files[0].with_name("tokenizer.json"), tokenizer)
-    files = sorted(files, key=is_validation)  # stable: training's first, else as they were
+    files = sorted(files, key=is_validation)  # training files first; a stable sort keeps the order otherwise
     arrays = [read_tokens(file, way_out) for file in files]
     with ThreadPoolExecutor() as pool:
         found = [*pool.map(partial(inspect, end_of_text=encoding.eot_token), arrays)]
@@ -167,15 +168,15 @@ def open_shards(
         token_bytes=token_bytes(encoding),
         train=join(tokens.parts(slice(0, cut))),
         val=join(tokens.parts(slice(cut, None))),
-        # A split may begin in the middle of a document, which is then its number 0.
+        # A split may begin in the middle of a document. That document then has number 0.
         train_documents=np.union1d([0], starts[starts < cut]),
         val_documents=np.union1d([0], starts[starts >= cut] - cut),
     )
 
 
 def kept_or_named(kept: Path, tokenizer: TokenizerConfig) -> tiktoken.Encoding:
-    """The tokenizer of shards: tokenizer=kept is the file beside them, any other has to agree with it if there is one.
-    Raises ValueError for what cannot be right."""
+    """The tokenizer of the shards. `kept` is the tokenizer.json beside them. Any other tokenizer must be equal to that
+    file, if there is one. Raises ValueError if it cannot be right."""
     try:
         beside = from_json(kept.read_bytes()) if kept.exists() else None
     except ValueError as error:
@@ -193,23 +194,23 @@ def kept_or_named(kept: Path, tokenizer: TokenizerConfig) -> tiktoken.Encoding:
 
 
 class Loader:
-    """Training batches for one rank, without end.
+    """Endless training batches for one rank.
 
-    An epoch cuts the text into windows, stride T, and gives each once, in a random order. The next epoch starts cutting
-    elsewhere, in [0, T): otherwise the same token would open every window it is ever in, and would never be predicted
-    from more than the few tokens before it. (Independent random windows, the usual shortcut, leave out 37 % of the
-    text in what they call an epoch.) At most 2 T tokens at the ends of the text are left out, other ones each epoch.
+    An epoch cuts the text into windows at a stride of T and returns each once, in random order. Each epoch begins
+    cutting at a random offset in [0, T). With a fixed offset, a token at the start of a window would be there in every
+    epoch and would always be predicted from few tokens. At most 2 T tokens at the ends of the text are left out, others
+    in each epoch. (Independent random windows, the usual shortcut, miss 37 % of the text in an epoch.)
 
-    Ranks take turns by `batch_size` samples. Costs 8 bytes a window for the epoch's permutation.
+    Ranks take turns: each takes `batch_size` samples. The epoch's permutation needs 8 bytes per window.
 
-    with_documents: number the documents of each batch. That takes about half of next(), so a run whose attention does
-    not look at documents leaves it out.
+    with_documents: compute the document numbers of each batch. This takes about half the time of next(), so a run
+    without attention.documents leaves it out.
     """
 
     def __init__(
         self,
         tokens: np.ndarray | Shards,  # (N,)
-        documents: np.ndarray,  # int64 (documents,)
+        documents: np.ndarray,  # int64 (documents,): index of each document's first token
         *,
         batch_size: int,
         context_length: int,
@@ -227,24 +228,24 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.dataset = fingerprint(tokens, documents)
-        self.position = 0  # samples that all ranks together have taken
-        # As many windows as fit from any start in [0, T): the same number each epoch, so that a sample's epoch is one
-        # division. A text shorter than 2 T has no room from some starts: it gets one window, and the starts that do.
+        self.position = 0  # number of samples that all ranks together have taken
+        # The number of windows that fit at every offset in [0, T). It is the same in each epoch, so a division gives a
+        # sample's epoch. A text shorter than 2 T has one window, and only the offsets at which it fits.
         self.windows = max(1, (len(tokens) - context_length) // context_length)
         self.offsets = min(context_length, len(tokens) - self.windows * context_length)
-        self.epoch = -1  # which epoch the two below belong to: a cache, and no state
+        self.epoch = -1  # the epoch of the two fields below; they are a cache and are not saved
         self.offset = 0
         self.order = np.empty(0, np.int64)
 
     def next(self) -> Batch:
-        """The next batch, on the CPU. Batches of all ranks together are consecutive samples, none of them twice."""
+        """The next batch, on the CPU. Together, the ranks' batches are consecutive samples without repetition."""
         first = self.position + self.rank * self.batch_size
         starts = np.array([self.start(sample) for sample in range(first, first + self.batch_size)])
         self.position += self.batch_size * self.world_size
         return make_batch(self.tokens, self.documents, starts, self.context_length)
 
     def start(self, sample: int) -> int:
-        """Where in the tokens a sample's window begins."""
+        """Index of the first token in a sample's window."""
         epoch, i = divmod(sample, self.windows)
         if epoch != self.epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
@@ -254,7 +255,7 @@ class Loader:
         return self.offset + int(self.order[i]) * self.context_length
 
     def state_dict(self) -> dict[str, int | str]:
-        """All that a run has to save to go on with the same samples: JSON, and the same on all ranks."""
+        """What a checkpoint saves to continue with the same samples. It is valid JSON and the same on all ranks."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -263,9 +264,9 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Go on after `state`. Batch size and number of ranks may differ from then: no sample is repeated or missed.
+        """Continue after `state`. Batch size and number of ranks may change: no sample is repeated or missed.
 
-        Raises ValueError for the state of a run over another text, or over windows cut or shuffled otherwise.
+        Raises ValueError if `state` is from another text, another context length or another seed.
         """
         ours = self.state_dict()
         if state["dataset"] != ours["dataset"]:
@@ -292,25 +293,25 @@ def validation_batches(
     max_tokens: int,
     with_documents: bool = True,
 ) -> Iterator[Batch]:
-    """About `max_tokens` tokens of validation text, evenly spread over it: the same windows each time and in each run.
+    """Windows with about `max_tokens` tokens of the validation text, evenly spread over it. They are always the same.
 
-    Fresh random windows would add their own noise to the curve, and then the best checkpoint is the one with the
-    luckiest windows. The last batch may be smaller. with_documents: as in Loader. Raises ValueError when the text is
-    shorter than one window.
+    New random windows each time would add noise to the loss, and the best checkpoint would be the one with the easiest
+    windows. The last batch may be smaller. with_documents: as in Loader. Raises ValueError if the text is shorter than
+    one window.
     """
     check_length(tokens, context_length, "validation")
     numbered = documents if with_documents else None
     windows = (len(tokens) - 1) // context_length
     taken = min(windows, max(1, max_tokens // context_length))
     starts = np.arange(taken) * windows // taken * context_length
-    # An expression and no yield: a text that is too short is to be refused at the call, not at the first evaluation.
+    # We return a generator instead of using yield, so that the check above runs now and not at the first batch.
     return (
         make_batch(tokens, numbered, starts[i : i + batch_size], context_length) for i in range(0, taken, batch_size)
     )
 
 
 def fingerprint(tokens: np.ndarray | Shards, documents: np.ndarray) -> str:
-    """Tells texts apart by their length, their documents and a thousand tokens, without reading the whole file."""
+    """A hash of the text's length, its document starts and a thousand of its tokens. Does not read the whole file."""
     step = len(tokens) // 1000 + 1
     thousand = b"".join(tokens[i : i + 1].tobytes() for i in range(0, len(tokens), step))
     return hashlib.sha256(f"{len(tokens)} ".encode() + documents.tobytes() + thousand).hexdigest()[:16]
@@ -319,19 +320,19 @@ def fingerprint(tokens: np.ndarray | Shards, documents: np.ndarray) -> str:
 def make_batch(
     tokens: np.ndarray | Shards, documents: np.ndarray | None, starts: np.ndarray, context_length: int
 ) -> Batch:
-    """The windows that begin at `starts`, int64 (B,), with the numbers of their documents if `documents` are given."""
+    """The windows that begin at `starts`, int64 (B,). With document numbers if `documents` is not None."""
     windows = np.stack([tokens[start : start + context_length + 1] for start in starts])  # (B, T + 1)
     numbers = None
     if documents is not None:
         positions = starts[:, None] + np.arange(context_length)  # (B, T)
-        # The document of a position is the last one that starts there or before.
+        # A position belongs to the last document that starts at or before it.
         numbers = torch.from_numpy((np.searchsorted(documents, positions, side="right") - 1).astype(np.int32))
     x, y = (torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:]))
     return Batch(x, y, numbers)
 
 
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
-    """ValueError for a text shorter than one window. what: "training" or "validation"."""
+    """ValueError if the text is shorter than one window. what: "training" or "validation"."""
     if len(tokens) < context_length + 1:
         fraction = "a larger data.val_fraction, " if what == "validation" else ""
         raise ValueError(

@@ -1,13 +1,13 @@
-"""Any text -> token files, made once and kept under a name computed from the text itself.
+"""Text -> token files, made once and cached in a folder whose name has a hash of the text.
 
     data/cache/pystdlib-byte-1f0c2a9be7d4/
-        train.bin, val.bin                        tokens, as data/shards.py has them
-        train_documents.npy, val_documents.npy    where in the tokens each document starts, int64
-        tokenizer.json                            what turns these tokens back into text
+        train.bin, val.bin                        tokens, in the format of data/shards.py
+        train_documents.npy, val_documents.npy    index of each document's first token, int64
+        tokenizer.json                            the tokenizer, which turns the tokens back into text
         manifest.json                             counts, and the SHA-256 of every file above
 
-The text is read three times and never held: once to know every document by its hash, once by the tokenizer if it is
-one that learns, once to be encoded. What is held is 41 bytes a document and a few MB a thread.
+The text is never held in memory. It is read up to three times: to hash every document, to train the tokenizer (bpe
+only), and to encode it. Memory: 41 bytes per document and a few MB per thread.
 """
 
 import hashlib
@@ -39,16 +39,16 @@ from data.shards import Writer
 from data.text import LEFT_OUT, PIECE, File, NotText, find, in_order, read, suffix, walk, writing_to
 from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, encode, to_json
 
-FORMAT = 2  # raise it when the files' contents change for the same text: every cached folder is then made again
+FORMAT = 2  # increase it if the same text gives other files; then every cached folder is made again
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
-REPEATED = -1  # instead of the number of a split: the document is left out
+REPEATED = -1  # in place of a split's number: the document repeats another one and is left out
 FILES = {"tokenizer.json", *(name for split in SPLITS for name in (f"{split}.bin", f"{split}_documents.npy"))}
 
-THREADS = os.cpu_count() or 1  # that encode; the result does not depend on it
-LEARN = 1 << 28  # bytes that the tokenizer learns from: more changes few merges, and rustbpe's word counts grow with it
+THREADS = os.cpu_count() or 1  # encoding threads; the result does not depend on their number
+LEARN = 1 << 28  # bytes that bpe learns from; more text changes few merges and needs more memory for rustbpe's counts
 
-# Which keys each source reads besides val_fraction and cache. One that would be ignored is refused.
+# The keys that each source reads, besides val_fraction and cache. Other keys are refused, so none is ignored silently.
 READS = {
     "pystdlib": (),
     "text": ("path", "field"),
@@ -58,58 +58,58 @@ READS = {
 }
 
 ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
-PREPARED = ("text", *ORIGINS)  # the sources of text; the others bring token files
-KEPT_TEXT = re.compile(r"text-(\w+)-[0-9a-f]{12}")  # a folder that prepare() has made, and its tokenizer
+PREPARED = ("text", *ORIGINS)  # the sources of text; the others are token files
+KEPT_TEXT = re.compile(r"text-(\w+)-[0-9a-f]{12}")  # name of a folder that prepare() made; the group is its tokenizer
 TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 
 
 @dataclass
 class DataConfig:
-    """Which text, and how much of it is for validation. READS says which source reads which key."""
+    """Which text, and how much of it is for validation. READS has the keys of each source."""
 
-    source: str = "pystdlib"  # pystdlib | text | bin | shakespeare | fineweb; data=NAME sets what goes with it too
-    path: str | None = None  # text, bin: a file, a folder or a glob; text: also -, standard input
-    field: str = "text"  # text: the field of a .jsonl line that holds the text
-    val_fraction: float = 0.05  # share for validation, of the bytes; for a bin without a *val* file, of the tokens
-    shards: int | None = None  # fineweb: how many files of 100 M tokens, of 103; None: 1
-    url: str | None = None  # shakespeare, fineweb: the folder to download from, if not the usual one
-    cache: str = "data/cache"  # folder of the prepared tokens and of what was downloaded
+    source: str = "pystdlib"  # pystdlib | text | bin | shakespeare | fineweb; data=NAME sets the related keys too
+    path: str | None = None  # data=text or bin: a file, a folder or a glob; data=text also: - (standard input)
+    field: str = "text"  # data=text: field of a .jsonl line that holds the text
+    val_fraction: float = 0.05  # fraction of the text for validation; data=bin: only if no file is named *val*
+    shards: int | None = None  # data=fineweb: number of training files, 1 to 103, of 100 M tokens each; None: 1
+    url: str | None = None  # data=shakespeare or fineweb: address of another folder to download from
+    cache: str = "data/cache"  # folder for prepared tokens and downloads
 
 
 @dataclass
 class Corpus:
-    """The documents in order, each known by its content; the text itself is read again when it is needed."""
+    """The sizes and hashes of all documents, in order. The text itself is read again when it is needed."""
 
     files: list[File]
     sizes: np.ndarray  # int64 (documents,): bytes
     sha256: np.ndarray  # uint8 (documents, 32)
-    order: np.ndarray  # int64 (documents,): by hash, that is, at random but the same whatever the files are called
+    order: np.ndarray  # int64 (documents,): documents sorted by hash: a random order that does not depend on file names
     split: np.ndarray  # int8 (documents,): number of the split, or REPEATED
-    repeated: int  # documents that repeat an earlier one and are left out
-    not_text: list[str]  # files that are not UTF-8 and are left out
-    field: str  # of the lines of .jsonl, where the text is
-    others: int  # files of the folder whose suffix is not that of text
-    cut: tuple[int, int] | None = None  # a training document, and from which of its bytes on it is for validation
+    repeated: int  # number of documents that repeat an earlier one and are left out
+    not_text: list[str]  # files that are left out because they are not UTF-8
+    field: str  # field of a .jsonl line that holds the text
+    others: int  # number of files in the folder whose suffix is not one of text
+    cut: tuple[int, int] | None = None  # (document, byte): this training document is for validation from this byte on
 
 
 class Piece(NamedTuple):
-    """Part of a document's text: UTF-8, cut between characters."""
+    """A part of a document's text, in UTF-8. No character is cut."""
 
     split: str
-    first: bool  # of its document, in this split
+    first: bool  # whether it is its document's first piece in this split
     text: bytes
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False) -> Path:
-    """The folder of token files for this text and tokenizer; made when it is not there yet. data.path may be such a
-    folder: a run that has read standard input goes on from there.
+    """Returns the folder of token files for this text and tokenizer, and makes it if it is missing. data.path may be
+    such a folder: a resumed run that had read standard input uses it.
 
-    Every call reads and hashes the whole text, about a second per GB: that is how an edited file is noticed. Any
-    number of processes may call at once: one does the work and the others wait for it. Raises ValueError, one line,
-    for everything that the user can put right.
+    Every call reads and hashes the whole text, about a second per GB, to detect edited files. Several processes may
+    call this at once: one does the work and the others wait. Raises ValueError, one line, for every mistake that the
+    user can correct.
     """
     check(data)
-    assert data.source in PREPARED, "token files need no preparing: open_data() opens them"
+    assert data.source in PREPARED, "token files are opened by open_data()"
     named = Path(data.path or "").expanduser()
     if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
         if made[1] != label_of(tokenizer):
@@ -125,22 +125,22 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
         return folder
 
     cache.mkdir(parents=True, exist_ok=True)
-    # The system lets go of the lock when its holder dies, however it dies. Names with process ids were considered: they
-    # are reused, and mean nothing in another container that shares the folder.
+    # The system releases the lock when its process ends, in whatever way. We do not use process ids in names: they are
+    # reused, and mean nothing in another container that shares the folder.
     with FileLock(cache / ".lock"):
         if folder.exists():  # made by another process while this one waited
             return folder
-        for stale in cache.glob("*.tmp"):  # whoever was writing these held the lock, so is dead
-            if TEMPORARY.fullmatch(stale.name) and stale.is_dir():  # the cache may be a folder with other things in it
+        for stale in cache.glob("*.tmp"):  # their writer held the lock, so it has ended
+            if TEMPORARY.fullmatch(stale.name) and stale.is_dir():  # the cache folder may have other files too
                 shutil.rmtree(stale)
 
         temporary = cache / f"{folder.name}.tmp"
         try:
             with writing_to(cache):
                 manifest = fill(temporary, corpus, data, tokenizer, quiet)
-                temporary.rename(folder)  # complete or absent: nothing opens a folder that is still being written
+                temporary.rename(folder)  # now the folder is complete, and other processes may open it
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # not there, unless something went wrong
+            shutil.rmtree(temporary, ignore_errors=True)  # it is still there only after an error
 
     if not quiet:
         train, val, seconds = manifest["train"], manifest["val"], time.perf_counter() - started
@@ -154,10 +154,10 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
 
 
 def fill(temporary: Path, corpus: Corpus, data: DataConfig, tokenizer: TokenizerConfig, quiet: bool) -> dict[str, Any]:
-    """Makes the folder `temporary` with all its files, on the disk, and returns its manifest."""
+    """Makes the folder `temporary` with all its files, flushed to the disk. Returns its manifest."""
     split(corpus, data.val_fraction)
     with progress_bar(quiet) as progress:
-        # A tokenizer that had seen the validation text would flatter the bits per byte measured on it.
+        # Only training text: a tokenizer that has seen the validation text would make its bits per byte too low.
         encoding = build(tokenizer, training_text(corpus, progress))
         temporary.mkdir()
         counts = write(temporary, corpus, encoding, progress)
@@ -176,7 +176,7 @@ def fill(temporary: Path, corpus: Corpus, data: DataConfig, tokenizer: Tokenizer
 
 
 def check(data: DataConfig) -> None:
-    """ValueError for a source that there is not, and for keys that it would not read."""
+    """ValueError for an unknown source, for a key that this source does not read, and for a wrong value."""
     if data.source not in READS:
         raise ValueError(f"data.source={data.source} is unknown: choose data={', '.join(READS)}")
     for key in ("path", "field", "url", "shards"):
@@ -198,14 +198,14 @@ def check(data: DataConfig) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What prepare() wrote about `folder`. Raises ValueError where there is nothing readable of this format."""
+    """The manifest that prepare() wrote into `folder`. Raises ValueError if it cannot be read or has another format."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["version"]
         here = {file.name for file in folder.glob("*.bin")}
-        if not FILES | here <= set(manifest["sha256"]):  # with a file left out of it, that file would go unchecked
+        if not FILES | here <= set(manifest["sha256"]):  # a file without a hash would not be checked
             raise ValueError("not the files that belong here")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:  # the last two: JSON, but not ours
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:  # the last two: JSON of another kind
         raise ValueError(f"{folder / MANIFEST} cannot be read: delete {folder} and run again") from error
     if version != FORMAT:
         raise ValueError(f"{folder} is of format {version}, this code reads {FORMAT}: delete it and run again")
@@ -216,11 +216,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def scan(data: DataConfig) -> Corpus:
-    """The corpus with every document hashed.
+    """Reads all documents and hashes them.
 
-    A document that repeats another is left out: on both sides of the split it would make validation a test of memory.
-    Empty ones are passed over. Of several files those that are not UTF-8 are left out; of one, or where none is, that
-    is a ValueError.
+    Leaves out a document that repeats another one: if one were for training and one for validation, validation would
+    measure memory. Leaves out empty documents. Leaves out files that are not UTF-8; ValueError if no file is UTF-8.
     """
     found: Sequence[File]
     match data.source:
@@ -228,7 +227,7 @@ def scan(data: DataConfig) -> Corpus:
             root = sysconfig.get_path("stdlib")
             found = in_order(file for file in walk(root, LEFT_OUT) if file.endswith(".py"))
         case "text":
-            assert data.path is not None, "check() refuses that"
+            assert data.path is not None, "check() refuses None"
             found = find(data.path, Path(data.cache))
             if data.field != DataConfig.field and not any(suffix(str(file)) == ".jsonl" for file in found):
                 raise ValueError(
@@ -242,7 +241,7 @@ def scan(data: DataConfig) -> Corpus:
 
     files: list[File] = []
     not_text: list[str] = []
-    hashes, sizes = bytearray(), array("q")  # of numbers: a list of a million objects would take a hundred bytes each
+    hashes, sizes = bytearray(), array("q")  # small: a list would take a hundred bytes per document
     for file in found:
         try:
             for _, pieces in groupby(read(file, data.field), key=itemgetter(0)):
@@ -253,7 +252,7 @@ def scan(data: DataConfig) -> Corpus:
                 hashes += digest.digest()
                 sizes.append(size)
             files.append(file)
-        except NotText:  # nothing of its one document has been counted yet
+        except NotText:  # raised before its only document was counted
             not_text.append(str(file))
             if len(not_text) == len(found):
                 raise
@@ -264,7 +263,7 @@ def scan(data: DataConfig) -> Corpus:
 
     sha256 = np.frombuffer(hashes, np.uint8).reshape(-1, 32)  # (documents, 32)
     words = sha256.view(">u8")  # (documents, 4)
-    order = np.lexsort(words.T[::-1])  # the most significant key comes last; equal hashes stay in the order of reading
+    order = np.lexsort(words.T[::-1])  # lexsort's last key is the first to compare; equal hashes keep their order
     split = np.zeros(len(sizes), np.int8)
     split[order[1:][(words[order[1:]] == words[order[:-1]]).all(axis=1)]] = REPEATED
     repeated = int((split == REPEATED).sum())
@@ -272,12 +271,12 @@ def scan(data: DataConfig) -> Corpus:
 
 
 def left_out(corpus: Corpus) -> str:
-    """What prepare() says of what it has left out, with a space in front; "" where it took everything."""
+    """Part of prepare()'s message: what was left out, with a space in front; "" if nothing was."""
     first = "".join(corpus.not_text[:1])
     counts = {
         f"not UTF-8 (first {first})": len(corpus.not_text),
         "repeating another": corpus.repeated,
-        "with another suffix than text has": corpus.others,
+        "with a suffix that is not read": corpus.others,
     }
     parts = [f"{count} {what}" for what, count in counts.items() if count]
     return f" (left out: {', '.join(parts)})" if parts else ""
@@ -289,7 +288,7 @@ def label_of(tokenizer: TokenizerConfig) -> str:
 
 
 def folder_name(data: DataConfig, tokenizer: TokenizerConfig, corpus: Corpus) -> str:
-    """Equal for equal results and different for different ones: the cache needs no dates and no invalidation."""
+    """A name that is the same if and only if the token files are the same. So cached folders never become outdated."""
     label = label_of(tokenizer)
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split != REPEATED].tobytes())
@@ -300,12 +299,11 @@ def folder_name(data: DataConfig, tokenizer: TokenizerConfig, corpus: Corpus) ->
 
 
 def split(corpus: Corpus, val_fraction: float) -> None:
-    """Decide for each byte whether it is for training or validation; val_fraction of them, or close to it, for the
-    latter.
+    """Split the corpus: about val_fraction of the bytes are for validation.
 
-    Whole documents in the order of their hashes, each that still fits: a choice at random that does not depend on names
-    or on the order of files, and never takes more than its share. Where that leaves over half of the share open (one
-    big file, or a few), the end of the largest document fills it.
+    Goes through the documents in the order of their hashes and takes each one that still fits. This choice is random,
+    does not depend on the names or the order of files, and never takes more than val_fraction. If less than half of
+    that was taken (the corpus is one or a few big files), the end of the largest document is for validation too.
     """
     share = val_fraction * int(corpus.sizes[corpus.split != REPEATED].sum())
     taken = 0
@@ -315,7 +313,7 @@ def split(corpus: Corpus, val_fraction: float) -> None:
             corpus.split[i] = SPLITS.index("val")
     missing = int(share - taken)
     if missing > share / 2:
-        # Every document left is larger than what is missing, or it would have been taken: both sides get something.
+        # Every document that is left is larger than `missing`, so a part of it stays for training.
         largest = int(np.argmax(np.where(corpus.split == SPLITS.index("train"), corpus.sizes, -1)))
         at = int(corpus.sizes[largest]) - missing
         pieces = (piece for number, piece in reread(corpus) if number == largest)
@@ -323,12 +321,12 @@ def split(corpus: Corpus, val_fraction: float) -> None:
 
 
 def line_start(pieces: Iterable[bytes], at: int, reach: int) -> int:
-    """Where in a document the next line starts, at `at` or less than `reach` beyond; failing that, where the next
-    character does."""
+    """The byte at which the first line starts that begins at `at` or less than `reach` after it. If there is none, the
+    start of the next character."""
     character = at
-    start = 0  # of the piece
+    start = 0  # offset of the piece
     for piece in pieces:
-        if start <= at < start + len(piece):  # 10xxxxxx continues a character of several bytes, never past its piece
+        if start <= at < start + len(piece):  # a byte 10xxxxxx continues a character; pieces end between characters
             character += next(i for i, byte in enumerate(piece[at - start :] + b" ") if byte & 0xC0 != 0x80)
         line = piece.find(b"\n", max(0, at - 1 - start), max(0, at - 1 + reach - start))
         if line >= 0:
@@ -343,10 +341,10 @@ def line_start(pieces: Iterable[bytes], at: int, reach: int) -> int:
 
 
 def reread(corpus: Corpus) -> Iterator[tuple[int, bytes]]:
-    """(number of the document, a piece of it) for all of the corpus.
+    """(number of the document, a piece of it) for the whole corpus.
 
-    Documents were hashed before; what has changed since would be kept under a wrong name, so it is a ValueError. It
-    comes after the document's pieces, since none is held: whatever was made of them has to be thrown away.
+    Raises ValueError if a document has changed since it was hashed: the folder's name would be wrong. The error comes
+    after the document's pieces, which are not kept in memory. The caller must then delete what it made of them.
     """
     number = -1
     for file in corpus.files:
@@ -364,18 +362,18 @@ def reread(corpus: Corpus) -> Iterator[tuple[int, bytes]]:
 
 
 def read_pieces(corpus: Corpus, progress: Progress, what: str) -> Iterator[Piece]:
-    """All the text that is for training or validation, in the order of reading, moving a progress bar named `what`.
+    """All text for training and validation, in the order of reading. Moves a progress bar named `what`.
 
-    A cut costs at most a token: bpe and gpt2 would merge across it now and then.
+    A cut between pieces costs at most one token: now and then, bpe and gpt2 would have merged across it.
     """
     task = progress.add_task(what, total=int(corpus.sizes.sum()))
     cut_document, cut = corpus.cut or (-1, 0)
     document, end, shown = -1, 0, 0
     for number, text in reread(corpus):
-        start = end if number == document else 0  # of the piece in its document
+        start = end if number == document else 0  # offset of the piece in its document
         document, end = number, start + len(text)
         shown += len(text)
-        if shown >= PIECE:  # not for each of a million small documents
+        if shown >= PIECE:  # not for every small document: there may be a million
             progress.advance(task, shown)
             shown = 0
         if number == cut_document:
@@ -389,7 +387,7 @@ def read_pieces(corpus: Corpus, progress: Progress, what: str) -> Iterator[Piece
 
 
 def training_text(corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """The training text for the tokenizer to learn from; of more than LEARN bytes, that much, evenly spread."""
+    """The training text for the tokenizer to learn from. Of more than LEARN bytes: LEARN bytes, evenly spread."""
     total = int(corpus.sizes[corpus.split == SPLITS.index("train")].sum())
     taken = seen = 0
     for piece in read_pieces(corpus, progress, "learning the tokenizer"):
@@ -401,7 +399,7 @@ def training_text(corpus: Corpus, progress: Progress) -> Iterator[str]:
 
 
 def write(folder: Path, corpus: Corpus, encoding: tiktoken.Encoding, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Write the token files and document starts of all splits; return the manifest's entries."""
+    """Write the token files and document starts of all splits. Return their entries for the manifest."""
     writers = {name: Writer(folder, name, encoding.n_vocab) for name in SPLITS}
     starts = {name: array("q") for name in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
@@ -426,10 +424,11 @@ def write(folder: Path, corpus: Corpus, encoding: tiktoken.Encoding, progress: P
 def encode_pieces(
     pieces: Iterator[Piece], encoding: tiktoken.Encoding, dtype: np.dtype
 ) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Each piece with its tokens, in order, encoded by THREADS threads: tiktoken lets go of the interpreter meanwhile.
+    """Each piece with its tokens, in order. Encodes in THREADS threads; tiktoken releases the GIL.
 
-    Small documents go together, for handing one over costs as much as encoding a hundred bytes. tiktoken's own
-    encode_ordinary_batch wants all texts in one list, and gives Python's integers back, 36 bytes a token.
+    Small documents are encoded in batches, because giving one to a thread costs as much as encoding a hundred bytes. We
+    do not use tiktoken's encode_ordinary_batch: it wants all texts in one list and returns Python integers, 36 bytes
+    per token.
     """
 
     def work(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
@@ -439,14 +438,14 @@ def encode_pieces(
         waiting: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
         for batch in batches(pieces):
             waiting.append(pool.submit(work, batch))
-            if len(waiting) > 2 * THREADS:  # as far ahead as keeps the threads busy, and no further: it is all memory
+            if len(waiting) > 2 * THREADS:  # enough to keep the threads busy; more would only take memory
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
 
 
 def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces with PIECE bytes together, or a little more."""
+    """Lists of pieces; each list has PIECE bytes or a little more."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -459,7 +458,7 @@ def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def sync_and_hash(path: Path) -> str:
-    """SHA-256 of a file that is on the disk by then and not only in memory."""
-    with open(path, "rb+") as file:  # +: Windows flushes only what may be written to
+    """Flushes a file to the disk and returns its SHA-256."""
+    with open(path, "rb+") as file:  # +: Windows flushes only files that are open for writing
         os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

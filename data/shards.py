@@ -1,7 +1,7 @@
-"""Token files in the format of llm.c and modded-nanogpt: 256 int32 of header, then one uint16 (or uint32) a token.
+"""Token files in the format of llm.c and modded-nanogpt: a header of 256 int32, then a uint16 (or uint32) per token.
 
-Either side reads the other's. As in their shards, the end-of-text token stands BEFORE each document: it is what the
-model is given to start from.
+They can read our files and we can read theirs. As in their shards, the end-of-text token stands BEFORE each document.
+Generation starts from this token.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ HEADER_INTS = 256
 MAGIC_UINT16 = (20240520, 1)  # llm.c's GPT-2 shards
 MAGIC_UINT32 = (20240801, 7)  # llm.c's Llama 3 shards
 DTYPES: dict[tuple[int, ...], np.dtype] = {MAGIC_UINT16: np.dtype("<u2"), MAGIC_UINT32: np.dtype("<u4")}
-MOST_TOKENS = 2**31 - 1  # of one file: its header counts in int32
+MOST_TOKENS = 2**31 - 1  # maximum per file: the header has the count as int32
 
-BLOCK = 1 << 24  # tokens that are looked at at once
+BLOCK = 1 << 24  # tokens that inspect() reads at a time
 
 
 class Writer:
-    """The tokens of one split on their way to NAME.bin and, whenever a file is full, on to NAME_001.bin and so on."""
+    """Writes the tokens of one split to NAME.bin, and when that is full, to NAME_001.bin and so on."""
 
     def __init__(self, folder: Path, name: str, n_vocab: int) -> None:
         self.folder = folder
@@ -31,8 +31,8 @@ class Writer:
         self.open()
 
     def open(self) -> None:
-        """Begin the next file, with room for the header that close() writes."""
-        # "_" sorts after ".": NAME.bin stays the first of them in the order of names
+        """Begin the next file. Leaves room for the header, which close() writes."""
+        # "_" sorts after ".", so NAME.bin comes first when the names are sorted
         name = f"{self.name}_{self.files:03d}.bin" if self.files else f"{self.name}.bin"
         self.file = open(self.folder / name, "wb")  # noqa: SIM115
         self.file.write(bytes(4 * HEADER_INTS))
@@ -40,7 +40,7 @@ class Writer:
         self.here = 0  # tokens in this file
 
     def write(self, ids: np.ndarray) -> None:
-        """Append tokens, self.dtype (n,), and go on in another file where this one is full."""
+        """Append tokens, self.dtype (n,). When the file is full, continue in the next one."""
         while len(ids) > MOST_TOKENS - self.here:
             room = MOST_TOKENS - self.here
             self.append(ids[:room])
@@ -50,48 +50,48 @@ class Writer:
         self.append(ids)
 
     def append(self, ids: np.ndarray) -> None:
-        """Write tokens for which the open file has room."""
+        """Append tokens for which the open file has room."""
         self.file.write(ids.data)
         self.here += len(ids)
         self.tokens += len(ids)
 
     def close(self) -> None:
-        """Write the header and close the file that is open."""
+        """Write the header and close the open file."""
         header = np.zeros(HEADER_INTS, "<i4")
-        header[:3] = *self.magic, self.here  # the count is known only now, without holding the tokens in memory
+        header[:3] = *self.magic, self.here  # the number of tokens is known only now
         self.file.seek(0)
         self.file.write(header.data)
         self.file.close()
 
 
 def read_tokens(path: Path, way_out: str) -> np.ndarray:
-    """The tokens of one file, memory-mapped: uint16 or uint32 (N,). Raises ValueError, ending in `way_out`, for
-    anything else."""
+    """The tokens of one file, memory-mapped: uint16 or uint32 (N,). Raises ValueError if it is missing or not a valid
+    token file; the message ends with `way_out`."""
     try:
         header = np.fromfile(path, "<i4", HEADER_INTS)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: {way_out}") from error
     magic = tuple(header[:2].tolist())
     if len(header) < HEADER_INTS or magic not in DTYPES:
-        raise ValueError(f"{path} is no token file, its header begins {magic}: {way_out}")
+        raise ValueError(f"{path} is no token file, its header begins with {magic}: {way_out}")
     dtype = DTYPES[magic]
     tokens, odd_bytes = divmod(path.stat().st_size - header.nbytes, dtype.itemsize)
     if tokens != header[2] or odd_bytes:
         rest = f" and {odd_bytes} bytes" if odd_bytes else ""
         raise ValueError(f"{path} has {tokens} tokens{rest}, its header says {header[2]}: {way_out}")
-    # The header is mapped too and then sliced off, because a map of no bytes at all is an error and no tokens are not.
+    # We map the header too and slice it off. A file without tokens is valid, but mapping zero bytes is an error.
     return np.memmap(path, dtype, mode="r")[header.nbytes // dtype.itemsize :]
 
 
 class Shards:
-    """Several token arrays as one: len() and slices without a step, which are copied where they cross a border.
+    """Several token arrays as one. Supports len() and slices without a step.
 
-    One real array would have to be copied to the disk or held in memory first.
+    A slice is copied only if it crosses from one array into the next. np.concatenate would copy all tokens into memory.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.arrays = arrays
-        self.ends = np.cumsum([len(array) for array in arrays])  # (arrays,): where each one's tokens end
+        self.ends = np.cumsum([len(array) for array in arrays])  # (arrays,): index after each array's last token
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -101,7 +101,7 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def parts(self, index: slice) -> list[np.ndarray]:
-        """The pieces of `index`, at least one and none copied."""
+        """The slice as a list of views, one per array; at least one."""
         start, stop, step = index.indices(len(self))
         assert step == 1
         number = min(int(np.searchsorted(self.ends, start, side="right")), len(self.arrays) - 1)
@@ -116,13 +116,13 @@ class Shards:
 
 
 def join(arrays: Sequence[np.ndarray]) -> np.ndarray | Shards:
-    """One token array of several; a single one stays what it is."""
+    """Several token arrays as one. A single array is returned unchanged."""
     return arrays[0] if len(arrays) == 1 else Shards(arrays)
 
 
 def inspect(tokens: np.ndarray, end_of_text: int) -> tuple[np.ndarray, int]:
-    """(where the end-of-text tokens stand, int64; the largest id, -1 where there are none). Half a second per GB, and
-    no more memory than a block's."""
+    """(positions of the end-of-text tokens, int64; the largest id, or -1 without tokens). Takes half a second per GB,
+    and memory for one block."""
     ends, largest = [np.empty(0, np.int64)], -1
     for start in range(0, len(tokens), BLOCK):
         block = tokens[start : start + BLOCK]

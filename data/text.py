@@ -1,7 +1,7 @@
-"""Text as people keep it -> documents, a piece at a time: files, folders, globs, .jsonl, .gz, standard input.
+"""Files, folders, globs, .jsonl, .gz or standard input -> documents, read piece by piece.
 
-No file is ever held whole, nor a list of documents: a corpus may be larger than memory. The price is that whoever wants
-the text twice reads it twice.
+No file and no list of documents is held in memory as a whole, so a corpus may be larger than memory. The price: to use
+the text twice, it has to be read twice.
 """
 
 import codecs
@@ -20,13 +20,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
-# Text is encoded in pieces of about this many bytes. It bounds the memory, moves the progress bar within a single
-# huge file, and keeps clear of the million spaces in a row at which the tokenizers' regular expressions give up.
+# Text is encoded in pieces of about this many bytes. This limits the memory, and moves the progress bar within a huge
+# file. It also avoids a limit of the tokenizers' regular expressions: they fail at a million spaces in a row.
 PIECE = 1 << 18
-LINE = 1 << 26  # bytes of the longest line of .jsonl: the one thing that has to fit in memory, several times over
+LINE = 1 << 26  # maximum length of a .jsonl line in bytes; a line has to fit in memory several times
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# Prose and source. Data (.json, .csv) is text too, but seldom what a folder was named for; a glob takes it.
+# Prose and source code. Data files (.json, .csv) are text too, but are seldom what people want from a folder. A glob
+# reads them.
 TEXT_SUFFIXES = {
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".html", ".jsonl"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".swift", ".go", ".rs"),
@@ -36,7 +37,7 @@ KINDS = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device",
 
 
 class NotText(ValueError):
-    """A file that is not UTF-8. Raised before the file's one document has come to its end."""
+    """A file that is not UTF-8. Raised before its (only) document ends."""
 
 
 File = str | BinaryIO  # a path, or the copy of standard input
@@ -47,10 +48,10 @@ Stream = BinaryIO | gzip.GzipFile
 
 
 def find(path: str, cache: Path) -> Sequence[File]:
-    """The files that data.path means, in order: a file, a folder's files that look like text by their suffix, whatever
-    a glob matches, or "-", which is standard input. `cache` is the folder for its copy.
+    """The files that data.path names, in order: a file, the files with a text suffix in a folder, all files that a glob
+    matches, or "-" for standard input. cache: the folder for the copy of standard input.
 
-    Raises ValueError where there is nothing to read.
+    Raises ValueError if there is nothing to read.
     """
     if not path:
         raise ValueError("data.path= is empty: give a file, a folder or a glob")
@@ -78,13 +79,13 @@ def find(path: str, cache: Path) -> Sequence[File]:
 
 
 def in_order(files: Iterable[str]) -> list[str]:
-    """A folder's files together: by the names along the path, where "a-b" comes after "a/z"."""
+    """Sorts paths folder by folder, so that a folder's files stay together: "a-b" comes after "a/z"."""
     return sorted(files, key=lambda file: file.replace(os.sep, "\0"))
 
 
 def expand(pattern: Path) -> set[str]:
-    """The files that a glob matches. "**" is walked here, not by glob, which follows links to folders: two that lead
-    back to where they are would take it 2**40 folders to notice."""
+    """The files that a glob matches. We expand "**" ourselves: Python's glob follows links to folders, and two links to
+    their own folder would make it visit 2**40 folders."""
     parts = pattern.parts
     if "**" not in parts:
         return {match for match in glob.glob(str(pattern)) if os.path.isfile(match)}
@@ -99,29 +100,29 @@ def expand(pattern: Path) -> set[str]:
 
 
 def walk(root: str, left_out: Iterable[str] = ()) -> Iterator[str]:
-    """All files below `root` but for hidden ones and folders named in `left_out`."""
+    """All files below `root`, without hidden files and without folders whose name is in `left_out`."""
     for folder, names in walk_folders(root, left_out):
         files = (os.path.join(folder, name) for name in names if not name.startswith("."))
         yield from (file for file in files if os.path.isfile(file))
 
 
 def walk_folders(root: str, left_out: Iterable[str] = ()) -> Iterator[tuple[str, list[str]]]:
-    """`root` and the folders below it with the names in them. Hidden folders and links to folders are not entered."""
+    """(folder, names in it) for `root` and the folders below it. Does not enter hidden folders or links to folders."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in left_out]
         yield folder, names
 
 
 def suffix(file: str) -> str:
-    """What kind of text a file holds: ".jsonl" for x.JSONL and for x.jsonl.gz."""
+    """The suffix of a file in lower case and without .gz: ".jsonl" for x.JSONL and for x.jsonl.gz."""
     return os.path.splitext(file.lower().removesuffix(".gz"))[1]
 
 
 @functools.cache
 def standard_input(cache: Path) -> BinaryIO:
-    """All of standard input, in a file without a name in `cache`: it goes when the process does, however that ends.
+    """Copies standard input to a file without a name in `cache`. The system deletes it when the process ends.
 
-    Once a process, so that every job of a sweep gets the same text.
+    Cached, so that every job of a sweep gets the same text.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError("data.path=- reads standard input, and nothing is piped into it: use data.path=- < FILE")
@@ -134,7 +135,7 @@ def standard_input(cache: Path) -> BinaryIO:
 
 @contextmanager
 def writing_to(cache: Path) -> Iterator[None]:
-    """Gives an OSError that names no file (of a write: the disk is full) the folder and the way out."""
+    """Adds the folder and the way out to an OSError that names no file (a write to a full disk)."""
     try:
         yield
     except OSError as error:
@@ -150,12 +151,12 @@ def writing_to(cache: Path) -> Iterator[None]:
 
 
 def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
-    """(where the document stands, a piece of it) for each piece of each document: UTF-8 text without a byte order mark,
-    cut at line ends where there are any nearby, and never within a character. An empty document has no pieces.
+    """(place, piece) for each piece of each document. A piece is UTF-8 text without a byte order mark. It ends at a
+    line end if one is near, and never within a character. An empty document has no pieces.
 
-    Text is one document a file and "where" is the file. .jsonl is one a line, the string of that `field`, and "where"
-    is file:line.
-    Raises ValueError for what is not text, with the place.
+    A text file is one document, and its place is the file's name. In .jsonl each line is a document: the string in
+    `field`. Its place is file:line.
+    Raises ValueError with the place if something is not text.
     """
     name = file if isinstance(file, str) else "standard input"
     try:
@@ -167,8 +168,8 @@ def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
 
 
 def open_bytes(file: File) -> AbstractContextManager[Stream]:
-    """The file from its beginning, unpacked if its name ends in .gz. Leaving the context closes it, but for standard
-    input's copy, which is read again."""
+    """Opens the file at its beginning, and decompresses it if its name ends in .gz. The context closes the file, except
+    for the copy of standard input, which is read several times."""
     if not isinstance(file, str):
         file.seek(0)
         return nullcontext(file)
@@ -176,10 +177,9 @@ def open_bytes(file: File) -> AbstractContextManager[Stream]:
 
 
 def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
-    """The whole stream as one document, line ends included.
+    """The whole stream as one document, with its line ends.
 
-    A byte order mark tells a reader how the file is encoded and is no part of the text; left in, the model would learn
-    to begin documents with it.
+    Removes a byte order mark. It is not part of the text, and the model would learn to begin documents with it.
     """
     offset, text = 0, stream.read(2 * PIECE)
     if text.startswith(codecs.BOM_UTF8):
@@ -204,7 +204,7 @@ def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, bytes]]:
-    """Each line's field a document. Lines of nothing but blanks are passed over: many writers leave one at the end."""
+    """Each line's `field` is a document. Skips blank lines: many programs write one at the end."""
     for number, line in enumerate(iter(lambda: stream.readline(LINE), b""), start=1):
         if line.isspace():
             continue
@@ -214,7 +214,7 @@ def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, byt
                 raise ValueError(f"it is over {LINE >> 20} MiB long")
             record = json.loads(line.decode("utf-8-sig").rstrip())
             text = text_of(record, field).encode()
-        except (ValueError, RecursionError) as error:  # of JSON, of UTF-8 and back (half a surrogate pair), or ours
+        except (ValueError, RecursionError) as error:  # from JSON, from UTF-8 (half a surrogate pair), or our own
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(
                 f"{where}: {reason}; every line of .jsonl must be an object like "
@@ -228,7 +228,7 @@ def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, byt
 
 
 def text_of(record: object, field: str) -> str:
-    """The string in that field of a line's object. ValueError, with the fields that have one, where there is none."""
+    """The string in the line's `field`. If there is none, ValueError that names the fields with a string."""
     found = record if isinstance(record, dict) else {}
     if isinstance(text := found.get(field), str):
         return text
@@ -238,12 +238,12 @@ def text_of(record: object, field: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """text as JSON, readable in any language."""
+    """text as a JSON string; letters of all languages stay as they are."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def boundary(text: bytes, at: int) -> int:
-    """Where the next line starts, at `at` or a little beyond; failing that, where the next character does."""
+    """The start of the first line at `at` or a little after it. If there is none, the start of the next character."""
     line = text.find(b"\n", at - 1, at - 1 + PIECE // 4) + 1
     if line:
         return line

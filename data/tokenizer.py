@@ -1,14 +1,14 @@
-"""Text <-> token ids. There are three tokenizers, all of them tiktoken Encodings: nothing downstream knows which.
+"""Text <-> token ids. There are three tokenizers. All are tiktoken Encodings, so other code treats them alike.
 
-    byte   257 symbols: byte b is token b, and 256 is end of text. Nothing to train or download, and any text fits; the
-           price is 3.5 times as many tokens as bpe makes of the same text, and so that much less text in a context.
-    bpe    byte pairs merged on your own corpus (rustbpe; 12 MB take about a second), `vocab_size` symbols in all.
-    gpt2   GPT-2's 50257 symbols, which tiktoken downloads once.
+    byte   257 tokens: byte b is token b, and 256 is end of text. Nothing to train or download, and it encodes any text.
+           The price: 3.5 times as many tokens as bpe, so a context covers 3.5 times less text.
+    bpe    Byte-pair encoding learned from your own text (rustbpe; 12 MB take about a second), `vocab_size` tokens.
+    gpt2   GPT-2's 50,257 tokens, which tiktoken downloads once.
 
-Ready token files (data=bin) may bring a fourth, in a tokenizer.json beside them: tokenizer=kept.
+Token files of your own (data=bin) may have a fourth, in a tokenizer.json beside them: tokenizer=kept.
 
-A tokenizer is kept as JSON beside the token files and inside each checkpoint. A pickle would be shorter to write, but
-opening one runs whatever code it holds, and weights are files that people pass around.
+A tokenizer is saved as JSON beside the token files and in each checkpoint. A pickle would take less code, but loading
+one runs the code in it, and people share checkpoints.
 """
 
 import base64
@@ -24,9 +24,9 @@ import rustbpe
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-BPE_SYMBOLS = 4096  # tokenizer=bpe's, unless tokenizer.vocab_size says otherwise
-MOST_IDS = 1 << 24  # of a vocabulary; the largest in use are 64 times smaller
-DOWNLOAD_SECONDS = 30  # for GPT-2's two files, 1.5 MB together
+BPE_SYMBOLS = 4096  # vocabulary size of tokenizer=bpe if tokenizer.vocab_size is None
+MOST_IDS = 1 << 24  # maximum size of a vocabulary; the largest in use are 64 times smaller
+DOWNLOAD_SECONDS = 30  # time limit for GPT-2's two files, 1.5 MB together
 GPT2_URLS = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
 ]
@@ -34,10 +34,10 @@ GPT2_URLS = [
 
 @dataclass
 class TokenizerConfig:
-    """Which tokenizer. Raises ValueError for a vocabulary size that it cannot have."""
+    """Which tokenizer. Raises ValueError if vocab_size is set for another kind than bpe."""
 
-    kind: str = "byte"  # byte | bpe (learnt from the text) | gpt2 | kept (the one that lies beside data=bin)
-    vocab_size: int | None = None  # symbols of bpe, the end-of-text token included; None: 4096
+    kind: str = "byte"  # byte | bpe (learned from the text) | gpt2 | kept (the tokenizer.json beside data=bin)
+    vocab_size: int | None = None  # vocabulary size of bpe, with the end-of-text token; None: 4096
 
     def __post_init__(self):
         if self.vocab_size is not None and self.kind != "bpe":
@@ -45,7 +45,7 @@ class TokenizerConfig:
 
 
 def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
-    """The tokenizer that `config` names. `texts` is read by bpe alone, once. Raises ValueError for an unknown kind."""
+    """The tokenizer that `config` names. Only bpe reads `texts`, once. Raises ValueError for an unknown kind."""
     match config.kind:
         case "byte":
             return byte_encoding()
@@ -60,27 +60,27 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
 
 
 def byte_encoding() -> tiktoken.Encoding:
-    """257 symbols: byte b is token b, and 256 is the end of a text."""
+    """257 tokens: byte b is token b, and 256 is end of text."""
     ranks = {bytes([b]): b for b in range(256)}
     return tiktoken.Encoding("byte", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
-    """Byte-pair encoding learnt from `texts`: 256 bytes, `vocab_size` - 257 merges, and end of text as the last id.
+    """Byte-pair encoding learned from `texts`: 256 bytes, `vocab_size` - 257 merges, and end of text as the last id.
 
-    The same texts give the same merges, whatever their order and the number of threads. Raises ValueError when
-    vocab_size leaves no room for the bytes, or when the texts run out of pairs before there are that many merges.
+    The same texts always give the same merges; their order and the number of threads do not matter. Raises ValueError
+    if vocab_size is below 257, or if the texts have too few pairs for so many merges.
     """
     if vocab_size < 257:
         raise ValueError(
             f"tokenizer.vocab_size={vocab_size} has no room for 256 bytes and end of text: use 257 or more"
         )
     trainer = rustbpe.Tokenizer()
-    # rustbpe copies buffer_size texts before it counts them; its default, 8192, could be gigabytes of long texts.
-    # rustbpe counts in 32 bits; no text has that many pairs, which is what is said below
+    # buffer_size: rustbpe copies so many texts before it counts them. Its default, 8192, could be gigabytes.
+    # min(): rustbpe counts in 32 bits. No text has so many pairs, so a larger vocab_size ends in the error below.
     trainer.train_from_iterator(iter(texts), min(vocab_size, 2**31) - 1, buffer_size=256)
-    # A short corpus is no error to rustbpe: it stops early. A vocabulary smaller than the one asked for is one to us,
-    # since the model's size and every figure quoted with it would silently be another.
+    # For a short text rustbpe stops early, without an error. We raise one, because with a smaller vocabulary the model
+    # would silently have another size than asked for.
     if trainer.vocab_size < vocab_size - 1:
         raise ValueError(
             f"tokenizer.vocab_size={vocab_size} is more than this text has pairs for: "
@@ -97,9 +97,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
 def gpt2_encoding() -> tiktoken.Encoding:
     """GPT-2's tokenizer, from tiktoken's cache or, the first time, from the network.
 
-    Raises ValueError when it cannot be had within DOWNLOAD_SECONDS. tiktoken downloads without a time limit and
-    offers no way to set one; a network that swallows packets would hold it for minutes. Hence the thread: a daemon,
-    so that a download which never ends does not keep the process from ending.
+    Raises ValueError if that takes longer than DOWNLOAD_SECONDS. tiktoken has no time limit for downloads, and would
+    wait for minutes if a network drops its packets. So we download in a thread. It is a daemon thread, so that the
+    process can end even if the download never does.
     """
     outcome: list[tiktoken.Encoding | Exception] = []
 
@@ -115,7 +115,7 @@ def gpt2_encoding() -> tiktoken.Encoding:
     if outcome and isinstance(outcome[0], tiktoken.Encoding):
         return outcome[0]
     reason = type(outcome[0]).__name__ if outcome else f"no answer in {DOWNLOAD_SECONDS} s"
-    # tiktoken keeps a file under the SHA-1 of its address, and checks what is in it.
+    # tiktoken's cache names a file by the SHA-1 of its address, and checks the content.
     files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_URLS)
     raise ValueError(
         f"tokenizer=gpt2 has to download its vocabulary and could not ({reason}): put {files} into a folder "
@@ -126,8 +126,8 @@ def gpt2_encoding() -> tiktoken.Encoding:
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """Token ids of ordinary text, uint32 (tokens,).
 
-    "<|endoftext|>" spelt out in the text is encoded like any other characters. Were it to become the special token, a
-    file that merely mentions it (this one does) would break into two documents.
+    The characters "<|endoftext|>" in a text are encoded like any others, not as the special token. Otherwise a file
+    that only mentions it, like this one, would be split into two documents.
     """
     if encoding.name == "byte":
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
@@ -135,10 +135,10 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
-    """How many bytes of text each token stands for, int32 (n_vocab,); 0 for special tokens and for ids not in use.
+    """The number of bytes in each token's text, int32 (n_vocab,); 0 for special tokens and unused ids.
 
-    Its sum over the tokens of any text is that text's exact length in bytes. So bits per byte is exact for any batch,
-    and losses under different tokenizers can be compared.
+    The sum over the tokens of a text is exactly the text's length in bytes. So bits per byte is exact for every batch,
+    and losses of different tokenizers can be compared.
     """
     lengths = np.zeros(encoding.n_vocab, np.int32)
     for token, rank in encoding._mergeable_ranks.items():
@@ -147,10 +147,10 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 class TextStream:
-    """Token ids in, text out, for printing while generating.
+    """Turns token ids into text, one by one, for printing while generating.
 
-    A character of several bytes may be spread over tokens. Decoding each token for itself would print a replacement
-    mark for every fragment; here the fragments wait until the character is complete.
+    A character of several bytes may be split over several tokens. Decoding each token alone would print a replacement
+    character for every part. This class keeps the parts until the character is complete.
     """
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
@@ -165,12 +165,12 @@ class TextStream:
             raise ValueError(f"token {token} is not in the vocabulary of tokenizer {self.encoding.name}") from error
 
     def flush(self) -> str:
-        """What is left at the end: "" or a replacement mark for a character that was never completed."""
+        """The rest of the text: "", or a replacement character if the last character is incomplete."""
         return self.decoder.decode(b"", final=True)
 
 
 def to_json(encoding: tiktoken.Encoding) -> str:
-    """The whole tokenizer as JSON, one token a line in order of rank; base64, since a token may be half a character."""
+    """The whole tokenizer as JSON, one token per line, by rank. Tokens are in base64: one may be half a character."""
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     content = {
         "name": encoding.name,
@@ -186,13 +186,13 @@ def from_json(text: str | bytes) -> tiktoken.Encoding:
     try:
         content = json.loads(text)
         ranks = {base64.b64decode(token, validate=True): rank for token, rank in content["ranks"].items()}
-        # Checked here because tiktoken panics on these two, past every `except Exception`, with a Rust stack trace.
+        # tiktoken panics on these two with a Rust stack trace, and `except Exception` does not catch a panic.
         if len(set(ranks.values())) < len(ranks) or not all(bytes([b]) in ranks for b in range(256)):
             raise ValueError("ranks must be distinct and hold all 256 bytes")
-        if END_OF_TEXT not in content["special_tokens"]:  # a file of someone else's: nothing works without it
+        if END_OF_TEXT not in content["special_tokens"]:  # another program's file may lack it, and we need it
             raise ValueError(f"special_tokens must hold {END_OF_TEXT}")
         ids = [*ranks.values(), *content["special_tokens"].values()]
-        if len(set(ids)) < len(ids) or max(ids) >= MOST_IDS:  # a table of all ids is made: a wrong one fills the memory
+        if len(set(ids)) < len(ids) or max(ids) >= MOST_IDS:  # a huge id would fill the memory: we make a table of all
             raise ValueError(f"ids must be distinct and below {MOST_IDS}")
         return tiktoken.Encoding(
             content["name"],

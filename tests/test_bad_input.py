@@ -174,20 +174,20 @@ def refused_training(refused, there):
     --config-name=nowhere       Cannot find primary config 'nowhere'
     --config-path=nowhere       nowhere' not found
     steps                       steps: options are written key=value; did you mean steps=VALUE?
-    steps=three                 steps=three: not of the type
-    steps=1.5                   steps=1.5: not of the type
-    steps=null                  steps=None: not of the type
-    steps=[1]                   steps=[1]: not of the type
-    steps=$x                    steps=$x: not of the type
+    steps=three                 steps=three: the value must be of type
+    steps=1.5                   steps=1.5: the value must be of type
+    steps=null                  steps=None: the value must be of type
+    steps=[1]                   steps=[1]: the value must be of type
+    steps=$x                    steps=$x: the value must be of type
     steps=${nothing}            'nothing' not found
-    steps=1,2                   steps=1,2: several values make a sweep, which -m asks for: -m steps=1,2
+    steps=1,2                   steps=1,2: several values make a sweep and need -m: -m steps=1,2
     steps=(                     steps=(: Hydra cannot read the value
     name=???                    name has no default and must be given: name=VALUE
     step=3                      step=3: there is no key step; did you mean steps?
     =3                          =3: there is no key
     ''                          there is no key
     +new=3                      +new=3: there is no key new
-    ~steps                      ~steps: no key can be taken away; give it another value: steps=VALUE
+    ~steps                      ~steps: keys cannot be removed; give it another value: steps=VALUE
     optimizer.lr.x=3            there is no key optimizer.lr.x; did you mean optimizer.lr?
     optimizer={rate:1}          optimizer.rate
     optimizer={lr:[1}           Hydra cannot read the value
@@ -208,7 +208,7 @@ def refused_training(refused, there):
     wandb=online                wandb=online: wandb has keys of its own; did you mean wandb.mode=online?
     probe=1                     probe=1: probe has keys of its own; did you mean probe.every=1?
     wandb.mode=of               wandb.mode=of is not known: use one of auto, online, offline, disabled
-    wandb.tags=3                wandb.tags=3: not of the type
+    wandb.tags=3                wandb.tags=3: the value must be of type
     hydra.nothing=3             hydra.nothing
     hydra/launcher=joblib       hydra/launcher=joblib: there is no such hydra/launcher
 """)
@@ -257,7 +257,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     dtype=float64               dtype=float64 is not known; choose auto, bf16, fp16, float32
     dtype=half                  dtype=half is not known
     compile=maybe               compile=maybe is not known; choose auto, true, false
-    stop_on_nan=maybe           stop_on_nan=maybe: not of the type
+    stop_on_nan=maybe           stop_on_nan=maybe: the value must be of type
     device=gpu                  device=gpu cannot be used here
     device=cuda:99              device=cuda:99 cannot be used here
     device=cpu:x                device=cpu:x cannot be used here
@@ -275,7 +275,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     name=a>b                    name='a>b' cannot name a run
     name=a|b                    name='a|b' cannot name a run
     name='a\b'                  name='a\\b' cannot name a run
-    name=done                   runs/done exists already: go on with it by resume=auto, or use another name=
+    name=done                   runs/done exists already: continue it with resume=auto, or use another name=
     runs=                       runs= is empty
     runs={there}/empty.txt      {there}/empty.txt
 """)
@@ -305,7 +305,7 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.norm_eps=inf                      model.norm_eps=inf must be at least 0 and finite
     model.mlp=relu                          model.mlp=relu is not known
     model.mlp_hidden=0                      model.mlp_hidden=0 must be at least 1
-    model.bias=maybe                        model.bias=maybe: not of the type
+    model.bias=maybe                        model.bias=maybe: the value must be of type
     model.dropout_p=1                       model.dropout_p=1.0 is outside [0, 1)
     model.dropout_p=nan                     model.dropout_p=nan is outside
     model.rope_base=nan                     model.rope_base=nan must be above 1
@@ -332,16 +332,16 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     attention.window=0                                      attention.window=0 must be at least 1
     attention.windows=[]                                    attention.windows=[]
     attention.windows=[8,0]                                 attention.window=0 must be at least 1
-    attention.windows=[8,x]                                 attention.windows[1]=x: not of the type
-    attention.windows=8                                     attention.windows=8: not of the type
+    attention.windows=[8,x]                                 attention.windows[1]=x: the value must be of type
+    attention.windows=8                                     attention.windows=8: the value must be of type
     attention.windows=[8] attention.window=4                attention.windows=[8] attention.window=4: give one
     attention=sdpa attention.windows=[8,null]               attention.windows=[8, None]: sdpa has nothing of the kind
-    attention.documents=maybe                               attention.documents=maybe: not of the type
+    attention.documents=maybe                               attention.documents=maybe: the value must be of type
     attention=sdpa attention.documents=true                 attention.documents=True: sdpa has nothing of the kind
-    attention.alibi=2.5                                     attention.alibi=2.5: not of the type
+    attention.alibi=2.5                                     attention.alibi=2.5: the value must be of type
     attention=sdpa attention.alibi=true                     attention.alibi=True: sdpa has nothing of the kind
     attention.block_mask=[]                                 attention.block_mask=[] is no picture
-    attention.block_mask=x                                  attention.block_mask=x: not of the type
+    attention.block_mask=x                                  attention.block_mask=x: the value must be of type
     attention.block_mask=[x.,x]                             attention.block_mask=['x.', 'x'] is no picture
     attention.block_mask=[xo,xx]                            attention.block_mask=['xo', 'xx'] is no picture
     attention.block_mask=[x,.                               Hydra cannot read the value
@@ -353,7 +353,7 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     attention.dropout_p=-0.1                                dropout_p=-0.1 is outside [0, 1)
     attention=sdpa attention.window=8                       attention.window=8: sdpa has nothing of the kind
     attention.dropout_p=0.0001                              dropout_p=0.0001 is finer than the mask's steps
-    break_it.subtract_max=no_max                            break_it.subtract_max=no_max: not of the type
+    break_it.subtract_max=no_max                            break_it.subtract_max=no_max: the value must be of type
     break_it.score_gain=0                                   break_it.score_gain=0.0 is outside (0, 1e30]
     break_it.score_gain=nan                                 break_it.score_gain=nan is outside
     attention=naive break_it=no_rescale                     break_it=no_rescale: naive rescales nothing
@@ -364,7 +364,7 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     break_it=stale_seed                                     break_it=stale_seed: there is no dropout to draw
     break_it=unrestored_seed                                break_it=unrestored_seed: there is no dropout to draw
     break_it=unrestored_seed attention.dropout_p=0.1        break_it=unrestored_seed: no block is computed again
-    model.activation_checkpointing=some                     model.activation_checkpointing=some: not of the type
+    model.activation_checkpointing=some                     model.activation_checkpointing=some: the value must be
 """)
 def test_a_value_of_attention_that_cannot_be(refused_training, typed, answer):
     refused_training(typed, answer)
@@ -490,10 +490,10 @@ def test_a_file_that_is_no_text(there, typed, answer):
 
 
 @table(r"""
-    empty.bin       empty.bin is no token file, its header begins ()
-    header.bin      header.bin is no token file, its header begins (20240520, 1)
-    magic.bin       magic.bin is no token file, its header begins (1, 1)
-    version.bin     version.bin is no token file, its header begins (20240520, 7)
+    empty.bin       empty.bin is no token file, its header begins with ()
+    header.bin      header.bin is no token file, its header begins with (20240520, 1)
+    magic.bin       magic.bin is no token file, its header begins with (1, 1)
+    version.bin     version.bin is no token file, its header begins with (20240520, 7)
     more.bin        more.bin has 3001 tokens, its header says 5000
     negative.bin    negative.bin has 3001 tokens, its header says -1
     odd.bin         odd.bin has 3001 tokens and 1 bytes, its header says 3001
@@ -661,7 +661,7 @@ def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tm
     metrics.write_bytes("\n".join(lines).encode(errors="surrogatepass") + b"\n" + metrics.read_bytes())
     ended = call(train, "resume=done", f"runs={tmp_path}/runs", "steps=5")
     assert ended.code == 0
-    assert ended.err == f"{metrics}: {len(lines)} lines are no records and are left out\n"
+    assert ended.err == f"{metrics}: {len(lines)} lines are not records and are left out\n"
 
 
 @table(r"""
@@ -728,19 +728,19 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
     mode=speed                      mode=speed is not known; choose race, pictures or traffic
     impls=[]                        impls=[]: nothing to measure
     impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
-    impls=naive                     impls=naive: not of the type
+    impls=naive                     impls=naive: the value must be of type
     lengths=[]                      lengths=[]
     lengths=[0]                     lengths[0]=0 must be at least 1
     lengths=[64,-5]                 lengths[1]=-5 must be at least 1
-    lengths=[x]                     lengths[0]=x: not of the type
+    lengths=[x]                     lengths[0]=x: the value must be of type
     heads=[0]                       heads[0]=0 must be at least 1
-    heads=4                         heads=4: not of the type
+    heads=4                         heads=4: the value must be of type
     heads=[1,2]                     give one for each head size, or one for all
     head_sizes=[]                   head_sizes=[]
     head_sizes=[0]                  head_sizes[0]=0 must be at least 1
     tokens=0                        tokens=0 must be at least 1
     causal=[]                       causal=[]
-    causal=[maybe]                  causal[0]=maybe: not of the type
+    causal=[maybe]                  causal[0]=maybe: the value must be of type
     dropout_p=[]                    dropout_p=[]
     dropout_p=[1]                   dropout_p=1.0 is outside [0, 1)
     patience=0                      patience=0.0 must be above 0 seconds
@@ -776,7 +776,7 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     failures=no_max                    there is no key failures; did you mean failure?
     steps=0                            steps=0 must be at least 1
     steps=-1                           steps=-1 must be at least 1
-    steps=many                         steps=many: not of the type that is wanted here, int
+    steps=many                         steps=many: the value must be of type int
     seed=-1                            seed=-1 is outside [0, 2**63)
     device=tpu                         device=tpu cannot be used here
     score_gain=9                       score_gain=9.0: the lab does not read it; it is for trace=true

@@ -445,8 +445,8 @@ def test_a_name_of_another_project_with_dashes_or_a_group_is_answered_with_ours(
         ("seed.x=1", "there is no key seed.x; did you mean seed?"),
         ("xyzzy=1", "there is no key xyzzy; --help explains every key"),
         ("seed", "options are written key=value; did you mean seed=VALUE?"),
-        ("~seed", "no key can be taken away; give it another value: seed=VALUE"),
-        ("~model=nano", "no key can be taken away; give it another value: model=VALUE"),
+        ("~seed", "keys cannot be removed; give it another value: seed=VALUE"),
+        ("~model=nano", "keys cannot be removed; give it another value: model=VALUE"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest(complaint, argument, way_out):
@@ -467,18 +467,18 @@ MODELS = "only gpt2, misspelt, mistyped, nano, unreadable"
         (["model=null"], f"model=null: there is no such model, {MODELS}"),
         (["model="], f"model=: there is no such model, {MODELS}"),
         (["model={n_layr: 2}"], "there is no key model.n_layr; did you mean model.n_layer?"),
-        (["optimizer.lr=abc"], "optimizer.lr=abc: not of the type that is wanted here, float"),
-        (["model.n_layer=1.5"], "model.n_layer=1.5: not of the type that is wanted here, int"),
-        (["seed=1.5e0"], "seed=1.5: not of the type that is wanted here, int"),
-        (["seed=1e-3"], "seed=0.001: not of the type that is wanted here, int"),
-        (["seed=1e999999999"], "seed=inf: not of the type that is wanted here, int"),
-        (["model.n_kv_head=x"], "model.n_kv_head=x: not of the type that is wanted here, int | None"),
-        (["optimizer.betas=[a]"], "optimizer.betas[0]=a: not of the type that is wanted here, list[float]"),
-        (["optimizer.fused=maybe"], "optimizer.fused=maybe: not of the type that is wanted here, bool"),
-        (["seed=null"], "seed=None: not of the type that is wanted here, int"),
-        (["-m", "seed=1,x"], "seed=x: not of the type that is wanted here, int"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: the value must be of type float"),
+        (["model.n_layer=1.5"], "model.n_layer=1.5: the value must be of type int"),
+        (["seed=1.5e0"], "seed=1.5: the value must be of type int"),
+        (["seed=1e-3"], "seed=0.001: the value must be of type int"),
+        (["seed=1e999999999"], "seed=inf: the value must be of type int"),
+        (["model.n_kv_head=x"], "model.n_kv_head=x: the value must be of type int | None"),
+        (["optimizer.betas=[a]"], "optimizer.betas[0]=a: the value must be of type list[float]"),
+        (["optimizer.fused=maybe"], "optimizer.fused=maybe: the value must be of type bool"),
+        (["seed=null"], "seed=None: the value must be of type int"),
+        (["-m", "seed=1,x"], "seed=x: the value must be of type int"),
         (["model=misspelt"], "conf/model/misspelt.yaml: there is no key model.n_layers; did you mean model.n_layer?"),
-        (["model=mistyped"], "conf/model/mistyped.yaml: model.n_layer=many: not of the type that is wanted here, int"),
+        (["model=mistyped"], "conf/model/mistyped.yaml: model.n_layer=many: the value must be of type int"),
     ],
 )
 def test_a_wrong_value_is_answered_with_what_is_wanted(complaint, arguments, answer):
@@ -505,7 +505,7 @@ def test_a_value_that_hydra_cannot_read_is_named(complaint):
 
 
 def test_several_values_without_a_sweep_are_pointed_to_one(complaint):
-    assert complaint("seed=1,2") == "seed=1,2: several values make a sweep, which -m asks for: -m seed=1,2"
+    assert complaint("seed=1,2") == "seed=1,2: several values make a sweep and need -m: -m seed=1,2"
 
 
 def test_a_validation_error_of_a_dataclass_is_a_users_mistake(complaint):

@@ -394,7 +394,7 @@ def test_of_a_folder_what_is_not_text_is_left_out_and_counted(make, corpus, tmp_
         (corpus / name).write_bytes(b"line\n" * 200_000 + b"caf\xe9")  # noticed late
     (corpus / "picture.png").touch()
     assert prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig()).name == whole.name
-    said = f"(left out: 2 not UTF-8 (first {corpus / 'latin1.txt'}), 1 with another suffix than text has)"
+    said = f"(left out: 2 not UTF-8 (first {corpus / 'latin1.txt'}), 1 with a suffix that is not read)"
     assert said in capsys.readouterr().err
     for file in filter(Path.is_file, corpus.rglob("*")):
         file.unlink()

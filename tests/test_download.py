@@ -320,7 +320,7 @@ def test_what_fails_its_check_is_refused(serve, folder):
 
 def test_more_than_can_be_right_is_refused_before_it_comes(serve, folder):
     message = refusal(serve(honest), folder, at_most=1000)
-    assert "it is 300,000 bytes long, and 1,000 is the most that can be right" in message
+    assert "it is 300,000 bytes long, but 1,000 is the maximum" in message
 
 
 def test_a_stream_without_end_is_cut_off(serve, folder):
@@ -329,13 +329,13 @@ def test_a_stream_without_end_is_cut_off(serve, folder):
         while True:
             request.wfile.write(CONTENT)
 
-    assert "it goes on after byte 300,000, its last" in refusal(serve(habit), folder)
+    assert "it is longer than 300,000 bytes, its length" in refusal(serve(habit), folder)
     assert {path.name for path in folder.iterdir()} == {".lock"}
 
 
 def test_more_than_was_announced_is_refused(serve, folder):
     server = serve(partial(honest, X_Linked_Size=1000))
-    assert "it goes on after byte 1,000, its last" in refusal(server, folder)
+    assert "it is longer than 1,000 bytes, its length" in refusal(server, folder)
 
 
 def test_less_than_is_announced_every_time_is_given_up(serve, folder):

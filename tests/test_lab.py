@@ -391,7 +391,7 @@ def test_a_lab_that_is_interrupted_while_it_trains_says_that_nothing_is_kept(cal
     ended = call(breakit, "failure=no_scale", "device=cpu")
     assert ended.code == 128 + signal.SIGINT
     assert ended.err.endswith(
-        "\nSIGINT: stopping after this step; once more leaves at once\n"
+        "\nSIGINT: stopping after this step; a second one stops at once\n"
         "stopped: table and pictures are made at the end, so nothing is kept\n"
     )
     assert list((tmp_path / "runs/breakit").iterdir()) == []

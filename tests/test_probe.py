@@ -320,7 +320,7 @@ def test_a_fault_that_was_kept_is_no_checkpoint_to_resume(met_nan, call, small, 
     ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")
     assert ended.code == 2
     assert ended.err.splitlines() == [
-        f"train: {kept} is a fault that was kept, without what training needs: look into it by "
+        f"train: {kept} was saved at a NaN or infinity, without the state that training needs: look into it with "
         f"python breakit.py replay={kept}, or resume a checkpoint"
     ]
 
@@ -352,7 +352,7 @@ def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, sma
     (faults,) = tmp_path.glob("*/faults")
     assert lost == (
         f"  its batch and weights are lost: {faults} cannot be written (File too large); "
-        "free some space, and the run, resumed or begun again, meets it"
+        "free some space, and resume the run or start it again: it will stop here again"
     )
     assert list(faults.iterdir()) == []
 

@@ -57,7 +57,7 @@ def test_the_table_is_printed_and_the_picture_drawn(swept):
     header = next(i for i, line in enumerate(lines) if line.startswith("job  "))
     assert lines[header].split() == ["job", "data.val_fraction", *list(table(runs / "s")[0])[2:]]
     assert [line.split()[0] for line in lines[header + 1 : header + 5]] == ["s-1", "s-2", "s-3", "s-4"]
-    assert lines[-1] == f"sweep: 4 of 4 jobs, 3 of them did not end well: {runs / 's'}"
+    assert lines[-1] == f"sweep: 4 of 4 jobs, 3 of them failed or stopped: {runs / 's'}"
     assert (runs / "s" / "losses.png").stat().st_size > 0
 
 

@@ -244,9 +244,9 @@ def test_a_run_whose_minutes_are_over_ends_as_one_that_has_made_its_steps(call, 
     assert "sample at step 3 " in (run / "samples.txt").read_text()
     assert checkpoint.last(run / checkpoint.FOLDER).name == "step_000003"
     told = ended.out.splitlines()
-    assert "stopped by max_minutes=0.1 at step 3 of 10: the rate has not fallen to its end" in told
+    assert "stopped by max_minutes=0.1 at step 3 of 10: the learning rate is not at its minimum" in told
     again = f"python train.py resume=auto name=x runs={tmp_path}"
-    assert told[-1] == f"  {again}  # for max_minutes=0.1 again; max_minutes=null goes on to step 10"
+    assert told[-1] == f"  {again}  # with max_minutes=0.1 again; max_minutes=null trains to step 10"
 
 
 def test_the_time_left_is_that_of_the_steps_or_of_the_minutes_whichever_is_less(call, small, tmp_path, steady_clock):
@@ -475,7 +475,7 @@ def test_a_line_that_an_editor_left_in_the_metrics_does_not_end_the_run(call, sm
         file.write(b'{"step": 2, oops\n[]\n\n{"step": "2"}\n{"loss": 1}\n{"step": 1, "loss": null}\n\xff\n7\n')
     ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=3")
     assert ended.code == 0, ended.err
-    assert ended.err.endswith("metrics.jsonl: 8 lines are no records and are left out\n")
+    assert ended.err.endswith("metrics.jsonl: 8 lines are not records and are left out\n")
     assert [record["step"] for record in records(tmp_path / "x")] == [1, 2, 3]
 
 
@@ -516,12 +516,12 @@ def test_a_run_that_ended_before_its_first_checkpoint_does_not_block_its_name(ca
     command = [*small, f"runs={tmp_path}", "name=x", "steps=2", "eval_every=2"]
     ended = call(train, *command, "optimizer.lr=1e38", "optimizer.warmup_steps=0")
     assert ended.code == 1
-    assert ended.out.endswith("no checkpoint was saved, so there is nothing to resume: the same command begins again\n")
+    assert ended.out.endswith("no checkpoint was saved, so there is nothing to resume: the same command starts again\n")
     dead = (tmp_path / "x/metrics.jsonl").read_bytes()
     ended = call(train, *command)
     assert ended.code == 0, ended.err
     assert (
-        f"an earlier run {tmp_path}/x ended before its first checkpoint: its files now lie in {tmp_path}/x-unsaved-1\n"
+        f"an earlier run {tmp_path}/x ended before its first checkpoint: its files are now in {tmp_path}/x-unsaved-1\n"
         in ended.out
     )
     assert (tmp_path / "x-unsaved-1/metrics.jsonl").read_bytes() == dead
@@ -537,10 +537,10 @@ def test_only_what_a_run_has_made_is_moved_out_of_the_way(tmp_path):
     (tmp_path / "x").mkdir()
     assert make_room(tmp_path / "x") is None
     (tmp_path / "x/thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"has thesis\.tex, not of a run: use another name="):
+    with pytest.raises(ValueError, match=r"has thesis\.tex, which no run writes: use another name="):
         make_room(tmp_path / "x")
     (tmp_path / "x-unsaved-2/checkpoints/step_000010").mkdir()
-    with pytest.raises(ValueError, match="exists already: go on with it by resume=auto, or use another name="):
+    with pytest.raises(ValueError, match="exists already: continue it with resume=auto, or use another name="):
         make_room(tmp_path / "x-unsaved-2")
 
 
@@ -619,7 +619,8 @@ def test_only_what_there_is_is_said_at_the_end_and_a_warm_up_without_end_at_the_
     assert "samples.txt" not in ended.out
     assert "prompt=" not in ended.out
     assert " in 1 pass, " in ended.out
-    assert "the rate never reaches optimizer.lr=0.001: steps=2 are fewer than optimizer.warmup_steps=10\n" in ended.out
+    slow = "the learning rate never reaches optimizer.lr=0.001: steps=2 is less than optimizer.warmup_steps=10\n"
+    assert slow in ended.out
     ended = call(train, *small, "steps=2", "optimizer.warmup_steps=2", "sample_every=2", f"runs={tmp_path}", "name=y")
     assert f"  samples      {tmp_path}/y/samples.txt\n" in ended.out
     assert "never reaches" not in ended.out
@@ -909,7 +910,7 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
         ("name: null", "name: x", None),  # of a run that was renamed
         ("lr: null\n", "lr: 0.5\n", "has been edited, optimizer.lr=0.5: "),
         ("batch_size: 16", "batch_sizes: [4]", "has been edited, batch_sizes=[4]: "),
-        ("n_layer: 12", "n_layer: [", "is no configuration any more: "),
+        ("n_layer: 12", "n_layer: [", "is not a configuration any more: "),
     ],
 )
 def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, said):

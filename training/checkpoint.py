@@ -1,23 +1,22 @@
-"""Checkpoints: one directory a step, complete or absent, and a resumed run that is the same run, bit for bit.
+"""Checkpoints: one folder per step, complete or absent. A resumed run is the same as an uninterrupted one, bit for bit.
 
     runs/NAME/checkpoints/step_000030/
-        model.safetensors       the weights to validate and sample from, by the model's own names; a tied weight once
-        optimizer.safetensors   what only training needs: NAME.exp_avg, NAME.exp_avg_sq and NAME.step of AdamW or
-                                NAME.momentum_buffer of Muon; NAME.trained, where the weights above are an average of
-                                the ones being trained (ema_decay); rng.cpu, rng.cuda
-        tokenizer.json          the tokenizer, so that a checkpoint can be sampled from without its data
-        state.json              {"step", "state": what train.py gave, "alias", "sha256" of all the rest}
+        model.safetensors       the weights for validation and sampling, by the model's own names; a tied weight once
+        optimizer.safetensors   what only training needs: NAME.exp_avg, NAME.exp_avg_sq and NAME.step of AdamW;
+                                NAME.momentum_buffer of Muon; with ema_decay, NAME.trained: the weights being trained,
+                                since model.safetensors then has their average; rng.cpu, rng.cuda
+        tokenizer.json          the tokenizer, so that a checkpoint can be sampled without the training data
+        state.json              {"step", "state": given by train.py, "alias": tied weights, "sha256" of all the rest}
 
-Why it is made so. torch.save is pickle: loading it runs code, and a stray Path or DictConfig inside stops
-weights_only=True from loading it. Safetensors and JSON hold numbers and text only. torch.save to the final name is not
-atomic either: one kill -9 at the wrong moment and the only checkpoint is gone. Here a step is hashed, written aside,
-flushed to the disk and renamed, so a directory that can be seen is a whole one, and a disk that rots later is noticed
-when it is read.
+Why not torch.save? It is pickle: loading it runs code, and weights_only=True refuses a file with a Path or a DictConfig
+in it. Safetensors and JSON hold only numbers and text. Also, torch.save is not atomic: a kill -9 while it overwrites a
+file destroys the only checkpoint. Here a step is hashed, written under a temporary name, flushed to the disk and then
+renamed. So a visible checkpoint is complete, and the hashes detect a file that the disk has damaged later.
 
-Price: one extra copy of the tensors in host memory while saving or loading, which buys that the bytes hashed are the
-bytes written and the bytes verified are the bytes loaded; a second or so a GB for SHA-256.
+The price: one extra copy of the tensors in host memory while saving and loading, and about a second per GB for SHA-256.
+With this copy, the bytes hashed are the bytes written, and the bytes verified are the bytes loaded.
 
-One run writes into one folder, from one process. Readers (sample.py) may look on at any moment.
+Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
 
 import hashlib
@@ -45,27 +44,27 @@ from training import config
 
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
-NAMED = 5  # runs at most that a message lists
+NAMED = 5  # a message lists at most so many runs
 
 
 @dataclass
 class Checkpoint:
-    """A loaded checkpoint. The optimizer is twice the size of the model and is read only when asked for: sampling
-    never does."""
+    """A loaded checkpoint. The optimizer state is twice the size of the model. It is read only by optimizer(), because
+    sampling does not need it."""
 
     path: Path
     step: int
-    model: dict[str, Tensor]  # on the CPU, every name of the state dict that was saved, tied weights tied again
+    model: dict[str, Tensor]  # the saved state dict, on the CPU; tied weights are one tensor again
     state: dict
     tokenizer: str
 
     def optimizer(self) -> dict[str, Tensor]:
-        """What `save` was given as optimizer, on the CPU. Raises ValueError as `load` does when the file is damaged."""
+        """The tensors that `save` got as optimizer, on the CPU. Raises ValueError as `load` does for a damaged file."""
         return safetensors.torch.load(_read(self.path, ["optimizer.safetensors"])["optimizer.safetensors"])
 
     def network(self, attention: AttentionConfig, device: torch.device) -> GPT:
-        """The model itself, on `device`, as broken as it was trained. attention: what the caller has made of
-        state["config"]["attention"]. Raises ValueError as resolve() does, where that cannot run."""
+        """The model on `device`, with the break_it settings of its training. attention: state["config"]["attention"],
+        perhaps changed by the caller. Raises ValueError as resolve() does if that attention cannot run."""
         trained = self.state["config"]
         break_it = config.from_dict(BreakIt, trained["break_it"])
         attention = resolve(attention, device.type, break_it)
@@ -87,25 +86,26 @@ def save(
     tokenizer: str,
     keep_last: int,
 ) -> Path:
-    """Write folder/step_000030 whole or not at all, then prune.
+    """Write folder/step_000030, completely or not at all, and delete old checkpoints.
 
-    Kept afterwards: the newest `keep_last` and the one with the lowest finite state["val_loss"]. Checkpoints of later
-    steps are deleted. They are there when a run was resumed from an earlier step, and `resume=auto` would go on from
-    them instead of from this one.
+    Keeps the newest `keep_last` checkpoints and the one with the lowest finite state["val_loss"]. Deletes checkpoints
+    of later steps: a run that was resumed from an earlier step still has them, and `resume=auto` would continue from
+    them.
 
-    model: a state dict of any dtypes on any device, with the plain model's names (not the compiled or wrapped one's).
+    model: a state dict of any dtypes on any device, with the plain model's names (not those of a compiled or wrapped
+        model).
     optimizer: `optimizer_tensors(...) | rng_state()`.
-    state: JSON's types only. NaN and infinities are written as Python's json does, so that they come back as they were.
+    state: JSON's types only. Python's json can write and read NaN and infinity too.
     keep_last: at least 1.
 
-    Returns the new directory. Raises ValueError for keep_last < 1, OSError with one clear line if the disk is full or
-    cannot be written; what was there before is then untouched.
+    Returns the new folder. Raises ValueError for keep_last < 1, and OSError with one clear line if the disk is full or
+    cannot be written. In that case the earlier checkpoints are unchanged.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} would delete the checkpoint just written: give 1 or more")
-    # A compiled model's names load into nothing but another compiled model.
+    # A compiled model adds a prefix to every name, and only another compiled model could load them.
     assert not any(name.startswith(("_orig_mod.", "module.")) for name in model), "save the plain model's state dict"
-    # What a killed run left half written, half deleted or already replaced. Nobody else writes here.
+    # Delete what a killed run left: folders half written, half deleted or already replaced. No other process uses them.
     replaced = [old for old in folder.glob(".old-*") if (folder / old.name.removeprefix(".old-")).exists()]
     for stale in [*folder.glob(".tmp-*"), *replaced]:
         shutil.rmtree(stale)
@@ -116,7 +116,7 @@ def save(
         "optimizer.safetensors": safetensors.torch.save({name: t.contiguous() for name, t in optimizer.items()}),
         "tokenizer.json": tokenizer.encode(),
     }
-    # Through JSON and back, so that what is hashed is what will be read (a tuple is a list then, an integer key text).
+    # Through JSON and back, so that we hash what will be read: JSON turns tuples into lists and integer keys into text.
     header = json.loads(json.dumps({"step": step, "state": state, "alias": alias}))
     header["sha256"] = {name: _sha256(data) for name, data in files.items()} | {"state.json": _header_hash(header)}
     files["state.json"] = json.dumps(header, indent=1).encode()
@@ -141,8 +141,8 @@ def save(
             f"{way_out}",
         ) from error
 
-    # No system call that Python has swaps two directories. The old one goes to a name that all_checkpoints() still
-    # takes for this step while the new one is not there, so no moment is without a checkpoint.
+    # Python has no call that swaps two folders. We first rename the old one to .old-step_... all_checkpoints() accepts
+    # this name while the new folder is missing, so the step always has a checkpoint.
     aside = folder / f".old-{final.name}"
     if final.exists():
         os.rename(final, aside)
@@ -155,12 +155,12 @@ def save(
 
 
 def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Memory that has two names (a tied head) is stored once: ({name: contiguous tensor}, {alias: name})."""
+    """Stores a tensor with two names (a tied head) once. Returns ({name: contiguous tensor}, {alias: name})."""
     weights, alias = {}, {}
-    owner: dict[tuple, str] = {}  # by where in memory, shape, stride, dtype and device
+    owner: dict[tuple, str] = {}  # {address, shape, stride, dtype and device: the first name}
     for name, tensor in model.items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        first = owner.setdefault(place, name) if tensor.numel() else name  # empty tensors all sit at address 0
+        first = owner.setdefault(place, name) if tensor.numel() else name  # all empty tensors have address 0
         if first == name:
             weights[name] = tensor.contiguous()
         else:
@@ -169,7 +169,7 @@ def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
-    """Delete what save() does not keep after writing `step`."""
+    """Delete the checkpoints that save() does not keep after writing `step`."""
     found = all_checkpoints(folder)
     past = [path for path in found if _step(path) <= step]
     keep = {*past[-keep_last:], _lowest_loss(past)}
@@ -179,7 +179,7 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    # Renamed first: a kill halfway through rmtree must not leave a directory that looks like a checkpoint.
+    # Rename first: after a kill during rmtree, the rest of the folder must not look like a checkpoint.
     temp = path.with_name(f".tmp-{path.name}")
     os.rename(path, temp)
     shutil.rmtree(temp)
@@ -197,10 +197,10 @@ def _fsync_folder(folder: Path) -> None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint directory; no code from it is run.
+    """Read and verify a checkpoint folder. No code from it is run.
 
-    Raises ValueError, one line, if it is not there or damaged; for the latter the line names the next older complete
-    checkpoint to use instead.
+    Raises ValueError, one line, if the checkpoint is missing or damaged. For a damaged one, the line names the newest
+    complete checkpoint before it.
     """
     if not path.is_dir() or (_step(path) < 0 and not (path / "state.json").exists()):
         raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
@@ -213,12 +213,12 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_state(path: Path) -> dict:
-    """What `save` was given as state, without reading the weights. ValueError as in `load`."""
+    """The state that `save` got, without reading the weights. ValueError as in `load`."""
     return _read(path, [])["state.json"]["state"]
 
 
 def _read(path: Path, names: Iterable[str]) -> dict:
-    """{name: verified bytes} for the files asked for, with "state.json" parsed; ValueError that names an older one."""
+    """{name: verified bytes} of these files, with "state.json" parsed. The ValueError names an older checkpoint."""
     try:
         return _verified(path, names)
     except ValueError as error:
@@ -228,7 +228,7 @@ def _read(path: Path, names: Iterable[str]) -> dict:
 
 
 def _verified(path: Path, names: Iterable[str]) -> dict:
-    """As _read(), but the ValueError says only what is wrong with the checkpoint."""
+    """As _read(), but the ValueError says only what is wrong."""
     found = {}
     try:
         header = json.loads((path / "state.json").read_bytes())
@@ -243,7 +243,7 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
     except OSError as error:
         raise ValueError(f"{Path(error.filename or path).name}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        # Whatever a flipped bit can make of JSON: no JSON, a list, another key.
+        # A flipped bit can turn the file into invalid JSON, a list instead of a dictionary, or another key.
         raise ValueError("state.json cannot be read") from error
     return found
 
@@ -261,18 +261,18 @@ def _sha256(data: bytes) -> str:
 
 
 def _header_hash(header: dict) -> str:
-    # Of the values, not the bytes, because the hash has to stand in the file that it protects.
+    # We hash the values and not the file's bytes, because the file contains this hash.
     return _sha256(json.dumps(header, sort_keys=True).encode())
 
 
 def lock(run: Path) -> ExitStack:
-    """Hold the folder `run` until the returned object is closed: two processes in one run would delete each other's
-    checkpoints and mix their metrics. The system releases the lock when its holder dies, however it dies. The lock is
-    a file in the system's temporary folder, so processes on other machines do not see it.
+    """Lock the folder `run` until the returned object is closed. Two processes in one run would delete each other's
+    checkpoints and mix their metrics. The system releases the lock when the process ends, in whatever way. The lock is
+    a file in the system's temporary folder, so it does not work across machines.
 
-    Raises ValueError when another process holds it.
+    Raises ValueError if another process holds the lock.
     """
-    user = os.getuid() if hasattr(os, "getuid") else ""  # Windows: a user has temporary files of their own
+    user = os.getuid() if hasattr(os, "getuid") else ""  # on Windows each user has their own temporary folder
     key = _sha256(f"{user} {run.resolve()}".encode())[:16]
     held = ExitStack()
     try:
@@ -286,9 +286,9 @@ def lock(run: Path) -> ExitStack:
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in runs/NAME/checkpoints in the order of their steps; [] if there is no such folder."""
+    """The checkpoints in runs/NAME/checkpoints, by step; [] if there is no such folder."""
     found = {}
-    # sorted(): ".old-step_..." comes before "step_...", so it counts only where a kill left it alone (see save).
+    # sorted() puts ".old-step_..." before "step_...", so it is used only if a kill left no "step_..." (see save).
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if re.fullmatch(r"(\.old-)?step_\d+", path.name):
             found[_step(path)] = path
@@ -296,12 +296,12 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def last(folder: Path) -> Path | None:
-    """The checkpoint of the highest step, unverified; None if there is none."""
+    """The checkpoint with the highest step, not verified; None if there is none."""
     return next(reversed(all_checkpoints(folder)), None)
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest finite state["val_loss"], the earliest of equals; None if none has one."""
+    """The checkpoint with the lowest finite state["val_loss"], the earliest if several are equal; None without any."""
     return _lowest_loss(all_checkpoints(folder))
 
 
@@ -310,7 +310,7 @@ def _lowest_loss(paths: list[Path]) -> Path | None:
     for path in paths:
         try:
             loss = _verified(path, [])["state.json"]["state"].get("val_loss")
-        except ValueError:  # damaged: whatever it was, it is not the best any more
+        except ValueError:  # a damaged checkpoint cannot be the best
             continue
         if loss is not None and math.isfinite(loss):
             losses[path] = loss
@@ -318,18 +318,20 @@ def _lowest_loss(paths: list[Path]) -> Path | None:
 
 
 def _step(path: Path) -> int:
-    """The step that the directory's name ends in; -1 for a copy under a name of the user's own."""
+    """The step in the folder's name; -1 for a copy under another name."""
     digits = re.search(r"step_(\d+)$", path.name)
     return int(digits[1]) if digits else -1
 
 
 def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume") -> Path:
-    """The checkpoint directory that `resume=` means, or sample.py's `run=`, which is then the option to name.
+    """The checkpoint folder that train.py's `resume=` or sample.py's `run=` names.
 
-    resume: "auto", or with run= "latest", is the last checkpoint of the run `name`, or with name None of the run that
-        saved last; otherwise the path of a checkpoint or of a run, or the name of a run under `runs`.
-    A run whose newest checkpoint is damaged gives the next complete one and says so on stderr; a checkpoint asked for
-    by its own path is never exchanged for another (`load` says that it is damaged).
+    resume: the path of a checkpoint or of a run, the name of a run under `runs`, or "auto" ("latest" for run=). "auto"
+        is the last checkpoint of the run `name`; if name is None, of the run that saved last.
+    option: "resume" or "run", for the messages.
+
+    If a run's newest checkpoint is damaged, returns the newest complete one and says so on stderr. A checkpoint that is
+    given by its own path is never replaced by another: `load` says that it is damaged.
 
     Raises ValueError, one line, if there is nothing to resume.
     """
@@ -346,7 +348,7 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
         if looked.is_dir():
             return looked
     else:
-        inside = runs / resume  # the run of that name first: a folder beside it may be called the same
+        inside = runs / resume  # the run comes first: the working directory may have a folder with the same name
         looked = inside if inside.is_dir() or not Path(resume).is_dir() else Path(resume)
 
     folder = looked if looked.name == FOLDER else looked / FOLDER
@@ -367,17 +369,17 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
 
 
 def find_best(run: str, runs: Path) -> Path:
-    """The checkpoint of a run to look at: the one with the lowest validation loss whose weights are undamaged, or the
-    last one where none has a loss. Names on stderr those that it passes over.
+    """The best checkpoint of a run: the undamaged one with the lowest validation loss, or the last one if none has a
+    loss. Names damaged checkpoints on stderr.
 
-    run: as resume in `find_resume`, with "latest" for the run that saved last. ValueError as there.
+    run: as resume in `find_resume`, with "latest" for the run that saved last. Raises the same ValueErrors.
     """
     last = find_resume(run, runs, None, option="run")
     left = all_checkpoints(last.parent)
     while path := _lowest_loss(left):
         if _complete(path, ["model.safetensors", "tokenizer.json"]):
             return path
-        if _step(path) < _step(last):  # or find_resume() has said it
+        if _step(path) < _step(last):  # find_resume() has named the later ones
             print(f"checkpoint {path} is damaged", file=sys.stderr)
         left.remove(path)
     return last
@@ -389,11 +391,10 @@ def find_best(run: str, runs: Path) -> Path:
 def optimizer_tensors(
     optimizers: list[torch.optim.Optimizer], named_parameters: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The optimizers' state as {"NAME.exp_avg": tensor, ...}, not copied; each parameter is one optimizer's.
+    """The optimizers' state as {"NAME.exp_avg": tensor, ...}, not copied. Each parameter belongs to one optimizer.
 
-    By name, where torch's own state_dict() counts parameters: a parameter that is added, or groups that are split in
-    another way, would shift everything after it in silence. Learning rates and the like are not state: they are a
-    function of the step and of the configuration.
+    torch's own state_dict() numbers the parameters. A new parameter, or other groups, would silently shift all numbers
+    after it, so we use names. Learning rates and the like are not saved: the step and the configuration determine them.
     """
     return {
         f"{name}.{key}": value
@@ -408,9 +409,9 @@ def load_optimizer_tensors(
     named_parameters: Iterable[tuple[str, Tensor]],
     tensors: dict[str, Tensor],
 ) -> None:
-    """Put back what optimizer_tensors took out, bit for bit; skips the entries of rng_state() and NAME.trained.
+    """Restore the state from optimizer_tensors, bit for bit. Skips NAME.trained and the entries of rng_state().
 
-    Raises ValueError if a tensor belongs to no parameter or has another shape: a checkpoint of another model.
+    Raises ValueError if a tensor belongs to no parameter or has another shape: then it comes from another model.
     """
     owner = {p: (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
     parameters = dict(named_parameters)
@@ -428,15 +429,15 @@ def load_optimizer_tensors(
                 "resume with the configuration that the checkpoint was made with"
             )
         optimizer, group = owner[p]
-        # The step count lives on the host, except where one fused kernel reads it: on a GPU it would cost a
-        # synchronisation a parameter. A clone, because safetensors' tensors are views into one buffer of any alignment.
+        # The step count is on the CPU, unless a fused kernel reads it: reading it from the GPU would synchronise for
+        # every parameter. We clone because safetensors' tensors are views into one buffer, perhaps not aligned.
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
         optimizer.state[p][key] = tensor.to("cpu" if on_host else p.device).clone()
 
 
 def rng_state() -> dict[str, Tensor]:
-    """torch's default generators as {"rng.cpu": uint8 (5056,), "rng.cuda": uint8 (16,)}; the second only if CUDA is in
-    use (of the current device; asking a CPU run for it would take GPU memory)."""
+    """The states of torch's default generators: {"rng.cpu": uint8 (5056,), "rng.cuda": uint8 (16,)}. rng.cuda, of the
+    current device, is there only if CUDA is in use: reading it in a CPU run would take GPU memory."""
     states = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["rng.cuda"] = torch.cuda.get_rng_state()
@@ -446,7 +447,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(tensors: dict[str, Tensor]) -> None:
-    """Put back what rng_state gave. Skips other names, and CUDA's state where there is no CUDA."""
+    """Restore the states from rng_state. Skips other names, and CUDA's state if there is no CUDA."""
     torch.set_rng_state(tensors["rng.cpu"].clone())
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng.cuda"].clone())

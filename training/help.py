@@ -1,7 +1,7 @@
-"""What --help prints: every group's options, and every key with the value that it has and what it means.
+"""The text of --help: the options of every group, and every key with its value and its meaning.
 
-A key's meaning stands once, beside its field: the comment behind it, or the first sentence of the comment above it. An
-option's meaning is the first sentence of its file. Both are read from the source, so code and help cannot differ.
+A key's meaning is the comment behind its field, or the first sentence of the comment above the field. An option's
+meaning is the first sentence of its file. Both are read from the source, so the help cannot differ from the code.
 """
 
 import ast
@@ -18,54 +18,54 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-LONG = 88  # characters of an option's meaning, which fit on a line
+LONG = 88  # maximum length of an option's meaning, in characters; so much fits on a line
 
 
 def help_text(script: str, schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[str, str]) -> str:
-    """The whole text. values: the composed configuration, as a dictionary. chosen: each group's option; its options are
-    the files of conf/GROUP."""
+    """The whole text. values: the composed configuration as a dictionary. chosen: {group: the option in use}. The
+    options of a group are the files in conf/GROUP."""
     doc = inspect.getdoc(inspect.getmodule(schema)) or ""
     lines = [doc.partition("\n")[0], f"python {script}.py KEY=VALUE ..."]
     if chosen:
-        lines += ["", "Groups. An option is a file of conf/ that sets keys of its group, or of all; * is chosen."]
+        lines += ["", "Groups. Each option is a file in conf/ that sets several keys; * marks the option in use."]
     for group, option in chosen.items():
         files = sorted((conf / group).glob("*.yaml"), key=lambda file: file.stem)
         rows = [(f"{'*' if file.stem == option else ' '} {group}={file.stem}", said_in(file)) for file in files]
         lines += ["", *aligned(rows)]
-    lines += ["", "Keys, each with the value that it has here; null is none, a list is written [a,b]."]
+    lines += ["", "Keys, each with its value for this command. null means no value; lists are written [a,b]."]
     for rows in sections(schema, values):
         lines += ["", *aligned([(f"  {key}", meaning) for key, meaning in rows])]
     return "\n".join(lines)
 
 
 def aligned(rows: list[tuple[str, str]]) -> list[str]:
-    """Two columns."""
+    """The rows as lines of two aligned columns."""
     width = max(len(left) for left, _ in rows)
     return [f"{left:{width}}  {right}".rstrip() for left, right in rows]
 
 
 def sections(schema: type, values: Mapping[str, Any], prefix: str = "") -> list[list[tuple[str, str]]]:
-    """(key=value, meaning) of the schema's own keys, then of each nested dataclass's."""
+    """One list of (key=value, meaning) for the schema's own keys, then one for each nested dataclass."""
     own, nested, meanings = [], [], comments(schema)
     for field in fields(schema):
         factory: Any = field.default_factory
         if isinstance(factory, type) and is_dataclass(factory):
             nested += sections(factory, values[field.name], f"{prefix}{field.name}.")
         else:
-            meaning = re.sub(r"\bNone\b", "null", meanings[field.name])  # as it is typed
+            meaning = re.sub(r"\bNone\b", "null", meanings[field.name])  # the command line writes None as null
             own.append((f"{prefix}{field.name}={typed(values[field.name])}", meaning))
     return [own, *nested] if own else nested
 
 
 def typed(value: Any) -> str:
-    """A value of a configuration as one types it in a shell."""
+    """A configuration's value as it is typed in a shell."""
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
     return shlex.quote(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def comments(schema: type) -> dict[str, str]:
-    """{field: the comment behind it, else the first sentence of the one above it, else ""}"""
+    """{field: the comment behind it, else the first sentence of the comment above it, else ""}"""
     source = textwrap.dedent(inspect.getsource(schema))
     tokens = [t for t in tokenize.generate_tokens(StringIO(source).readline) if t.type == tokenize.COMMENT]
     said = {token.start[0]: token.string.lstrip("# ") for token in tokens}  # by line
@@ -79,12 +79,12 @@ def comments(schema: type) -> dict[str, str]:
 
 
 def said_in(file: Path) -> str:
-    """The first sentence of the comment that a YAML file begins with, or of a long one its first part."""
+    """The first sentence of a YAML file's opening comment. If it is too long, its part before a colon or semicolon."""
     lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
     whole = sentence([line.lstrip("# ") for line in lines if "@package" not in line])
     return whole if len(whole) <= LONG else textwrap.shorten(re.split(r"[:;] ", whole)[0], LONG, placeholder=" ...")
 
 
 def sentence(lines: list[str]) -> str:
-    """The first one, without its full stop."""
+    """The first sentence, without its full stop."""
     return " ".join(lines).partition(". ")[0].removesuffix(".")

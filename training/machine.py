@@ -1,4 +1,4 @@
-"""The machine under a run: which device, what it can do at best, and the versions that a figure has to name."""
+"""The machine of a run: device, peak speed, memory, signals and versions."""
 
 import ctypes
 import errno
@@ -16,10 +16,10 @@ from typing import TextIO
 
 import torch
 
-# Dense bf16 FLOP/s with float32 accumulation, by what torch.cuda.get_device_name() says. NVIDIA's data sheets (half of
-# the figure "with sparsity") and, for GeForce, the architecture white papers. First match wins. A wrong peak is worse
-# than none (nanoGPT's A100 constant prints 104 % on an H100), so laptop parts, slices of a GPU and whatever is not in
-# the list have none.
+# Dense bf16 FLOP/s with float32 accumulation, by the name from torch.cuda.get_device_name(). The first match counts.
+# Sources: NVIDIA's data sheets (half of the figure "with sparsity"); for GeForce, the architecture white papers.
+# Laptop GPUs, slices of a GPU and GPUs that are not in the list have no peak. A wrong peak would be worse: nanoGPT uses
+# the A100's peak everywhere and prints 104 % on an H100.
 PEAK_FLOPS = (
     (r"Laptop|MIG|Max-Q", None),
     (r"\bGB200\b", 2500e12),
@@ -53,7 +53,7 @@ def peak_of(name: str) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float | None:
-    """The most memory used so far, in GiB: of tensors on a CUDA device, else of the whole process (None on Windows)."""
+    """Peak memory so far in GiB: of tensors on a CUDA device, else of the whole process (None on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if os.name == "nt":
@@ -65,42 +65,42 @@ def memory_gib(device: torch.device) -> float | None:
 
 
 def keep_memory() -> None:
-    """Lets a Linux process keep the memory of freed tensors for the next step instead of handing it back.
+    """Makes a Linux process keep the memory of freed tensors for the next step.
 
-    glibc returns every block of some size to the kernel at its free, and the next tensor of that size is zeroed page by
-    page again: 4 to 7 % of a small model's step on a CPU (LOG.md). Blocks above 32 MiB, which is as far as glibc lets
-    this be set, still go back. Does nothing where the C library is another one.
+    By default glibc returns large freed blocks to the kernel. The kernel then zeroes every page again for the next
+    tensor of that size. That takes 4 to 7 % of a small model's step on a CPU (LOG.md). Blocks above 32 MiB, glibc's
+    limit for this setting, are still returned. Does nothing with another C library.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: smaller blocks come from the heap,
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: whose end is never given back
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: take smaller blocks from the heap
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return the end of the heap
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of torch's or Python's means that there was no memory left. On a CPU torch has no type for it,
-    only a text (and the system may end the process instead, without a word)."""
+    """Whether an error of torch or Python means that memory ran out. On a CPU, torch raises a RuntimeError, and only
+    the text tells. (The system may also kill the process without a message.)"""
     of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return of_memory or "DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error)
 
 
 def pick_device(device: str) -> torch.device:
-    """auto: a GPU if there is one, then Apple's, else the CPU. ValueError for one that is not there."""
+    """auto: a CUDA GPU if there is one, else Apple's GPU (mps), else the CPU. ValueError for a missing device."""
     if device == "auto":
         cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
         device = "cuda" if cuda else "mps" if mps else "cpu"
     try:
-        torch.empty(1, device=device).item()  # device=meta has tensors without values
+        torch.empty(1, device=device).item()  # .item() fails for device=meta, where tensors have no values
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
-        reason = str(error).splitlines()[0].split(". ")[0]  # torch goes on with a list of all that it could do instead
+        reason = str(error).splitlines()[0].split(". ")[0]  # torch's text continues with a list of all its devices
         raise ValueError(f"device={device} cannot be used here ({reason}); use device=auto or device=cpu") from error
-    if device.startswith("cuda:"):  # the generator that is saved, and every kernel launched, are the current device's
+    if device.startswith("cuda:"):  # kernels and the saved random generator use the current device
         torch.cuda.set_device(device)
     return torch.device(device)
 
 
 def pick_dtype(dtype: str, device: torch.device) -> str:
-    """auto: bf16 on a GPU that computes in it, else float32. Any other name is returned as it is."""
+    """auto: bf16 on a GPU that supports it, else float32. Any other name is returned unchanged."""
     if dtype != "auto":
         return dtype
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -109,8 +109,8 @@ def pick_dtype(dtype: str, device: torch.device) -> str:
 
 @contextmanager
 def reader_may_leave(stream: TextIO | None = None) -> Iterator[None]:
-    """Lets the run go on where nobody reads `stream` (sys.stdout) any more: the pipe's reader has left, as `| head`
-    does, or the terminal is gone. From then on what is written to it is dropped."""
+    """Keeps the run going when nobody reads `stream` (default: sys.stdout) any more: the pipe's reader has ended, as
+    `| head` does, or the terminal is closed. All later output to the stream is dropped."""
     try:
         yield
     except OSError as error:
@@ -121,11 +121,11 @@ def reader_may_leave(stream: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Yields a list to which Ctrl-C (SIGINT), SIGTERM or SIGHUP (the connection is lost) appends its number, so that a
-    run can end its step and save.
+    """Yields a list. Ctrl-C (SIGINT), SIGTERM and SIGHUP (connection lost) append their number to it. A run can then
+    finish its step and save.
 
-    A second one raises KeyboardInterrupt at once. SIGHUP stays ignored under nohup. Main thread only, as
-    signal.signal() is.
+    A second signal raises KeyboardInterrupt at once. Under nohup, SIGHUP stays ignored. Works in the main thread only,
+    as signal.signal() does.
     """
     received: list[int] = []
 
@@ -133,9 +133,9 @@ def stop_signals() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        with reader_may_leave(sys.stderr):  # a lost connection takes the terminal along
+        with reader_may_leave(sys.stderr):  # with a lost connection the terminal is gone too
             name = signal.Signals(number).name
-            print(f"\n{name}: stopping after this step; once more leaves at once", file=sys.stderr, flush=True)
+            print(f"\n{name}: stopping after this step; a second one stops at once", file=sys.stderr, flush=True)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -149,7 +149,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def about(device: torch.device) -> dict[str, str | int]:
-    """What a reader of the figures needs to have them again: commit, versions, device."""
+    """What a reader needs to reproduce a figure: commit, versions, device."""
     return {
         "commit": git_commit(),
         "python": platform.python_version(),
@@ -169,9 +169,9 @@ def version(package: str) -> str:
 
 
 def git_commit() -> str:
-    """The commit of this repository, with + where the tree was edited since.
+    """The commit of this repository, with a + if files were edited since.
 
-    The variable GIT_COMMIT names it where the tree has travelled without its .git, or with an older one.
+    The environment variable GIT_COMMIT overrides it, for a copy of the files without its .git folder.
     """
 
     def git(*arguments: str) -> str:

@@ -1,10 +1,10 @@
-"""What a run measures, and where it goes: one line a step, metrics.jsonl, samples.txt, loss.png, wandb.
+"""What a run measures, and where it writes it: log lines, metrics.jsonl, samples.txt, loss.png, wandb.
 
     runs/NAME/
-        metrics.jsonl   one JSON object a line, written and flushed first; everything else is drawn from it
-        samples.txt     what the model wrote, under a line with the step
+        metrics.jsonl   one JSON object per line, written and flushed first; loss.png is drawn from it
+        samples.txt     the model's samples, each under a line with its step
         loss.png        training loss (line) and validation loss (points)
-        wandb/          as training/wandb_run.py says
+        wandb/          see training/wandb_run.py
 
 Three kinds of record, plain dicts of Python numbers:
 
@@ -15,14 +15,14 @@ Three kinds of record, plain dicts of Python numbers:
      "probe_ms", what the look took}: with probe.every (training/probe.py), and of a broken run at its first step and a
      few more, with "o_error", "whole_o_error", "gradient_error" and "whole_gradient_error" (training/awake.py)
 
-loss in nats a token, ms and eta_s of wall clock, mfu a fraction of the peak, memory the peak so far; mfu and memory_gib
-may be None. A broken run's records have "broken" too, its label.
+Losses are in nats per token, ms and eta_s are wall-clock times. mfu (model FLOPs utilization) is a fraction of the
+device's peak, memory_gib the peak so far; both may be None. A broken run's records also have "broken": its label.
 
-JSON has no NaN, and a broken run is full of them: a float that is not finite is written as the string "nan", "inf" or
-"-inf" (null would not say which) and `read_metrics` gives the float back.
+JSON has no NaN, and broken runs have many. A float that is not finite is written as the string "nan", "inf" or "-inf",
+and `read_metrics` turns it into a float again.
 
-wandb gets each record last, and now and then loss.png and a table of the samples so far. In a run of several processes
-only rank 0 makes a Metrics.
+wandb gets each record after the file and the screen, and sometimes loss.png and a table of the samples so far. In a run
+of several processes only rank 0 makes a Metrics.
 """
 
 import json
@@ -42,14 +42,14 @@ from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
 
 
 def log_line(record: dict, total_steps: int) -> str:
-    """One record as one line of plain ASCII, fields divided by " | " and always in the same order, so that it greps.
+    """One record as one line of ASCII for grep: fields separated by " | ", always in the same order.
 
         step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | ...
         eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
         probe step 100/600 | score 5.13 | headroom 83.59 | weight 0.9801 | l 1 | error 2.1e-07 | ...
 
-    An evaluation record may have "best": (val_loss, step). The entropies are the lowest, with its layer.head, and the
-    highest.
+    An evaluation record may have "best": (val_loss, step). The probe line shows the lowest entropy with its layer.head,
+    and the highest.
     """
     step = record["step"]
     if "val_loss" in record:
@@ -89,51 +89,50 @@ def log_line(record: dict, total_steps: int) -> str:
             "mem n/a" if memory is None else f"mem {memory:.2f} GiB",
             f"eta {clock}",
         ]
-        if "loss_scale" in record:  # in fp16; a step whose norm is inf or nan was left out, and the next scale is half
+        if "loss_scale" in record:  # fp16: a step with norm inf or nan was skipped, and the scale is then halved
             fields.insert(4, f"scale {record['loss_scale']:g}")
     return stamp(record.get("broken")) + " | ".join(fields)
 
 
 def stamp(broken: str | None) -> str:
-    """ "BROKEN[no_max] " for a run with that step of the algorithm taken out, "" for a sound one."""
+    """ "BROKEN[no_max] " for a run without that step of the algorithm, "" for a normal run."""
     return f"BROKEN[{broken}] " if broken else ""
 
 
 def broken_name(name: str, broken: str) -> str:
-    """The name of a run with its fault in it, as "mine-BROKEN-no_max"; `name` itself if it has it already or the run is
-    a sound one (broken: "")."""
+    """The name of a broken run, like "mine-BROKEN-no_max". `name` itself if it has that already, or if broken is ""."""
     fault = f"-BROKEN-{broken}"
     return f"{name}{fault}" if broken and fault not in name else name
 
 
 def printable(text: str) -> str:
-    """text without control characters: a model of bytes writes escape sequences, and a terminal would obey them."""
-    # Not by str.isprintable(), which would also take joiners and wide spaces away: Persian and emoji need them.
+    """text without control characters: a byte model may write escape sequences, and the terminal would execute them."""
+    # str.isprintable() would also remove joiners and wide spaces, which Persian and emoji need.
     return encodable("".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text))
 
 
 def show(text: str) -> None:
-    """Print a line. Once the reader has left, this and all later ones are dropped and the run goes on: its files have
-    what it measured."""
+    """Print a line. If nobody reads the output any more, drop this line and all later ones: the run goes on, and its
+    files have the measurements."""
     with reader_may_leave():
         print(text, flush=True)
 
 
 def encodable(text: str) -> str:
-    """text with "?" for what the terminal's encoding lacks, where print() would raise."""
+    """text with "?" for characters that the terminal's encoding lacks; print() would raise an error for them."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
-PICTURES = 20  # of a run, that wandb gets: it keeps every one of them
+PICTURES = 20  # number of pictures that a run sends to wandb; wandb keeps all of them
 SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====$", re.MULTILINE)
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:
-    """The samples of a samples.txt as (step, text), in their order."""
-    # errors: a kill may have cut the last sample in the middle of a character.
+    """The samples in a samples.txt as (step, text), in order."""
+    # errors="replace": a kill may have cut the last sample within a character.
     _, *parts = SAMPLE_HEADER.split(path.read_text(encoding="utf-8", errors="replace"))
     return [(int(step), text.strip("\n")) for step, text in zip(parts[::2], parts[1::2], strict=True)]
 
@@ -141,18 +140,18 @@ def read_samples(path: Path) -> list[tuple[int, str]]:
 def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, with "nan", "inf" and "-inf" as floats again.
 
-    Leaves out a last line that a kill cut short, and any line that is no record: someone may have edited the file, and
-    that should not end a run. Says on stderr how many of those there are.
+    Skips a last line that a kill cut short. Skips lines that are not records too, and says on stderr how many: someone
+    may have edited the file, and that should not end a run.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     records = [record for record in map(_record, lines) if record is not None]
     if len(records) < len(lines):
-        print(f"{path}: {len(lines) - len(records)} lines are no records and are left out", file=sys.stderr)
+        print(f"{path}: {len(lines) - len(records)} lines are not records and are left out", file=sys.stderr)
     return records
 
 
 def _record(line: str) -> dict | None:
-    """The record that a line holds: a step and numbers; None where it holds anything else."""
+    """The record in a line: a step and numbers. None if the line has anything else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -171,7 +170,7 @@ def _json_line(record: dict) -> str:
 
 
 def _rewrite(path: Path, text: str) -> None:
-    # Renamed over the old file: a kill in the middle of a resume must not cost the run its history.
+    # Write a new file and rename it: a kill during a resume must not lose the run's history.
     temp = path.with_name(f".tmp-{path.name}")
     with open(temp, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -181,7 +180,8 @@ def _rewrite(path: Path, text: str) -> None:
 
 
 def drawable(text: str) -> str:
-    """text with "?" for what matplotlib's font lacks: it would draw a box and warn. A run's name may be Chinese."""
+    """text with "?" for characters that matplotlib's font lacks, for example Chinese ones in a run's name. matplotlib
+    would draw a box for them and print a warning."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))
@@ -189,16 +189,16 @@ def drawable(text: str) -> str:
 
 
 def loss_figure(records: list[dict], title: str, broken: str | None):
-    """The records as a matplotlib Figure: training loss a thin line, validation loss points, linear axes.
+    """The records as a matplotlib Figure: training loss as a thin line, validation loss as points, linear axes.
 
-    The title is red for a broken run; a dashed line stands where the loss was first not finite.
+    The title is red for a broken run. A dashed line marks the first step whose loss is not finite.
     """
-    # Figure, not pyplot: no window system is looked for and no figure is kept alive by a global list. Imported here
-    # because the import takes half a second (and minutes, once, when fonts are indexed) that need not be before step 1.
+    # We use Figure and not pyplot, which looks for a window system and keeps every figure in a global list. It is
+    # imported late, so that step 1 need not wait: the import takes half a second, and minutes once, to index the fonts.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for key, style, label in (("loss", {"lw": 0.8}, "train"), ("val_loss", {"ls": "", "marker": "o", "ms": 4}, "val")):
         points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
         if points:
@@ -218,7 +218,7 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
 
 
 class Metrics:
-    """Where train.py sends what it measures. `close` it however the run ends.
+    """train.py sends its measurements here. Call `close` at the end of the run, also after an error.
 
         metrics = Metrics(folder, total_steps, config=asdict(cfg), wandb_config=cfg.wandb, resume_step=30)
         metrics.log({"step": 31, "loss": 2.1, ...})
@@ -227,10 +227,10 @@ class Metrics:
         metrics.picture()
         metrics.close(exit_code=0)
 
-    folder: runs/NAME, made if need be; NAME is the title of the picture and the wandb run's name.
-    broken: the label of what was taken out of the algorithm, stamped on every record, line, sample, title and tag.
-    resume_step: the step of the checkpoint that the run goes on from. Records and samples past it are dropped: the run
-        is about to make them again, and each step has one row. None is a new run, whose files start empty.
+    folder: runs/NAME, made if it is missing. NAME is the title of the picture and the name of the wandb run.
+    broken: the label of the run's break_it settings. It is added to every record, line, sample, title and tag.
+    resume_step: the step of the resumed checkpoint. Later records and samples are deleted, because the run makes these
+        steps again and each step has one record. None for a new run: its files start empty.
     Raises ValueError as `choose_wandb_mode` does.
     """
 
@@ -245,17 +245,17 @@ class Metrics:
         resume_step: int | None = None,
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
-        self.drawn = False  # whether loss.png has all that metrics.jsonl has
-        self.step = self.sent = resume_step or 0  # of the last record, and of the last picture that wandb got
+        self.drawn = False  # whether loss.png shows everything in metrics.jsonl
+        self.step = self.sent = resume_step or 0  # steps of the last record and of the last picture sent to wandb
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
-        mode, reason = choose_wandb_mode(wandb_config)  # may refuse, so before anything is touched
+        mode, reason = choose_wandb_mode(wandb_config)  # may raise, so it comes before any change to files
         folder.mkdir(parents=True, exist_ok=True)
         self._keep_until(resume_step)
         self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8", newline="\n")  # noqa: SIM115
 
         self.progress = None
         if sys.stdout.isatty():
-            # No refresh thread: it is drawn anew with each line, and nothing else happens in between.
+            # No refresh thread: the bar is drawn again with each line, and does not change in between.
             self.progress = Progress(
                 TextColumn(f"{stamp(broken)}step", markup=False),
                 MofNCompleteColumn(),
@@ -270,16 +270,16 @@ class Metrics:
         self.wandb = WandbRun(mode, wandb_config, folder, config, broken, self.say)
 
     def _keep_until(self, step: int | None) -> None:
-        """Drop records and samples past `step`, and all of them where it is None."""
+        """Delete the records and samples after `step`; all of them if it is None."""
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
-        if step is None:  # a new run in an old folder is not the old wandb run
+        if step is None:  # a new run in an old folder gets a new wandb run
             (self.folder / "wandb_id.txt").unlink(missing_ok=True)
         records = read_metrics(path) if step is not None and path.exists() else []
         records = [record for record in records if record["step"] <= step]
         for record in records:
             self._note_best(record)
         _rewrite(path, "".join(map(_json_line, records)))
-        # errors: a kill may have cut the last sample in the middle of a character.
+        # errors="replace": a kill may have cut the last sample within a character.
         text = samples.read_text(encoding="utf-8", errors="replace") if step is not None and samples.exists() else ""
         past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > (step or 0)]
         _rewrite(samples, text[: past[0]] if past else text)
@@ -290,17 +290,17 @@ class Metrics:
             self.best = (loss, record["step"])
 
     def say(self, text: str) -> None:
-        """Print plain text, above the progress bar if there is one. What the terminal cannot show becomes "?"."""
+        """Print plain text, above the progress bar if there is one. Characters that the terminal lacks become "?"."""
         text = encodable(text)
         if self.progress:
-            # soft_wrap: rich would otherwise break lines at the window's edge and they would not grep.
+            # soft_wrap: otherwise rich breaks lines at the window's edge, and grep does not find them.
             with reader_may_leave():
                 self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             show(text)
 
     def still_there(self) -> None:
-        """ValueError where the run's folder has been deleted or moved: what is written now would be lost."""
+        """ValueError if the run's folder was deleted or moved: what we write now would be lost."""
         if not (self.folder / "metrics.jsonl").exists():
             raise ValueError(
                 f"the folder {self.folder} was deleted or moved while the run went on, with its metrics, samples and "
@@ -308,15 +308,14 @@ class Metrics:
             )
 
     def log(self, record: dict) -> None:
-        """Keep and show one record of either kind: file first, then the screen, wandb last. As all that writes here,
-        raises ValueError where the folder is gone."""
+        """Write a record to the file, then to the screen, then to wandb. ValueError if the run's folder is gone."""
         self.still_there()
         if self.broken:
             record = {**record, "broken": self.broken}
         self.file.write(_json_line(record))
         self.drawn = False
         self.step = record["step"]
-        self.file.flush()  # what is flushed survives kill -9; only a power cut could take it
+        self.file.flush()  # flushed lines survive kill -9; only a power cut could lose them
         self._note_best(record)
         self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.progress:
@@ -325,7 +324,7 @@ class Metrics:
         self.wandb.log(record)
 
     def sample(self, step: int, text: str) -> None:
-        """Append a sample to samples.txt and show it."""
+        """Append a sample to samples.txt and print it."""
         self.still_there()
         header = f"===== {stamp(self.broken)}sample at step {step} ====="
         with open(self.folder / "samples.txt", "a", encoding="utf-8", newline="\n") as file:
@@ -334,9 +333,9 @@ class Metrics:
         self.wandb.samples(step, read_samples(self.folder / "samples.txt"), f"{stamp(self.broken)}newest sample first")
 
     def picture(self) -> Path:
-        """Draw loss.png anew from metrics.jsonl, if there is more in it than at the last call, and return its path.
+        """Draw loss.png from metrics.jsonl if there are new records, and return its path.
 
-        wandb gets it too, at most PICTURES times a run of total_steps and once more at the end: it keeps every one.
+        The picture goes to wandb too, at most PICTURES times in total_steps and once more at the end.
         """
         path, temp = self.folder / "loss.png", self.folder / ".tmp-loss.png"
         if self.drawn:
@@ -355,7 +354,7 @@ class Metrics:
         self.sent = self.step
 
     def close(self, exit_code: int = 0) -> None:
-        """End the progress bar, the file and the wandb run (with the last picture drawn, if there is one)."""
+        """Close the progress bar, the file and the wandb run, which first gets the last picture."""
         if self.progress:
             with reader_may_leave():
                 self.progress.stop()

@@ -7,40 +7,40 @@ import torch
 
 from model.gpt import GPT
 
-# What None stands for where a key has a meaning for one choice only; with the other choice a value is refused.
-MOMENTUM = 0.95  # Muon's, as Keller Jordan's post and torch have it
+# Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
+MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch
 DECAY_FRACTION = 0.2  # of the steps, as in arXiv 2405.18392
 
 
 @dataclass
 class OptimizerConfig:
-    """GPT-3's published settings (arXiv 2005.14165, appendix B); the rate follows the model's width."""
+    """GPT-3's published settings (arXiv 2005.14165, appendix B). By default lr depends on the model's width."""
 
-    kind: str = "adamw"  # adamw | muon (for the blocks' matrices, and AdamW for the rest)
-    lr: float | None = None  # the peak rate; None: 6e-4 * 768 / model.n_embd, base_rate()
-    schedule: str = "cosine"  # cosine | wsd (warm-up, stable, decay: the peak, then over decay_fraction a line down)
-    decay_fraction: float | None = None  # wsd: share of the steps over which the rate falls; None: 0.2
-    min_lr_ratio: float = 0.1  # the rate ends at this share of the peak
-    warmup_steps: int = 100  # the rate rises to its peak over these
-    weight_decay: float = 0.1  # pulls matrices and embeddings towards 0, under Muon and AdamW alike
-    beta1: float = 0.9  # decay of AdamW's mean gradient; with muon, for what Muon does not take
-    beta2: float = 0.95  # decay of AdamW's mean squared gradient
-    momentum: float | None = None  # of Muon, which alone has it; None: 0.95
-    grad_clip: float = 1.0  # largest norm of the whole gradient; 0 does not clip
+    kind: str = "adamw"  # adamw | muon (Muon for the blocks' matrices, AdamW for the other weights)
+    lr: float | None = None  # peak learning rate; None: 6e-4 * 768 / model.n_embd
+    schedule: str = "cosine"  # learning rate schedule: cosine | wsd (warm-up, stable, then linear decay)
+    decay_fraction: float | None = None  # fraction of the steps in wsd's decay; None: 0.2
+    min_lr_ratio: float = 0.1  # final learning rate, as a fraction of the peak
+    warmup_steps: int = 100  # number of steps over which the learning rate rises to its peak
+    weight_decay: float = 0.1  # weight decay of matrices and embeddings, for Muon and AdamW
+    beta1: float = 0.9  # AdamW's decay rate for the mean of the gradient
+    beta2: float = 0.95  # AdamW's decay rate for the mean of the squared gradient
+    momentum: float | None = None  # Muon's momentum (optimizer=muon only); None: 0.95
+    grad_clip: float = 1.0  # maximum norm of the gradient over all weights; 0: no clipping
 
     def __post_init__(self):
         for name, known in {"kind": ("adamw", "muon"), "schedule": ("cosine", "wsd")}.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is not known; choose {' or '.join(known)}")
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"optimizer.lr={self.lr} must be finite and above 0; null takes the model's width's")
+            raise ValueError(f"optimizer.lr={self.lr} must be finite and above 0; null chooses it by the model's width")
         for name in ("min_lr_ratio", "weight_decay", "warmup_steps", "grad_clip"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0")
         if self.weight_decay == math.inf:
             raise ValueError(f"optimizer.weight_decay={self.weight_decay} must be finite; 0.1 is usual")
         if self.min_lr_ratio > 1:
-            raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio} must be at most 1: the rate falls to its end")
+            raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio} must be at most 1; 1 keeps the rate constant")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is outside [0, 1); 0.9 and 0.95 are usual")
@@ -55,24 +55,27 @@ class OptimizerConfig:
 
 
 def base_rate(n_embd: int) -> float:
-    """GPT-3's rate for GPT-2's width, 6e-4 at 768, scaled as one over the width (arXiv 2203.03466): 3.6e-3 at 128."""
+    """Peak learning rate for a width: GPT-3's 6e-4 at 768, scaled by 1 / width (arXiv 2203.03466); 3.6e-3 at 128."""
     return 6e-4 * 768 / n_embd
 
 
 def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers that together take every weight of the model once: [AdamW], or [Muon, AdamW].
+    """The optimizers for the model's weights: [AdamW] or [Muon, AdamW]. Each weight belongs to exactly one.
 
-    Matrices and embeddings decay, biases and norms (one-dimensional) do not.
+    Matrices and embeddings have weight decay. Biases and norms (one-dimensional) do not.
 
-    Muon (arXiv 2502.16982) moves a matrix by its momentum with all singular values set to about 1, so that the weak
-    directions learn as fast as the strong ones. That is meant for matrices that multiply a stream: the embedding and
-    the head, whose rows are words, stay with AdamW, and so does what is no matrix. match_rms_adamw gives Muon's updates
-    the size of AdamW's, 0.2 an entry whatever the matrix's shape, so that one lr, one weight decay and one schedule do
-    for both; torch's other choice, "original", wants a rate of its own. The price is fifteen products of each matrix
-    with itself a step: 3.75 C / tokens_per_step of the step's own arithmetic, 0.6 % of GPT-2's at half a million tokens
-    and 12 % of nano's. q, k and v lie in one matrix and are orthogonalised as one (to split them takes our own Muon).
+    Muon (arXiv 2502.16982) takes a matrix's momentum, sets its singular values to about 1 and uses the result as the
+    update. So the weak directions learn as fast as the strong ones. This is meant for matrices inside the blocks. The
+    embedding and the head have one row per token and stay with AdamW, as do biases and norms.
 
-    Fused AdamW: one pass over the parameters instead of a dozen, on every device that torch 2.11 knows.
+    adjust_lr_fn="match_rms_adamw" gives Muon's updates the size of AdamW's: 0.2 per entry, for every matrix shape. So
+    both use the same lr, weight decay and schedule. torch's other choice, "original", needs a learning rate of its own.
+
+    The price of Muon is fifteen matrix products per matrix and step. With width C, that is 3.75 C / tokens_per_step of
+    the step's arithmetic: 0.6 % for GPT-2 at half a million tokens, 12 % for nano. q, k and v are one matrix and are
+    orthogonalised together; torch's Muon cannot split them.
+
+    Fused AdamW makes one pass over the parameters instead of a dozen, on every device that torch 2.11 supports.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = []
@@ -86,7 +89,7 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
                 adjust_lr_fn="match_rms_adamw",
             )
         )
-        taken = set(matrices)  # by identity: a Parameter hashes as the object that it is
+        taken = set(matrices)  # a Parameter's hash is its identity
         parameters = [p for p in parameters if p not in taken]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -96,13 +99,13 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of update `step`, 1 to steps; config.lr must be a number by now.
+    """The learning rate of update `step`, from 1 to steps. config.lr must not be None.
 
-        cosine   /```-.._        linear up over warmup_steps, then half a cosine down to min_lr_ratio * lr at the end
-        wsd      /```````\\       the same rise, the peak, and over the last decay_fraction of the steps a line down
+        cosine   /```-.._        rises linearly over warmup_steps, then falls as half a cosine to min_lr_ratio * lr
+        wsd      /```````\\       rises in the same way, stays at the peak, falls linearly in the last decay_fraction
 
-    wsd ends as low as cosine does (arXiv 2405.18392) and need not know its end before it decays: a checkpoint from the
-    stable part can be taken on to any number of steps.
+    wsd reaches as low a loss as cosine (arXiv 2405.18392). It does not need to know the number of steps before its
+    decay begins: a checkpoint from the stable part can be trained on to any number of steps.
     """
     assert config.lr is not None, "set_up() in train.py fills it in"
     if step <= config.warmup_steps:
@@ -119,8 +122,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 @torch.no_grad()
 def average(averaged: GPT, model: GPT, decay: float) -> None:
-    """averaged = decay * averaged + (1 - decay) * model, weight by weight, in one pass over them.
+    """averaged = decay * averaged + (1 - decay) * model, for every weight, in one pass.
 
-    By hand, because torch's AveragedModel has a count of updates and names of its own, which would have to be saved.
+    We do not use torch's AveragedModel: it has its own update counter and names, which we would have to save.
     """
     torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)

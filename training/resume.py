@@ -1,14 +1,15 @@
-"""Resume: what a run that goes on from a checkpoint does, and a new run does not.
+"""Resume a run from a checkpoint.
 
-    resumed_config(cfg)           the checkpoint's configuration takes the place of the defaults, before anything starts
-    open_checkpoint(cfg)          finds and reads the checkpoint, refuses one of another model
-    restore(resumed, ...)         weights, average, optimizers, loader, random numbers and scaler go on where they were
-    changed(theirs, ours)         which keys differ from the checkpoint's, for the first lines
-    edits(file, theirs, ours)     what someone has written into the run's config.yaml, which nothing reads
-    again(cfg)                    the command line that a stopped run prints
-    make_room(folder)             moves a run that ended before its first checkpoint out of a new run's way
+    resumed_config(cfg)           reads the checkpoint's configuration, which replaces the defaults
+    open_checkpoint(cfg)          finds and reads the checkpoint; refuses one of another model
+    restore(resumed, ...)         restores weights, average, optimizers, loader, random numbers and scaler
+    changed(theirs, ours)         lists the keys that differ from the checkpoint's, for the run's first lines
+    edits(file, theirs, ours)     warns of edits in the run's config.yaml, which nothing reads
+    make_room(folder)             moves away a run that ended before its first checkpoint: a new run gets the name
+    again(cfg)                    the command that resumes a stopped run
 
-cfg is train.py's Config. A resumed run is the same run bit for bit, unless something that matters was changed.
+cfg is train.py's Config. A resumed run is the same as an uninterrupted one, bit for bit, unless the command line
+changes something.
 """
 
 import shlex
@@ -25,54 +26,54 @@ from model.gpt import GPT
 from training import checkpoint, config
 from training.help import typed
 
-# What a resumed run may have otherwise than its checkpoint: it changes neither the weights' shapes nor what the model
-# computes from them (dropout does so in training only). Every other key of these groups has to be the same.
+# The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
+# computes from them (dropout does, but only in training). All other keys of these groups must stay the same.
 MAY_DIFFER = {
     "model": {"vocab_size", "dropout_p", "activation_checkpointing"},
     "tokenizer": set(),
     "attention": {"impl", "block_m", "block_n", "order", "autotune", "dropout_p"},
 }
 
-NOT_READ = "Resume reads the checkpoint's configuration; type a key on the command line to change it"
+NOT_READ = "resume= reads the checkpoint's configuration; to change a key, type it on the command line"
 
-# All that a run writes into its folder.
+# Everything that a run writes into its folder.
 RUNS_FILES = {"config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "wandb_id.txt", "wandb", "faults"}
 RUNS_FILES |= {checkpoint.FOLDER}
 
 
 def resumed_config(cfg: Any) -> dict | None:
-    """What a resumed run has instead of the defaults: its checkpoint's configuration, and the checkpoint's own path
-    for resume=. None for a new run. ValueError where there is nothing to resume."""
+    """The checkpoint's configuration, with the checkpoint's path as resume=. A resumed run has it instead of the
+    defaults. None for a new run. ValueError if there is nothing to resume."""
     if cfg.resume is None:
         return None
     path = checkpoint.find_resume(cfg.resume, Path(cfg.runs), cfg.name)
-    # Which run this is, and where it lies, is what was asked for now: a run may have been renamed or moved.
+    # name and runs come from the command line and not from the checkpoint: the run may have been renamed or moved.
     theirs = {key: value for key, value in checkpoint.load_state(path)["config"].items() if key not in ("name", "runs")}
     return theirs | {"resume": str(path)}
 
 
 def open_checkpoint(cfg: Any) -> checkpoint.Checkpoint | None:
-    """The checkpoint that cfg.resume means; None for a new run. Sets cfg.name, if it is None, to the name of the run
-    that the checkpoint lies in. Raises ValueError for one that cannot be read or is of another model."""
+    """The checkpoint that cfg.resume names; None for a new run. Sets cfg.name, if it is None, to the name of the
+    checkpoint's run. Raises ValueError if the checkpoint cannot be read or belongs to another model."""
     if cfg.resume is None:
         return None
     path = checkpoint.find_resume(cfg.resume, Path(cfg.runs), cfg.name)
     resumed = checkpoint.load(path)
-    if path.resolve().parent.name == checkpoint.FOLDER:  # of a run, and not a copy that lies somewhere else
+    if path.resolve().parent.name == checkpoint.FOLDER:  # in a run's folder; a copy elsewhere gives no name
         cfg.name = cfg.name or path.resolve().parents[1].name
     refuse_another_model(resumed, cfg)
     return resumed
 
 
 def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:
-    """The checkpoint's configuration, by train.py's Config; a key that did not exist when it was written has its
-    default."""
-    # Without the name, which an older version may have allowed and which is asked for anew.
+    """The checkpoint's configuration with all keys of train.py's Config. Keys that the checkpoint lacks have their
+    defaults."""
+    # Without the name: the resumed run has its own, and an older version may have allowed names that are refused now.
     return asdict(config.from_dict(schema, resumed.state["config"] | {"name": None}))
 
 
 def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Any) -> None:
-    """ValueError when the checkpoint's model, tokenizer, optimizer, attention or faults are not this run's."""
+    """ValueError if the checkpoint's model, tokenizer, optimizer, attention or break_it differ from this run's."""
     theirs, ours, broken = config_of(resumed, type(cfg)), asdict(cfg), cfg.break_it.label
     different = {
         group: [key for key in ours[group] if key not in free and ours[group][key] != theirs[group][key]]
@@ -112,28 +113,27 @@ def restore(
     loader: Loader,
     scaler: torch.amp.GradScaler,
 ) -> int:
-    """Puts the checkpoint's state back into all of them and into torch's generators; returns the step it was saved at.
+    """Restores the state of all these objects and of torch's random generators. Returns the checkpoint's step.
 
-    steps: where the run is to end. averaged: the moving average of the weights, or `model` itself without one.
-    Raises ValueError for a checkpoint that ends there or later, that has no state to train with, or that was trained on
-    other data.
+    steps: the run's last step. averaged: the moving average of the weights, or `model` itself without one.
+    Raises ValueError for a checkpoint at this step or a later one, without training state, or trained on other data.
     """
     tensors = resumed.optimizer()
     if "batch.x" in tensors:
         raise ValueError(
-            f"{resumed.path} is a fault that was kept, without what training needs: look into it by "
+            f"{resumed.path} was saved at a NaN or infinity, without the state that training needs: look into it with "
             f"python breakit.py replay={resumed.path}, or resume a checkpoint"
         )
     for network in {model, averaged}:
         network.load_state_dict(resumed.model)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if f"{name}.trained" in tensors:  # the checkpoint's own weights are an average of these
+            if f"{name}.trained" in tensors:  # the weights in resumed.model are then the moving average
                 p.copy_(tensors[f"{name}.trained"])
     checkpoint.load_optimizer_tensors(optimizers, model.named_parameters(), tensors)
     checkpoint.set_rng_state(tensors)
     loader.load_state_dict(resumed.state["loader"])
-    if resumed.state.get("scaler"):  # not there in a checkpoint that was trained in another dtype
+    if resumed.state.get("scaler"):  # empty if the checkpoint was trained in another dtype
         scaler.load_state_dict(resumed.state["scaler"])
     if resumed.step >= steps:
         raise ValueError(f"{resumed.path} is at step {resumed.step} of steps={steps}; give a larger steps= to go on")
@@ -141,7 +141,7 @@ def restore(
 
 
 def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
-    """What of the configuration differs from the checkpoint's, as "key old -> new"; not where the run lies."""
+    """The keys that differ from the checkpoint's, as "key old -> new", except name, runs and resume."""
     changes = []
     for key, value in ours.items():
         old, path = theirs[key], prefix + key
@@ -153,8 +153,10 @@ def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
 
 
 def edits(file: Path, theirs: dict, ours: dict) -> str | None:
-    """Says which keys of a run's config.yaml have been edited: those whose value is neither the checkpoint's nor the
-    resumed run's. None where none has. The file is about to be written anew."""
+    """A warning about edited keys in a run's config.yaml, or None. The resumed run overwrites this file.
+
+    A key counts as edited if its value is neither the checkpoint's (theirs) nor the resumed run's (ours).
+    """
     if not file.exists():
         return None
     try:
@@ -162,35 +164,34 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
     except (yaml.YAMLError, UnicodeDecodeError):
         written = None
     if not isinstance(written, dict):
-        return f"{file} is no configuration any more: it is written anew. {NOT_READ}"
+        return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
     known, now = leaves(theirs), leaves(ours)
     found = [
         f"{key}={typed(value)}"
         for key, value in leaves(written).items()
         if key not in ("name", "runs", "resume") and value not in (known.get(key), now.get(key))
     ]
-    return f"{file} has been edited, {' '.join(found)}: it is written anew without that. {NOT_READ}" if found else None
+    return f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}" if found else None
 
 
 def leaves(tree: Any, key: str = "") -> dict[str, Any]:
-    """{dotted key: value} of dictionaries in one another."""
+    """Nested dictionaries as one: {dotted key: value}."""
     if not isinstance(tree, dict):
         return {key: tree}
     return {k: v for name, inner in tree.items() for k, v in leaves(inner, f"{key}.{name}".lstrip(".")).items()}
 
 
 def make_room(folder: Path) -> Path | None:
-    """Moves what a run left that ended before its first checkpoint to folder-unsaved-1, -2, ..., and returns that
-    path; None where there is nothing to move. The name is free then, and nothing is lost.
+    """Frees the name of a run that ended before its first checkpoint: moves its folder to folder-unsaved-1, -2, ...
 
-    folder: runs/NAME of a run that is about to begin. Raises ValueError where a checkpoint lies in it, or anything that
-    no run makes.
+    folder: runs/NAME of a run that is about to begin. Returns the new path, or None if there was nothing to move.
+    Raises ValueError if the folder has a checkpoint, or a file that no run writes.
     """
     found = [path.name for path in folder.iterdir()] if folder.exists() else []
     if checkpoint.all_checkpoints(folder / checkpoint.FOLDER):
-        raise ValueError(f"the run {folder} exists already: go on with it by resume=auto, or use another name=")
+        raise ValueError(f"the run {folder} exists already: continue it with resume=auto, or use another name=")
     if foreign := sorted(name for name in found if name not in RUNS_FILES and not name.startswith(".tmp-")):
-        raise ValueError(f"the folder {folder} exists already and has {foreign[0]}, not of a run: use another name=")
+        raise ValueError(f"the folder {folder} has {foreign[0]}, which no run writes: use another name=")
     if not found:
         return None
     aside = (folder.with_name(f"{folder.name}-unsaved-{number}") for number in count(1))
@@ -198,6 +199,6 @@ def make_room(folder: Path) -> Path | None:
 
 
 def again(cfg: Any) -> str:
-    """The command line that goes on with this run; the checkpoint has the rest of its configuration."""
+    """The command that resumes this run. The rest of the configuration is in the checkpoint."""
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
     return shlex.join(["python", "train.py", "resume=auto", f"name={cfg.name}", *where])

@@ -1,11 +1,12 @@
-"""A sweep: the jobs of `python train.py -m ...`, one after the other, and what they found in one table and one picture.
+"""A sweep: runs the jobs of `python train.py -m ...` one after the other, and makes one table and one picture of them.
 
-    runs/SWEEP/table.csv     a row a job: what it varies, best validation loss, bits per byte, step, ms a step, status
-    runs/SWEEP/losses.png    all the curves, named after what varies
-    runs/SWEEP-1, -2, ...    the runs themselves, as any other run
+    runs/SWEEP/table.csv     one row per job: the varied keys, best validation loss, bits per byte, step, ms per step,
+                             status
+    runs/SWEEP/losses.png    all loss curves, labelled with the varied keys
+    runs/SWEEP-1, -2, ...    the runs, like any other run
 
-SWEEP is name=, or else the time. A job that fails is a row with its reason and the next one starts; Ctrl-C ends the job
-and the sweep, and leaves table and picture of what there is.
+SWEEP is name=, or the time. If a job fails, its row has the reason, and the next job starts. Ctrl-C ends the job and
+the sweep. Table and picture then show the jobs so far.
 """
 
 import csv
@@ -25,11 +26,11 @@ from training.metrics import broken_name, drawable, encodable, read_metrics, sho
 
 
 def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> int:
-    """Run the jobs; returns 0 if all of them ended well, 1 if one did not, 128 + the signal if one was interrupted.
+    """Run the jobs. Returns 0 if all of them reached their end, 1 if one did not, 128 + the signal if a signal came.
 
-    script: returns 0, 1 where a loss stopped it, or 128 + a signal, and leaves its files in runs/NAME.
-    jobs: (configuration, overrides), with `name`, `runs` and `break_it` in the configuration; sets each one's `name`.
-    Raises ValueError where a run of one of the names exists already.
+    script: trains; writes its files into runs/NAME; returns 0, 1 if a NaN or infinity stopped it, or 128 + a signal.
+    jobs: (configuration, overrides). A configuration has `name`, `runs` and `break_it`; its `name` is set here.
+    Raises ValueError if a run of one of the names exists already.
     """
     folder = name_jobs([config for config, _ in jobs])
     typed = [dict(override.partition("=")[::2] for override in overrides) for _, overrides in jobs]
@@ -57,21 +58,21 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
             free_memory()
         return code
     finally:
-        # After a bug in the script too: a table of the finished jobs is worth having.
+        # Also after a bug in the script: the table of the finished jobs is still useful.
         write_table(folder / "table.csv", rows)
         if curves:
             losses_figure(curves, folder.name).savefig(folder / "losses.png", dpi=120)
-        failed = sum(not row["status"].endswith("done") for row in rows)  # a broken run's has its stamp in front
-        trouble = f", {failed} of them did not end well" if failed else ""
+        failed = sum(not row["status"].endswith("done") for row in rows)  # a broken run's status begins with its stamp
+        trouble = f", {failed} of them failed or stopped" if failed else ""
         show(f"sweep: {len(rows)} of {len(jobs)} jobs{trouble}: {folder}")
 
 
 def name_jobs(configs: list[Any]) -> Path:
-    """Gives each job a name of its own: numbers the names that several share, adds the fault of a broken run. Returns
-    the sweep's folder, made.
+    """Gives each job its own name: adds a number to a shared name, and the fault to a broken run's name.
+    Makes the sweep's folder and returns it.
 
-    A job that resumes a checkpoint gets a new run too. In the checkpoint's run it would go on from where the job before
-    it ended.
+    A job that resumes a checkpoint gets a new run too. In the checkpoint's own run, it would continue from where the
+    previous job ended.
     """
     shared = {config.name for config in configs}
     title = shared.pop() if len(shared) == 1 and None not in shared else time.strftime("%Y%m%d-%H%M%S-sweep")
@@ -89,13 +90,13 @@ def name_jobs(configs: list[Any]) -> Path:
 
 
 def records_of(config: Any) -> list[dict]:
-    """What a job's run has measured; [] where it did not come to that."""
+    """The records of a job's run; [] if it ended before the first one."""
     path = Path(config.runs) / config.name / "metrics.jsonl"
     return read_metrics(path) if path.exists() else []
 
 
 def result(records: list[dict], status: str) -> dict:
-    """A run's row: its best evaluation, and the median of the times a step took (the first one compiles and warms)."""
+    """A run's row: its best evaluation, and the median time per step without the first step, which compiles."""
     evaluated = [r for r in records if math.isfinite(r.get("val_loss", math.nan))]
     best = min(evaluated, key=lambda r: r["val_loss"], default={})
     steps = [r for r in records if "loss" in r]
@@ -112,7 +113,7 @@ def result(records: list[dict], status: str) -> dict:
 
 
 def write_table(path: Path, rows: list[dict]) -> None:
-    """As CSV, every digit of it, and on the screen in columns."""
+    """Writes the rows as CSV with all digits, and prints them in columns."""
     if not rows:
         return
     with open(path, "w", encoding="utf-8", newline="") as file:
@@ -134,13 +135,13 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a token)")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for number, (label, records) in enumerate(curves.items()):
         # The colour follows the job's number, so that a value that rises from job to job shows as a change of colour.
         # The map's last quarter is yellow, which white paper swallows.
         colour = colormaps["viridis"](0.75 * number / max(1, len(curves) - 1))
         broken = next((r["broken"] for r in records if r.get("broken")), None)
-        # Of two or three curves the earlier ones are wider, so that they still show under a later one.
+        # With two or three curves, earlier lines are wider, so that they can be seen under later ones.
         few = len(curves) <= 3
         thin = {"lw": 0.8 + 2 * (len(curves) - 1 - number), "alpha": 0.8} if few else {"lw": 0.5, "alpha": 0.4}
         for key, style in (("loss", thin), ("val_loss", {"marker": "os^Dvx"[number % 6], "ms": 5, "ls": ":"})):
@@ -157,10 +158,10 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
 
 
 def free_memory() -> None:
-    """Frees what a job leaves behind, so that the next one has the same memory. (memory_gib on a CPU keeps the peak of
-    the earlier jobs: the system counts one peak for the whole process.)"""
+    """Frees a job's memory, so that the next job has as much. (On a CPU, memory_gib keeps the peak of the earlier jobs:
+    the system counts one peak per process.)"""
     gc.collect()  # a model and its optimizer refer to each other
-    if "torch._dynamo" in sys.modules:  # keeps eight compiled versions of a function, and then compiles no more
+    if "torch._dynamo" in sys.modules:  # it compiles at most eight versions of a function, unless it is reset
         torch.compiler.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

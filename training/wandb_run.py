@@ -1,12 +1,12 @@
-"""Weights & Biases: where a run goes if wandb can be reached, and how it goes on if wandb fails.
+"""Weights & Biases (wandb): sends a run there if wandb can be reached, and keeps training if wandb fails.
 
     runs/NAME/
-        wandb_id.txt    so that a resumed run goes on in the same wandb run
+        wandb_id.txt    the id of the wandb run, so that a resumed run continues it
         wandb/          wandb's own files; `wandb sync` sends the offline ones
 
-Nothing here stops or holds up a run: choose_wandb_mode() takes at most 2 s, an online run that cannot begin within 5 s
-is an offline one, and a later error of a wandb run ends that run and not the training. The price: wandb's curves end at
-that error; those in the run's folder do not.
+wandb never stops the training, and delays it little: choose_wandb_mode() takes at most 2 s, and a run that cannot begin
+online within 5 s becomes an offline run. A later error ends the wandb run, and the training continues. The price:
+wandb's curves end at that error. Those in the run's folder are complete.
 """
 
 import html
@@ -27,7 +27,7 @@ from typing import Any
 WANDB_PROBE_SECONDS = 2.0
 WANDB_INIT_SECONDS = 5.0
 WANDB_FINISH_SECONDS = 20.0
-WANDB_SAMPLES = 50  # rows of the table of samples: a long run sends it hundreds of times, whole
+WANDB_SAMPLES = 50  # rows in the table of samples; a long run sends the whole table hundreds of times
 
 TABLE_HEAD = (
     '<meta charset="utf-8">'
@@ -38,24 +38,25 @@ TABLE_HEAD = (
 
 @dataclass
 class WandbConfig:
-    """mode: auto is online if a key is set and the host answers within 2 s, else offline.
+    """mode: auto is online if an API key is set and the host answers within 2 s, else offline.
 
-    Where a key has its default, wandb's variable counts: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_TAGS.
+    wandb's environment variables override settings that have their defaults: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY
+    and WANDB_TAGS.
     """
 
-    mode: str = "auto"  # auto (online if a key is set and the host answers) | online | offline | disabled
-    project: str = "tilegpt"  # the project that the run is filed under
-    entity: str | None = None  # team or user; None: the key's own
-    tags: list[str] = field(default_factory=list)  # the run's tags; a broken run has its fault besides
+    mode: str = "auto"  # auto (online if an API key is set and the host answers) | online | offline | disabled
+    project: str = "tilegpt"  # wandb project of the run
+    entity: str | None = None  # wandb team or user; None: the default of the API key
+    tags: list[str] = field(default_factory=list)  # tags of the wandb run; a broken run gets one more, its fault
 
 
 def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
-    """(online | offline | disabled, why, in one line), within 2 s and without importing wandb.
+    """(online | offline | disabled, the reason in one line). Takes at most 2 s and does not import wandb.
 
-    Decided before the first wandb.init() because of what it does by itself: with no key and no terminal it raises, and
-    with a key and no network it blocks for 100 s.
+    We do not leave the choice to wandb.init(): without a key and a terminal it raises, and with a key but no network it
+    blocks for 100 s.
 
-    Raises ValueError for a mode that does not exist, or that was asked for by name and cannot be had.
+    Raises ValueError for an unknown mode, and if online or offline was asked for and is not possible.
     """
     modes = ("auto", "online", "offline", "disabled")
     mode, asked = config.mode, f"wandb.mode={config.mode}"
@@ -67,7 +68,7 @@ def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
     if mode == "disabled":
         return mode, asked
     found = importlib.util.find_spec("wandb")
-    if found is None or found.origin is None:  # no origin: a mere folder called wandb, as wandb itself leaves about
+    if found is None or found.origin is None:  # no origin: only a folder called wandb, which wandb makes for its files
         if mode == "auto":
             return "disabled", "the wandb package is not installed"
         raise ValueError(f"{asked}, but the wandb package is not installed: pip install wandb, or wandb.mode=disabled")
@@ -84,20 +85,20 @@ def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
         )
     if mode == "online":
         return mode, asked
-    if _answers(f"{url.rstrip('/')}/graphql"):  # what wandb itself calls; the front page would only redirect
+    if _answers(f"{url.rstrip('/')}/graphql"):  # wandb itself calls this address; the front page only redirects
         return "online", f"{url} answers"
     return "offline", f"no answer from {url} within {WANDB_PROBE_SECONDS:.0f} s"
 
 
 def _has_wandb_key(host: str) -> bool:
-    """Where wandb looks: WANDB_API_KEY, an identity token, then the netrc file that `wandb login` writes."""
+    """Looks where wandb looks: WANDB_API_KEY, an identity token, then the netrc file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     files = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path("~/.netrc"), Path("~/_netrc")]
     for path in files:
         try:
             login = netrc.netrc(path.expanduser()).authenticators(host)
-        except (OSError, netrc.NetrcParseError):  # none there, or one that wandb could not read either
+        except (OSError, netrc.NetrcParseError):  # no such file, or one that wandb could not read either
             continue
         return bool(login and login[2])
     return False
@@ -106,8 +107,8 @@ def _has_wandb_key(host: str) -> bool:
 def _answers(url: str) -> bool:
     """Whether an HTTP server answers at `url`, with any status, within WANDB_PROBE_SECONDS.
 
-    A whole request, because behind a dead proxy or firewall a bare connection opens and then nothing comes. In a daemon
-    thread that is given up on, because name resolution obeys no timeout.
+    Sends a whole HTTP request: a dead proxy or a firewall may accept the connection and never answer. Uses a daemon
+    thread, and stops waiting for it after the time limit: name resolution has no timeout of its own.
     """
     answered = threading.Event()
 
@@ -122,12 +123,12 @@ def _answers(url: str) -> bool:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(WANDB_PROBE_SECONDS)  # sooner if refused, as with no network at all
+    thread.join(WANDB_PROBE_SECONDS)  # returns sooner if the connection is refused, as without a network
     return answered.is_set()
 
 
 def from_environment(config: WandbConfig) -> dict[str, str]:
-    """wandb's variables that are set and take the place of what `config` has no key for, or its default."""
+    """wandb's environment variables that we use: those that are set and that no key of `config` overrides."""
     usual = WandbConfig()
     counts = {
         "WANDB_PROJECT": config.project == usual.project,
@@ -139,7 +140,7 @@ def from_environment(config: WandbConfig) -> dict[str, str]:
 
 
 def samples_table(samples: list[tuple[int, str]], note: str) -> str:
-    """The last WANDB_SAMPLES samples, (step, text), as a table in HTML, the last one first. note: stands above it."""
+    """The last WANDB_SAMPLES samples, (step, text), as an HTML table, newest first. note: text above the table."""
     rows = "".join(
         f"<tr><td>{step}</td><td><pre>{html.escape(text)}</pre></td></tr>"
         for step, text in reversed(samples[-WANDB_SAMPLES:])
@@ -148,17 +149,17 @@ def samples_table(samples: list[tuple[int, str]], note: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in one line; its type where it says nothing."""
+    """The first line of an error's text; its type if the text is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines and lines[0] != "<no message>" else type(error).__name__
 
 
 class WandbRun:
-    """A run of wandb's. An online run that cannot begin becomes an offline one. Any other error ends it, with one line
-    through `say`, and the training goes on.
+    """A wandb run. If it cannot begin online, it becomes an offline run. Any other error ends it with one line through
+    `say`, and the training continues.
 
-    mode: online | offline | disabled. folder: runs/NAME. run_config: what wandb shows as the configuration.
-    WANDB_NAME names it instead of the folder, and WANDB_DIR takes wandb's files instead of it.
+    mode: online | offline | disabled. folder: runs/NAME. run_config: the configuration that wandb shows.
+    By default the wandb run has the folder's name and puts its files there. WANDB_NAME and WANDB_DIR change that.
     """
 
     def __init__(
@@ -174,21 +175,23 @@ class WandbRun:
         self.mode, self.folder, self.say = mode, folder, say
         if mode == "disabled":
             return
-        # wandb also reports on itself, to the same host, and at exit waits for that: 10 s where nothing answers, in an
-        # offline run too. Set before the import, which reads it; whoever wants it can set it to true.
+        # wandb reports its own errors to the same host and waits for that at exit: 10 s without a network, also in an
+        # offline run. We turn this off before the import, which reads the variable. Users may set it to true.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
-            import wandb  # only now: a disabled run need not pay its half second
+            import wandb  # here, because a disabled run need not wait half a second for the import
             from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
             from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
-        # What an installation whose parts do not fit raises: protobuf a TypeError, NumPy an AttributeError, ...
+        # An installation with parts that do not fit raises any of these: protobuf a TypeError, NumPy an AttributeError.
         except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, SyntaxError, OSError) as error:
             self.give_up(error)
             return
 
-        # What a call can raise: wandb's own errors; OSError (TimeoutError is one) when the helper process that wandb
-        # talks to through a socket has died; the other three when it cannot be reached or dies while an answer is
-        # awaited, which wandb does not derive from wandb.Error. Not listed: TypeError and its kind, our own mistakes.
+        # The errors that a call can raise:
+        # - wandb.Error;
+        # - OSError (for example TimeoutError) if wandb's helper process, which it reaches through a socket, has died;
+        # - the other three if the helper cannot be reached or dies before it answers. They are not wandb.Errors.
+        # TypeError and the like are not listed: they would be our mistakes.
         self.errors = (wandb.Error, OSError, WandbServiceConnectionError, HandleAbandonedError, MailboxClosedError)
         self.wandb = wandb
         environment = from_environment(config)
@@ -209,8 +212,7 @@ class WandbRun:
             say(f"wandb: {self.run.url}")
 
     def begin(self, wanted: dict) -> Any:
-        """wandb.init() in self.mode, and offline where online fails; None where that fails too. wanted: its other
-        arguments."""
+        """wandb.init() in self.mode; offline if online fails; None if that fails too. wanted: the other arguments."""
         id_file = self.folder / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n")
@@ -220,12 +222,12 @@ class WandbRun:
                 mode=self.mode,
                 id=id_file.read_text().strip(),
                 resume="allow",
-                # console="off": wandb would otherwise stand between us and the terminal to copy what we print.
+                # console="off": otherwise wandb intercepts what we print to copy it.
                 settings=self.wandb.Settings(
                     silent=True, console="off", init_timeout=WANDB_INIT_SECONDS, finish_timeout=WANDB_FINISH_SECONDS
                 ),
             )
-            # Our own step: wandb's counter counts calls, and runs ahead when a killed run repeats steps.
+            # We use our own step. wandb's counts calls, so it would be too high when a killed run repeats steps.
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
             return run
@@ -235,16 +237,16 @@ class WandbRun:
                 return None
             self.say(f"wandb: offline, because the online run could not begin ({first_line(error)})")
             self.mode = "offline"
-            self.wandb.teardown()  # its helper process keeps what it was told of the online run
+            self.wandb.teardown()  # ends the helper process, which still has the online run's settings
             return self.begin(wanted)
 
     def give_up(self, error: Exception) -> None:
-        """Ends wandb's run for good, and says so."""
+        """Ends the wandb run for good and prints a line."""
         self.run = None
         self.say(f"wandb: gave up, the run goes on without it ({first_line(error)})")
 
     def attempt(self, call: Callable[[Any], object]) -> None:
-        """Calls `call` with wandb's run unless it has been given up; gives it up if that fails."""
+        """Calls `call` with the wandb run, if there is still one. Gives it up if the call fails."""
         if self.run:
             try:
                 call(self.run)
@@ -252,27 +254,27 @@ class WandbRun:
                 self.give_up(error)
 
     def log(self, record: dict) -> None:
-        """Hand over a record; returns at once, the sending is another process's business."""
-        # None (no MFU on this machine) would be a chart of nothing.
+        """Give a record to wandb. Returns at once: another process sends it."""
+        # Without None values (such as MFU on a CPU), which would make empty charts.
         self.attempt(lambda run: run.log({k: v for k, v in record.items() if v is not None}))
 
     def samples(self, step: int, samples: list[tuple[int, str]], note: str) -> None:
-        """Hand over the samples so far, as samples_table draws them.
+        """Give the samples so far to wandb, as a page made by samples_table.
 
-        A page and no wandb.Table: that would be an artifact, about which an online run asks the host before it logs it,
-        and waits (19 s for a host that never answers, with wandb 0.31).
+        We do not use wandb.Table. It is an artifact, and before logging one an online run asks the host and waits for
+        the answer (19 s for a host that never answers, with wandb 0.31).
         """
         self.attempt(lambda run: run.log({"step": step, "samples": self.wandb.Html(samples_table(samples, note))}))
 
     def picture(self, step: int, path: Path) -> None:
-        """Hand over loss.png as it is after `step`; wandb takes a copy."""
+        """Give the loss.png of `step` to wandb, which copies it."""
         self.attempt(lambda run: run.log({"step": step, "loss_picture": self.wandb.Image(str(path))}))
 
     def finish(self, exit_code: int) -> None:
         """Send the exit code, in at most WANDB_FINISH_SECONDS."""
         self.attempt(lambda run: run.finish(exit_code=exit_code))
         if self.run and self.mode == "offline":
-            # The folder of the run that ends; in runs/NAME all those of earlier resumptions are this run's too.
+            # With WANDB_DIR, only the folder that just ended. In runs/NAME, all offline folders belong to this run.
             elsewhere = Path(self.run.dir).parent if os.environ.get("WANDB_DIR") else None
             self.say(
                 f"wandb: to send this run later: wandb sync {elsewhere or self.folder / 'wandb' / 'offline-run-*'}"
