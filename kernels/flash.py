@@ -34,6 +34,8 @@ import math
 import triton
 import triton.language as tl
 
+from kernels.task import Dropout, Mask, Scoring, Task
+
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 
@@ -44,7 +46,10 @@ LN2 = tl.constexpr(math.log(2))
 @triton.jit
 def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
-    mask, H = task.mask, task.H
+    # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
+    # that is made in the kernel.
+    mask, scoring, dropout, H, G = Mask(*task.mask), Scoring(*task.scoring), Dropout(*task.dropout), task.H, task.G
+    task = Task(mask, scoring, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # most work first: if causal, the last rows see the most keys
     n = tl.program_id(0) // n_tiles
@@ -185,7 +190,10 @@ def in_vain(acc, l, most):
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
     """Writes dq, and to row_terms (B, H, padded, 2) what dkdv_kernel needs of every row: -lse2 and delta /
     keep_scale."""
-    mask, H = task.mask, task.H
+    # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
+    # that is made in the kernel.
+    mask, scoring, dropout, H, G = Mask(*task.mask), Scoring(*task.scoring), Dropout(*task.dropout), task.H, task.G
+    task = Task(mask, scoring, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
     n = tl.program_id(0) // n_tiles
@@ -243,7 +251,10 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
 @triton.jit
 def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr):
     """Writes dk and dv. row_terms comes from dq_kernel."""
-    H, G = task.H, task.G
+    # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
+    # that is made in the kernel.
+    mask, scoring, dropout, H, G = Mask(*task.mask), Scoring(*task.scoring), Dropout(*task.dropout), task.H, task.G
+    task = Task(mask, scoring, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
     tile = tl.program_id(0) % n_tiles  # most work first: if causal, the first keys are seen by the most rows
     n = tl.program_id(0) // n_tiles

@@ -205,7 +205,7 @@ def absorb(tile: Tile, q_i: Tensor, k_j: Tensor, v_j: Tensor, state: State, prob
         p *= dropout_factor(p, tile, problem)  # 4
     p = p.to(v_j.dtype)
     acc.mul_(alpha)  # 5
-    if "wide_output" in problem.without:
+    if "wide_output" in problem.without and v_j.dtype != acc.dtype:
         return m, l, acc.add_(torch.bmm(p, v_j))
     return m, l, add_product(acc, p, v_j)
 

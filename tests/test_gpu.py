@@ -51,6 +51,17 @@ def test_tiled_with_keys_outside_is_within_twice_naives_error(case):
     assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, H=4, H_kv=2), Case(1, 50, H=4, H_kv=1), Case(50, 1, H=4, H_kv=2), Case(50, window=2, causal=False)],
+    ids=case_name,
+)
+def test_numbers_that_are_one_reach_the_loops_of_a_kernel(case):
+    """Triton 3.6 made None of them: T = 1 with grouped heads, which is how a sample begins, did not compile."""
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
+
+
 @pytest.mark.parametrize("impl", ["naive", "tiled", "triton"])
 @pytest.mark.parametrize(("keys", "score", "v", "naive", "tiled"), FLAT_ROWS)
 def test_without_the_maximum_a_flat_row_overflows_as_its_sums_do(impl, keys, score, v, naive, tiled):
