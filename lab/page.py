@@ -107,8 +107,8 @@ def measured(kept: dict, name: str) -> str:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
             ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
-            lines.append(f"\nTraining with {curves['setting']}: after step {len(broken)} the broken loss is {ended}, "
-                         f"the whole one after step {len(whole)} {mean(whole):.3f} nats.")  # fmt: skip
+            lines.append(f"\nTraining with {curves['setting']}: at step {len(broken)} the broken loss is {ended}; "
+                         f"at step {len(whole)} the whole loss is {mean(whole):.3f} nats.")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -295,7 +295,7 @@ def short(x: float) -> str:
 
 
 def entrants(impls: list[str] | None, device: torch.device) -> list[str]:
-    """impls, or all, without those of ours that cannot run on this device. Raises ValueError if one of them was named."""
+    """impls, or all, without those of ours that cannot run on this device. ValueError if such a name was given."""
     names = []
     for name in dict.fromkeys(impls or IMPLS):
         try:

@@ -1,7 +1,7 @@
 """Loads a run's model and text, and replays the batch that ended a run.
 
-    model = model_of_run("latest", Path("runs"), device)
-    replay(Path("runs/NAME/faults/step_000123"), device)
+model = model_of_run("latest", Path("runs"), device)
+replay(Path("runs/NAME/faults/step_000123"), device)
 """
 
 from contextlib import nullcontext

@@ -290,13 +290,13 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
             + f"m began at 0 and stays there, above every score: the largest weight is exp({top:.4g}) = {p.max():.4g}."
         )
     if l_old == 0:
-        return words + f"The first keys that it sees: m = {m:.4g}, and there is nothing to rescale."
+        return words + f"The first keys that it sees: m = {m:.4g}, and nothing yet to rescale."
     if m == m_old:
-        return words + f"No score is above m = {m:.4g}: alpha is 1, and the new weights are added."
+        return words + f"No score above m = {m:.4g}: alpha is 1, and the new weights are added as they are."
     words += f"A larger score: m grows from {m_old:.4g} to {m:.4g}, "
     left_out = [name for name, kept in (("l", break_it.rescale_sum), ("acc", break_it.rescale_output)) if not kept]
     if not left_out:
-        return words + f"and alpha = {alpha:.4g} brings l and acc onto the new scale."
+        return words + f"and alpha = {alpha:.4g} takes l and acc onto the new scale."
     return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, still on the old scale."
 
 

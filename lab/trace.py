@@ -108,5 +108,5 @@ def print_trace(
     if options["failure"] != "none":
         with np.errstate(all="ignore"):
             off = np.linalg.norm(o[row] - right[row]) / np.linalg.norm(right[row])
-        far = f"{100 * off:.1f} % off" if np.isfinite(off) else "not finite"
+        far = f"{100 * off:.1f} % away" if np.isfinite(off) else "not finite"
         line("", "", "", numbers(*right[row, some]) + more, f"o of the whole algorithm; the one above is {far}")

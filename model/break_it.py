@@ -18,7 +18,7 @@ class BreakIt:
     # Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A weight
     # overflows at a score of 88.7. Below the limit nothing changes, so the failure can sleep for weeks. naive, tiled,
     # triton.
-    subtract_max: bool = True  # false: exp(s) without the row's maximum taken off first
+    subtract_max: bool = True  # false: exp(s) without subtracting the row's maximum
     # The running maximum starts at 0 and never falls below it. The result is right while each row has a score well
     # above -87. Near -87 exp(s) passes the smallest normal float32, and exp(s) v loses digits, earlier for a smaller v.
     # Below -87 o shrinks. From -104 down every exp(s) is 0, so o is 0 and the row learns nothing. tiled, triton (naive
@@ -99,7 +99,7 @@ FAILURES = {
         ("rescale_sum", "rescale_output"),
         "the rescaling",
         "the loss falls as usual for 40 steps, then rises; the scores keep growing; never NaN",
-        "earlier tiles keep the scale of a smaller maximum and weigh too much. With one tile of keys all is right",
+        "earlier tiles keep the scale of a smaller maximum and weigh too much. With one tile of keys o is right",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
     ),
@@ -110,7 +110,7 @@ FAILURES = {
         "in the sum l earlier weights keep the scale of a smaller maximum, so l is too large and o too small",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
-        not_in_naive="naive has one pass and rescales nothing",
+        not_in_naive="naive rescales nothing, because it has one pass",
     ),
     "no_rescale_output": Failure(
         ("rescale_output",),
@@ -119,7 +119,7 @@ FAILURES = {
         "in acc earlier weights keep the scale of a smaller maximum, in l they do not, so o is too large",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
-        not_in_naive="naive has one pass and rescales nothing",
+        not_in_naive="naive rescales nothing, because it has one pass",
     ),
     "zero_init_max": Failure(
         ("start_low",),

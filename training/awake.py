@@ -107,7 +107,7 @@ def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> s
     assert o is not None, "a call is compared by its o first"
     o_is_right = f"o is right (error {o.broken:.1e}, whole {o.whole:.1e})"
     if acts(found, cfg.break_it):
-        what = f"only the rounding of o differs (error {o.broken:.1e}, whole {o.whole:.1e})"
+        what = f"o is rounded differently (error {o.broken:.1e}, whole {o.whole:.1e})"
         if o.more_than_rounding:
             what = f"o is {off(o)}"
         elif gradients and gradients.more_than_rounding:
