@@ -63,7 +63,7 @@ class Config:
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
-    heads: list[int] = field(default_factory=lambda: [2])  # H, for each head size, or one number for all
+    heads: list[int] = field(default_factory=lambda: [2])  # H: one number for each head size, or one for all
     kv_heads: int | None = None  # heads of k and v, a divisor of heads; None: as many as heads
     tokens: int = 1  # tokens of a batch, B = max(1, tokens // T); 32768 fill a GPU, one short sequence does not
     causal: list[bool] | None = None  # with a causal mask, without one, or both; None: both, in traffic without

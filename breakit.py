@@ -61,11 +61,11 @@ READS = {
     "replay=PATH": ("replay", "device"),
 }  # fmt: skip
 INSTEAD = {  # why the mode does not read other keys
-    "explorer=true": "it shows a trace kept with out=, real=PATH",
-    "replay=PATH": "the fault brings its own configuration",
+    "explorer=true": "it shows a trace that was kept with out=; give that as real=PATH",
+    "replay=PATH": "the configuration comes with the fault",
 }
 NEEDS_RUN = {  # keys that mean nothing without run=, and why
-    "the lab": (("runs",), "the lab trains a model of its own; add run=NAME for one that is there"),
+    "the lab": (("runs",), "the lab trains its own model; add run=NAME to take another"),
     "trace=true": (("runs", "layer", "head", "tokens"), "the worked example has no such choice; add run=NAME"),
 }
 LEAST = {"block_m": 1, "block_n": 1, "tokens": 1, "steps": 1, "layer": 0, "head": 0, "row": 0}
@@ -84,7 +84,7 @@ class Config:
     seed: int = 1337  # lab: the seed of all its trainings
     device: str = "auto"  # lab, replay: auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     score_gain: float = 1.0  # trace: multiplies the scores
-    dtype: str = "float64"  # trace: float64 | float32, where a sum of exp overflows at 88.7
+    dtype: str = "float64"  # trace: float64 | float32, which overflows at a log-sum-exp of 88.7
     causal: bool | None = None  # trace; None: no mask in the worked example, causal in a run
     block_m: int | None = None  # trace: query rows of a tile; None: 2 in the worked example, 8 in a run
     block_n: int | None = None  # trace: keys of a tile; None: 2 in the worked example, 8 in a run
@@ -105,7 +105,7 @@ class Config:
             raise ValueError(f"{' '.join(chosen)}: choose one of them, or none for the lab")
         mode = next((mode for mode in on if on[mode]), "the lab")
         if self.trace and self.failure in FAILURES.keys() - STORY_FAILURES.keys():
-            raise ValueError(f"failure={self.failure}: not in a trace; python breakit.py failure={self.failure} has it")
+            raise ValueError(f"failure={self.failure}: no trace of it; python breakit.py failure={self.failure} has it")
         failures = FAILURES if mode == "the lab" else STORY_FAILURES
         for name, known in (("failure", failures), ("dtype", ("float64", "float32")), ("order", ORDERS)):
             if getattr(self, name) not in (None, *known):

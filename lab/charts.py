@@ -144,7 +144,7 @@ def label_ends(axes: Axes) -> None:
     """Writes each line's label at its last point, in its colour. If the line ends early and low, the label is above the
     point, otherwise beside it. Labels that would touch are moved apart."""
     height = axes.bbox.height * 72 / axes.figure.dpi  # points
-    needed = 11 / height  # of the axes' height, for a line of text
+    needed = 11 / height  # the height of a line of text, as a part of the axes
     to_axes = axes.transData + axes.transAxes.inverted()
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
     longest = max((line.get_xdata()[-1] for line in lines), default=0)
@@ -153,7 +153,7 @@ def label_ends(axes: Axes) -> None:
     for y, line in sorted(ends, key=lambda end: end[0]):
         x, words = line.get_xdata()[-1], {"color": line.get_color(), "size": 9, "textcoords": "offset points"}
         words["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.5}
-        words["xycoords"] = axes.get_xaxis_transform()  # x in tokens, y in parts of the frame
+        words["xycoords"] = axes.get_xaxis_transform()  # x in tokens, y as a part of the height
         if x < longest and y < 0.7:
             axes.annotate(line.get_label(), (x, y), (0, 7), ha="center", va="bottom", **words)
         elif x < longest:

@@ -75,7 +75,7 @@ def draw_curves(axes, panel: Panel) -> None:
         style = {"color": colour, "lw": 2.2, "marker": marker, "ms": 6, "markevery": max(1, len(points) // 12)}
         axes.plot(*zip(*points, strict=True) if points else ([], []), **known or style)
         level = 0.95 - 0.06 * len(ends)
-        above = axes.get_xaxis_transform()  # x as of the axes, y in parts of the frame
+        above = axes.get_xaxis_transform()  # x as in the data, y as a part of the height
         axes.plot(lost, [level] * len(lost), "x", color=colour, transform=above, ms=9, mew=2.5)
         ends.append((curve.name, colour, level if lost and lost[-1] == curve.x[-1] else points[-1]))
     set_scales(axes, panel)
@@ -112,7 +112,7 @@ def label_ends(axes, ends: list[tuple[str, str, Any]]) -> None:
     """Writes the names right of the axes, at the height where each curve ends. Names that would touch are moved apart.
     ends: for each curve its name, colour and last point, or the height of its cross as a part of the frame."""
     to_frame = axes.transData + axes.transAxes.inverted()
-    gap = 0.07  # of the height of the axes
+    gap = 0.07  # as a part of the height of the axes
     placed: list[float] = []
     wanted = sorted((e if isinstance(e, float) else float(to_frame.transform(e)[1]), n, c) for n, c, e in ends)
     for height, _, _ in wanted:

@@ -71,7 +71,7 @@ def gallery(
         rows, shown = measure.measure(calls, wanted, impls, print_row)
         show("")
         if not shown:
-            raise ValueError(f"failure={failure}: nothing of the kind can be taken out of {model.name}")
+            raise ValueError(f"failure={failure}: there is nothing that it could take out of {model.name}")
         curves = trainings.compare(script, short, failures)
 
     show(f"drawing, after {time.perf_counter() - started:.0f} s")

@@ -65,7 +65,7 @@ def left_out(calls: list[Call], failures: list[str], impls: list[str]) -> list[s
 def measure(
     calls: list[Call], failures: list[str], impls: list[str], say: Callable[[dict], None] = lambda row: None
 ) -> tuple[list[dict], dict[str, Shown]]:
-    """The rows of the table, in the order of TRIALS, and for each failure the trial that shows it.
+    """Returns the rows of the table, in the order of TRIALS, and for each failure the trial that shows it.
 
     calls: of a whole model, with gradients, in float32, with a causal mask alone (record() in training/probe.py).
     impls: a list of naive, tiled and triton. say: called with each row as soon as it is measured.
@@ -168,13 +168,13 @@ def observed(tried: list[Call], seen: list[Seen]) -> str:
 
 
 def beyond(seen: Seen, name: str) -> Tensor:
-    """Rows that are wrong, bool (B, H or H_kv, rows)."""
+    """Which rows exceed the budget, bool (B, H or H_kv, rows)."""
     return row_errors(seen.found[name], seen.right[name]) > seen.allowed[name]
 
 
 @torch.no_grad()
 def leaks(call: Call) -> bool:
-    """Whether the first half of the rows changes when the second half of the values does."""
+    """Whether a change of the second half of v changes the first half of o."""
     half = call.q.shape[2] // 2
     v = call.v.clone()
     v[:, :, half:] += 1

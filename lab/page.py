@@ -1,4 +1,4 @@
-"""The page of all failures: docs/break-it.md, written by `python breakit.py out=docs/break` beside its pictures.
+"""The page of all failures: docs/break-it.md, written by `python breakit.py out=docs/break`, with its pictures.
 
     write_page(Path("docs/break"))     docs/break-it.md
 
@@ -69,7 +69,7 @@ def kind(kept: dict, name: str) -> str:
 
 
 def section(kept: dict, name: str, folder: str) -> str:
-    """A failure: its words, its commands, what was measured, its picture."""
+    """The section of a failure: words, commands, measurements, picture."""
     words = FAILURES[name]
     return f"""## {name}
 
@@ -93,7 +93,7 @@ python breakit.py failure={name}
 
 
 def measured(kept: dict, name: str) -> str:
-    """The trials in tiled, in the dtype of the picture, and the short training if there was one."""
+    """The trials of tiled in the dtype of the picture, and the short training if there is one."""
     dtype = SHOWN.get(name, "float32")
     lines = [f"| tiled, {dtype} | seen | {' | '.join(f'error of {result}' for result in RESULTS)} |"]
     lines.append("|---" * (2 + len(RESULTS)) + "|")
@@ -113,5 +113,5 @@ def measured(kept: dict, name: str) -> str:
 
 
 def mean(losses: list[float]) -> float:
-    """The mean of the last ten."""
+    """The mean of the last ten losses."""
     return sum(losses[-10:]) / len(losses[-10:])

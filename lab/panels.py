@@ -49,7 +49,7 @@ class Panel(NamedTuple):
     ticks: list[str] | None = None  # at x = 0, 1, 2, ..
     image: Tensor | None = None  # (rows, columns) in [0, 1]: 1 is black
     marked: Tensor | None = None  # bool, like image: drawn in the failure's colour
-    legend: str = ""  # written into the upper right corner of the image
+    legend: str = ""  # written in the upper right corner of the image
 
 
 def panels(shown: Shown, curves: Curves | None) -> list[Panel]:

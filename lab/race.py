@@ -31,7 +31,7 @@ COLUMNS += ["causal", "window", "documents", "block_mask", "share", "dropout_p",
 MEASURED = ("ms", "tflops", "peak_mib")
 COLUMNS += ["pass", *MEASURED]
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in FLOPs of a forward
+PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # FLOPs, in those of a forward
 OURS = ("naive", "tiled", "triton")
 # One backend at a time. If torch could choose, it might run another backend than the figure names.
 SDPA = {
@@ -155,7 +155,7 @@ def race(
         pace: dict[str, float] = {}  # seconds per FLOP, at the length before
         for case in cases:
             x = inputs(case, device, DTYPES[dtype])
-            fresh = []  # rows
+            fresh = []  # the rows of this case
             weighed: dict[str, list[dict] | str] = {}
             for name in names:
                 if pace.get(name, 0.0) * case.flops("forward+backward") > patience:

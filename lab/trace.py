@@ -50,7 +50,7 @@ def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Hea
 
     batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 1, tokens, tokens))
     call = record(model.net, batch.x)[layer]
-    q, k, v = (x[0].double().numpy() for x in (call.q, call.k, call.v))  # (H, T, D), (H_kv, T, D) twice
+    q, k, v = (x[0].double().numpy() for x in (call.q, call.k, call.v))  # q (H, T, D); k, v (H_kv, T, D)
     key_head = head * len(k) // len(q)
     labels = [model.dataset.encoding.decode([token]) for token in batch.x[0].tolist()]
     scale = model.attention.softmax_scale or size.head_size**-0.5

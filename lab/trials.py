@@ -250,7 +250,7 @@ def subnormal_sums(lse: list[Tensor]) -> bool:
 
 
 def hidden_first_tile(T: int, M: int, N: int, window: int) -> bool:
-    """Whether a row's window begins after the first tile of keys that its tile of rows visits."""
+    """Whether the window of some row begins after the first tile of keys that its row tile visits."""
     return any(i - window + 1 > max(0, (i // M * M) - window + 1) // N * N + N - 1 for i in range(T))
 
 

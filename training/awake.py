@@ -62,7 +62,7 @@ def effects_of(call: Call) -> Iterator[Effect]:
 
 
 def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
-    """o, dq, dk and dv of the call by the whole algorithm."""
+    """o, dq, dk and dv of the call, computed by the whole algorithm."""
     assert call.do is not None, "a call with gradients is wanted"
     q, k, v = (x.to(dtype).requires_grad_() for x in (call.q.detach(), call.k.detach(), call.v.detach()))
     config, whole = replace(call.config, impl=impl), BreakIt(score_gain=call.break_it.score_gain)
@@ -72,7 +72,7 @@ def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def distance(found: list[Tensor], right: list[Tensor]) -> float:
-    """|found - right| / |right| of several tensors together."""
+    """|found - right| / |right| over several tensors together."""
     off = sum(float((x.to(r.dtype) - r).square().sum()) for x, r in zip(found, right, strict=True))
     return math.sqrt(off / max(sum(float(r.square().sum()) for r in right), 1e-300))
 

@@ -282,7 +282,7 @@ def first_row(call: Call) -> Place:
     rows = tiles(call.q.shape[2], call.config.block_m)[tile]
     inputs = {"q": call.q[batch, head], "k": call.k[batch, key_head], "v": call.v[batch, key_head]}
     spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
-    what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else "o is"
+    what = f"{' and '.join(spoilt)} (input values) are" if spoilt else "o is"
     return Place(call.layer, batch, head, tile, None, rows, None, what)
 
 
@@ -381,6 +381,6 @@ def place(call: Call, bad: Tensor, rows: range, columns: range | None, what: str
         keys, key_tile = slice(columns.start, columns.stop), columns.start // call.config.block_n
         inputs |= {"k": k[n, 0, keys], "v": v[n, 0, keys]}
     spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
-    what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else what
+    what = f"{' and '.join(spoilt)} (input values) are" if spoilt else what
     query_tile = rows.start // call.config.block_m
     return Place(call.layer, batch, key_head * G + g, query_tile, key_tile, rows, columns, what)
