@@ -57,7 +57,7 @@ def train_quietly(script: Callable[[Any], int], cfg: Any) -> list[float]:
     with redirect_stdout(StringIO()):
         code = script(cfg)
     if code >= 128:  # a signal; what train.py has saved is in a temporary folder
-        print("stopped: table and pictures are written at the end, so nothing is kept", file=sys.stderr)
+        print("stopped: table and pictures are made at the end, so nothing is kept", file=sys.stderr)
         sys.exit(code)
     records = read_metrics(Path(cfg.runs) / cfg.name / "metrics.jsonl")
     return [record["loss"] for record in records if "loss" in record]
