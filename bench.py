@@ -1,33 +1,36 @@
-"""Check, then race and weigh: each attention's speed and memory, side by side in one run; or the words that it moves.
+"""Checks, then times the attentions side by side, and measures their memory. Or counts the words that they move.
 
     python bench.py                                    on this machine, small enough for two CPU cores
     python bench.py impls=[naive,tiled] lengths=[512,1024,2048,4096,8192] patience=10
     python bench.py lengths=[1024,4096,16384,65536] head_sizes=[64,128] heads=[12,16] tokens=32768 dtype=bf16 block=512
     python bench.py window=256 kv_heads=1              masks: window=, documents=, block_mask=; grouped heads: kv_heads=
-    python bench.py mode=pictures                      draws again what the same keys have raced; needs no GPU
-    python bench.py mode=traffic                       words between slow memory and chip, in both loop orders
+    python bench.py mode=pictures                      draws an earlier race with the same keys again; needs no GPU
+    python bench.py mode=traffic                       words moved between slow memory and chip, in both loop orders
     python bench.py mode=traffic causal=[true] window=256 backward=true lengths=[512,1024,2048]
 
-mode=race. Ours (naive, tiled, triton) and the peers that are there (torch's kernels one by one, FlexAttention,
-FlashAttention-4), with and without a causal mask and dropout. Each is compared with naive in float64 first: one of ours
-that is wrong ends the bench, a peer that is wrong does not start. Forward and backward are timed apart (medians).
-FLOPs are those of the visible pairs of query and key, whatever was really computed: 4 B H D for each pair forward, 2.5
-times that backward. A causal mask alone counts as half of T x T, as everybody counts it.
+mode=race. Runs ours (naive, tiled, triton) and the peers that are installed (torch's kernels one by one, FlexAttention,
+FlashAttention-4), with and without a causal mask and dropout. First it compares each with naive in float64. If one of
+ours is wrong, the bench ends; a peer that is wrong is left out. Forward and backward are timed apart (medians). FLOPs
+count the visible pairs of query and key, however many were computed: 4 B H D a pair in the forward, 2.5 times that in
+the backward. A causal mask alone counts as half of T x T, as is usual.
 
-A line of the table is an implementation at one length: ms and FLOP/s of each pass, on a GPU whose peak is known their
-share of it in 16 bits; how many times as long as the fastest it takes; and MiB, the peak of one forward and backward
-above its inputs. Or a word: "-" is what it cannot do (why, is said once), "memory" what did not fit, and "slow" what
-would have taken longer than patience.
+A line of the table is one implementation at one length. It has ms and FLOP/s of each pass; their share of the peak, on
+a GPU with a known peak and in 16 bits; the time relative to the fastest; and MiB, the peak memory of one forward and
+backward beyond the inputs. Instead of numbers it may have a word:
+    -         it cannot do this; the reason is printed once
+    memory    it ran out of memory
+    slow      it would have taken longer than patience
 
-Rows go to results.csv; speed.png has FLOP/s over length, memory.png the peaks of the first series, drawn where the
-batch is the same at every length (tokens=1). All of it in runs/bench (docs/ has those of out=docs).
+Rows go to results.csv. speed.png shows FLOP/s over length. memory.png shows the peaks of the first series; it is drawn
+if the batch is the same at every length (tokens=1). All go to runs/bench, or to out= (docs/ was made by out=docs).
 
-mode=pictures. Takes the keys of a race and draws its pictures from the rows in results.csv of the folder out; and
-traffic.png from traffic.csv, where that is there.
+mode=pictures. Takes the keys of a race and draws its pictures from results.csv in the folder out. If traffic.csv is
+there too, it draws traffic.png.
 
-mode=traffic. One forward of one head (and one backward), its loads and stores counted tile by tile as they happen,
-beside what the papers predict; not causal unless causal= says so. To traffic.csv and traffic.png. M, the words that the
-chip holds, sets the tiles as the first paper does: block_n = M / 4D and block_m = min(block_n, D).
+mode=traffic. Counts the loads and stores of one forward of one head (with backward=true also of one backward) and
+prints them beside what the papers predict. Without a causal mask unless causal= asks for one. Writes traffic.csv and
+traffic.png. M, the number of words that the chip holds, sets the tiles as in the first paper: block_n = M / 4D and
+block_m = min(block_n, D).
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -53,28 +56,28 @@ NOT_IN_PICTURES = (*NOT_IN_RACE, "block", "patience", "device")
 
 @dataclass
 class Config:
-    """Every key of the command line. Raises ValueError for values that cannot be, and for keys that the mode
-    does not read."""
+    """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
+    read."""
 
     mode: str = "race"  # race (speed and memory) | pictures (of an earlier race) | traffic (words moved)
-    impls: list[str] | None = None  # naive, tiled, triton and the peers; None: all that run here
+    impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
-    heads: list[int] = field(default_factory=lambda: [2])  # H, for each head size, or one number for all
-    kv_heads: int | None = None  # heads of k and v, each shared by as many of q; None: as many as heads
-    tokens: int = 1  # of a batch, B = max(1, tokens // T); 32768 fill a GPU, one short sequence does not
-    causal: list[bool] | None = None  # with a causal mask, without one, or both; None: both, for traffic without
+    heads: list[int] = field(default_factory=lambda: [2])  # H: one number for each head size, or one for all
+    kv_heads: int | None = None  # heads of k and v, a divisor of heads; None: as many as heads
+    tokens: int = 1  # tokens of a batch, B = max(1, tokens // T); 32768 fill a GPU, one short sequence does not
+    causal: list[bool] | None = None  # with a causal mask, without one, or both; None: both, in traffic without
     window: int | None = None  # keys that a query sees, itself included
     documents: int | None = None  # mean length of a document in tokens; a token sees its own document only
-    block_mask: list[str] | None = None  # attention.block_mask's picture, stretched over each length: [x..,xx.,.xx]
-    dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])  # shares of the weights that are dropped
+    block_mask: list[str] | None = None  # as attention.block_mask, stretched over each length: [x..,xx.,.xx]
+    dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])  # probability of dropping a weight
     dtype: str = "float32"  # of q, k and v: float32 | bf16 | fp16
     block: int = 128  # tile size of tiled, its block_m and block_n
-    patience: float = 1.0  # seconds that a forward and backward may take, as the length before it predicts
+    patience: float = 1.0  # seconds: a forward and backward that is expected to take longer is left out
     on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: words that the chip holds
     backward: bool = False  # traffic: count the backward too
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
-    out: str = "runs/bench"  # folder of tables and pictures
+    out: str = "runs/bench"  # the folder for tables and pictures
 
     def __post_init__(self):
         if self.mode not in ("race", "pictures", "traffic"):
@@ -109,7 +112,7 @@ class Config:
                 raise ValueError(f"{name}={value} must be at least 1")
         try:
             AttentionConfig(window=self.window, block_mask=self.block_mask)
-        except ValueError as error:  # which has the names that train.py gives the keys
+        except ValueError as error:  # it names the keys as train.py does
             raise ValueError(str(error).replace("attention.", "")) from error
         if len(self.heads) not in (1, len(self.head_sizes)):
             raise ValueError(
@@ -148,7 +151,8 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Races, draws or counts. ValueError for what the user can put right; RuntimeError where one of ours is wrong."""
+    """Races, draws or counts. Raises ValueError for mistakes that the user can correct, RuntimeError if one of ours is
+    wrong."""
     out = Path(cfg.out)
     match cfg.mode:
         case "race":

@@ -1,37 +1,36 @@
-"""Attention taken apart: what each line of the algorithm is for, seen by taking it out.
+"""Takes lines out of attention, one at a time, and shows what each is for.
 
     python breakit.py                                            every failure beside the whole algorithm
-    python breakit.py failure=no_max                             one of them, and what is behind it
+    python breakit.py failure=no_max                             one failure, with its explanation
     python breakit.py run=NAME                                   on the attention of your own run
 
-The lab takes q, k, v and do from a model's attention to real text: a run's model, or a small one that it trains first.
-On them it tries each failure in every implementation and dtype, where it is harmless and where it shows. A line each
-says what theory predicts, what is seen, where it begins, and how far the results are from float64. Then come short
-trainings, whole and broken, from one seed. In runs/breakit: table.json, and NAME.png for each failure. Beside it:
-runs/break-it.md, a page of them all.
+The lab takes q, k, v and do from a model on real text: a run's model, or a small one that it trains first. It tries
+each failure in every implementation and dtype, where the failure sleeps and where it acts. For each trial it prints a
+line: what theory predicts, what was observed, where it begins, and how far the results are from float64. Then it trains
+small models, whole and broken, from one seed. It writes table.json and a NAME.png for each failure to runs/breakit, and
+a page of all failures to runs/break-it.md.
 
     python breakit.py out=docs/break                             docs/break-it.md and its pictures
 
-    python breakit.py replay=runs/NAME/faults/step_000123        the batch that ended a run, once more
+    python breakit.py replay=runs/NAME/faults/step_000123        runs the batch again that ended a run
 
-A run with probe.every=N keeps the batch and the weights with which it met NaN or infinity. Here they go through the
-model again: every layer's gauges, and the tile where it begins.
+A run with probe.every=N keeps the batch and the weights that gave NaN or infinity. replay= runs them through the model
+again and prints the gauges of every layer and the first bad tile.
 
-    python breakit.py trace=true                                 a row of the worked example, a line a tile
+    python breakit.py trace=true                                 one row of the worked example, tile by tile
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
     python breakit.py trace=true failure=no_max score_gain=120 dtype=float32
     python breakit.py trace=true run=latest layer=3 head=1 row=20    a row of a trained model's head
 
-The worked example is that of docs/attention.md: five tokens, no mask, tiles of two. A run's head is shown over the
-first tokens of its validation text. out=PATH.json keeps the trace: the head's q, k and v, and every tile.
+The worked example is that of docs/attention.md: five tokens, no mask, tiles of two. For a run, the trace shows a head
+on the first tokens of the validation text. out=PATH.json keeps the trace: q, k and v of the head, and every tile.
 
     python breakit.py explorer=true                              docs/explorer.html, the same to click through
 
-The explorer is one page that loads nothing: docs/explorer.template.html with the stories of the worked example (each
-failure, tile size and mask, three other inputs that bring failures out, its forward with dropout and its backward) and
-of one trained head, `real`, which is a trace that out= has kept: explorer=true real=PATH.json out=PATH.html makes a
-page of your own. docs/head.json is of `python train.py name=default`: trace=true run=default layer=2 head=2
-out=docs/head.json.
+The explorer is one page that loads no other file. It shows the worked example with each failure, tile size and mask,
+with dropout and its backward; three more inputs that wake failures; and one head of a trained model. That head comes
+from a trace: explorer=true real=PATH.json out=PATH.html makes a page of your own. docs/head.json was made by
+`python train.py name=default` and `python breakit.py trace=true run=default layer=2 head=2 out=docs/head.json`.
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -53,7 +52,7 @@ from model.break_it import FAILURES
 from training import config
 from training.machine import pick_device
 
-# The keys that each mode reads. An error points to the first mode that reads the key.
+# The keys that each mode reads. An error about a key names the first mode that reads it.
 READS = {
     "the lab": ("failure", "run", "runs", "steps", "seed", "device", "out"),
     "trace=true": ("trace", "failure", "score_gain", "dtype", "causal", "block_m", "block_n", "order", "row", "run",
@@ -62,11 +61,11 @@ READS = {
     "replay=PATH": ("replay", "device"),
 }  # fmt: skip
 INSTEAD = {  # why the mode does not read other keys
-    "explorer=true": "it shows a trace kept with out=, real=PATH",
-    "replay=PATH": "the fault brings its own configuration",
+    "explorer=true": "it shows a trace that was kept with out=; give that as real=PATH",
+    "replay=PATH": "the configuration comes with the fault",
 }
 NEEDS_RUN = {  # keys that mean nothing without run=, and why
-    "the lab": (("runs",), "the lab trains a model of its own; add run=NAME for one that is there"),
+    "the lab": (("runs",), "the lab trains its own model; add run=NAME to take another"),
     "trace=true": (("runs", "layer", "head", "tokens"), "the worked example has no such choice; add run=NAME"),
 }
 LEAST = {"block_m": 1, "block_n": 1, "tokens": 1, "steps": 1, "layer": 0, "head": 0, "row": 0}
@@ -74,28 +73,28 @@ LEAST = {"block_m": 1, "block_n": 1, "tokens": 1, "steps": 1, "layer": 0, "head"
 
 @dataclass
 class Config:
-    """Every key of the command line. Raises ValueError for values that cannot be, and for keys that the mode
-    does not read."""
+    """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
+    read."""
 
-    trace: bool = False  # tell one row's story, instead of the lab
+    trace: bool = False  # print one row of attention tile by tile, instead of the lab
     explorer: bool = False  # make the page docs/explorer.html, instead of the lab
     replay: str | None = None  # PATH of a fault that a run has kept: show it again, instead of the lab
     failure: str | None = None  # as break_it= of train.py; None: all in the lab, none in a trace
     steps: int = 200  # lab: updates of each short training
-    seed: int = 1337  # lab: of all its trainings
+    seed: int = 1337  # lab: the seed of all its trainings
     device: str = "auto"  # lab, replay: auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     score_gain: float = 1.0  # trace: multiplies the scores
-    dtype: str = "float64"  # trace: float64 | float32, where a sum of exp overflows at 88.7
+    dtype: str = "float64"  # trace: float64 | float32, which overflows at a log-sum-exp of 88.7
     causal: bool | None = None  # trace; None: no mask in the worked example, causal in a run
     block_m: int | None = None  # trace: query rows of a tile; None: 2 in the worked example, 8 in a run
-    block_n: int | None = None  # trace: key rows of a tile; None: as block_m
+    block_n: int | None = None  # trace: keys of a tile; None: 2 in the worked example, 8 in a run
     order: str = "queries_outside"  # trace: the outer loop, queries_outside | keys_outside
     row: int | None = None  # trace: the query row; None: "on" in the worked example, the last one in a run
-    run: str | None = None  # a name or folder, or latest; None: a fresh small one, in a trace the worked example
-    runs: str = "runs"  # the folder that all runs lie in
+    run: str | None = None  # a name or folder, or latest; None: a small new one; in a trace, the worked example
+    runs: str = "runs"  # the folder of all runs
     layer: int = 0  # trace of a run: which layer, from 0
     head: int = 0  # trace of a run: which head, from 0
-    tokens: int = 32  # trace of a run: how many of its validation text
+    tokens: int = 32  # trace of a run: how many tokens of its validation text
     real: str = "docs/head.json"  # explorer: the trace of a trained head
     out: str | None = None  # lab: folder; None: runs/breakit | trace: PATH.json | explorer: PATH.html
 
@@ -106,7 +105,7 @@ class Config:
             raise ValueError(f"{' '.join(chosen)}: choose one of them, or none for the lab")
         mode = next((mode for mode in on if on[mode]), "the lab")
         if self.trace and self.failure in FAILURES.keys() - STORY_FAILURES.keys():
-            raise ValueError(f"failure={self.failure}: not in a trace; python breakit.py failure={self.failure} has it")
+            raise ValueError(f"failure={self.failure}: no trace of it; python breakit.py failure={self.failure} has it")
         failures = FAILURES if mode == "the lab" else STORY_FAILURES
         for name, known in (("failure", failures), ("dtype", ("float64", "float32")), ("order", ORDERS)):
             if getattr(self, name) not in (None, *known):
@@ -127,7 +126,7 @@ class Config:
             raise ValueError(f"out={self.out}: the lab wants a folder for its pictures")
 
     def check_read(self, mode: str) -> None:
-        """ValueError for a key that was given and that the mode does not read."""
+        """Raises ValueError for a key that was given but that the mode does not read."""
         keys, why = NEEDS_RUN.get(mode, ((), ""))
         for key in fields(self):
             typed = f"{key.name}={getattr(self, key.name)}"
@@ -141,7 +140,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """The lab, or the one of its three other modes that was asked for. ValueError for what the user can put right."""
+    """Runs the lab or one of the three other modes. Raises ValueError for mistakes that the user can correct."""
     match cfg:
         case Config(trace=True):
             trace_of(cfg)
@@ -156,7 +155,7 @@ def main(cfg: Config) -> None:
 
 
 def trace_of(cfg: Config) -> None:
-    """The trace, with what None stands for: the worked example has other defaults than a run."""
+    """Prints the trace. Fills in the defaults, which the worked example and a run do not share."""
     if cfg.run is None:
         head = worked_example()
         row, block, causal = 3, 2, False

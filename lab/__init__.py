@@ -1,1 +1,1 @@
-"""What breakit.py and bench.py lean on: instruments that look at attention, and nothing that training needs."""
+"""The parts of breakit.py and bench.py: instruments that look at attention. Training needs none of them."""

@@ -1,6 +1,6 @@
-"""Pictures of the race's rows: speed.png and memory.png. `python bench.py mode=pictures`
+"""The pictures of a race: speed.png and memory.png. `python bench.py mode=pictures`
 
-A row is what lab/race.py measured of one implementation, case and pass: a dict by the names of its COLUMNS.
+A row is what lab/race.py measured for one implementation, case and pass: a dict with COLUMNS as its keys.
 """
 
 from pathlib import Path
@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from training.machine import peak_of
 
-# Colour, marker and line of each implementation, the same in every picture: ours are drawn through, peers dashed. The
-# colours are dark enough for text on white (a contrast of 4.5), and no two of ours rest on red against green.
+# Colour, marker and line of each implementation, the same in every picture. Ours have solid lines, peers dashed ones.
+# The colours are dark enough for text on white (a contrast of 4.5). Ours do not need red told from green.
 LOOKS = {
     "naive": ("#333333", "o", "-"),
     "tiled": ("#b34700", "s", "-"),
@@ -25,8 +25,8 @@ LOOKS = {
 
 
 def speed_picture(rows: list[dict], path: Path) -> Path:
-    """TFLOP/s over length: forward and backward side by side, below each other the head sizes and dropouts. Causal, if
-    that ran. Where the device's peak is known, the panels reach up to it."""
+    """Draws TFLOP/s over length. Forward and backward are side by side; each row of panels is a head size and dropout.
+    Causal, if causal rows are there. The y axis ends at the peak of the device, if that is known."""
     causal = any(row["causal"] for row in rows)
     rows = [row for row in rows if row["causal"] == causal]
     lengths = sorted({row["T"] for row in rows})
@@ -55,14 +55,15 @@ def speed_picture(rows: list[dict], path: Path) -> Path:
             axes.tick_params(labelleft=True)
         pair[0].set_ylim(0, 1.1 * peak / 1e12 if peak else None)
         pair[0].set_ylabel(unit)
-        for axes in pair:  # once the height that they share is known
+        for axes in pair:  # only now: both panels share the height, which is final here
             label_ends(axes)
     figure.savefig(path, dpi=100)
     return path
 
 
 def memory_picture(rows: list[dict], path: Path) -> Path:
-    """Peak memory over length, once on plain axes, where the square bends away, and once on logarithmic ones."""
+    """Draws peak memory over length twice: on linear axes, where the quadratic curve stands out, and on logarithmic
+    axes."""
     series = {key: rows[0][key] for key in ("D", "H", "causal", "dropout_p")} | {"pass": "forward+backward"}
     rows = [row for row in rows if series.items() <= row.items()]
     title = f"memory of attention: {mask_of(rows[0])}, head size {rows[0]['D']}, {rows[0]['H']} heads, "
@@ -76,7 +77,7 @@ def memory_picture(rows: list[dict], path: Path) -> Path:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.set_title("the same on logarithmic axes", fontsize=10)
         else:
-            apart = [T for T in lengths if T >= lengths[-1] / 8]  # ticks of shorter ones would lie on one another
+            apart = [T for T in lengths if T >= lengths[-1] / 8]  # the ticks of shorter lengths would overlap
             axes.set_xticks(apart, [short_length(T) for T in apart])
             axes.set_xlim(0, 1.2 * lengths[-1])
             axes.set_xlabel("context length T (tokens)")
@@ -96,7 +97,7 @@ def memory_picture(rows: list[dict], path: Path) -> Path:
 
 
 def new_figure(rows: list[dict], width: float, height: float, title: str) -> Figure:
-    """An empty figure, in inches, that says under its title where the rows were measured."""
+    """An empty figure with a title and, below it, where the rows were measured. width, height: in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     row = rows[0]
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
@@ -106,7 +107,7 @@ def new_figure(rows: list[dict], width: float, height: float, title: str) -> Fig
 
 
 def mask_of(row: dict) -> str:
-    """The row's mask in words, and how many heads the keys have where they have fewer."""
+    """The row's mask in words, and the number of key heads if the heads are grouped."""
     words = ["causal" if row["causal"] else "not causal"]
     words += [f"{key} {row[key]}" for key in ("window", "documents", "block_mask") if row[key]]
     words += [f"{row['H_kv']} heads of keys"] * bool(row["H_kv"])
@@ -114,18 +115,18 @@ def mask_of(row: dict) -> str:
 
 
 def look(impl: str, *died: int) -> dict:
-    """How matplotlib's plot() draws an implementation; its label is what label_ends() writes. died: the lengths at
-    which it was out of memory."""
+    """Options of matplotlib's plot() for an implementation. label_ends() writes the label. died: the lengths at which
+    it ran out of memory."""
     color, marker, line = LOOKS[impl]
     label = impl + (f"\n(out of memory at {short_length(min(died))})" if died else "")
     ours = {"lw": 2.0, "ms": 7, "zorder": 3} if line == "-" else {"lw": 1.4, "ms": 6}
-    if impl == "naive":  # thin and on top, for it often lies on tiled's line
+    if impl == "naive":  # thin and on top, because it often covers the line of tiled
         ours = {"lw": 1.0, "ms": 4, "zorder": 4}
     return {"label": label, "color": color, "marker": marker, "ls": line, "mec": "white", "mew": 0.6} | ours
 
 
 def over_length(axes: Axes, lengths: list[int]) -> None:
-    """A logarithmic axis of context length, with a tick at each length, and room for labels on its right."""
+    """Makes x a logarithmic axis of context length, with a tick at each length and room for labels on the right."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [short_length(T) for T in lengths], minor=False)
     span = max(lengths[-1] / lengths[0], 2.0)
@@ -135,15 +136,15 @@ def over_length(axes: Axes, lengths: list[int]) -> None:
 
 
 def short_length(T: int) -> str:
-    """1024 is 1k."""
+    """1k for 1024."""
     return f"{T // 1024}k" if T % 1024 == 0 else str(T)
 
 
 def label_ends(axes: Axes) -> None:
-    """Writes each line's label at its last point, in its colour. Above the point where the line ends early and low;
-    else beside it, where labels that would touch are pushed apart."""
+    """Writes each line's label at its last point, in its colour. If the line ends early and low, the label is above the
+    point, otherwise beside it. Labels that would touch are moved apart."""
     height = axes.bbox.height * 72 / axes.figure.dpi  # points
-    needed = 11 / height  # of the axes' height, for a line of text
+    needed = 11 / height  # the height of a line of text, as a part of the axes
     to_axes = axes.transData + axes.transAxes.inverted()
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
     longest = max((line.get_xdata()[-1] for line in lines), default=0)
@@ -152,7 +153,7 @@ def label_ends(axes: Axes) -> None:
     for y, line in sorted(ends, key=lambda end: end[0]):
         x, words = line.get_xdata()[-1], {"color": line.get_color(), "size": 9, "textcoords": "offset points"}
         words["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.5}
-        words["xycoords"] = axes.get_xaxis_transform()  # x in tokens, y in parts of the frame
+        words["xycoords"] = axes.get_xaxis_transform()  # x in tokens, y as a part of the height
         if x < longest and y < 0.7:
             axes.annotate(line.get_label(), (x, y), (0, 7), ha="center", va="bottom", **words)
         elif x < longest:

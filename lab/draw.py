@@ -2,8 +2,8 @@
 
     save(picture("no_max", panels), Path("no_max.png"))
 
-The whole algorithm is black and dashed, what is broken in colour with markers. A cross is a value that is not finite.
-Sizes are for a page that shows 830 of the 1,400 pixels.
+The whole algorithm is black and dashed, the broken one in colour with markers. A cross is a value that is not finite.
+Text is large enough for a page that shows the 1,400 pixels in 830.
 """
 
 import math
@@ -15,16 +15,16 @@ from lab.panels import Panel
 from model.break_it import FAILURES
 
 WIDTH, HEIGHT, DPI = 1400, 450, 100  # pixels
-LEFT, RIGHT, BOTTOM, TOP = 88, 88, 64, 84  # pixels about each panel: numbers, names at the ends, below and titles
-TITLE, TEXT, SMALL = 15, 14, 13  # points: 11 to 12 pixels where 830 of 1,400 are shown
-# Dark enough to be read as text (a contrast to white of 4.5 and more); markers tell them apart as well.
+LEFT, RIGHT, BOTTOM, TOP = 88, 88, 64, 84  # pixels around each panel: for numbers, curve names, the x axis and titles
+TITLE, TEXT, SMALL = 15, 14, 13  # points: 11 to 12 pixels on a page that shows the 1,400 pixels in 830
+# Dark enough for text on white (a contrast of at least 4.5). The markers tell them apart without colour.
 LOOKS = [("#b2182b", "o"), ("#1f5fa8", "s"), ("#7a4b00", "^")]
 RIGHT_LOOK: dict[str, Any] = {"color": "black", "ls": "--", "lw": 1.8, "zorder": 3}
 THEORY_LOOK: dict[str, Any] = {"color": "#555555", "ls": ":", "lw": 2.5, "zorder": 4}
 
 
 def picture(failure: str, panels: list[Panel]):
-    """The figure of a failure: panels of equal size."""
+    """The figure of a failure: its panels side by side, all of one size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
@@ -42,7 +42,7 @@ def picture(failure: str, panels: list[Panel]):
 
 
 def save(figure, path: Path) -> None:
-    """As PNG of 256 colours, which are enough, and half of the bytes."""
+    """Writes a PNG of 256 colours, which are enough and take half of the bytes."""
     from PIL import Image
 
     figure.savefig(memory := BytesIO(), dpi=DPI)
@@ -51,7 +51,7 @@ def save(figure, path: Path) -> None:
 
 
 def draw_image(axes, panel: Panel) -> None:
-    """Shades of grey, and of colour where the image is marked."""
+    """Draws the image in shades of grey, and in shades of colour where it is marked."""
     import numpy as np
     from matplotlib.colors import to_rgb
 
@@ -64,7 +64,7 @@ def draw_image(axes, panel: Panel) -> None:
 
 
 def draw_curves(axes, panel: Panel) -> None:
-    """Every curve with its name at its end. A value that is not finite is a cross near the upper edge."""
+    """Draws every curve, with its name at its end. A value that is not finite is a cross near the upper edge."""
     ends: list[tuple[str, str, Any]] = []
     looks = iter(LOOKS)
     for curve in panel.curves:
@@ -75,7 +75,7 @@ def draw_curves(axes, panel: Panel) -> None:
         style = {"color": colour, "lw": 2.2, "marker": marker, "ms": 6, "markevery": max(1, len(points) // 12)}
         axes.plot(*zip(*points, strict=True) if points else ([], []), **known or style)
         level = 0.95 - 0.06 * len(ends)
-        above = axes.get_xaxis_transform()  # x as of the axes, y in parts of the frame
+        above = axes.get_xaxis_transform()  # x as in the data, y as a part of the height
         axes.plot(lost, [level] * len(lost), "x", color=colour, transform=above, ms=9, mew=2.5)
         ends.append((curve.name, colour, level if lost and lost[-1] == curve.x[-1] else points[-1]))
     set_scales(axes, panel)
@@ -83,7 +83,8 @@ def draw_curves(axes, panel: Panel) -> None:
 
 
 def set_scales(axes, panel: Panel) -> None:
-    """Limits, ticks and which axes are logarithmic: in powers of 2 where the values are less than 100 apart."""
+    """Sets limits, ticks and logarithmic axes. A logarithmic y axis is in powers of 2 if the values span less than a
+    factor of 100."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     if isinstance(panel.curves[0].x, range):
@@ -108,10 +109,10 @@ def set_scales(axes, panel: Panel) -> None:
 
 
 def label_ends(axes, ends: list[tuple[str, str, Any]]) -> None:
-    """The names right of the axes, at the height at which each curve ends; moved apart where they would touch. ends:
-    of each curve its name, colour and last point, or the part of the frame at which its cross is."""
+    """Writes the names right of the axes, at the height where each curve ends. Names that would touch are moved apart.
+    ends: for each curve its name, colour and last point, or the height of its cross as a part of the frame."""
     to_frame = axes.transData + axes.transAxes.inverted()
-    gap = 0.07  # of the height of the axes
+    gap = 0.07  # as a part of the height of the axes
     placed: list[float] = []
     wanted = sorted((e if isinstance(e, float) else float(to_frame.transform(e)[1]), n, c) for n, c, e in ends)
     for height, _, _ in wanted:

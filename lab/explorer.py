@@ -1,7 +1,7 @@
-"""The explorer: one page that shows the stories of several inputs, to click through. `python breakit.py explorer=true`
+"""Writes the explorer, a page to click through attention tile by tile. `python breakit.py explorer=true`
 
-The page loads nothing: it is docs/explorer.template.html with all stories in it as JSON. It has three views: the
-forward of every input, and of the worked example the forward with dropout and the backward.
+The page loads no other file: it is docs/explorer.template.html with all stories as JSON. It has three views: the
+forward of every input; and, for the worked example, the forward with dropout and the backward.
 """
 
 import json
@@ -30,13 +30,13 @@ from lab.trace import Head, tell, worked_example
 
 TEMPLATE = Path(__file__).parents[1] / "docs" / "explorer.template.html"
 PAGE = TEMPLATE.parent / "explorer.html"
-STORIES = "{{stories}}"  # where the template wants them
-SIZES = [1, 2, 3, 4, 5]  # block_m and block_n, of the worked example
-DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "seed": 6}  # drops a few of the worked example's weights
+STORIES = "{{stories}}"  # the place for them in the template
+SIZES = [1, 2, 3, 4, 5]  # block_m and block_n in the worked example
+DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "seed": 6}  # drops a few weights of the worked example
 
 
 class Input(NamedTuple):
-    """One entry of the page's list of data, and which stories of it there are."""
+    """One input of the page, and the choices for which it has stories."""
 
     name: str
     title: str
@@ -46,14 +46,15 @@ class Input(NamedTuple):
     causal: list[bool]
     sizes: list[int]  # block_m and block_n
     failures: list[str]
-    row: int  # to follow
+    row: int  # the row that the page follows first
     score_gain: float = 1.0
     dtype: str = "float64"
 
 
 def explorer(real: Path, out: Path = PAGE) -> None:
-    """Writes the page. real: a trace of a trained head, which trace() has kept; ValueError where it is none."""
-    sentences: dict[str, int] = {}  # each is kept once: the same words come back all over the stories
+    """Writes the page. real: the file of a trained head's trace, from trace(). Raises ValueError if it is not a
+    trace."""
+    sentences: dict[str, int] = {}  # each sentence is stored once, because many repeat; the value is its number
     found = {
         "fields": [*Tile._fields, "says"],
         "backward_fields": [*BackwardTile._fields, "says"],
@@ -62,14 +63,14 @@ def explorer(real: Path, out: Path = PAGE) -> None:
         "backward": backward_stories(sentences),
         "sentences": list(sentences),
     }
-    text = json.dumps(plain(found), separators=(",", ":")).replace("</", "<\\/")  # no </script> of the data's
+    text = json.dumps(plain(found), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     page = TEMPLATE.read_text(encoding="utf-8").replace(STORIES, text)
     write(out, page)
     print(f"{out}: {len(page) / 2**20:.1f} MiB")
 
 
 def small_inputs() -> list[Input]:
-    """The worked example, and three inputs that bring on the failures for which its scores are too small."""
+    """The worked example, and three inputs that wake the failures for which its scores are too small."""
     head = worked_example()
     few = head._replace(k=head.k[2:], v=head.v[2:])
     rest: dict[str, Any] = {
@@ -90,7 +91,7 @@ def small_inputs() -> list[Input]:
 
 
 def real_input(path: Path) -> Input:
-    """The head of a trace that trace=true has kept; ValueError where it is none."""
+    """The head of a trace that trace=true has kept. Raises ValueError if the file is not a trace."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         head = Head(**{name: kept[name] for name in Head._fields})
@@ -111,8 +112,8 @@ def real_input(path: Path) -> Input:
 
 
 def stories(entry: Input, sentences: dict[str, int]) -> dict:
-    """entry as the page reads it, every story under "causal/size/failure". "why_not" has the reason for each failure
-    that is missing."""
+    """The input as the page reads it. Its "stories" have the keys "causal/size/failure". "why_not" gives a reason for
+    each missing failure."""
     head, told = entry.head, {}
     offset = len(head.k) - len(head.q)
     for causal, size, failure in product(entry.causal, entry.sizes, entry.failures):
@@ -135,8 +136,8 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
 def in_both_orders(
     by_order: list[list], says: list[list[str]], sentences: dict[str, int], head: Head, size: int
 ) -> dict:
-    """The tiles once, with the numbers of their sentences; and for each of ORDERS the order in which it visits them and
-    the words moved after each."""
+    """The tiles with the numbers of their sentences; for each of ORDERS also the order of the visits, and the words
+    moved after each visit."""
     tiles = by_order[0]
     number = {(tile.rows.start, tile.columns.start): i for i, tile in enumerate(tiles)}
     numbers = [[sentences.setdefault(words, len(sentences)) for words in row] for row in says]
@@ -152,7 +153,7 @@ def in_both_orders(
 
 
 def why_not(entry: Input) -> dict[str, str]:
-    """For each failure that an input leaves out, why."""
+    """The reason for each failure that an input leaves out."""
     reasons = {}
     for failure in [name for name in STORY_FAILURES if name not in entry.failures]:
         same = True
@@ -165,7 +166,7 @@ def why_not(entry: Input) -> dict[str, str]:
 
 
 def dropout_stories(sentences: dict[str, int]) -> dict:
-    """The worked example's forward with dropout, every story under "causal/size"."""
+    """The forward of the worked example with dropout. The stories have the keys "causal/size"."""
     head, told = worked_example(), {}
     for causal, size in product([False, True], SIZES):
         options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size, "break_it": switches("none")}
@@ -182,8 +183,8 @@ def dropout_stories(sentences: dict[str, int]) -> dict:
 
 
 def backward_stories(sentences: dict[str, int]) -> dict:
-    """The worked example's backward, every story under "causal/size/kind". kind: none (no dropout), dropout or
-    stale_seed."""
+    """The backward of the worked example. The stories have the keys "causal/size/kind". kind: none (no dropout),
+    dropout or stale_seed."""
     head, told = worked_example(), {}
     do = np.array(THE_CAT["do"], np.float64)
     kinds: dict[str, dict[str, Any]] = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"same_seed": False}}

@@ -1,4 +1,4 @@
-"""Files of results: text and JSON of what was measured or told."""
+"""Writes result files, and turns results into plain JSON values."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def write(path: Path, text: str) -> None:
-    """Writes text as UTF-8 and makes the folders above it. Raises ValueError, which names the file, where it cannot."""
+    """Writes text as UTF-8 and makes the folders above it. Raises ValueError with the file's name if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -16,8 +16,8 @@ def write(path: Path, text: str) -> None:
 
 
 def plain(value):
-    """value with nothing in it that JSON lacks: arrays become lists and ranges [start, stop]. Numbers keep six digits.
-    Those that are not finite become "nan", "inf" and "-inf"."""
+    """value in types that JSON has. Arrays become lists, ranges [start, stop]. Floats keep six digits; those that are
+    not finite become "nan", "inf" and "-inf"."""
     match value:
         case np.ndarray():
             return plain(value.tolist())

@@ -1,4 +1,5 @@
-"""Each failure beside the whole algorithm: table, short trainings, pictures and page. `python breakit.py`"""
+"""The lab: compares each failure with the whole algorithm in a table, short trainings, pictures and a page.
+`python breakit.py`"""
 
 import json
 import tempfile
@@ -31,18 +32,18 @@ def gallery(
     device: torch.device,
     out: Path,
 ) -> None:
-    """Writes table.json and NAME.png for each failure to the folder `out`, and break-it.md beside it.
+    """Writes table.json and a NAME.png for each failure to the folder `out`, and break-it.md next to that folder.
 
-    script: train.main. short: short_training()'s configuration. failure: None for all. run: whose model q, k and v are
-    taken from, as model_of_run() finds it in the folder `runs`; None for a small one that is trained here first.
-    Raises ValueError where there is no such run, and where nothing of the failure can be taken out of its attention.
+    script: train.main. short: the configuration from short_training(). failure: a name, or None for all. run: the run
+    that gives q, k and v, found in the folder `runs` as in model_of_run(); None trains a small model first.
+    Raises ValueError if there is no such run, and if its attention does not have what the failure takes out.
     """
     started = time.perf_counter()
-    torch.set_num_threads(1)  # tiles so small take as long on two, and twice as long where another process wants a core
+    torch.set_num_threads(1)  # two are no faster on such small tiles, and half as fast if another process wants a core
     facts = about(device)
     device = device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
     model = None if run is None else model_of_run(run, runs, device)
-    out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
+    out.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
     failures = [failure] if failure else list(FAILURES)
     if failure:
         words = FAILURES[failure]
@@ -70,7 +71,7 @@ def gallery(
         rows, shown = measure.measure(calls, wanted, impls, print_row)
         show("")
         if not shown:
-            raise ValueError(f"failure={failure}: nothing of the kind can be taken out of {model.name}")
+            raise ValueError(f"failure={failure}: there is nothing that it could take out of {model.name}")
         curves = trainings.compare(script, short, failures)
 
     show(f"drawing, after {time.perf_counter() - started:.0f} s")
@@ -88,7 +89,7 @@ def gallery(
 
 
 def print_row(row: dict | None = None) -> None:
-    """A line of the table; None: its head."""
+    """Prints a line of the table; for None, its head."""
     heads = ("failure", "where", "gain", "impl", "dtype", "tiles", "predicted", "observed", "first bad", "score")
     cells = [*heads, "headroom", "weight", *measure.RESULTS, "verdict"]
     if row is not None:
@@ -99,6 +100,6 @@ def print_row(row: dict | None = None) -> None:
         cells += [f"{row['max_score']:.1f}", f"{row['headroom']:.1f}", f"{row['max_weight']:.3f}"]
         cells += [f"{row[f'error_{name}']:.1e}" for name in measure.RESULTS]
         cells += [row["verdict"] + ("" if row["agrees"] else ", NOT AS PREDICTED")]
-    widths = (17, 23, -5, 6, 7, 9, 13, 13, 9, -5, -8, -6, -8, -8, -8, -8, 8)  # below 0: flush right
+    widths = (17, 23, -5, 6, 7, 9, 13, 13, 9, -5, -8, -6, -8, -8, -8, -8, 8)  # below 0: aligned right
     shown = (f"{cell:>{-width}}" if width < 0 else f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
     show(" ".join(shown).rstrip())

@@ -1,10 +1,10 @@
-"""Each failure beside the whole algorithm, on the q, k, v and do of a model's own attention calls: a table's rows.
+"""Compares each failure with the whole algorithm, on q, k, v and do of a model's own attention calls.
 
-    rows, shown = measure(calls, failures, impls)    the rows; and the trials that the pictures show
+    rows, shown = measure(calls, failures, impls)    the rows of the table, and the trials that the pictures show
 
-What will be seen is predicted first (lab/trials.py), then it is looked at. Right is the whole algorithm in float64, on
-inputs rounded to the dtype in question. A row is wrong when it is beyond the budget: twice what the same implementation
-errs by when it is whole, and twice the rounding of the largest number.
+Each symptom is first predicted (lab/trials.py), then observed. The right result is that of the whole algorithm in
+float64, on inputs rounded to the dtype of the trial. A row is wrong if its error exceeds a budget: twice the error of
+the same implementation when whole, plus twice the rounding of the largest number.
 
 Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_kv, T_k, D).
 """
@@ -43,20 +43,20 @@ from model.tiled import INF, LOG2E, absorb, by_key_head, load, nothing_seen
 from training.probe import Call, Gauges, first_bad, gauges, on_chip_for, worst
 
 RESULTS = ("o", "dq", "dk", "dv")
-SHOWN = {"bf16_ties": "bf16"}  # the dtype of the pictures, where it is not float32
+SHOWN = {"bf16_ties": "bf16"}  # failures with pictures in another dtype than float32
 
 
 class Shown(NamedTuple):
-    """The last trial of a failure, of which the pictures are: tiled, in float32 or SHOWN."""
+    """The last trial of a failure, which its pictures show: tiled, in float32 or the dtype in SHOWN."""
 
     trial: Trial
     about: str
     tried: list[Call]
-    seen: list["Seen"]  # one of each call
+    seen: list["Seen"]  # one for each call
 
 
 def left_out(calls: list[Call], failures: list[str], impls: list[str]) -> list[str]:
-    """What measure() leaves out, a line each, and why."""
+    """Lines that say what measure() leaves out, and why."""
     wanted = (trial for trial in TRIALS if trial.failure in failures)
     found = (lacks(trial, impl, dtype, calls[0]) for trial, dtype, impl in product(wanted, DTYPES, impls))
     return list(dict.fromkeys(why for why in found if why))
@@ -65,10 +65,10 @@ def left_out(calls: list[Call], failures: list[str], impls: list[str]) -> list[s
 def measure(
     calls: list[Call], failures: list[str], impls: list[str], say: Callable[[dict], None] = lambda row: None
 ) -> tuple[list[dict], dict[str, Shown]]:
-    """The rows of the table, in the order of TRIALS, and for each failure the trial that shows it.
+    """Returns the rows of the table, in the order of TRIALS, and for each failure the trial that shows it.
 
-    calls: of a whole model, with gradients, float32, causal and with no other mask (record() in training/probe.py).
-    impls: of naive, tiled, triton. say: is handed each row as it comes.
+    calls: of a whole model, with gradients, in float32, with a causal mask alone (record() in training/probe.py).
+    impls: a list of naive, tiled and triton. say: called with each row as soon as it is measured.
     """
     rows, shown = [], {}
     last = {trial.failure: trial for trial in TRIALS if trial.failure in FAILURES}
@@ -94,8 +94,8 @@ def measure(
 
 
 def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gauges]) -> dict:
-    """What a row says after failure, where, impl, dtype and gain. verdict: harmless (within the budget), silent (wrong
-    and finite) or loud (not finite)."""
+    """The cells of a row after failure, where, impl, dtype and gain. verdict: harmless (within the budget), silent
+    (wrong but finite) or loud (not finite)."""
     symptom = observed(tried, seen)
     row: dict[str, Any] = {"tiles": "" if tried[0].config.impl == "naive" else "{} x {}".format(*tile_of(tried[0]))}
     row |= {"predicted": guess, "observed": symptom, "agrees": guess == symptom}
@@ -109,7 +109,7 @@ def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gau
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A trial looked at.
+# Measuring a trial.
 
 
 def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
 
     if call.break_it.restore_seed:
         o, lse = forward(q, k, v)
-    else:  # as draw_and_run in model/gpt.py: when the backward computes the call again, it draws another seed
+    else:  # as draw_and_run in model/gpt.py: the backward computes the call again and draws another seed
         o, lse = checkpoint(forward, q, k, v, use_reentrant=False, preserve_rng_state=False)
     found = o, *torch.autograd.grad(o, (q, k, v), do)
     return {name: x.detach() for name, x in zip(RESULTS, found, strict=True)} | {"lse": lse.detach()}
@@ -134,9 +134,9 @@ class Seen(NamedTuple):
     """Results of one layer, by the names in RESULTS."""
 
     found: dict[str, Tensor]
-    usual: dict[str, Tensor]  # of the same implementation when it is whole
+    usual: dict[str, Tensor]  # of the same implementation when whole
     right: dict[str, Tensor]  # float64
-    allowed: dict[str, float]  # largest difference
+    allowed: dict[str, float]  # the largest difference that is allowed
 
 
 def right_for(call: Call) -> dict[str, Tensor]:
@@ -146,9 +146,9 @@ def right_for(call: Call) -> dict[str, Tensor]:
 
 
 def seen_of(call: Call, right: dict[str, Tensor]) -> Seen:
-    """A call's results, and how far from right each may be, by the error of the same implementation when it is whole.
-    lab/race.py takes naive's error instead. On a trained model's q, k and v the gradients of tiled and triton can be
-    further off than twice that, because they compute the weights again (LOG.md)."""
+    """The results of a call and their budgets, which come from the error of the same implementation when whole.
+    (lab/race.py uses naive's error. On q, k and v of a trained model the gradients of tiled and triton can be off by
+    more than twice that, because they compute the weights again: LOG.md.)"""
     usual, eps = results_of(replace(call, break_it=unbroken(call))), torch.finfo(call.q.dtype).eps
     errors = {name: float(row_errors(usual[name], right[name]).max()) for name in RESULTS}
     allowed = {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}
@@ -156,9 +156,9 @@ def seen_of(call: Call, right: dict[str, Tensor]) -> Seen:
 
 
 def observed(tried: list[Call], seen: list[Seen]) -> str:
-    """The symptom that the results show, judged without knowing what was taken out."""
+    """The symptom that the results show. It does not look at which failure it is."""
     if not all(bool(s.found["o"].isfinite().all()) for s in seen):
-        # +inf and NaN: the sum of the weights went first. (A row that sees nothing has lse = -inf by right.)
+        # With lse +inf or NaN, the sum of the weights failed first. (A row that sees nothing has lse = -inf, rightly.)
         sums = torch.stack([((s.found["lse"] == INF) | s.found["lse"].isnan()).any() for s in seen])
         return NAN if bool(sums.any()) else OVERFLOW
     wrong = {name: any(bool(beyond(s, name).any()) for s in seen) for name in RESULTS}
@@ -168,13 +168,13 @@ def observed(tried: list[Call], seen: list[Seen]) -> str:
 
 
 def beyond(seen: Seen, name: str) -> Tensor:
-    """Rows that are wrong, bool (B, H or H_kv, rows)."""
+    """Which rows exceed the budget, bool (B, H or H_kv, rows)."""
     return row_errors(seen.found[name], seen.right[name]) > seen.allowed[name]
 
 
 @torch.no_grad()
 def leaks(call: Call) -> bool:
-    """Whether the first half of the rows changes when the second half of the values does."""
+    """Whether a change of the second half of v changes the first half of o."""
     half = call.q.shape[2] // 2
     v = call.v.clone()
     v[:, :, half:] += 1
@@ -185,7 +185,7 @@ def leaks(call: Call) -> bool:
 
 
 def row_errors(found: Tensor, right: Tensor) -> Tensor:
-    """The largest |found - right| of each row: (B, H, T, D) twice to float64 (B, H, T), inf for what is NaN."""
+    """The largest |found - right| of each row, float64 (B, H, T); inf where it is NaN. found, right: (B, H, T, D)."""
     return (found.double() - right).abs().amax(-1).nan_to_num(nan=INF)
 
 
@@ -195,7 +195,7 @@ def distance(found: Tensor, right: Tensor) -> float:
 
 
 def first_place(tried: list[Call], seen: list[Seen], symptom: str) -> dict:
-    """Where it goes wrong first, in the order of computing: layer, head, query tile and, in the forward, key tile."""
+    """The first wrong place in the order of computing: layer, head, query tile and, in the forward, key tile."""
     names = ("layer", "head", "query_tile", "key_tile")
     for call, s in zip(tried, seen, strict=True):
         if symptom in (NAN, OVERFLOW):
@@ -214,7 +214,7 @@ def first_place(tried: list[Call], seen: list[Seen], symptom: str) -> dict:
 
 
 def first_key_tile(call: Call, seen: Seen, b: int, h: int, row: int) -> int | None:
-    """The first tile of keys after which acc / l of a row is beyond its budget; None where it is at no tile."""
+    """The first tile of keys after which acc / l of a row exceeds its budget; None if it never does."""
     whole = replace(call, break_it=unbroken(call))
     right, allowed = None, seen.allowed["o"]
     by_tile = {tile: o for tile, _, _, o in walk(whole, b, h, row)}
@@ -227,7 +227,7 @@ def first_key_tile(call: Call, seen: Seen, b: int, h: int, row: int) -> int | No
 
 @torch.no_grad()
 def walk(call: Call, b: int, h: int, row: int) -> Iterator[tuple[int, float, float, Tensor]]:
-    """A row's key tile, m (natural), l and acc / l (D,) after each tile, as tiled computes them."""
+    """After each tile of a row: the number of the key tile, m (natural logarithm), l and acc / l (D,), as in tiled."""
     q, k, v = by_key_head(call.q, call.k, call.v)
     key_head, g = divmod(h, q.shape[1])
     matrix, problem, on_chip = b * call.k.shape[1] + key_head, call.problem(), on_chip_for(call, 1)[0]

@@ -1,4 +1,4 @@
-"""The instruments of the race: the time that a call takes, and the most memory that is alive in it."""
+"""Measures a call for the race: its time and its peak memory."""
 
 import statistics
 import time
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-# It has no public name; PyTorch's own guide, "Extending PyTorch", points to this one.
+# A private name, but PyTorch's guide "Extending PyTorch" points to it, and there is no public one.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def peak_bytes(action: Callable, device: torch.device) -> int:
-    """The most memory that action() takes above what was taken before."""
+    """The peak memory of action() in bytes, beyond what was allocated before."""
     if device.type != "cuda":
         with PeakBytes() as counted:
             action()
         return counted.peak
-    action()  # compiles, and takes the workspaces that stay
+    action()  # compiles, and allocates workspaces that stay
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     action()
@@ -26,9 +26,9 @@ def peak_bytes(action: Callable, device: torch.device) -> int:
 
 
 def median_ms(action: Callable, device: torch.device) -> float:
-    """Milliseconds: the median of three runs or of as many as 0.1 s hold, after some that do not count."""
+    """The median time of action() in ms, after a warm-up. Takes at least three runs and at least 0.1 s."""
     if device.type == "cuda":
-        from triton.testing import do_bench  # by the GPU's clock; empties the second-level cache before each run
+        from triton.testing import do_bench  # uses the GPU's clock and clears the L2 cache before each run
 
         return do_bench(action, return_mode="median")
     action()
@@ -43,15 +43,15 @@ def median_ms(action: Callable, device: torch.device) -> float:
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that were alive at once in tensors made inside: exact, repeatable, and on any device.
+    """The peak number of bytes in tensors that were made inside this context: exact, repeatable, on any device.
 
-    The process's own peak would count the allocator's slack and whatever else the process has done before.
+    The peak of the process would include the allocator's slack and whatever the process did before.
     """
 
     def __init__(self):
         super().__init__()
         self.alive = self.peak = 0
-        self.made: set[int] = set()  # addresses of the storages that were made inside and still are
+        self.made: set[int] = set()  # addresses of the storages that were made inside and are still alive
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = {x.untyped_storage().data_ptr() for x in tensors_in(args, kwargs)}
@@ -71,7 +71,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def tensors_in(*values) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, which stand alone or in tuples, lists and dicts."""
+    """The tensors among an operation's arguments or results, also inside tuples, lists and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,9 +1,9 @@
-"""The page of all failures: docs/break-it.md, written by `python breakit.py out=docs/break` beside its pictures.
+"""The page of all failures: docs/break-it.md, written by `python breakit.py out=docs/break`, with its pictures.
 
     write_page(Path("docs/break"))     docs/break-it.md
 
-Words are those of model/break_it.py, figures those that the lab has kept in table.json. When only words have changed,
-the lab need not run again: python -c "from lab.page import *; write_page(Path('docs/break'))"
+The words come from model/break_it.py, the figures from the lab's table.json. If only words have changed, the lab need
+not run again: python -c "from lab.page import *; write_page(Path('docs/break'))"
 """
 
 import json
@@ -25,25 +25,25 @@ KINDS = {
 }
 HEAD = """# Break it
 
-Each line of attention matters only under a condition. Take a line out where its condition does not hold, and nothing
-changes: the failure sleeps. Where it holds, few failures are loud. Most leave a loss that falls and a model that is
-wrong.
+Each line of attention matters only under a condition. If you take a line out where its condition does not hold, nothing
+changes: the failure sleeps. Where the condition holds, few failures are loud. Most leave a loss that falls and a model
+that is wrong.
 
 {table}
 
-Under each failure stands the command that wakes it in the default model. **Seen** says what its first 100 steps show.
+Each failure below has a command that wakes it in the default model. **Seen** says what the first 100 steps show.
 
-**Pictures.** The whole algorithm is black and dashed, what is broken is in colour, a cross is a value that is not
+**Pictures.** The whole algorithm is black and dashed. The broken one is in colour. A cross is a value that is not
 finite.
 
-**Measured.** `python breakit.py` has written this page (commit {commit}, torch {torch}, {device}). It takes q, k, v
-and gradients from {model}. A relative error is |found - right| / |right|, where right is computed in float64.
-Trainings are of 2 layers, 64 channels and 128 tokens of context; their losses are means of the last ten steps.
+**Measured.** `python breakit.py` wrote this page (commit {commit}, torch {torch}, {device}). It takes q, k, v and
+gradients from {model}. An error is |found - right| / |right|, where right is computed in float64. The
+trainings have 2 layers, 64 channels and a context of 128 tokens. Their losses are means of the last ten steps.
 """
 
 
 def write_page(folder: Path) -> Path:
-    """Writes break-it.md beside the folder that table.json and the pictures are in."""
+    """Writes break-it.md next to `folder`, which holds table.json and the pictures. Returns its path."""
     path = folder.parent / "break-it.md"
     kept = json.loads((folder / "table.json").read_text(encoding="utf-8"))
     write(path, page(kept, folder.name))
@@ -51,7 +51,7 @@ def write_page(folder: Path) -> Path:
 
 
 def page(kept: dict, folder: str) -> str:
-    """The page as Markdown. kept: what table.json has. folder: where its pictures are, as seen from the page."""
+    """The page as Markdown. kept: the content of table.json. folder: of the pictures, relative to the page."""
     names = list(kept["pictures"])
     table = ["| failure | taken out | loud or silent | it acts |", "|---|---|---|---|"]
     table += [f"| [{name}](#{name}) | {FAILURES[name].removed} | {kind(kept, name)} | {FAILURES[name].acts} |"
@@ -62,14 +62,14 @@ def page(kept: dict, folder: str) -> str:
 
 
 def kind(kept: dict, name: str) -> str:
-    """How the failure shows in tiled, in words: every way in which any dtype shows it."""
+    """How the failure shows in tiled, in words: all symptoms, over all dtypes."""
     found = [row["observed"] for row in kept["rows"] if (row["failure"], row["impl"]) == (name, "tiled")]
     seen = [symptom for symptom in KINDS if symptom in found and symptom != NONE]
     return ", ".join(KINDS[symptom] for symptom in seen or [NONE])
 
 
 def section(kept: dict, name: str, folder: str) -> str:
-    """A failure: its words, its commands, what was measured, its picture."""
+    """The section of a failure: words, commands, measurements, picture."""
     words = FAILURES[name]
     return f"""## {name}
 
@@ -93,7 +93,7 @@ python breakit.py failure={name}
 
 
 def measured(kept: dict, name: str) -> str:
-    """The trials in tiled, in the dtype of the picture, and the short training if there was one."""
+    """The trials of tiled in the dtype of the picture, and the short training if there is one."""
     dtype = SHOWN.get(name, "float32")
     lines = [f"| tiled, {dtype} | seen | {' | '.join(f'error of {result}' for result in RESULTS)} |"]
     lines.append("|---" * (2 + len(RESULTS)) + "|")
@@ -107,11 +107,11 @@ def measured(kept: dict, name: str) -> str:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
             ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
-            lines.append(f"\nTraining with {curves['setting']}: after {len(broken)} steps its loss is {ended}; whole, "
-                         f"after {len(whole)}, {mean(whole):.3f} nats.")  # fmt: skip
+            lines.append(f"\nTraining with {curves['setting']}: at step {len(broken)} the broken loss is {ended}; "
+                         f"at step {len(whole)} the whole loss is {mean(whole):.3f} nats.")  # fmt: skip
     return "\n".join(lines)
 
 
 def mean(losses: list[float]) -> float:
-    """The mean of the last ten."""
+    """The mean of the last ten losses."""
     return sum(losses[-10:]) / len(losses[-10:])

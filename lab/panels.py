@@ -1,9 +1,9 @@
-"""What is special about each failure: the panels of its picture, as numbers. lab/draw.py draws them.
+"""Computes the panels of each failure's picture. lab/draw.py draws them.
 
     panels(shown, curves)     two or three panels of one failure
 
-Most are of the trial that shows the failure (lab/trials.py), on a model's own q, k, v and do. Those that need rows of a
-certain kind, as flat rows or scores that tie, make them.
+Most panels show the failure's last trial (lab/trials.py), on q, k, v and do of a model. Panels that need special rows,
+such as flat rows or scores that tie, make them.
 
 Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_kv, T_k, D).
 """
@@ -29,9 +29,9 @@ NAIVE = AttentionConfig("naive")
 
 
 class Curve(NamedTuple):
-    """Points in their order. A y that is not finite becomes a cross at the upper edge."""
+    """Points in the order of drawing. A y that is not finite becomes a cross at the upper edge."""
 
-    name: str  # is written at its end; first word whole: black and dashed, theory: grey and dotted
+    name: str  # is written at the end. The first word "whole" makes it black and dashed, "theory" grey and dotted
     x: Sequence[float]
     y: Sequence[float]
 
@@ -47,13 +47,13 @@ class Panel(NamedTuple):
     log_y: bool = False
     bottom: float | None = None  # of the y axis
     ticks: list[str] | None = None  # at x = 0, 1, 2, ..
-    image: Tensor | None = None  # (rows, columns) in [0, 1]: black is 1
+    image: Tensor | None = None  # (rows, columns) in [0, 1]: 1 is black
     marked: Tensor | None = None  # bool, like image: drawn in the failure's colour
-    legend: str = ""  # written into the upper right corner of the image
+    legend: str = ""  # written in the upper right corner of the image
 
 
 def panels(shown: Shown, curves: Curves | None) -> list[Panel]:
-    """The panels of a failure. curves: its short training, or None where that shows nothing."""
+    """The panels of a failure. curves: its short training, or None if it has none."""
     match shown.trial.failure:
         case "no_max":
             found = [flat_rows(), where_it_breaks()]
@@ -77,12 +77,12 @@ def panels(shown: Shown, curves: Curves | None) -> list[Panel]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Of several failures.
+# Panels that several failures share.
 
 
 def losses(failure: str, curves: Curves) -> Panel:
-    """The loss of a short training, as means of ten steps: batches differ in difficulty. Where both runs end, from the
-    twentieth step on: the fall before it is the same, and would hide what comes after."""
+    """The loss of a short training, averaged over ten steps because batches differ in difficulty. If both runs reach
+    their end, the panel starts at step 20: the steep fall before that is the same and would hide the difference."""
     found = {"whole": curves.whole, "broken": curves.broken[failure]}
     first = 20 if math.isfinite(found["broken"][-1]) and len(curves.whole) > 40 else 1
     lines = []
@@ -95,7 +95,8 @@ def losses(failure: str, curves: Curves) -> Panel:
 
 
 def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
-    """The error of the worst row of each query tile, over all layers and heads. exact: a result that is right."""
+    """The error of the worst row of each query tile, over all layers and heads. exact: also shows this result, which
+    is right."""
 
     def worst(which: str, name: str) -> list[float]:
         found = torch.zeros(1)
@@ -113,7 +114,7 @@ def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
 
 
 def states(shown: Shown) -> Panel:
-    """l and |acc| of the worst row after each tile of keys, over those of the whole algorithm."""
+    """l and |acc| of the worst row after each tile of keys, divided by those of the whole algorithm."""
     call, b, h, row = worst_place(shown)
     sums, sizes = {}, {}
     for name, of in (("whole", replace(call, break_it=unbroken(call))), ("broken", call)):
@@ -130,8 +131,8 @@ def states(shown: Shown) -> Panel:
 
 
 def worst_place(shown: Shown) -> tuple[Call, int, int, int]:
-    """The call, sequence, head and row of the largest error of o, in the first layer where o is wrong: of equally bad
-    rows the last."""
+    """The call, sequence, head and row of the largest error of o, in the first layer with a wrong o. The last row, if
+    several are equally bad."""
     for call, s in zip(shown.tried, shown.seen, strict=True):
         if beyond(s, "o").any():
             errors = row_errors(s.found["o"], s.right["o"])
@@ -141,7 +142,7 @@ def worst_place(shown: Shown) -> tuple[Call, int, int, int]:
 
 
 def whole_and_broken(shown: Shown) -> dict[str, list[Call]]:
-    """The calls with nothing taken out, and as they were tried."""
+    """The calls with the whole algorithm, and as they were tried."""
     return {"whole": [replace(call, break_it=unbroken(call)) for call in shown.tried], "broken": shown.tried}
 
 
@@ -151,11 +152,11 @@ def heads_of(shown: Shown) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# no_max, and a maximum that starts at 0: rows whose keys score alike.
+# no_max and zero_init_max: rows of equal scores.
 
 
 def flat(scores: Tensor, keys: int, v: float, break_it: BreakIt, dtype: torch.dtype = torch.float32) -> list[float]:
-    """o / v of rows whose keys all have the row's score and the value v, as tiled computes it."""
+    """o / v in tiled, for one row per score. All keys of a row have that score and the value v."""
     q, k = torch.zeros(2, len(scores), 1, keys, 2)
     q[..., 0], k[..., 0] = 1.0, scores[:, None, None]
     value = torch.full_like(k, v)
@@ -165,7 +166,7 @@ def flat(scores: Tensor, keys: int, v: float, break_it: BreakIt, dtype: torch.dt
 
 
 def flat_rows() -> Panel:
-    """Without the maximum: o over the score that all keys of a row have."""
+    """Without the maximum: o over the score, which is the same for all keys of a row."""
     scores = torch.linspace(78, 92, 57)
     off = broken("no_max", 1.0)
     curves = [Curve("whole", scores.tolist(), flat(scores, 1024, 1e-3, UNBROKEN))]
@@ -174,7 +175,8 @@ def flat_rows() -> Panel:
 
 
 def where_it_breaks() -> Panel:
-    """Without the maximum: the score from which on o is 0, and from which on it is NaN, over the number of keys."""
+    """Without the maximum: the lowest score at which o is 0, and the lowest at which it is NaN, over the number of
+    keys."""
     scores, off = torch.arange(79, 90, 0.05), broken("no_max", 1.0)
     lengths = [4**i for i in range(7)]
     found = [flat(scores, n, 1e-3, off) for n in lengths]
@@ -200,12 +202,12 @@ def low_rows() -> Panel:
 
 
 def low_gradients() -> Panel:
-    """With a maximum that starts at 0: the size of the gradients over the log-sum-exp of a row."""
+    """With a maximum that starts at 0: the norm of the gradients over the log-sum-exp of a row."""
     draw, lse, keys = torch.Generator().manual_seed(0), torch.arange(-112.0, -77.9, 1), 64
     q, k, v, do = (torch.randn(n, 16, generator=draw) for n in (1, keys, keys, 1))
     q[:, 0], k[:, 0] = 1.0, 0.0
     k = k.repeat(len(lse), 1, 1, 1)
-    k[..., 0] = (lse - (q @ k[0, 0].mT).logsumexp(-1))[:, None, None]  # moves all scores of a row alike
+    k[..., 0] = (lse - (q @ k[0, 0].mT).logsumexp(-1))[:, None, None]  # adds the same to all scores of a row
     q, v, do = (x.repeat(len(lse), 1, 1, 1) for x in (q, v, do))
 
     def gradients(config: AttentionConfig, break_it: BreakIt, dtype: torch.dtype) -> list[Tensor]:
@@ -229,7 +231,7 @@ def low_gradients() -> Panel:
 
 @torch.no_grad()
 def weights_of(call: Call) -> Tensor:
-    """The weights (B, H, T, T_k) that a call has: its o for values that are the columns of the unit matrix."""
+    """The weights (B, H, T, T_k) of a call, which are its o when v is the identity matrix."""
     (B, H_kv, T_k, D), parts = call.v.shape, []
     for columns in torch.eye(T_k, device=call.v.device, dtype=call.v.dtype).split(D, dim=1):
         v = columns.new_zeros(B, H_kv, T_k, D)
@@ -240,12 +242,13 @@ def weights_of(call: Call) -> Tensor:
 
 
 def future_of(weights: Tensor) -> Tensor:
-    """The share of each row's weight that lies on keys after it: (B, H, T, T) to (B, H, T)."""
+    """The share of each row's weight that is on later keys: (B, H, T, T) to (B, H, T)."""
     return weights.triu(1).sum(-1)
 
 
 def weights_seen(shown: Shown) -> Panel:
-    """The weights of the first three tiles a side, the mean over heads, by their roots so that small ones show."""
+    """The weights of the first 3 x 3 tiles, averaged over heads. Shows their square roots, so that small ones are
+    visible."""
     M, N = tile_of(shown.tried[0])
     weights = torch.cat([weights_of(call)[0] for call in shown.tried]).mean(0)[: 3 * M, : 3 * N].float()
     future = torch.ones_like(weights, dtype=torch.bool).triu(1)
@@ -254,7 +257,7 @@ def weights_seen(shown: Shown) -> Panel:
 
 
 def future_share(shown: Shown) -> Panel:
-    """The weight that each row gives to its future: the mean over heads and layers."""
+    """The weight that each row puts on keys of the future, averaged over heads and layers."""
     curves = []
     for name, calls in whole_and_broken(shown).items():
         share = torch.stack([future_of(weights_of(call)).mean((0, 1)) for call in calls]).mean(0)
@@ -263,7 +266,7 @@ def future_share(shown: Shown) -> Panel:
 
 
 def hidden_rows(shown: Shown) -> Panel:
-    """The first three tiles a side: what is seen, what is computed beside it, and where the NaN of a row begins."""
+    """The first 3 x 3 tiles: keys that are visible, keys that are computed but hidden, and where NaN begins."""
     call, s = shown.tried[0], shown.seen[0]
     (M, N), problem = tile_of(call), call.problem()
     image = torch.zeros(3 * M, 3 * N)
@@ -282,7 +285,7 @@ def hidden_rows(shown: Shown) -> Panel:
 
 
 def nan_share(shown: Shown) -> Panel:
-    """How many rows of each result are NaN, by tile: the mean over heads and layers."""
+    """The share of rows that are NaN, by tile, averaged over heads and layers."""
     M = tile_of(shown.tried[0])[0]
     curves = []
     for name in ("o", "dv"):
@@ -298,14 +301,14 @@ def nan_share(shown: Shown) -> Panel:
 
 
 def scores_of(call: Call) -> Tensor:
-    """The scores of a causal call, (B, H, T, T), -inf where they are hidden."""
+    """The scores of a causal call, (B, H, T, T), -inf where hidden."""
     groups = call.q.shape[1] // call.k.shape[1]
     s = call.q.double() @ call.k.double().repeat_interleave(groups, dim=1).mT * call.problem().scale
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
 
 
 def score_spread(shown: Shown) -> Panel:
-    """How far apart the scores lie: their distribution, less the mean of their row."""
+    """The distribution of the scores, each minus the mean of its row."""
     found = {}
     for name, calls in whole_and_broken(shown).items():
         scores = [s.masked_fill(s == -math.inf, math.nan) for s in map(scores_of, calls)]
@@ -326,7 +329,7 @@ def histogram(title: str, x: str, found: dict[str, Tensor], edge: float, bins: i
 
 
 def entropies(shown: Shown) -> Panel:
-    """The entropy of each head's weights, the mean over rows."""
+    """The entropy of each head's weights, averaged over rows."""
     curves, names = [], heads_of(shown)
     for name, calls in whole_and_broken(shown).items():
         entropy = torch.cat([torch.special.entr(scores_of(call).softmax(-1)).sum(-1).mean((0, 2)) for call in calls])
@@ -347,14 +350,14 @@ def angles(shown: Shown) -> Panel:
         for s in shown.seen:
             ours, right = (x[name].double().transpose(0, 1).flatten(1) for x in (s.found, s.right))
             found += torch.cosine_similarity(ours, right, dim=1).tolist()
-        group = len(names) // len(found)  # query heads that share a key head, which stands amid them
+        group = len(names) // len(found)  # query heads that share a key head, whose point is in their middle
         curves.append(Curve(name, [i * group + (group - 1) / 2 for i in range(len(found))], found))
     return Panel("the gradients point elsewhere", "layer.head", "cosine with the right gradient", curves, ticks=names)
 
 
 def tied_errors(ties: int, break_it: BreakIt, config: AttentionConfig = TILED, heads: int = 400) -> Tensor:
-    """The signed error of o in units of its last digit, in bf16, of rows with `ties` keys alike at the maximum, 61
-    others some 12 below and values of one sign: (outputs,) in float64."""
+    """The signed error of o in bf16, in units of its last digit: float64 (outputs,). In each row of 64 scores `ties`
+    are equal at the maximum, the others about 12 below. All values have one sign."""
     draw, rows, D = torch.Generator().manual_seed(0), 8, 16
     q, k = torch.zeros(heads, 1, rows, D), torch.zeros(heads, 1, 64, D)
     q[..., 0], k[..., 0] = 4.0, -12.0 + torch.randn(heads, 1, 64, generator=draw)
@@ -368,12 +371,12 @@ def tied_errors(ties: int, break_it: BreakIt, config: AttentionConfig = TILED, h
 
 
 def whole_and_tied(ties: int) -> dict[str, Tensor]:
-    """tied_errors() of the whole algorithm and with sums of 16 bits."""
+    """tied_errors() of the whole algorithm, and with sums of 16 bits."""
     return {"whole": tied_errors(ties, UNBROKEN), "broken": tied_errors(ties, broken("bf16_ties", 1.0))}
 
 
 def signed_errors() -> Panel:
-    """Where three scores tie: how the errors of o are distributed."""
+    """The distribution of the errors of o when three scores tie."""
     return histogram("error of o, three scores tie (bf16)", "o - right, in last digits", whole_and_tied(3), 7 / 6, 7)
 
 
@@ -386,7 +389,7 @@ def bias_by_ties() -> Panel:
 
 
 def added_up() -> Panel:
-    """The errors of outputs, added one after the other: chance wanders, a bias goes one way."""
+    """The running sum of the errors of o. Unbiased errors wander around 0, biased ones grow in one direction."""
     curves = []
     for name, errors in whole_and_tied(3).items():
         every = len(errors) // 24

@@ -1,4 +1,4 @@
-"""Check, then race and weigh: the speed and memory of each attention. `python bench.py`
+"""Checks each attention, then measures its speed and memory. `python bench.py`
 
 Shapes: q, o and do (B, H, T, D), k and v (B, H_kv, T, D).
 """
@@ -25,15 +25,15 @@ from model.attention import AttentionConfig, attention, blocks_of, resolve
 from model.mask import WHOLE, Tiling, visible
 from training.machine import about, peak_flops
 
-# H_kv is empty where it is H, and window, documents and block_mask where there is none.
+# H_kv is empty if it equals H; window, documents and block_mask are empty if there is none.
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D"]
 COLUMNS += ["causal", "window", "documents", "block_mask", "share", "dropout_p", "tile"]
 MEASURED = ("ms", "tflops", "peak_mib")
 COLUMNS += ["pass", *MEASURED]
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in FLOPs of a forward
+PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # FLOPs, in those of a forward
 OURS = ("naive", "tiled", "triton")
-# One backend each: left to choose, torch may run another than the one whose name the figure would carry.
+# One backend at a time. If torch could choose, it might run another backend than the figure names.
 SDPA = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """One problem of the race: q (B, H, T, D), k and v (B, H_kv, T, D)."""
+    """One problem of the race, for q (B, H, T, D), k and v (B, H_kv, T, D)."""
 
     B: int
     H: int
@@ -55,18 +55,19 @@ class Case:
     dropout_p: float
     H_kv: int | None = None  # None: H
     window: int | None = None
-    documents: int | None = None  # tokens that a document has in the mean; None: one document
-    block_mask: tuple[str, ...] | None = None  # a picture as AttentionConfig has it, stretched over T x T
+    documents: int | None = None  # mean length of a document in tokens; None: one document
+    block_mask: tuple[str, ...] | None = None  # as in AttentionConfig, stretched over T x T
 
     def flops(self, which: str) -> float:
-        """A forward is two products, q k^T and p v, of 2 D for every visible pair of query and key in every head."""
+        """FLOPs of a pass. A forward has two products, q k^T and p v. Each takes 2 D FLOPs for each visible pair of
+        query and key in each head."""
         return PASSES[which] * 4 * self.B * self.H * self.T * self.T * self.D * self.share
 
     @cached_property
     def share(self) -> float:
-        """How many of the T x T pairs of query and key the mask leaves visible: 0 to 1, the mean over the batch.
+        """The share of the T x T pairs of query and key that is visible: 0 to 1, averaged over the batch.
 
-        Half of them where the mask is causal and nothing else: everybody counts the diagonal like that.
+        A causal mask alone counts as one half, as is usual, though the diagonal makes it slightly more.
         """
         if self.window is None and self.documents is None and self.block_mask is None:
             return 0.5 if self.causal else 1.0
@@ -81,7 +82,7 @@ class Case:
         return pairs / self.T**2
 
     def problem(self) -> Problem:
-        """Its mask."""
+        """The Problem of the case, which holds its mask."""
         documents = documents_of(self)
         blocks = None if self.block_mask is None else blocks_of(self.block_mask, CPU)
         return Problem(
@@ -97,12 +98,12 @@ class Case:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block of the picture is wide and high: it covers all of T x T."""
+        """Width and height of a block in tokens, such that the block mask covers T x T."""
         across = 1 if self.block_mask is None else min(len(self.block_mask), len(self.block_mask[0]))
         return -(-self.T // across)
 
     def title(self) -> str:
-        """What all lengths of a series share."""
+        """What all lengths of a series have in common, in words."""
         words = [f"head size {self.D}", f"{self.H} heads" + (f" on {self.H_kv} of keys" if self.H_kv else "")]
         words.append("causal" if self.causal else "not causal")
         words += [f"window {self.window}"] * (self.window is not None)
@@ -112,8 +113,8 @@ class Case:
 
 
 def documents_of(case: Case) -> Tensor | None:
-    """int64 (B, T): which document each token is in, or None. A new one begins at each token with the same probability,
-    so lengths differ as much as they do in a text. The same at every call."""
+    """The document number of each token, int64 (B, T), or None. Each token begins a new document with the same
+    probability, so lengths vary as in real text. The same at every call."""
     if case.documents is None:
         return None
     generator = torch.Generator().manual_seed(case.T)
@@ -130,31 +131,31 @@ def race(
     device: torch.device,
     out: Path,
 ) -> None:
-    """Checks, races and draws: rows to results.csv in the folder `out`, below those that are there, and pictures.
+    """Checks, races and draws. Appends the rows to results.csv in the folder `out` and draws the pictures there.
 
-    series: cases that differ in their length alone, shortest first; each list is a table on the screen. impls: of
-    IMPLS, or None for all that run here. block: of tiled. patience: seconds that a forward and backward may take, as
-    the length before it predicts.
-    Raises ValueError where one of ours that was named cannot run, where nobody can, and where results.csv has other
-    columns; RuntimeError where one of ours is wrong.
+    series: lists of cases that differ only in length, shortest first; each list becomes a table on the screen. impls:
+    names from IMPLS, or None for all that run here. block: tile size of tiled. patience: in seconds; a case is skipped
+    if the length before it predicts that its forward and backward take longer.
+    Raises ValueError if one of ours was named and cannot run, if none can run, or if results.csv has other columns;
+    RuntimeError if one of ours is wrong.
     """
     facts = {key: value for key, value in about(device).items() if key in COLUMNS}
     names, results = entrants(impls, device), results_in(out)
-    told: list[str] = []  # what peers cannot do; each is printed once
+    told: list[str] = []  # reasons why peers cannot run, each printed once
     names = check(names, checked(series), block, device, DTYPES[dtype], told)
     if not names:
         raise ValueError(f"impls={impls}: none of them runs here; {'; '.join(told)}")
 
-    peak = None if dtype == "float32" else peak_flops(device)  # that of the 16-bit formats is known
+    peak = None if dtype == "float32" else peak_flops(device)  # only the peak in 16 bits is known
     print(f"{facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
     rows = []
     for cases in series:
         show_head(cases[0], device, peak)
-        ended: dict[str, str] = {}  # which implementations go no further in this series, and the word that says why
-        pace: dict[str, float] = {}  # seconds a FLOP, at the length before
+        ended: dict[str, str] = {}  # implementations that have dropped out of this series, and the word that says why
+        pace: dict[str, float] = {}  # seconds per FLOP, at the length before
         for case in cases:
             x = inputs(case, device, DTYPES[dtype])
-            fresh = []  # rows
+            fresh = []  # the rows of this case
             weighed: dict[str, list[dict] | str] = {}
             for name in names:
                 if pace.get(name, 0.0) * case.flops("forward+backward") > patience:
@@ -168,7 +169,7 @@ def race(
                 shape = cells_in(case) | {"share": case.share, "tile": block if name == "tiled" else None}
                 fresh += [facts | {"impl": name, "dtype": dtype} | shape | passed for passed in numbers(found)]
             show(case, weighed, device, peak)
-            append(results, fresh)  # now: a race that is cut short has not been run in vain
+            append(results, fresh)  # now, so that a race that is cut short keeps its rows
             rows += fresh
 
     if not rows:
@@ -177,18 +178,18 @@ def race(
 
 
 def draw(rows: list[dict], out: Path) -> list[str]:
-    """The pictures of these rows in the folder `out`: their paths."""
+    """Draws the pictures of these rows in the folder `out`. Returns their paths."""
     pictures = [str(speed_picture(rows, out / "speed.png"))]
-    if len({row["B"] for row in rows}) == 1:  # a smaller batch at a greater length would hide what the length takes
+    if len({row["B"] for row in rows}) == 1:  # a smaller batch at a greater length would hide the effect of length
         pictures.append(str(memory_picture(rows, out / "memory.png")))
     return pictures
 
 
 def pictures(series: list[list[Case]], *, impls: list[str] | None, dtype: str, out: Path) -> None:
-    """Draws these cases again, from the rows that results.csv in the folder `out` has of them; and traffic.png.
+    """Draws the pictures of these cases again, from results.csv in the folder `out`; and traffic.png.
 
-    Of several rows of one case the last one counts, and only the device of the last of all.
-    Raises ValueError where results.csv is missing, has other columns, or has no row of these cases.
+    If a case has several rows, it takes the last one. It shows only the device of the very last row.
+    Raises ValueError if results.csv is missing, has other columns, or has no row of these cases.
     """
     results = results_in(out)
     if not results.exists():
@@ -213,18 +214,18 @@ def pictures(series: list[list[Case]], *, impls: list[str] | None, dtype: str, o
 
 
 def cells_in(case: Case) -> dict:
-    """A case as columns of a row."""
+    """A case as cells of a row."""
     return asdict(case) | {"block_mask": None if case.block_mask is None else "/".join(case.block_mask)}
 
 
 def cells_of(case: Case) -> dict[str, str]:
-    """The same as results.csv has them."""
+    """The same as text, as in results.csv."""
     return {name: "" if value is None else str(value) for name, value in cells_in(case).items()}
 
 
 def checked(series: list[list[Case]]) -> list[Case]:
-    """Small cases, one for each mask, head size and dropout of the race, and for each without dropout too."""
-    T = 333  # a length that no tile divides; a mask's rules are short enough to hide keys of it
+    """Small cases to check: one for each mask, head size and dropout of the race, and the same without dropout."""
+    T = 333  # no tile size divides it; windows and documents are cut so that they hide keys
     found: dict[Case, None] = {}
     for case in (cases[0] for cases in series):
         rules = {key: min(T // 3, value) for key in ("window", "documents") if (value := getattr(case, key))}
@@ -234,20 +235,20 @@ def checked(series: list[list[Case]]) -> list[Case]:
 
 
 def numbers(found: list[dict] | str) -> list[dict]:
-    """The rows of the file, for what weigh() found or for the word that stands for it."""
+    """The rows for results.csv. found: the rows from weigh(), or the word in their place."""
     if isinstance(found, list):
         return found
-    empty = dict.fromkeys(MEASURED)  # what does not fit is a result too
+    empty = dict.fromkeys(MEASURED)  # running out of memory is a result too
     return [{"pass": which} | empty for which in PASSES] if found == "memory" else []
 
 
 def results_in(out: Path) -> Path:
-    """results.csv in the folder `out`, which is made now: where it cannot be, nothing has been measured in vain."""
+    """The path of results.csv in the folder `out`. Makes the folder, so that it fails before anything is measured."""
     results = out / "results.csv"
     out.mkdir(parents=True, exist_ok=True)
     if results.exists():
         with open(results, newline="", encoding="utf-8") as file:
-            if next(csv.reader(file), COLUMNS) != COLUMNS:  # of another version; rows below would be misread
+            if next(csv.reader(file), COLUMNS) != COLUMNS:  # from another version; new rows would not fit its header
                 raise ValueError(
                     f"{results} has other columns than this bench writes; move it away or use another out="
                 )
@@ -255,7 +256,7 @@ def results_in(out: Path) -> Path:
 
 
 def append(results: Path, rows: list[dict]) -> None:
-    """Adds rows to results.csv, under a header where the file is new."""
+    """Appends rows to results.csv. Writes a header if the file is new."""
     with open(results, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if not file.tell():
@@ -265,7 +266,7 @@ def append(results: Path, rows: list[dict]) -> None:
 
 
 def show_head(case: Case, device: torch.device, peak: float | None) -> None:
-    """The lines above a series' table: what it has in common, and the columns."""
+    """Prints the lines above the table of a series: what its cases have in common, and the columns."""
     print(f"\n{case.title()}" + (f"; peak {peak / 1e12:.0f} TFLOP/s" if peak else ""))
     share = f"{'% peak':>7}" if peak else ""
     each = f"{'ms':>9}{'TFLOP/s' if device.type == 'cuda' else 'GFLOP/s':>9}{share}"
@@ -274,8 +275,8 @@ def show_head(case: Case, device: torch.device, peak: float | None) -> None:
 
 
 def show(case: Case, weighed: dict[str, list[dict] | str], device: torch.device, peak: float | None) -> None:
-    """A line for each implementation at one length: of each pass ms, FLOP/s and the share of the peak, how many times
-    as long as the fastest both passes take, and their memory. Or the word that stands for all of it."""
+    """Prints a line for each implementation at one length: for each pass ms, FLOP/s and the share of the peak; then the
+    time of both passes relative to the fastest, and their memory. Or a word instead of the numbers."""
     fastest = min((found[-1]["ms"] for found in weighed.values() if isinstance(found, list)), default=0.0)
     for name, found in weighed.items():
         line = f"{case.T:>7}{case.B:>4}  {name:14}"
@@ -289,12 +290,12 @@ def show(case: Case, weighed: dict[str, list[dict] | str], device: torch.device,
 
 
 def short(x: float) -> str:
-    """Three digits, or all of those before the point."""
+    """x with three digits, or as an integer if that has more."""
     return f"{x:.0f}" if x >= 99.95 else f"{x:.3g}"
 
 
 def entrants(impls: list[str] | None, device: torch.device) -> list[str]:
-    """impls, or all, without those of ours that have no place on this device; ValueError where one was named."""
+    """impls, or all, without those of ours that cannot run on this device. ValueError if such a name was given."""
     names = []
     for name in dict.fromkeys(impls or IMPLS):
         try:
@@ -309,9 +310,9 @@ def entrants(impls: list[str] | None, device: torch.device) -> list[str]:
 
 
 def attention_of(name: str, case: Case, block: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """o = f(q, k, v) for one case; what can be made beforehand (a mask, a seed) has been, so that it is not timed.
+    """f in o = f(q, k, v), for one case. Masks and seeds are made here, so they are not timed.
 
-    Raises ImportError for a peer that is not installed, ValueError for dropout or a mask that it does not have.
+    Raises ImportError for a peer that is not installed, ValueError for dropout or a mask that the peer does not have.
     """
     causal, p = case.causal, case.dropout_p
     documents = documents_of(case)
@@ -344,10 +345,10 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
         from torch._inductor import config as inductor
         from torch.nn.attention.flex_attention import flex_attention
 
-        # Static shapes are its fastest, and a compilation each. After eight of them torch would run it uncompiled, with
-        # a table of T x T; reset() begins the count anew. A donated buffer is one that the backward writes over, which
-        # a backward that is timed over and over cannot have.
-        # Compiled in this process: a pool of others that wake up meanwhile would take cores from what starts kernels.
+        # Static shapes are fastest, but each shape is compiled anew. After eight compilations torch would run it
+        # uncompiled, with a table of T x T; reset() resets that count. The backward overwrites donated buffers, so it
+        # could not be timed several times with them. One compile thread stays in this process: a pool of processes
+        # would take CPU time from the launches of kernels.
         torch._dynamo.reset()
         functorch.donated_buffer = False
         inductor.compile_threads = 1
@@ -359,14 +360,14 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Cal
 
     def flash4(q, k, v):
         found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)  # (B, T, H, D)
-        o = found[0] if isinstance(found, tuple) else found  # some versions hand out lse as well
+        o = found[0] if isinstance(found, tuple) else found  # some versions also return lse
         return o.transpose(1, 2)
 
     return flash4
 
 
 def flex_mask(case: Case, documents: Tensor | None, device: torch.device) -> Any:
-    """FlexAttention's BlockMask of a case, or None where nothing is hidden. documents: as documents_of() gives them."""
+    """FlexAttention's BlockMask of a case, or None if nothing is hidden. documents: from documents_of()."""
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
     rules: list[Callable] = []
@@ -384,16 +385,16 @@ def flex_mask(case: Case, documents: Tensor | None, device: torch.device) -> Any
 
 
 def attempt(told: list[str], action: Callable, name: str, *arguments):
-    """action(name, *arguments), or a word: "memory" where that ran out, "-" where a peer cannot do it.
+    """Returns action(name, *arguments), or a word: "memory" if it ran out of memory, "-" if a peer cannot do it.
 
-    The peer's reason is printed, once. What goes wrong in ours is a bug, and is raised.
+    Prints the reason of the peer once. An error in one of ours is a bug and is raised.
     """
     try:
-        # torch says as a warning why it has no kernel, and then raises an error that does not say it.
+        # torch gives the reason why it has no kernel in a warning, then raises an error without it.
         with warnings.catch_warnings(record=name in SDPA) as said:
             return action(name, *arguments)
     except (ImportError, RuntimeError, AssertionError, ValueError, MemoryError) as error:
-        if isinstance(error, MemoryError) or "allocate" in str(error):  # a CPU's allocator has no type of error
+        if isinstance(error, MemoryError) or "allocate" in str(error):  # the CPU's allocator has no own error type
             return "memory"
         if name in OURS:
             raise
@@ -406,8 +407,8 @@ def attempt(told: list[str], action: Callable, name: str, *arguments):
 
 
 def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and do of a case, the same at every call. Random, because a matrix product is faster on zeros, and a
-    kernel that reads do is faster on the expanded scalar that o.sum() would give it."""
+    """q, k, v and do of a case, the same at every call. They are random, because matrix products are faster on zeros.
+    do is a full tensor, because kernels are faster on the expanded scalar that o.sum() would give."""
     generator = torch.Generator(device).manual_seed(case.T)
     heads = case.H, case.H_kv or case.H, case.H_kv or case.H, case.H  # of q, k, v, do
     shapes = [(case.B, H, case.T, case.D) for H in heads]
@@ -415,24 +416,25 @@ def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]
 
 
 def forward_and_backward(f: Callable, x: list[Tensor]) -> list[Tensor]:
-    """o, dq, dk, dv of f at x = q, k, v, do."""
+    """o, dq, dk and dv of f. x: q, k, v and do."""
     q, k, v, do = x
     o = f(q, k, v)
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
 
 
 def gradients(name: str, case: Case, block: int, x: list[Tensor]) -> list[Tensor]:
-    """o, dq, dk, dv of the attention called name."""
+    """o, dq, dk and dv of the implementation `name`."""
     return forward_and_backward(attention_of(name, case, block, x[0].device), x)
 
 
 def check(
     names: list[str], cases: list[Case], block: int, device: torch.device, dtype: torch.dtype, told: list[str]
 ) -> list[str]:
-    """The names of those that are right: each of o, dq, dk, dv within 2 * (naive's error + eps * max |reference|) of
-    float64, in every case. A peer drops other weights than ours do, so it is compared without dropout only.
+    """The names of the implementations that are right: in every case each of o, dq, dk, dv is within
+    2 * (naive's error + eps * max |reference|) of float64. Peers are compared without dropout only, because they drop
+    other weights than ours do.
 
-    Raises RuntimeError for one of ours that is wrong.
+    Raises RuntimeError if one of ours is wrong.
     """
     problems = []
     for case in cases:
@@ -446,14 +448,14 @@ def check(
 
     kept = []
     for name in names:
-        worst = None  # of error / allowed, over whatever the implementation can do
+        worst = None  # the largest error / allowed, over the cases that the implementation can do
         for case, x, right, allowed in problems:
             found = "-" if case.dropout_p and name not in OURS else attempt(told, gradients, name, case, block, x)
             if isinstance(found, str):
-                continue  # the race asks again, and leaves the cell empty
+                continue  # the race tries again, and prints the word
             errors = [float((f - r).abs().max()) for f, r in zip(found, right, strict=True)]
             worst = max([worst or 0.0, *(e / a for e, a in zip(errors, allowed, strict=True))])
-            if not all(e <= a for e, a in zip(errors, allowed, strict=True)):  # NaN is not
+            if not all(e <= a for e, a in zip(errors, allowed, strict=True)):  # "not <=", so that NaN counts as wrong
                 wrong = f"{name} is further from float64 than {allowed} in o, dq, dk, dv: {errors}, {case}"
                 if name in OURS:
                     raise RuntimeError(f"{wrong}: nothing is timed")
@@ -467,7 +469,8 @@ def check(
 
 
 def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> list[dict]:
-    """Of each pass: its name, ms, tflops and, for both together, peak_mib."""
+    """Measures one implementation: a row for each pass with its name, ms, tflops and peak_mib (for both passes
+    together)."""
     q, k, v, do = x
     f = attention_of(name, case, block, q.device)
     peak = peak_bytes(lambda: forward_and_backward(f, x), q.device)

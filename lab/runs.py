@@ -1,4 +1,4 @@
-"""What a training run has left, looked at again: its model and text, and the batch of a fault.
+"""Loads a run's model and text, and replays the batch that ended a run.
 
 model = model_of_run("latest", Path("runs"), device)
 replay(Path("runs/NAME/faults/step_000123"), device)
@@ -22,7 +22,7 @@ from training.probe import find, gauges, record
 
 
 class Model(NamedTuple):
-    """A run's model as its best checkpoint has it, and its text."""
+    """The model of a run's best checkpoint, and the run's text."""
 
     name: str
     path: Path
@@ -34,9 +34,9 @@ class Model(NamedTuple):
 
 
 def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
-    """The best checkpoint of a run, in evaluation mode on device. run: a name in runs, a folder, or latest.
+    """Loads the best checkpoint of a run, in evaluation mode on device. run: a name in `runs`, a folder, or latest.
 
-    Raises ValueError where there is no such run, and where its attention has more than the causal mask.
+    Raises ValueError if there is no such run, or if its attention has more than the causal mask.
     """
     path = checkpoint.find_best(run, runs)
     found = checkpoint.load(path)
@@ -44,7 +44,7 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     attention = config.from_dict(AttentionConfig, trained["attention"])
     if beyond_sdpa(attention):
         raise ValueError(f"run={run} has {beyond_sdpa(attention)}: breakit.py knows the causal mask alone")
-    # auto: a run that was trained on a GPU can be looked at on any machine
+    # auto, so that a run from a GPU can be loaded on any machine
     attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)
     net = found.network(attention, device).eval()
     data = config.from_dict(DataConfig, trained["data"])
@@ -54,24 +54,24 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
 
 
 def replay(path: Path, device: torch.device) -> None:
-    """Prints the gauges of every attention call of the batch that was kept, and the first tile that is not finite.
+    """Runs the kept batch again and prints the gauges of every attention call, and the first tile that is not finite.
 
-    path: a folder under runs/NAME/faults. Raises ValueError for any other checkpoint, which holds no batch.
+    path: a folder under runs/NAME/faults. Raises ValueError for another checkpoint, because that holds no batch.
     """
     kept = checkpoint.load(path)
     tensors, dtype = kept.optimizer(), kept.state["about"]["dtype"]
     if "batch.x" not in tensors:
         raise ValueError(
-            f"replay={path} holds no batch: name a folder under runs/NAME/faults, as probe.every= keeps them"
+            f"replay={path} holds no batch: name a folder under runs/NAME/faults, which a run with probe.every= writes"
         )
     attention = config.from_dict(AttentionConfig, kept.state["config"]["attention"])
     impl = kept.state["about"]["attention"]
     if impl == "triton" and (why := triton_refusal(device.type)):
-        show(f"{why}: tiled stands in for it")
+        show(f"{why}: using tiled instead")
         impl = "tiled"
     attention = replace(attention, impl=impl, autotune=attention.autotune and impl == "triton")
     net = kept.network(attention, device).train()
-    checkpoint.set_rng_state(tensors)  # dropout as it was
+    checkpoint.set_rng_state(tensors)  # for the same dropout
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     batch = Batch(tensors["batch.x"], tensors["batch.y"], tensors.get("batch.documents"))
     with torch.autocast(device.type, low) if low else nullcontext():
@@ -85,4 +85,4 @@ def replay(path: Path, device: torch.device) -> None:
         show(f"{call.layer:5}{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}   "
              f"{o:9}{gradients}")  # fmt: skip
     place = find(calls)
-    show(f"first: {place}" if place else "attention is not where it begins, as far as this batch tells by itself")
+    show(f"first: {place}" if place else "in this batch it does not begin in attention")

@@ -1,8 +1,8 @@
-"""Tiled attention of one head, told tile by tile: NumPy that reads like the paper, and keeps what it saw.
+"""Tiled attention of one head in NumPy, written like the paper. Keeps every intermediate value of every tile.
 
-Not for speed and not for training: a second, slow account of what model/tiled.py does, with the same
-steps, numbers and names, for `python breakit.py` to print and for the explorer page to show: story() tells the forward,
-backward() the backward. Both take the natural base, as the papers write it.
+It is slow and not for training. It repeats what model/tiled.py does, with the same step numbers and names, so that
+`python breakit.py` can print the steps and the explorer can show them. story() does the forward, backward() the
+backward. Both use the natural base, as the papers do.
 
 Shapes: T query rows, T_k keys, D head size; of a tile, R query rows and S keys.
 
@@ -20,8 +20,8 @@ from model.dropout import keep_mask, keep_scale
 from model.mask import tiles
 from model.tiled import TINY
 
-# Small enough to follow by hand, with answers that were published: "the cat sat on (the) mat", scores q k^T / 2. do is
-# ours: the gradient of a loss that is a sum of some numbers of o.
+# A published example, small enough to follow by hand: "the cat sat on (the) mat", scores q k^T / 2. do is ours: the
+# gradient of a loss that adds and subtracts some elements of o.
 THE_CAT: dict[str, Any] = {
     "tokens": ["The", "cat", "sat", "on", "mat"],
     "q": [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
@@ -31,7 +31,7 @@ THE_CAT: dict[str, Any] = {
 }
 
 ORDERS = ("queries_outside", "keys_outside")
-# What can be taken out of story(), and the switches that are off then. It has no 16 bits; the seeds are for backward().
+# The failures that story() has, and their switches. It has no 16-bit sums; only backward() has a seed to break.
 STORY_FAILURES = {"none": ()} | {
     name: failure.switches
     for name, failure in FAILURES.items()
@@ -40,7 +40,7 @@ STORY_FAILURES = {"none": ()} | {
 
 
 def switches(failure: str, score_gain: float = 1.0) -> SimpleNamespace:
-    """The switches of a failure: True is whole."""
+    """The switches of BreakIt for a failure; True is whole."""
     if failure not in STORY_FAILURES:
         raise ValueError(f"failure={failure} is not known; choose {', '.join(STORY_FAILURES)}")
     names = [name for off in STORY_FAILURES.values() for name in off]
@@ -48,7 +48,7 @@ def switches(failure: str, score_gain: float = 1.0) -> SimpleNamespace:
 
 
 class Tile(NamedTuple):
-    """What one tile saw, and what it left behind. o is what the row would give if no more tiles came."""
+    """The values of one tile of the forward, and the state after it. o is the output if no more tiles came."""
 
     rows: range  # of queries
     columns: range  # of keys
@@ -59,14 +59,14 @@ class Tile(NamedTuple):
     l_old: np.ndarray  # (R,)
     m: np.ndarray  # (R,): after it
     l: np.ndarray  # (R,)
-    alpha: np.ndarray  # (R,): exp(m_old - m), also where a broken step leaves it out
+    alpha: np.ndarray  # (R,): exp(m_old - m), even if a broken step leaves it out
     acc: np.ndarray  # (R, D): step 5
     o: np.ndarray  # (R, D): acc / l
     z: np.ndarray | None = None  # (R, S): step 4, 0 where dropped; None without dropout
 
 
 class BackwardTile(NamedTuple):
-    """What one tile of the backward computed, and the sums so far: the rows' dq, the keys' dk and dv."""
+    """The values of one tile of the backward, and the sums so far: dq of its rows, dk and dv of its keys."""
 
     rows: range  # of queries
     columns: range  # of keys
@@ -75,14 +75,14 @@ class BackwardTile(NamedTuple):
     z: np.ndarray | None  # (R, S): step 4 again; None without dropout
     dp: np.ndarray  # (R, S): step 10
     ds: np.ndarray  # (R, S): step 11
-    ds_sum: np.ndarray  # (R,): of the rows' ds so far, which is 0 after all keys
+    ds_sum: np.ndarray  # (R,): the sum of each row's ds so far, which is 0 after all keys
     dq: np.ndarray  # (R, D): step 12
     dk: np.ndarray  # (S, D)
     dv: np.ndarray  # (S, D): step 9
 
 
 class Backward(NamedTuple):
-    """The whole backward: its tiles in the order of their visit, what it has of the forward, and the gradients."""
+    """The whole backward: its tiles in the order of the visits, o and lse of the forward, and the gradients."""
 
     tiles: list[BackwardTile]
     o: np.ndarray  # (T, D)
@@ -107,13 +107,13 @@ def story(
     dropout_p: float = 0.0,
     seed: int = 0,
 ) -> tuple[list[Tile], np.ndarray, np.ndarray]:
-    """Every tile in the order of its visit, then o (T, D) and lse (T,), the natural logarithm.
+    """The forward: every tile in the order of the visits, o (T, D) and lse (T,), a natural logarithm.
 
-    q (T, D); k, v (T_k, D), in one float dtype, which is the one that it computes in: float64 for exact numbers,
-    float32 to see what overflows there. causal: row i sees key j where j <= i + T_k - T. softmax_scale: None for
-    1 / sqrt(D). break_it: the switches of BreakIt in model/break_it.py. seed: of the dropout mask, of head 0 of
-    sequence 0. A row with nothing to see has o = 0 and lse = -inf. Raises ValueError on shapes that do not go together,
-    and where break_it has no causal mask to break.
+    q (T, D); k, v (T_k, D), all in one float dtype, which is also used to compute: float64 for exact numbers, float32
+    to see what overflows. causal: row i sees key j if j <= i + T_k - T. softmax_scale: None for 1 / sqrt(D). break_it:
+    the switches of BreakIt in model/break_it.py. seed: gives the dropout mask of head 0 of sequence 0. A row that sees
+    no key has o = 0 and lse = -inf. Raises ValueError for shapes that do not fit together, and if break_it breaks the
+    causal mask but causal is False.
     """
     (T, D), T_k = q.shape, len(k)
     if k.shape != v.shape or k.shape[1] != D or not T_k:
@@ -127,7 +127,7 @@ def story(
     l = np.zeros((T, 1), q.dtype)
     acc = np.zeros((T, D), q.dtype)
     told = []
-    with np.errstate(all="ignore"):  # overflow, and inf - inf, are what a broken story is about
+    with np.errstate(all="ignore"):  # a broken story overflows and computes inf - inf on purpose
         for rows, columns in visits(tiles(T, block_m), tiles(T_k, block_n), order):
             seen = visible(rows, columns, T_k - T, causal, break_it)
             if break_it.global_mask and not seen.any():
@@ -146,23 +146,24 @@ def story(
 
 
 def online_softmax(s, m, l, break_it) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Step 3 for one more tile of scores: s (R, S); m, l (R, 1), of the tiles so far. Returns p, and m, l, alpha."""
+    """Step 3 for one more tile of scores. s: (R, S). m, l: (R, 1), of the tiles so far. Returns p, and the new m, l and
+    alpha."""
     m_new = np.maximum(m, s.max(-1, keepdims=True)) if break_it.subtract_max else np.zeros_like(m)
-    # A row that has seen nothing yet is shifted by 0 instead: exp(-inf - -inf) is NaN.
+    # A row that has seen no key yet subtracts 0 instead of m, because exp(-inf - -inf) is NaN.
     shift = np.where(m_new == -np.inf, 0.0, m_new) if break_it.guard_empty_rows else m_new
     p = np.exp(s - shift)
-    alpha = np.exp(m - shift)  # what the earlier tiles' scale has shrunk by
+    alpha = np.exp(m - shift)  # brings l and acc of the earlier tiles onto the new scale
     l_new = (alpha * l if break_it.rescale_sum else l) + p.sum(-1, keepdims=True)
     return p, m_new, l_new, alpha
 
 
 def divided(acc: np.ndarray, l: np.ndarray, break_it) -> np.ndarray:
-    """o = acc / l (R, D); a row that saw nothing has 0 / TINY = 0, and unguarded 0 / 0."""
+    """o = acc / l (R, D). A row that saw no key has 0 / TINY = 0, or 0 / 0 = NaN without the guard."""
     return acc / (np.maximum(l, TINY) if break_it.guard_empty_rows else l)
 
 
 def dropout_factor(rows: range, columns: range, dropout_p: float, seed: int, dtype) -> np.ndarray:
-    """Z of one tile (R, S): 0 where dropped, 1 / (share kept) elsewhere."""
+    """Z of one tile (R, S): 0 where dropped, 1 / (share that is kept) elsewhere."""
     keep = keep_mask(torch.tensor(seed), 1, rows, columns, dropout_p)[0].numpy()
     return keep.astype(dtype) * dtype.type(keep_scale(dropout_p))
 
@@ -182,8 +183,8 @@ def backward(
     seed: int = 0,
     same_seed: bool = True,
 ) -> Backward:
-    """Steps 7 to 12 for do (T, D), the gradient of o. same_seed=False draws another dropout mask than the forward did,
-    as break_it=stale_seed does. The rest is as in story()."""
+    """Steps 7 to 12. do (T, D): the gradient of o. same_seed=False draws another dropout mask than the forward did, as
+    break_it=stale_seed does. The other arguments are as in story()."""
     whole = switches("none")
     options: dict[str, Any] = {"block_m": block_m, "block_n": block_n, "causal": causal, "softmax_scale": softmax_scale}
     _, o, lse = story(q, k, v, break_it=whole, dropout_p=dropout_p, seed=seed, **options)
@@ -192,7 +193,7 @@ def backward(
     backward_seed = seed if same_seed else seed + 1
 
     delta = (do * o).sum(-1)  # 7
-    # A row that saw nothing has lse = -inf; with +inf in its place its weights are exp(-inf) = 0.
+    # A row that saw no key has lse = -inf. Here it gets +inf, which makes its weights exp(-inf) = 0.
     shift = np.where(lse == -np.inf, np.inf, lse)
     dq, dk, dv, ds_sum = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(lse)
     told = []
@@ -216,14 +217,14 @@ def backward(
 
 
 def words_moved(told: list, T: int, T_k: int, D: int, block_m: int, block_n: int, order: str) -> list[int]:
-    """Words that have passed between slow memory and the chip after each tile of a forward or a backward, whose tiles
-    were told in that order.
+    """Words moved between slow memory and the chip, summed up to each tile of a forward or a backward. told: the tiles
+    in the order of their visits. order: the loop order of that forward or backward.
 
-    As docs/attention.md lists them and lab/traffic.py counts them in tiled: what is added to is loaded and stored. What
-    is stored at the end counts with the last tile before it. Step 7 is left out, and the zeros of dq, dk and dv.
+    Counts as docs/attention.md and lab/traffic.py do: an addition in slow memory is a load and a store. A store at the
+    end counts with the last tile before it. Leaves out step 7, and the zeros in dq, dk and dv at the start.
     """
-    # The words of each row (or key, where the keys are outside) when its tile comes and when it goes; those of each key
-    # (or row) of a tile in between; and those of each row after all tiles.
+    # comes, goes: words for each row of an outer tile, before and after its inner loop (for each key, with
+    # keys_outside). visit: words for each key (or row) of an inner tile. after: words for each row after all tiles.
     comes, visit, goes, after = {
         (Tile, "queries_outside"): (D, 2 * D, D + 1, 0),  # q; k, v; o, lse
         (Tile, "keys_outside"): (2 * D, D + 2 * (D + 2), 0, D + 2 + D + 1),  # k, v; q, m, l, acc; m, l, acc, o, lse
@@ -240,13 +241,13 @@ def words_moved(told: list, T: int, T_k: int, D: int, block_m: int, block_n: int
                 words += visit * len(other)
                 counts.append(words)
         words += goes * len(outer)
-        counts[-1:] = [words] if counts else []  # rows may come first that see nothing
+        counts[-1:] = [words] if counts else []  # empty if the first rows see no key
     counts[-1] += after * T
     return counts
 
 
 def visits(row_tiles: list[range], column_tiles: list[range], order: str) -> list[tuple[range, range]]:
-    """Every pair of tiles, in the order of the two loops."""
+    """Every pair of a row tile and a column tile, in loop order."""
     match order:
         case "queries_outside":
             return [(rows, columns) for rows in row_tiles for columns in column_tiles]
@@ -258,13 +259,13 @@ def visits(row_tiles: list[range], column_tiles: list[range], order: str) -> lis
 def visible(rows: range, columns: range, offset: int, causal: bool, break_it) -> np.ndarray:
     """Which keys the rows may see, bool (R, S). offset: T_k - T."""
     position, column = np.array(rows)[:, None] + offset, np.array(columns)
-    if not break_it.global_mask:  # where the tile stands is forgotten
+    if not break_it.global_mask:  # numbers within the tile, without the tile's place
         position, column = np.arange(len(rows))[:, None], np.arange(len(columns))
     return column <= position if causal else np.ones((len(rows), len(columns)), bool)
 
 
 def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
-    """What the tile changed for one of its rows, in words. offset: T_k - T."""
+    """A sentence on what the tile changed for one of its rows. offset: T_k - T."""
     r = row - tile.rows.start
     s, p, m_old, l_old, m, l, alpha = (
         x[r] for x in (tile.s, tile.p, tile.m_old, tile.l_old, tile.m, tile.l, tile.alpha)
@@ -274,19 +275,19 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
     words = f"Sees {leaks} of the future's keys. " if leaks else ""
     words += f"Misses {misses} that it may see. " if misses else ""
     if np.isnan(l_old):
-        return words + "NaN it was and NaN it stays."
+        return words + "It was NaN before and stays NaN."
     if not seen.any():
         if np.isnan(l):
-            return words + "All is hidden, as before: m is -inf still, and exp(-inf - -inf) is NaN."
-        return words + "All of this tile is hidden from it: nothing changes."
+            return words + "It has seen no key yet: m is still -inf, and exp(-inf - -inf) is NaN."
+        return words + "It sees no key of this tile: nothing changes."
     if not break_it.subtract_max:
-        words += f"No maximum is taken off: the largest weight is exp({top:.4g}) = {p.max():.4g}"
+        words += f"No maximum is subtracted: the largest weight is exp({top:.4g}) = {p.max():.4g}"
         words += f", past the largest {p.dtype}" if np.isinf(p.max()) else ""
         return words + ("; acc / l is NaN." if np.isnan(tile.o[r]).any() else ".")
     if m > top and not break_it.start_low and m == 0:
         return (
             words
-            + f"m stays at the 0 it began at, above every score: the largest weight is exp({top:.4g}) = {p.max():.4g}."
+            + f"m began at 0 and stays there, above every score: the largest weight is exp({top:.4g}) = {p.max():.4g}."
         )
     if l_old == 0:
         return words + f"The first keys that it sees: m = {m:.4g}, and nothing yet to rescale."
@@ -296,17 +297,17 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
     left_out = [name for name, kept in (("l", break_it.rescale_sum), ("acc", break_it.rescale_output)) if not kept]
     if not left_out:
         return words + f"and alpha = {alpha:.4g} takes l and acc onto the new scale."
-    return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, on the old scale still."
+    return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, still on the old scale."
 
 
 def dropout_sentence(tile: Tile, row: int) -> str:
-    """What step 4 changed for one row of a tile, in words; nothing where no weight was dropped."""
+    """A sentence on what step 4 changed for one row of a tile; empty if no weight was dropped."""
     assert tile.z is not None
     seen = tile.s[row - tile.rows.start] > -np.inf
     dropped = int((seen & (tile.z[row - tile.rows.start] == 0)).sum())
     if not dropped:
         return ""
-    return f"Dropout takes out {some(dropped, seen)}: l counts what is dropped, acc does not. "
+    return f"Dropout takes out {some(dropped, seen)}: l counts them, acc does not. "
 
 
 def some(n: int, seen: np.ndarray) -> str:
@@ -315,12 +316,12 @@ def some(n: int, seen: np.ndarray) -> str:
 
 
 def backward_sentence(tile: BackwardTile, row: int, right: BackwardTile, delta: float, last: bool) -> str:
-    """What a tile of the backward found for one of its rows, in words. right: the tile with the forward's dropout mask.
-    delta: the row's. last: whether it is the row's last tile."""
+    """A sentence on what a tile of the backward computed for one of its rows. right: the tile with the dropout mask of
+    the forward. delta: of the row. last: whether it is the row's last tile."""
     r = row - tile.rows.start
     seen = tile.s[r] > -np.inf
     if not seen.any():
-        return "All of this tile is hidden from it: p is 0, and nothing is added."
+        return "It sees no key of this tile: p is 0, and nothing is added."
     words = ""
     if tile.z is not None and right.z is not None:
         other = int((seen & (tile.z[r] != right.z[r])).sum())
@@ -334,7 +335,7 @@ def backward_sentence(tile: BackwardTile, row: int, right: BackwardTile, delta: 
         where = f"for {above} of its {seen.sum()} keys: there" if above < seen.sum() else "here:"
         words += f"dp is above delta = {delta:.4g} {where} ds > 0, and a larger score would raise the loss."
     else:
-        words += f"dp is nowhere above delta = {delta:.4g} here: no ds is above 0."
+        words += f"dp is not above delta = {delta:.4g} for any key: no ds is above 0."
     if not last:
         return words
     total = float(tile.ds_sum[r])
@@ -344,7 +345,7 @@ def backward_sentence(tile: BackwardTile, row: int, right: BackwardTile, delta: 
 
 
 def keys_wrongly_seen(tile: Tile, r: int, offset: int) -> tuple[int, int]:
-    """Of a causal tile's row r: how many keys it sees that it may not, and how many it does not that it may."""
+    """For row r of a causal tile: how many hidden keys it wrongly sees, and how many visible keys it misses."""
     may = np.array(tile.columns) <= tile.rows[r] + offset
     seen = tile.s[r] > -np.inf
     return int((seen & ~may).sum()), int((may & ~seen).sum())

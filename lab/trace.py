@@ -1,4 +1,4 @@
-"""One row of attention, told tile by tile, on the screen and in a file: `python breakit.py trace=true`.
+"""Prints one row of attention tile by tile, and writes all rows to a file. `python breakit.py trace=true`
 
 Shapes: q (T, D), k and v (T_k, D), float64; o (T, D), lse (T,).
 """
@@ -19,7 +19,7 @@ from training.probe import record
 
 
 class Head(NamedTuple):
-    """What a story is told of: one head of one sequence."""
+    """The input of a story: one head of one sequence."""
 
     about: str
     labels: list[str]  # (T,): the tokens
@@ -36,9 +36,9 @@ def worked_example() -> Head:
 
 
 def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Head:
-    """A head of a run's best checkpoint: its q, k and v over the first tokens of the run's validation text.
+    """A head of a run's best checkpoint: q, k and v on the first tokens of the run's validation text.
 
-    Raises ValueError for a run, layer or head that is not there, and for more tokens than the model's context.
+    Raises ValueError for a run, layer or head that does not exist, and for more tokens than the model's context.
     """
     model = model_of_run(run, runs, torch.device("cpu"))
     size = model.net.config
@@ -50,7 +50,7 @@ def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Hea
 
     batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 1, tokens, tokens))
     call = record(model.net, batch.x)[layer]
-    q, k, v = (x[0].double().numpy() for x in (call.q, call.k, call.v))  # (H, T, D), (H_kv, T, D) twice
+    q, k, v = (x[0].double().numpy() for x in (call.q, call.k, call.v))  # q (H, T, D); k, v (H_kv, T, D)
     key_head = head * len(k) // len(q)
     labels = [model.dataset.encoding.decode([token]) for token in batch.x[0].tolist()]
     scale = model.attention.softmax_scale or size.head_size**-0.5
@@ -58,8 +58,8 @@ def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Hea
 
 
 def trace(head: Head, row: int, out: Path | None, **options) -> None:
-    """Prints a row's m, l, alpha and output after every tile, and what changed; writes all rows to the file `out`,
-    where one is wanted. options: those of tell(). Raises ValueError for a row that the head does not have."""
+    """Prints m, l, alpha and the output of a row after every tile, and what changed. Writes all rows to the file `out`,
+    unless it is None. options: those of tell(). Raises ValueError for a row that the head does not have."""
     if row >= len(head.q):
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
     told, o, lse = tell(head, **options)
@@ -74,7 +74,7 @@ def trace(head: Head, row: int, out: Path | None, **options) -> None:
 def tell(
     head: Head, failure: str, score_gain: float, dtype: str, **options
 ) -> tuple[list[Tile], np.ndarray, np.ndarray]:
-    """story() of a head, computed in dtype, float64 or float32: its tiles, o (T, D) and lse (T,). failure: of
+    """story() of a head, computed in dtype, float64 or float32: its tiles, o (T, D) and lse (T,). failure: a name in
     STORY_FAILURES. options: causal, block_m, block_n and order, as in story()."""
     q, k, v = (x.astype(dtype) for x in (head.q, head.k, head.v))
     return story(q, k, v, softmax_scale=head.softmax_scale, break_it=switches(failure, score_gain), **options)
@@ -83,8 +83,8 @@ def tell(
 def print_trace(
     head: Head, row: int, told: list[Tile], o: np.ndarray, lse: np.ndarray, right: np.ndarray, options: dict
 ) -> None:
-    """A line a tile: m, l, alpha and the first four numbers of o of one row, and what changed. right: o (T, D) of the
-    whole algorithm."""
+    """Prints a line for each tile: m, l, alpha and the first four numbers of o of one row, and what changed. right: o
+    (T, D) of the whole algorithm."""
     break_it = switches(options["failure"], options["score_gain"])
     D, offset = o.shape[1], len(head.k) - len(head.q)
     some, more = slice(0, 4), " ..." if D > 4 else ""
@@ -108,5 +108,5 @@ def print_trace(
     if options["failure"] != "none":
         with np.errstate(all="ignore"):
             off = np.linalg.norm(o[row] - right[row]) / np.linalg.norm(right[row])
-        far = f"{100 * off:.1f} % away" if np.isfinite(off) else "beyond comparison"
+        far = f"{100 * off:.1f} % away" if np.isfinite(off) else "not finite"
         line("", "", "", numbers(*right[row, some]) + more, f"o of the whole algorithm; the one above is {far}")

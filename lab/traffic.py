@@ -1,6 +1,6 @@
-"""Words that attention moves between slow memory and the chip, in both loop orders. `python bench.py mode=traffic`
+"""Counts the words that attention moves between slow memory and the chip. `python bench.py mode=traffic`
 
-Both passes can be counted, and causal masks and windows. N tokens, D head size, M words on chip.
+It counts both loop orders and both passes, with causal masks and windows. N tokens, D head size, M words on chip.
 """
 
 import csv
@@ -24,8 +24,8 @@ from training.machine import about
 
 
 class Tiles(TorchFunctionMode):
-    """Counts the words of tiled. Slow memory is what has length T, and a tile of it is cut out by x[:, :, start:stop]
-    to be loaded or stored, once for each: so those cuts are counted. A tile that is added to is loaded and stored."""
+    """Counts the words of tiled. Tensors of length T are in slow memory. tiled slices x[:, :, start:stop] once for each
+    load or store of a tile, so this counts the slices. An addition to a tile is a load and a store."""
 
     def __init__(self):
         super().__init__()
@@ -39,8 +39,8 @@ class Tiles(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Counts the words of naive, which has no tiles: each of its operations reads its inputs from slow memory and
-    writes its result there. Views move nothing."""
+    """Counts the words of naive, which has no tiles. Each operation reads its inputs from slow memory and writes its
+    result there. Views move nothing."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view too, under the hood
+        if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view as well
             self.words += sum(x.numel() for x in tensors_in(args, kwargs, result))
         return result
 
@@ -56,7 +56,7 @@ class Operations(TorchDispatchMode):
 def words_of(config: AttentionConfig, N: int, D: int, causal: bool = False, backward: bool = False) -> int:
     """Words moved by one forward, or one backward, of one head over N tokens. config: naive or tiled.
 
-    In tiled's backward step 7 and the zeros that dk, dv or dq begin with are left out: 5 N D + N words, once.
+    The count for tiled's backward leaves out step 7 and the zeros at the start of dk, dv or dq: 5 N D + N words, once.
     """
     q, k, v, do = torch.randn(4, 1, 1, N, D)
     if config.impl == "naive" and backward:
@@ -67,7 +67,7 @@ def words_of(config: AttentionConfig, N: int, D: int, causal: bool = False, back
     with torch.no_grad():
         with Operations() if config.impl == "naive" else Tiles() as counted:
             o, lse = attention(q, k, v, config, causal=causal, return_lse=True)
-        if backward:  # autograd would call it where the mode does not reach
+        if backward:  # called directly, because the mode does not see calls from autograd
             problem = problem_of(q, k, config, {}, causal, None, None, UNBROKEN)
             saved = q, k, v, o, lse, *(None for _ in problem)
             with Tiles() as counted:
@@ -78,14 +78,15 @@ def words_of(config: AttentionConfig, N: int, D: int, causal: bool = False, back
 def predicted(
     name: str, N: int, D: int, M: int, causal: bool = False, window: int | None = None, backward: bool = False
 ) -> float:
-    """What the papers' arithmetic gives for large N, in words (the forward's is derived in docs/attention.md).
+    """The words that the papers predict for large N. docs/attention.md derives those of the forward.
 
-    naive: its operations read and write 20 tables of N x N forward and 31 backward. A mask saves it none; to make it
-    takes 1 more forward where it is causal, and 8 under a window.
-    keys_outside: for each of the 4 N D / M tiles of keys, of every row forward q and o in, o out, 3 D; backward q, do
-    and dq in, dq out, 4 D. queries_outside: for each of the N / min(M / 4D, D) tiles of rows, of every key forward k
-    and v in, 2 D; backward k, v, dk and dv in, dk and dv out, 6 D. A mask leaves some of these rows or keys: half
-    if it is causal, and under a window the tiles that hold a part of it.
+    naive: the forward reads and writes 20 tables of N x N, the backward 31. A mask saves none. Making the mask takes
+    one more table in the forward if it is causal, and 8 with a window.
+    keys_outside: has 4 N D / M tiles of keys. For each of them and each row, the forward loads q and o and stores o,
+    3 D words; the backward loads q, do and dq and stores dq, 4 D words.
+    queries_outside: has N / min(M / 4D, D) tiles of rows. For each of them and each key, the forward loads k and v, 2 D
+    words; the backward loads k, v, dk and dv and stores dk and dv, 6 D words.
+    A causal mask halves the number of rows or keys. A window leaves the tiles that overlap it.
     """
     if name == "naive":
         return (31.0 if backward else 20.0 + causal + 8 * (window is not None)) * N * N
@@ -93,7 +94,7 @@ def predicted(
     block_m = min(block_n, D)
     left = N / 2 if causal else float(N)
     if window is not None:
-        starts = range(0, block_n, block_m)  # of tiles of rows; then it goes on like that, block_n keys later
+        starts = range(0, block_n, block_m)  # the first rows of the tiles; the pattern repeats every block_n keys
         ends = [(row - window + 1, row + block_m - 1 + (0 if causal else window - 1)) for row in starts]
         left = min(left, block_n * fmean(last // block_n - first // block_n + 1 for first, last in ends))
     outside, words = {
@@ -112,11 +113,12 @@ def traffic(
     backward: bool,
     out: Path,
 ) -> None:
-    """Counts and predicts, for N in lengths and M in on_chip: to traffic.csv and traffic.png in the folder `out`.
+    """Counts and predicts for each N in lengths and M in on_chip. Writes traffic.csv and traffic.png to the folder
+    `out`.
 
-    The forward, and with backward that too; with and without a causal mask as causal says, all under the window.
+    Counts the forward, with `backward` also the backward; for each value in `causal`, all with the same window.
     """
-    out.mkdir(parents=True, exist_ok=True)  # now: where it cannot be written, nothing has been measured in vain
+    out.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
     commit = about(torch.device("cpu"))["commit"]
     rows = []
     for which, masked in product(("forward", "backward") if backward else ("forward",), causal):
@@ -142,7 +144,7 @@ def traffic(
 
 
 def redraw(out: Path) -> Path:
-    """traffic.png again, from traffic.csv in the folder `out`; returns its path."""
+    """Draws traffic.png again, from traffic.csv in the folder `out`. Returns its path."""
     with open(out / "traffic.csv", newline="", encoding="utf-8") as file:
         rows = [row | {key: int(row[key]) for key in ("N", "D", "M", "words")} for row in csv.DictReader(file)]
     traffic_picture([row | {"predicted": float(row["predicted"])} for row in rows], out / "traffic.png")
@@ -150,8 +152,8 @@ def redraw(out: Path) -> Path:
 
 
 def traffic_picture(rows: list[dict], path: Path) -> None:
-    """Words over length at the largest M, and over M at the greatest length; predictions dashed. Of the first pass and
-    mask in rows."""
+    """Draws words over length at the largest M, and over M at the greatest length; predictions dashed. Shows only the
+    first pass and mask in rows."""
     first = {key: rows[0][key] for key in ("pass", "causal", "window")}
     rows = [row for row in rows if first.items() <= row.items()]
     D = rows[0]["D"]
@@ -178,7 +180,7 @@ def traffic_picture(rows: list[dict], path: Path) -> None:
     axes.set_ylabel("")
     axes_of[next(iter(panels))].set_ylabel(f"words moved in one {first['pass']}")
     flat = [row for row in rows if row["order"] == "queries_outside" and row["N"] == longest and row["M"] > 4 * D * D]
-    if flat:  # the first paper's block_m = min(block_n, D)
+    if flat:  # because of the first paper's block_m = min(block_n, D)
         words = f"no fewer: a tile of queries has\nblock_m = min(M / 4D, D) rows,\nat most {D}, however much fits"
         axes.annotate(
             words,

@@ -1,6 +1,6 @@
-"""Short trainings, whole and broken, from one seed: what a failure does to the loss.
+"""Short trainings, whole and broken, from one seed. They show what a failure does to the loss.
 
-The training itself is a script's: train.py's Config and main() are handed in.
+Config and main() of train.py are passed in, because nothing here imports a script.
 """
 
 import sys
@@ -19,20 +19,20 @@ from training import config
 from training.metrics import broken_name, read_metrics, show
 
 CONF = Path(__file__).parents[1] / "conf"
-FRESH_STEPS = 200  # of the model that q, k and v are taken from: 15 s, and scores up to 15
-NOT_SEEN = {"bf16_ties"}  # what no training of some hundred steps shows
+FRESH_STEPS = 200  # training steps of the model that gives q, k and v: takes 15 s, scores reach 15
+NOT_SEEN = {"bf16_ties"}  # failures that a training of some hundred steps does not show
 
 
 class Curves(NamedTuple):
-    """Short trainings in one setting: the loss of each step, in nats a token."""
+    """Short trainings in one setting: the loss of each step, in nats per token."""
 
     setting: str
     whole: list[float]
-    broken: dict[str, list[float]]  # by failure; a loss that is not finite is the last of its list
+    broken: dict[str, list[float]]  # by failure; a loss that is not finite ends its list
 
 
 def short_training(schema: type, steps: int, seed: int, device: str, typed: Sequence[str] = ()) -> Any:
-    """The whole run that the broken ones are compared with: seconds, for a small model. schema: train.Config. typed:
+    """The configuration of a short training of a small, whole model, which takes seconds. schema: train.Config. typed:
     more arguments of train.py."""
     small = ["model.n_layer=2", "model.n_embd=64", "model.context_length=128", "batch_size=8", f"steps={steps}"]
     small += ["optimizer.lr=5e-3", "optimizer.warmup_steps=20", "eval_tokens=2048", "sample_every=0"]
@@ -44,7 +44,7 @@ def short_training(schema: type, steps: int, seed: int, device: str, typed: Sequ
 
 
 def fresh_training(short: Any) -> Any:
-    """The run of the model that q, k and v are taken from: its sequences are longer, for more tiles."""
+    """The configuration of the model that gives q, k and v. Its sequences are longer, for more tiles."""
     fresh = deepcopy(short)
     fresh.name, fresh.steps, fresh.batch_size, fresh.model.context_length = "fresh", FRESH_STEPS, 4, 256
     fresh.eval_every = fresh.checkpoint_every = FRESH_STEPS
@@ -52,11 +52,11 @@ def fresh_training(short: Any) -> Any:
 
 
 def train_quietly(script: Callable[[Any], int], cfg: Any) -> list[float]:
-    """The loss of each step in nats a token; a NaN ends the run, and the list. script: train.main. A run that a signal
-    ends leaves through sys.exit."""
+    """Trains without printing. Returns the loss of each step in nats per token; a NaN ends the run and the list. If a
+    signal ends the run, it leaves through sys.exit. script: train.main."""
     with redirect_stdout(StringIO()):
         code = script(cfg)
-    if code >= 128:  # of a signal; what train.py has saved goes with its folder
+    if code >= 128:  # a signal; what train.py has saved is in a temporary folder
         print("stopped: table and pictures are made at the end, so nothing is kept", file=sys.stderr)
         sys.exit(code)
     records = read_metrics(Path(cfg.runs) / cfg.name / "metrics.jsonl")
@@ -64,8 +64,8 @@ def train_quietly(script: Callable[[Any], int], cfg: Any) -> list[float]:
 
 
 def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> list[Curves]:
-    """Each failure from one seed, under the arguments that wake it, and for these the whole run that goes with it.
-    short: short_training()'s."""
+    """Trains each failure with the arguments that wake it, and one whole run for each set of arguments, all from one
+    seed. short: from short_training()."""
     found: list[Curves] = []
     wakes = {name: FAILURES[name].wakes for name in failures if name not in NOT_SEEN}
     for setting, together in groupby(sorted(wakes, key=wakes.__getitem__), key=wakes.__getitem__):

@@ -1,4 +1,4 @@
-"""Where each failure is looked at: the trials, their inputs, and what theory says will be seen.
+"""The trials of each failure: their inputs, and the symptom that theory predicts.
 
 Shapes as in model/attention.py: q, do (B, H, T, D), k, v (B, H_kv, T_k, D), lse (B, H, T).
 """
@@ -15,27 +15,28 @@ from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
 from training.probe import LIMIT, Call, Gauges, gauges
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What can be seen. overflow: the weights times v leave the dtype while their sum does not; leak: the past changes with
-# the future.
+# The symptoms. overflow: acc, the sum of weights times v, overflows, but l does not. leak: the past depends on the
+# future.
 NAN, OVERFLOW, SILENT, LEAK, GRADIENT, NONE = "NaN", "overflow", "silent", "leak", "gradient only", "none here"
-SEED = 20240229  # of dropout; any
-TILES_A_SIDE = 8  # of tiled's, over the tokens
+SEED = 20240229  # of dropout; any number will do
+TILES_A_SIDE = 8  # tiles of tiled along the tokens
 
 
 class Trial(NamedTuple):
-    """Where a failure is looked at. gain: what the scores are multiplied by, in gain_of()'s words."""
+    """One input on which a failure is tried. gain: the name of the factor on the scores, as gain_of() has it."""
 
     failure: str
     where: str
     gain: str = "real"  # real | raised | past | near | low
-    one_tile: bool = False  # for tiled, which can be told: one tile of keys
+    one_tile: bool = False  # tiled takes one tile of keys
     dropout_p: float = 0.0
-    window: bool = False  # of half a tile
-    cut: bool = False  # the keys of the first half tile are gone, and their rows see nothing
-    flat: bool = False  # all keys of a head are nearly one, which every row looks for; v is small
+    window: bool = False  # a window of half a tile
+    cut: bool = False  # the first half tile of keys is cut off, so its rows see no key
+    flat: bool = False  # rows of nearly equal scores, and a small v
 
 
-# Of each failure the last trial shows it, and is what the pictures are of; those before it show where it is harmless.
+# The last trial of a failure shows it, and its pictures show that trial. The trials before it show where it is harmless
+# or acts otherwise.
 TRIALS = [
     Trial("none", "real scores"),
     Trial("none", "dropout", dropout_p=0.2),
@@ -62,7 +63,7 @@ TRIALS = [
 
 
 def broken(failure: str, gain: float) -> BreakIt:
-    """The switches of a failure; all of them on where it is none of FAILURES. gain multiplies the scores."""
+    """The switches of a failure; all are on if the name is not in FAILURES. gain multiplies the scores."""
     off = FAILURES[failure].switches if failure in FAILURES else ()
     return BreakIt(score_gain=gain, **dict.fromkeys(off, False))
 
@@ -73,11 +74,11 @@ def available(device: torch.device) -> list[str]:
 
 
 def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
-    """Why this row is left out, or None."""
+    """The reason why this row is left out, or None."""
     if impl == "triton" and dtype == "bf16" and not computes_bf16(call.q.device):
-        return "triton: its interpreter computes bf16 otherwise than a GPU does; left out"
+        return "triton: its interpreter does not compute bf16 as a GPU does; left out"
     if impl == "triton" and trial.one_tile:
-        return "triton: chooses its tiles itself, one of all keys cannot be asked for; left out"
+        return "triton: it chooses its own tiles, so it cannot take all keys in one; left out"
     if impl == "naive" and trial.one_tile:
         return lacks(trial._replace(one_tile=False), impl, dtype, call)
     config = AttentionConfig(impl, softmax_scale=call.config.softmax_scale, dropout_p=trial.dropout_p)
@@ -86,14 +87,14 @@ def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
             return f"{trial.failure}: {LACKS[impl][switch]}; left out"
     try:
         check_switches(config, broken(trial.failure, 1.0))
-    except ValueError as error:  # a run with a scale of its own has no 1 / sqrt(D) to leave out
+    except ValueError as error:  # for example a run with its own softmax_scale, which has no 1 / sqrt(D) to leave out
         return f"{error}; left out"
     return None
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether triton's bf16 is what it should be: a GPU's is. Triton's interpreter multiplies the bits as integers and
-    rounds by cutting off, so it is asked for a mean of two values that lies halfway between two numbers."""
+    """Whether triton computes bf16 correctly, as a GPU does. Triton's interpreter multiplies the bits as integers and
+    truncates instead of rounding. So this computes a mean that lies halfway between two bf16 numbers."""
     if device.type == "cuda":
         return True
     q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16)
@@ -103,8 +104,8 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def keeps_subnormals(device: torch.device) -> bool:
-    """Whether triton's exp2 keeps what lies below the smallest normal number. A GPU's gives 0 for it. That of Triton's
-    interpreter is NumPy's, which keeps it: then 1 / exp(-90) is infinite."""
+    """Whether triton's exp2 returns subnormal numbers. On a GPU it returns 0 instead. Triton's interpreter uses NumPy,
+    which returns them; then 1 / exp(-90) is infinite."""
     if device.type == "cuda":
         return False
     q, k, v = torch.ones(3, 1, 1, 1, 16)
@@ -113,7 +114,7 @@ def keeps_subnormals(device: torch.device) -> bool:
 
 
 def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
-    """The call as the trial has it: inputs rounded to dtype and, for `low`, q negated where that goes lower."""
+    """The call with the inputs of the trial, rounded to dtype. For `low`, q is negated if that gives lower scores."""
     assert call.do is not None, "a call with gradients is wanted"
     block = max(1, call.q.shape[2] // TILES_A_SIDE)
     q, k, v = call.q, call.k, call.v
@@ -123,7 +124,7 @@ def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
         q, k, v = flattened(call)
     if trial.cut:
         k, v = (x[:, :, block // 2 :] for x in (k, v))
-    # As fp16's gradient scaler would: gradients of a mean over tokens are too small for it as they are.
+    # Scaled like fp16's gradient scaler does: gradients of a mean over tokens are too small for fp16.
     scale = 2.0 ** -math.floor(math.log2(float(call.do.abs().max()) or 1.0))
     q, k, v, do = (x.to(DTYPES[dtype]) for x in (q, k, v, call.do * scale))
     config = AttentionConfig(
@@ -137,7 +138,7 @@ def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
 
 
 def config_of(impl: str, call: Call, trial: Trial) -> AttentionConfig:
-    """The call's configuration with the implementation and its tiles. naive's places are told in tiled's tiles."""
+    """The call's configuration with the implementation and its tiles. For naive, places are given in tiled's tiles."""
     T = call.q.shape[2]
     block = max(1, T // TILES_A_SIDE)
     tile = (T, T) if trial.one_tile else (block, block)
@@ -150,8 +151,8 @@ def config_of(impl: str, call: Call, trial: Trial) -> AttentionConfig:
 
 
 def flattened(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with flat rows: q is the first query of each key head everywhere, and k nearly so. The scores are then
-    above 0. v is so small that acc stays far from overflowing where l does."""
+    """q, k and v with flat rows. Every query is the first query of its key head, and every key is nearly the same
+    vector, so all scores are above 0. v is small, so that l overflows long before acc."""
     groups = call.q.shape[1] // call.k.shape[1]
     first = call.q[:, ::groups, :1]
     q = first.repeat_interleave(groups, dim=1).expand_as(call.q)
@@ -159,24 +160,25 @@ def flattened(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def lower_negated(call: Call) -> bool:
-    """Whether the call's lowest log-sum-exp goes lower when its scores change their sign."""
+    """Whether the lowest log-sum-exp of the call becomes lower if its scores change sign."""
     return lowest(replace(call, q=-call.q)) < lowest(call)
 
 
 def lowest(call: Call) -> float:
-    """The lowest log-sum-exp of any row, or 0 where none is below."""
+    """The lowest log-sum-exp of any row, or 0 if none is below 0."""
     least = gauges(replace(call, break_it=BreakIt(start_low=False))).min_l
     return min(0.0, math.log(max(least, 1e-300)))
 
 
 def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
-    """What the trial multiplies the scores by.
+    """The factor on the scores of the trial.
 
     real: 1.
-    raised: what makes the largest score 10; 1 where it is larger already.
-    past: what makes the largest score 1.2 times the logarithm of the dtype's largest number.
-    near: what makes it less than that of float32, by half the logarithm of the number of keys.
-    low: what makes the lowest log-sum-exp of a row 1.2 times the one at which all its weights round to 0.
+    raised: makes the largest score 10; 1 if it is larger already.
+    past: makes the largest score 1.2 times the logarithm of the dtype's largest number.
+    near: makes the largest score the logarithm of float32's largest number, less half the logarithm of the number of
+    keys.
+    low: makes the lowest log-sum-exp of a row 1.2 times that at which all its weights round to 0.
     """
     if trial.gain == "real":
         return 1.0
@@ -197,11 +199,11 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
 def predicted(
     trial: Trial, impl: str, tried: list[Call], measured: list[Gauges], right: list[dict[str, Tensor]]
 ) -> str:
-    """What theory says will be seen, from what goes into the calls and from their tiles: none of the trial's broken
-    calls has been run. measured, right: the gauges and the whole algorithm's o and lse in float64, one of each call."""
+    """The symptom that theory predicts from the inputs of the calls and from their tiles, before any broken call has
+    run. measured: the gauges of each call. right: o and lse of the whole algorithm in float64, of each call."""
     top, least = max(g.max_score for g in measured), min(g.min_l for g in measured)
     (M, N), T, T_k = tile_of(tried[0]), tried[0].q.shape[2], tried[0].k.shape[2]
-    # naive divides in float32 before it rounds its weights; the others round exp(s) itself
+    # naive divides the weights in float32 before it rounds them; the others round exp(s) itself
     held = torch.finfo(torch.float32 if impl == "naive" else tried[0].q.dtype)
     several = impl != "naive" and N < T_k
     match trial.failure:
@@ -222,13 +224,13 @@ def predicted(
             return NAN if T > T_k or (window and impl != "naive" and hidden_first_tile(T, M, N, window)) else NONE
         case "stale_seed" | "unrestored_seed":
             return GRADIENT if trial.dropout_p else NONE
-    return NONE  # none; and bf16_ties, which rounds once more in each tile, and that is below the budget
+    return NONE  # for "none"; and for bf16_ties, because one more rounding in each tile is within the budget
 
 
 def without_max(impl: str, top: float, least: float, held: torch.finfo, right: list[dict[str, Tensor]]) -> str:
-    """What overflows where weights are exp(s): one of them, their sum l (o = finite / inf = 0, silently), or acc (inf,
-    and NaN where l is inf too). naive has no acc: its weights are divided by l first. top: the largest score; least:
-    the smallest l, which may underflow; held: of the dtype that weights are rounded to."""
+    """The symptom of weights exp(s). A weight may overflow; or their sum l (o = finite / inf = 0, silently); or acc (o
+    is inf, or NaN if l is inf too). naive has no acc, because it divides the weights by l first. top: the largest
+    score. least: the smallest l, which may underflow. held: the limits of the dtype that weights are rounded to."""
     sums = any(bool((r["lse"] > LIMIT).any()) for r in right)
     acc = any(bool((r["lse"].unsqueeze(-1) + r["o"].abs().log() > LIMIT).any()) for r in right) and impl != "naive"
     if top > LIMIT:
@@ -239,8 +241,8 @@ def without_max(impl: str, top: float, least: float, held: torch.finfo, right: l
 
 
 def subnormal_sums(lse: list[Tensor]) -> bool:
-    """Whether triton's 1 / l is infinite in some row: its weights, from a maximum of 0, have a sum that is above 0 and
-    below the reciprocal of the largest float32."""
+    """Whether triton's 1 / l is infinite in some row of zero_init_max: l is above 0 but below the reciprocal of the
+    largest float32."""
     if not keeps_subnormals(lse[0].device):
         return False
     low, high = -150 * math.log(2), -math.log(torch.finfo(torch.float32).max)
@@ -248,7 +250,7 @@ def subnormal_sums(lse: list[Tensor]) -> bool:
 
 
 def hidden_first_tile(T: int, M: int, N: int, window: int) -> bool:
-    """Whether a row's window begins after the first tile of keys that its tile of rows visits."""
+    """Whether the window of some row begins after the first tile of keys that its row tile visits."""
     return any(i - window + 1 > max(0, (i // M * M) - window + 1) // N * N + N - 1 for i in range(T))
 
 
@@ -258,5 +260,5 @@ def tile_of(call: Call) -> tuple[int, int]:
 
 
 def unbroken(call: Call) -> BreakIt:
-    """All switches on, and the call's own factor on its scores."""
+    """The whole algorithm, with the score_gain of the call."""
     return BreakIt(score_gain=call.break_it.score_gain)

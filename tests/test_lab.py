@@ -411,7 +411,9 @@ def test_what_a_run_has_not_cannot_be_taken_out(call, small, tmp_path):
     ended = call(breakit, *lab_of, "failure=no_scale")
     assert ended.code == 2
     assert "softmax_scale=0.5 is no 1 / sqrt(D); leave it out; left out" in ended.out
-    assert ended.err == ("breakit: failure=no_scale: nothing of the kind can be taken out of run scaled, step_000001\n")
+    assert ended.err == (
+        "breakit: failure=no_scale: there is nothing that it could take out of run scaled, step_000001\n"
+    )
 
 
 # --- docs/break-it.md ------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_one_nan_in_one_key_is_named(config, layer, sequence, key_head, token):
     found = find(record(model, x))
     assert (found.layer, found.batch, found.head) == (layer, sequence, 2 * key_head)
     assert (found.query_tile, found.key_tile) == (token // 16, token // 16)
-    assert found.what == "k, which come in, are"
+    assert found.what == "k (input values) are"
 
 
 @pytest.mark.parametrize("impl", ["tiled", "naive"])
@@ -206,7 +206,7 @@ def test_a_fault_that_tiled_would_not_have_is_placed_by_its_row():
     inputs = Case(16, 64, B=1, H=2, H_kv=2, window=8).inputs(torch.float32)
     inputs["v"][0, 1, 5] = math.inf
     found = find([call_of(inputs, replace(NAIVE, window=8))])
-    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 0, None, "v, which come in, are")
+    assert (found.head, found.query_tile, found.key_tile, found.what) == (1, 0, None, "v (input values) are")
     assert "no key tile by itself" in str(found)
 
 

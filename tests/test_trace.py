@@ -124,7 +124,7 @@ def test_taking_the_heads_changes_nothing_at_the_door(runs, told):
         (["trace=true", "failure=no_luck"], "failure=no_luck is not known; choose none, no_max, no_rescale"),
         (
             ["trace=true", "failure=stale_seed"],
-            "failure=stale_seed: not in a trace; python breakit.py failure=stale_seed has it",
+            "failure=stale_seed: no trace of it; python breakit.py failure=stale_seed has it",
         ),
         (["trace=true", "steps=3"], "steps=3: trace=true does not read it; it is for the lab"),
         (["trace=true", "failure=local_mask"], "local_mask breaks the causal mask, and there is none: use causal=true"),

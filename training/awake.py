@@ -1,12 +1,12 @@
-"""Whether what was taken out of attention changes anything. A failure sleeps while its line has nothing to do.
+"""Tells whether a failure acts or sleeps. A failure sleeps while the line that it takes out would change nothing.
 
-    found = effects(record(model, x, y, documents))     how far o and the gradients of each call are from right
-    acts(found, cfg.break_it)                           whether that is more than rounding
-    in_words(found, cfg, step, headroom)                the same in a sentence; what wakes a failure that sleeps
+    found = effects(record(model, x, y, documents))     the errors of o and of the gradients, of each call
+    acts(found, cfg.break_it)                           whether they are larger than rounding
+    in_words(found, cfg, step, headroom)                the same in a sentence, and what wakes a failure that sleeps
 
 Each call of a broken model is computed twice more from the same q, k, v, do and dropout mask: by the whole algorithm in
-the run's implementation and dtype, and by tiled in float64. The first is off by rounding alone. A failure acts where
-the broken call is farther off than rounding explains. Memory is O(T), but for naive's own.
+the run's implementation and dtype, and by tiled in float64. The first is off by rounding alone. The failure acts if the
+broken call is farther off than rounding explains. Memory is O(T), except in a run with naive.
 """
 
 import math
@@ -23,29 +23,29 @@ from model.attention import attention
 from model.break_it import FAILURES, BreakIt
 from training.probe import Call
 
-LOOKS = (10, 100, 1000)  # steps at which a broken run looks again, after its first
-BEYOND_ROUNDING = 3.0  # times as far from right as the whole algorithm; two orders of the same sums differ by less
-EXACT = torch.finfo(torch.float32).eps  # the whole algorithm is right to the last bit where a row sees one key
+LOOKS = (10, 100, 1000)  # the steps after the first at which a broken run looks again
+BEYOND_ROUNDING = 3.0  # an error this many times the whole algorithm's acts; another order of sums gives less
+EXACT = torch.finfo(torch.float32).eps  # the least error to compare with: for a row of one key the whole one has none
 
 
 class Effect(NamedTuple):
-    """How far a call's o, or its dq, dk and dv together, are from right: |x - right| / |right|."""
+    """The error of a call's o, or of its dq, dk and dv together: |x - right| / |right|."""
 
     layer: int
     of: str  # o | gradients
     broken: float
-    whole: float  # the whole algorithm's: rounding
+    whole: float  # the error of the whole algorithm: rounding
     same: bool  # broken and whole agree in every bit
 
     @property
     def more_than_rounding(self) -> bool:
-        """NaN and infinity are."""
+        """True also for NaN and infinity."""
         return not self.broken <= BEYOND_ROUNDING * max(self.whole, EXACT)
 
 
 def effects(calls: Sequence[Call]) -> list[Effect]:
-    """Of each call, which was recorded with gradients: the effect on o, then that on the gradients. Leaves out what
-    cannot be compared: where the right answer is not finite, and sdpa with dropout, whose mask only PyTorch knows."""
+    """For each call, recorded with gradients: the effect on o, then that on the gradients. Leaves out what cannot be
+    compared: a right answer that is not finite, and sdpa with dropout, because only PyTorch knows its mask."""
     return [effect for call in calls for effect in effects_of(call)]
 
 
@@ -62,7 +62,7 @@ def effects_of(call: Call) -> Iterator[Effect]:
 
 
 def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
-    """o, dq, dk and dv of the call by the whole algorithm."""
+    """o, dq, dk and dv of the call, computed by the whole algorithm."""
     assert call.do is not None, "a call with gradients is wanted"
     q, k, v = (x.to(dtype).requires_grad_() for x in (call.q.detach(), call.k.detach(), call.v.detach()))
     config, whole = replace(call.config, impl=impl), BreakIt(score_gain=call.break_it.score_gain)
@@ -72,19 +72,20 @@ def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def distance(found: list[Tensor], right: list[Tensor]) -> float:
-    """|found - right| / |right| of several tensors together."""
+    """|found - right| / |right| over several tensors together."""
     off = sum(float((x.to(r.dtype) - r).square().sum()) for x, r in zip(found, right, strict=True))
     return math.sqrt(off / max(sum(float(r.square().sum()) for r in right), 1e-300))
 
 
 def acts(found: Sequence[Effect], break_it: BreakIt) -> bool:
-    """Whether the failure changes more than rounding does. bf16_ties is about rounding: any bit of o will do."""
+    """Whether the failure changes more than rounding does. bf16_ties changes the rounding, so there any bit of o
+    counts."""
     narrow = not break_it.wide_output and any(e.of == "o" and not e.same for e in found)
     return narrow or any(e.more_than_rounding for e in found)
 
 
 def record_of(found: Sequence[Effect]) -> dict[str, float]:
-    """The largest errors of any layer, for metrics.jsonl; NaN where nothing could be compared."""
+    """The largest error of any layer, for metrics.jsonl; NaN if nothing could be compared."""
     record: dict[str, float] = {}
     for name, of in (("o", "o"), ("gradient", "gradients")):
         worst = largest(found, of)
@@ -94,8 +95,8 @@ def record_of(found: Sequence[Effect]) -> dict[str, float]:
 
 
 def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> str:
-    """One line: that the failure acts, with the error of the layer where it is largest, and what a training shows of
-    it; or that it sleeps, and what wakes it. cfg: train.Config. headroom: the least of all layers, in nats."""
+    """One line. If the failure acts: the largest error, its layer, and what a training shows. If it sleeps: what wakes
+    it. cfg: train.Config. headroom: the least of all layers, in nats."""
     names = [name for name in cfg.break_it.label.split("+") if name in FAILURES]
     who = "+".join(names)
     if not found:
@@ -106,7 +107,7 @@ def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> s
     assert o is not None, "a call is compared by its o first"
     o_is_right = f"o is right (error {o.broken:.1e}, whole {o.whole:.1e})"
     if acts(found, cfg.break_it):
-        what = f"o is rounded otherwise (error {o.broken:.1e}, whole {o.whole:.1e})"
+        what = f"o is rounded differently (error {o.broken:.1e}, whole {o.whole:.1e})"
         if o.more_than_rounding:
             what = f"o is {off(o)}"
         elif gradients and gradients.more_than_rounding:
@@ -122,20 +123,20 @@ def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> s
 
 
 def largest(found: Sequence[Effect], of: str) -> Effect | None:
-    """The first that is not finite, or else the largest; None where there is none."""
+    """The first effect that is not finite, or else the largest; None if there is none."""
     those = [e for e in found if e.of == of]
     return next((e for e in those if not math.isfinite(e.broken)), max(those, key=lambda e: e.broken, default=None))
 
 
 def off(effect: Effect) -> str:
-    """How far, in which layer, and how far the whole algorithm is."""
+    """The error in words, with its layer and the whole algorithm's error."""
     far = f"off by {100 * effect.broken:.2g} %" if effect.broken < 1 else f"off by {100 * effect.broken:.0f} %"
     far = far if math.isfinite(effect.broken) else "not finite"
     return f"{far} in layer {effect.layer} (whole: {effect.whole:.1e})"
 
 
 def has(cfg: Any, wakes: str) -> bool:
-    """Whether the run has all of these arguments. A larger gain than the one they ask for will do."""
+    """Whether the run has all of these arguments. A larger score_gain counts too."""
     for key, value in (argument.split("=") for argument in wakes.split()):
         got, wanted = attrgetter(key)(cfg), yaml.safe_load(value)
         if got != wanted and not (key == "break_it.score_gain" and got > wanted):

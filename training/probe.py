@@ -1,12 +1,12 @@
-"""Instruments for attention: how far a call is from failing, how far from right, and which tile failed first.
+"""Instruments for attention: how far a call is from overflow, its error, and the first tile that is not finite.
 
     calls = record(model, x, y, documents)     every attention call of a forward and, with y, of its backward
     gauges(calls[3])                           largest score, headroom, largest weight, smallest l, error, entropy
-    find(calls)                                the first tile, in the order of computing, that holds a number not finite
+    find(calls)                                the first tile with a value that is not finite, in the order of computing
     search(model, batches, rng, ...)           find() over all the batches of a step that stopped a run
 
-They are for any implementation, as they look at what goes into a call and what comes out. find() walks through the
-tiles as tiled does, with what break_it has taken out, in tiles of attention.block_m x block_n. Memory is O(T).
+They work for any implementation, because they look at the inputs and outputs of a call. find() goes through the tiles
+as tiled does, in tiles of attention.block_m x block_n, with the same break_it. Memory is O(T).
 
 Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_kv, T_k, D).
 """
@@ -41,14 +41,14 @@ from model.tiled import (
 )
 from training import checkpoint
 
-LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: where the exponential of a float32 ends
+LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overflows float32
 
 
 @dataclass
 class ProbeConfig:
-    """A look at attention takes one sequence, the same each time, and costs a few forwards of it. With it on, a step
-    that stops the run, as its loss or gradient is not finite, is searched for the first bad tile, and its batch is kept
-    (`python breakit.py replay=PATH`). stop_on_nan=false stops at none, and searches none."""
+    """Each look at attention takes the same single sequence and costs a few forwards of it. If the probe is on and a
+    loss or gradient that is not finite stops the run, the probe searches that step for the first bad tile and keeps its
+    batch (`python breakit.py replay=PATH`). With stop_on_nan=false no step stops the run, so none is searched."""
 
     every: int = 0  # steps between two looks at attention; 0: never
 
@@ -59,7 +59,7 @@ class ProbeConfig:
 
 @dataclass
 class Call:
-    """One attention call of a model: what went in, what came out, and the gradients of both."""
+    """One attention call of a model: its inputs, its output, and the gradients of both."""
 
     layer: int
     q: Tensor
@@ -70,18 +70,18 @@ class Call:
     break_it: BreakIt
     seed: Tensor | None
     documents: Tensor | None
-    do: Tensor | None = None  # gradients, where a loss was asked for
+    do: Tensor | None = None  # gradients; None if the call was recorded without a loss
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
 
     @property
     def gradients(self) -> list[Tensor]:
-        """dq, dk and dv, or nothing where no loss was asked for."""
+        """dq, dk and dv; empty if the call was recorded without a loss."""
         return [x for x in (self.dq, self.dk, self.dv) if x is not None]
 
     def problem(self, break_it: BreakIt | None = None) -> Problem:
-        """The call as attention()'s implementations take it; break_it: instead of the call's own."""
+        """The call as the implementations of attention() take it. break_it: replaces the call's own."""
         T, T_k = self.q.shape[2], self.k.shape[2]
         tokens = {}
         if self.documents is not None:
@@ -91,9 +91,9 @@ class Call:
 
 
 def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
-    """Every attention call of model(x), in order; with targets y also the gradients of the loss, which leave the
-    parameters' alone. x, y: token ids int64 (B, T), documents: the loader's. In training mode the
-    model draws dropout. A compiled model cannot be recorded: it does not look `attention` up in model/gpt.py."""
+    """Every attention call of model(x), in order. With targets y also the gradients of the loss; the gradients of the
+    parameters stay as they are. x, y: token ids int64 (B, T), documents: the loader's. In training mode the model draws
+    dropout. A compiled model cannot be recorded, because it does not look up `attention` in model/gpt.py."""
     calls: list[Call] = []
     door, listening = gpt.attention, True
 
@@ -126,20 +126,20 @@ def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor
 
 
 class Gauges(NamedTuple):
-    """What gauges() reads off a call."""
+    """What gauges() measures of a call."""
 
-    max_score: float  # of those that are seen
-    headroom: float  # nats that scores may rise before, without the maximum, a sum overflows: l, acc or a 16-bit weight
+    max_score: float  # of the visible keys
+    headroom: float  # nats that scores may rise until l, acc or a 16-bit weight overflows without the maximum
     max_weight: float
-    min_l: float  # of the sums that the weights are divided by, as the call has them
-    error: float  # |o - right| / |right|, right being the whole algorithm in float64; NaN for sdpa's own dropout
-    entropy: Tensor  # (H,): of the weights in nats, the mean over rows; 0 is one key, log(keys) all alike
+    min_l: float  # the smallest l, as the call computes it
+    error: float  # |o - right| / |right|, right: the whole algorithm in float64; NaN for sdpa with dropout
+    entropy: Tensor  # (H,): of the weights in nats, the mean over rows; 0 for one key, log(n) for n equal weights
 
 
 @torch.no_grad()
 def gauges(call: Call) -> Gauges:
-    """Computed from q, k and v in float64 (float32 on mps), some rows at a time: in tensors of 32 MiB, a dozen of them,
-    or of one row of every head where that is more. A sequence of few tokens is enough."""
+    """The gauges, computed from q, k and v in float64 (float32 on mps). Takes some rows at a time, in about a dozen
+    tensors of 32 MiB, or of one row of every head if that is larger. A short sequence is enough."""
     wide = torch.float32 if call.q.device.type == "mps" else torch.float64
     broken, columns = call.break_it, range(call.k.shape[2])
     problem = call.problem(BreakIt(score_gain=broken.score_gain))
@@ -160,31 +160,31 @@ def gauges(call: Call) -> Gauges:
                 keep = keep_mask(problem.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
                 zp = p * keep * keep_scale(problem.dropout_p)
             right = zp @ v
-            if not broken.scale_scores:  # l as the call has it, which is not the l of the whole algorithm
+            if not broken.scale_scores:  # l as the call computes it, which is not that of the whole algorithm
                 s = score(qk, call.problem().scale, problem, rows, columns).masked_fill(hidden, -INF)
                 lse = s.logsumexp(-1, keepdim=True)
             m = s.amax(-1, keepdim=True)
             start = torch.zeros_like(m) if not broken.subtract_max else m if broken.start_low else m.clamp(min=0.0)
             l = torch.exp(lse - start).masked_fill(nothing, INF)
             wrong = call.o[:, :, rows.start : rows.stop].to(wide) - right
-            # log of the larger of l and |acc|, on the scale that they have without the maximum
+            # The log of the larger of l and |acc|, as they would be without the maximum.
             sums = lse + right.abs().amax(-1, keepdim=True).clamp(min=1.0).log()
             parts.append(
                 torch.stack((m.max(), sums.max(), p.max(), l.min(), wrong.square().sum(), right.square().sum()))
             )
         found = torch.stack(parts)
         largest, least, total = found.amax(0), found.amin(0), found.sum(0)
-        # All numbers in one transfer: each waits for the device.
+        # All numbers in one transfer, because each transfer waits for the device.
         max_score, max_sum, max_weight, min_l, *squares = torch.stack((*largest[:3], least[3], *total[4:])).tolist()
     headroom = worst(min, (LIMIT - max_sum, math.log(torch.finfo(call.q.dtype).max) - max_score))
     error = math.sqrt(squares[0] / max(squares[1], 1e-300))
     if call.config.impl == "sdpa" and problem.seed is not None:
-        error = math.nan  # torch drew a mask of its own
+        error = math.nan  # torch drew its own mask, which cannot be repeated
     return Gauges(max_score, headroom, max_weight, min_l, error, entropy)
 
 
 def score(qk: Tensor, scale: float, problem: Problem, rows: range, columns: range) -> Tensor:
-    """Step 1 as naive has it, of q k^T (B, H, R, T_k)."""
+    """Step 1 as naive computes it, from qk = q k^T (B, H, R, T_k)."""
     s = qk * scale
     if problem.softcap is not None:
         s = problem.softcap * torch.tanh(s / problem.softcap)
@@ -194,7 +194,7 @@ def score(qk: Tensor, scale: float, problem: Problem, rows: range, columns: rang
 
 
 def reading(calls: list[Call]) -> dict[str, float]:
-    """The gauges of all layers as one record: the worst of each, and the entropy of every head, layer.head."""
+    """The gauges of all layers as one record: the worst of each gauge, and the entropy of every head (layer.head)."""
     of_layers = [gauges(call) for call in calls]
     return {
         "max_score": worst(max, (g.max_score for g in of_layers)),
@@ -207,7 +207,7 @@ def reading(calls: list[Call]) -> dict[str, float]:
 
 
 def worst(choose, numbers) -> float:
-    """The largest or, with min, the smallest; NaN where there is one, which either may pass over."""
+    """The largest (choose=max) or smallest (choose=min) number. NaN if any is NaN, which max and min may miss."""
     found = list(numbers)
     return math.nan if any(map(math.isnan, found)) else choose(found)
 
@@ -217,16 +217,16 @@ def worst(choose, numbers) -> float:
 
 
 class Place(NamedTuple):
-    """A tile in which a number is not finite."""
+    """A tile with a value that is not finite."""
 
     layer: int
     batch: int
     head: int  # query head
     query_tile: int
-    key_tile: int | None  # None: not in the tiles of attention.block_m x block_n, one by one
+    key_tile: int | None  # None: no single tile of keys is to blame
     rows: range
     columns: range | None
-    what: str  # is not finite there
+    what: str  # what is not finite, with its verb: "l is"
 
     def __str__(self) -> str:
         keys = "no key tile by itself"
@@ -241,13 +241,14 @@ class Place(NamedTuple):
 def search(
     model: gpt.GPT, batches: list, rng: dict[str, Tensor], device: torch.device, autocast: AbstractContextManager
 ) -> tuple[Place, dict[str, Tensor]] | None:
-    """Runs the batches of one step again, uncompiled, and stops at the first in which a tile is not finite.
+    """Runs the batches of one step again, uncompiled, and stops at the first batch with a tile that is not finite.
 
-    batches: data.loader's, in the order of the step's passes. rng: checkpoint.rng_state() from before the step.
-    Returns the tile and what replays it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and the random
-    state from before the batch. None if find() finds no tile in any of them. Leaves the parameters' gradients alone.
+    batches: from data.loader, in the order of the step. rng: checkpoint.rng_state() from before the step.
+    Returns the tile and the tensors that replay it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and
+    the random state from before the batch. None if find() finds no such tile. The gradients of the parameters stay as
+    they are.
     """
-    checkpoint.set_rng_state(rng)  # draws the dropout of the step once more, unless that was compiled
+    checkpoint.set_rng_state(rng)  # so the dropout is that of the step, unless the step was compiled
     for batch in batches:
         before = checkpoint.rng_state()
         batch = batch.to(device)
@@ -259,9 +260,9 @@ def search(
 
 
 def find(calls: list[Call]) -> Place | None:
-    """The first tile with a number that is not finite: in the forward from the first layer on, then in the backward
-    from the last. None where attention is not where it begins: what reaches it is finite and what leaves it too, or
-    the gradient that reaches it is not finite already."""
+    """The first tile with a value that is not finite. Searches the forward from the first layer to the last, then the
+    backward from the last to the first. None if it did not begin in attention: either all values are finite, or the
+    gradient that reaches attention is not."""
     for call in calls:
         if not call.o.isfinite().all():
             return first_bad(call) or first_row(call)
@@ -274,36 +275,36 @@ def find(calls: list[Call]) -> Place | None:
 
 
 def first_row(call: Call) -> Place:
-    """The first row of a call's o that is not finite, where tiled would have none: naive multiplies what is hidden too,
-    and 0 * inf is NaN."""
+    """The first row of a call's o that is not finite, for a call in which tiled has no such row. naive can: it also
+    multiplies hidden values, and 0 * inf is NaN."""
     batch, head, row = (~call.o.isfinite().all(-1)).nonzero()[0].tolist()
     key_head, tile = head * call.k.shape[1] // call.q.shape[1], row // call.config.block_m
     rows = tiles(call.q.shape[2], call.config.block_m)[tile]
     inputs = {"q": call.q[batch, head], "k": call.k[batch, key_head], "v": call.v[batch, key_head]}
     spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
-    what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else "o is"
+    what = f"{' and '.join(spoilt)} (input values) are" if spoilt else "o is"
     return Place(call.layer, batch, head, tile, None, rows, None, what)
 
 
 @torch.no_grad()
 def first_bad(call: Call) -> Place | None:
-    """The first tile of a call, in the order of queries outside, in which the forward or, with gradients, the backward
-    makes a number that is not finite. (A NaN key shows in the first query tile that visits its tile, even where the key
-    is hidden: tiled masks scores by a minimum with -inf, which keeps NaN.)"""
+    """The first tile of a call in which the forward or, with gradients, the backward makes a value that is not finite.
+    Queries are the outer loop. A NaN in k shows in the first query tile that visits it, even if that key is hidden:
+    tiled masks scores by a minimum with -inf, which keeps NaN."""
     with torch.autocast(call.q.device.type, enabled=False):
         found = first_bad_forward(call)
         return found if found or call.do is None else first_bad_backward(call)
 
 
 def on_chip_for(call: Call, tables: int) -> Tensor:
-    """Memory for so many tiles of scores, (tables, size)."""
+    """Memory for that many tiles of scores, (tables, size)."""
     B, H, T, _ = call.q.shape
     size = B * H * min(call.config.block_m, T) * min(call.config.block_n, call.k.shape[2])
     return call.q.new_empty(tables, size, dtype=sum_dtype(call.q.dtype))
 
 
 def first_bad_forward(call: Call) -> Place | None:
-    """Steps 1 to 6 as tiled does them, up to the first l, acc or o that is not finite."""
+    """Steps 1 to 6 as in tiled, up to the first l, acc or o that is not finite."""
     problem, wide = call.problem(), sum_dtype(call.q.dtype)
     q, k, v = by_key_head(call.q, call.k, call.v)
     on_chip = on_chip_for(call, 1)[0]
@@ -329,7 +330,7 @@ def first_bad_forward(call: Call) -> Place | None:
 
 
 def first_bad_backward(call: Call) -> Place | None:
-    """Steps 7 to 12 as tiled does them, up to the first weight or gradient that is not finite."""
+    """Steps 7 to 12 as in tiled, up to the first weight or gradient that is not finite."""
     assert call.do is not None
     problem, wide = call.problem(), sum_dtype(call.q.dtype)
     q, k, v = by_key_head(call.q, call.k, call.v)
@@ -361,16 +362,16 @@ def first_bad_backward(call: Call) -> Place | None:
             store(dk, columns, torch.bmm(ds.mT, q_i), add=problem.scale)
             add_product(dq_i, ds, k_j, problem.scale)
             for what, x in (("dv is", load(dv, columns)), ("dk is", load(dk, columns)), ("dq is", dq_i)):
-                bad = ~x.to(q.dtype).isfinite().all(-1)  # the sum so far, as it would leave
-                if bad.any():  # a key's is that of all rows and heads that share it
+                bad = ~x.to(q.dtype).isfinite().all(-1)  # the sum so far, in the dtype of the result
+                if bad.any():  # dk and dv of a key sum over all rows and heads that share it, so all of them count
                     bad = bad if x is dq_i else bad.any(-1, keepdim=True).expand(N, G * len(rows))
                     return place(call, bad, rows, columns, what)
     return None
 
 
 def place(call: Call, bad: Tensor, rows: range, columns: range | None, what: str) -> Place:
-    """The first bad row as a Place. bad: bool (N, G * R), N = B * H_kv, of the tile of rows and columns. columns: None
-    where no tile of keys was visited."""
+    """The first bad row as a Place. bad: bool (N, G * R), N = B * H_kv, for one tile. columns: None if the rows visited
+    no tile of keys."""
     q, k, v = by_key_head(call.q, call.k, call.v)
     N, G = q.shape[:2]
     n, g = (bad.view(N, G, len(rows)).any(-1).nonzero()[0]).tolist()
@@ -380,6 +381,6 @@ def place(call: Call, bad: Tensor, rows: range, columns: range | None, what: str
         keys, key_tile = slice(columns.start, columns.stop), columns.start // call.config.block_n
         inputs |= {"k": k[n, 0, keys], "v": v[n, 0, keys]}
     spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
-    what = f"{' and '.join(spoilt)}, which come in, are" if spoilt else what
+    what = f"{' and '.join(spoilt)} (input values) are" if spoilt else what
     query_tile = rows.start // call.config.block_m
     return Place(call.layer, batch, key_head * G + g, query_tile, key_tile, rows, columns, what)
