@@ -59,7 +59,7 @@ class Config:
     """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
     read."""
 
-    mode: str = "race"  # race (speed and memory) | pictures (of an earlier race) | traffic (words moved)
+    mode: str = "race"  # race (time and memory) | pictures (of an earlier race) | traffic (words moved)
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head

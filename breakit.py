@@ -80,7 +80,7 @@ class Config:
     explorer: bool = False  # make the page docs/explorer.html, instead of the lab
     replay: str | None = None  # PATH of a fault that a run has kept: show it again, instead of the lab
     failure: str | None = None  # as break_it= of train.py; None: all in the lab, none in a trace
-    steps: int = 200  # lab: updates of each short training
+    steps: int = 200  # lab: updates of each short training of a failure
     seed: int = 1337  # lab: the seed of all its trainings
     device: str = "auto"  # lab, replay: auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     score_gain: float = 1.0  # trace: multiplies the scores

@@ -14,6 +14,7 @@ if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -101,7 +102,7 @@ def main(cfg: Config) -> None:
 def read_prompt(path: str) -> str:
     """The text of a file with its line ends, without a byte order mark. ValueError if it cannot be read as UTF-8."""
     try:
-        return Path(path).expanduser().read_bytes().decode("utf-8-sig")
+        return Path(os.path.expanduser(path)).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"prompt_file={path} cannot be read ({error.strerror}); give a text file") from error
     except UnicodeDecodeError as error:

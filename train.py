@@ -24,7 +24,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -114,9 +114,10 @@ class Config:
         for name in ("name", "runs", "resume"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name}= is empty; give it a value or leave it out")
-        # Windows and wandb refuse these characters, and Unix refuses /. A run may be moved or sent there later.
+        # Windows and wandb refuse these characters, and Unix refuses /. Windows drops a dot or a space at the end. A
+        # run may be moved or sent there later.
         refused = self.name and (set(self.name) & set('/\\:*?"<>|') or not self.name.isprintable())
-        if refused or self.name in (".", "..", "latest", "auto"):
+        if refused or self.name in ("latest", "auto") or (self.name and self.name != self.name.strip(" .")):
             raise ValueError(
                 f"name={self.name!r} cannot name a run; use letters, digits and - (runs= chooses the folder)"
             )
@@ -387,14 +388,15 @@ def loop(run: Run, signals: list[int]) -> int:
         run.ending = run.step == cfg.steps or not left
         if due(run, cfg.log_every) or done.stopped:
             metrics.log(step_record(run, done, seconds, min(left, pace * (cfg.steps - run.step))))
-        if cfg.break_it.without and (acts is None or run.step in awake.LOOKS or done.stopped):
+        looked = cfg.break_it.without and (acts is None or run.step in awake.LOOKS or done.stopped)
+        if looked:
             acts = look_at_the_failure(run, done.batches if done.stopped else [], acts)
         if done.stopped:
             metrics.say(stamp(broken) + what_to_try(run, done))
             if cfg.probe.every:
                 find_the_fault(run, done.batches, rng)
             return 1
-        if cfg.probe.every and run.step % cfg.probe.every == 0:
+        if cfg.probe.every and run.step % cfg.probe.every == 0 and not looked:
             metrics.log({"step": run.step, **look(run)})
 
         run.val_loss = math.inf
@@ -677,7 +679,8 @@ def close(run: Run) -> None:
         if run.code and not run.saved:
             run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
         if run.step:
-            run.metrics.picture()
+            with suppress(OSError) if run.code else nullcontext():  # after an error, which is the one to tell
+                run.metrics.picture()
     finally:
         run.metrics.close(run.code)
 
@@ -686,7 +689,7 @@ def say_what_is_there(run: Run) -> None:
     """Prints the last lines of a run that reached its end: its files, and the commands to try next."""
     cfg, folder = run.cfg, run.folder
     broken = stamp(cfg.break_it.label)
-    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the learning rate rises again"
+    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the learning rate first rises again: the schedule is longer"
     if run.step < cfg.steps:
         limit = f"max_minutes={cfg.max_minutes:g}"
         show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the learning rate is not at its minimum")

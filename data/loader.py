@@ -8,6 +8,7 @@ would be wrong if the number of ranks or the batch size changes.
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +116,7 @@ def open_dataset(folder: Path) -> Dataset:
 
 def find_shards(path: str) -> list[Path]:
     """The token files that data.path names: a file, the .bin files in a folder, or the files that a glob matches."""
-    named = Path(path).expanduser()
+    named = Path(os.path.expanduser(path))
     found = expand(Path(glob.escape(str(named))) / "*.bin" if named.is_dir() else named)
     if not found:
         raise ValueError(f"data.path={path} has no .bin files of tokens: give a folder or a glob of some, or data=text")

@@ -110,7 +110,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     """
     check(data)
     assert data.source in PREPARED, "token files are opened by open_data()"
-    named = Path(data.path or "").expanduser()
+    named = Path(os.path.expanduser(data.path or ""))
     if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
         if made[1] != label_of(tokenizer):
             raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label_of(tokenizer)}: use that one")
@@ -122,6 +122,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     cache = Path(data.cache)
     folder = cache / folder_name(data, tokenizer, corpus)
     if folder.exists():
+        if not quiet and (left := left_out(corpus)):
+            print(f"data:{left}: {folder}", file=sys.stderr)
         return folder
 
     cache.mkdir(parents=True, exist_ok=True)
@@ -236,7 +238,7 @@ def scan(data: DataConfig) -> Corpus:
         case "shakespeare":
             found = [str(shakespeare(Path(data.cache), data.url))]
 
-    named = Path(data.path or "").expanduser()
+    named = Path(os.path.expanduser(data.path or ""))
     others = sum(1 for _ in walk(str(named))) - len(found) if data.path and named.is_dir() else 0
 
     files: list[File] = []

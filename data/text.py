@@ -57,7 +57,7 @@ def find(path: str, cache: Path) -> Sequence[File]:
         raise ValueError("data.path= is empty: give a file, a folder or a glob")
     if path == "-":
         return [standard_input(cache)]
-    named = Path(path).expanduser()
+    named = Path(os.path.expanduser(path))
     if named.is_dir():
         files = [file for file in walk(str(named)) if suffix(file) in TEXT_SUFFIXES]
         if not files:

@@ -53,9 +53,10 @@ def gallery(
     with tempfile.TemporaryDirectory() as scratch:
         short.runs = scratch
         if model is None:
+            fresh = f"a small model, trained for {trainings.FRESH_STEPS} steps"
             show(f"training a small model to take q, k and v from: {trainings.FRESH_STEPS} steps")
             trainings.train_quietly(script, trainings.fresh_training(short))
-            model = model_of_run("fresh", Path(scratch), device)._replace(name="a fresh small model")
+            model = model_of_run("fresh", Path(scratch), device)._replace(name=fresh)
         else:
             short.data, short.tokenizer = model.data, model.tokenizer
         T = min(256, model.net.config.context_length)

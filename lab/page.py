@@ -27,7 +27,7 @@ HEAD = """# Break it
 
 Each line of attention matters only under a condition. If you take a line out where its condition does not hold, nothing
 changes: the failure sleeps. Where the condition holds, few failures are loud. Most leave a loss that falls and a model
-that is wrong.
+that is wrong. [attention.md](attention.md) derives what each line is for.
 
 {table}
 
@@ -107,8 +107,8 @@ def measured(kept: dict, name: str) -> str:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
             ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
-            lines.append(f"\nTraining with {curves['setting']}: at step {len(broken)} the broken loss is {ended}; "
-                         f"at step {len(whole)} the whole loss is {mean(whole):.3f} nats.")  # fmt: skip
+            lines.append(f"\nThe small model, trained with {curves['setting']}: at step {len(broken)} the broken loss "
+                         f"is {ended}; at step {len(whole)} the whole loss is {mean(whole):.3f} nats.")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.problem import Problem
-from model.break_it import LACKS, UNBROKEN, BreakIt
+from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
 from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
@@ -169,13 +169,14 @@ def check_switches(
         return
     scale = config.softmax_scale if softmax_scale is None else softmax_scale
     elsewhere = config.window or config.windows or config.documents or config.block_mask or documents
-    dry = config.dropout_p == 0 and "there is no dropout to draw; use attention.dropout_p=0.1"
     idle = {
         "scale_scores": scale is not None and f"softmax_scale={scale} is no 1 / sqrt(D); leave it out",
         "global_mask": (not causal and "there is no causal mask to break; use causal=True")
         or (elsewhere and "only the causal mask can be broken; leave out window, windows, documents and block_mask"),
-        "same_seed": dry,
-        "restore_seed": dry,
+        **{
+            switch: config.dropout_p == 0 and f"there is no dropout to draw; use {FAILURES[FAULTS[switch]].wakes}"
+            for switch in ("same_seed", "restore_seed")
+        },
     }
     for switch in break_it.without:
         why = idle.get(switch)

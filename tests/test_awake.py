@@ -69,7 +69,7 @@ def test_a_failure_acts_under_the_arguments_that_wake_it(name):
 def test_a_failure_that_needs_time_beside_its_arguments_says_so(gain):
     acts, said = looked("no_max", (f"break_it.score_gain={gain}",))
     assert not acts
-    assert said.endswith("its arguments wake it, after more steps: the next look is at step 10")
+    assert said.endswith("these arguments will wake it, but not yet; the next look is at step 10")
 
 
 @pytest.mark.parametrize("name", SEEDS)

@@ -268,6 +268,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     name=latest                 name='latest' cannot name a run
     name=a/b                    name='a/b' cannot name a run
     name=CON:                   name='CON:' cannot name a run
+    name=a.                     name='a.' cannot name a run
     name=a*b                    name='a*b' cannot name a run
     name=a?                     name='a?' cannot name a run
     name='a"b'                  name='a"b' cannot name a run

@@ -455,6 +455,12 @@ def test_a_wrong_implementation_of_ours_ends_the_bench(monkeypatch, tmp_path):
     assert not (tmp_path / "results.csv").exists()
 
 
+def test_an_answer_that_is_exactly_zero_is_right():
+    """A row that sees one key has dq = 0 without any rounding, and the error was divided by that of naive, 0."""
+    case = Case(1, 2, 64, 16, True, 0.0, window=1)
+    assert race.check(["naive", "tiled"], [case], 32, CPU, torch.float32, []) == ["naive", "tiled"]
+
+
 @pytest.mark.parametrize(
     "wrong", [lambda q, k, v, **_: 2 * (q + k + v), lambda q, k, v, **_: q * k * v * torch.nan], ids=["sum", "NaN"]
 )

@@ -911,6 +911,7 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
         ("lr: null\n", "lr: 0.5\n", "has been edited, optimizer.lr=0.5: "),
         ("batch_size: 16", "batch_sizes: [4]", "has been edited, batch_sizes=[4]: "),
         ("n_layer: 12", "n_layer: [", "is not a configuration any more: "),
+        ("n_layer: 12", "n_layer: 2020-13-45", "is not a configuration any more: "),
     ],
 )
 def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, said):
@@ -951,8 +952,20 @@ def test_a_name_of_two_lines_is_refused(call, small, tmp_path):
 
 def test_a_name_that_looks_like_mathematics_is_drawn_as_it_is(call, small, tmp_path):
     """Matplotlib read the title as TeX, and its error ended the run before the first checkpoint."""
-    assert call(train, *small, "steps=2", f"runs={tmp_path}", "name=a$\\bad{$b").code == 0
-    assert (tmp_path / "a$\\bad{$b" / "loss.png").exists()
+    assert call(train, *small, "steps=2", f"runs={tmp_path}", "name=a$^^bad{$b").code == 0
+    assert (tmp_path / "a$^^bad{$b" / "loss.png").exists()
+
+
+def test_a_full_disk_is_told_by_the_checkpoint_and_not_by_the_last_picture(call, small, tmp_path, monkeypatch):
+    """The picture that a run draws at its end failed too, and its bare error took the place of the first."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train, "save", lambda run: (_ for _ in ()).throw(OSError("free some space and run again")))
+    monkeypatch.setattr(train.Metrics, "picture", full)
+    ended = call(train, *small, "steps=1", "eval_every=1", f"runs={tmp_path}", "name=x")
+    assert (ended.code, ended.err.splitlines()[-1]) == (2, "train: free some space and run again")
 
 
 # --- attention's options, all the way through ------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> s
     later = [look for look in LOOKS if step < look <= cfg.steps]
     way = "to wake it: " + " or ".join(f"python train.py break_it={name} {FAILURES[name].wakes}" for name in names)
     if all(has(cfg, FAILURES[name].wakes) for name in names):
-        way = "its arguments wake it, after more steps" + (f": the next look is at step {later[0]}" if later else "")
+        way = "these arguments will wake it, but not yet" + (f"; the next look is at step {later[0]}" if later else "")
     return f"{who} sleeps at step {step}: {o_is_right}{left}; {way}"
 
 

@@ -161,7 +161,7 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
         return None
     try:
         written = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError, OSError):  # ValueError: a date that is none; not UTF-8
         written = None
     if not isinstance(written, dict):
         return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
