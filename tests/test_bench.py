@@ -456,9 +456,9 @@ def test_a_wrong_implementation_of_ours_ends_the_bench(monkeypatch, tmp_path):
 
 
 def test_an_answer_that_is_exactly_zero_is_right():
-    """A row that sees one key has dq = 0 without any rounding, and the error was divided by that of naive, 0."""
-    case = Case(1, 2, 64, 16, True, 0.0, window=1)
-    assert race.check(["naive", "tiled"], [case], 32, CPU, torch.float32, []) == ["naive", "tiled"]
+    """dq of rows that see one key, and everything of rows that see none: the error was divided by that of naive, 0."""
+    cases = [Case(1, 2, 64, 16, True, 0.0, window=1), Case(1, 2, 64, 16, False, 0.0, block_mask=("..", ".."))]
+    assert race.check(["naive", "tiled"], cases, 32, CPU, torch.float32, []) == ["naive", "tiled"]
 
 
 @pytest.mark.parametrize(
