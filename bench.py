@@ -65,7 +65,7 @@ class Config:
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
     heads: list[int] = field(default_factory=lambda: [2])  # H: one number for each head size, or one for all
     kv_heads: int | None = None  # heads of k and v, a divisor of heads; None: as many as heads
-    tokens: int = 1  # tokens of a batch, B = max(1, tokens // T); 32768 fill a GPU, one short sequence does not
+    tokens: int = 1  # tokens of a batch: B = max(1, tokens // T) sequences; 32768 fill a GPU
     causal: list[bool] | None = None  # with a causal mask, without one, or both; None: both, in traffic without
     window: int | None = None  # keys that a query sees, itself included
     documents: int | None = None  # mean length of a document in tokens; a token sees its own document only

@@ -122,8 +122,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     cache = Path(data.cache)
     folder = cache / folder_name(data, tokenizer, corpus)
     if folder.exists():
-        if not quiet and (left := left_out(corpus)):
-            print(f"data:{left}: {folder}", file=sys.stderr)
+        if not quiet and (corpus.not_text or corpus.others):
+            print(f"data: {folder}{left_out(corpus)}", file=sys.stderr)
         return folder
 
     cache.mkdir(parents=True, exist_ok=True)

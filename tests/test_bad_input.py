@@ -787,7 +787,7 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     layer=1                            layer=1: the lab does not read it
     tokens=9                           tokens=9: the lab does not read it
     real=x.json                        real=x.json: the lab does not read it; it is for explorer=true
-    runs={there}/runs                  the lab trains a model of its own; add run=NAME
+    runs={there}/runs                  the lab trains its own model; add run=NAME
     out=                               out=: the lab wants a folder for its pictures
     out={there}/empty.txt              out={there}/empty.txt: the lab wants a folder for its pictures
     out={there}/empty.txt/in           empty.txt/in

@@ -461,8 +461,8 @@ def test_a_switch_runs_or_is_refused_with_a_way_out_that_is_none(impl, switch):
         (tiled(block_mask=["x"]), LOCAL, {}, r"local_mask: only the causal mask can be broken"),
         (tiled(documents=True), LOCAL, {}, r"local_mask: only the causal mask can be broken"),
         (tiled(), LOCAL, {"documents": torch.zeros(1, 8, dtype=torch.int64)}, r"local_mask: only the causal mask"),
-        (tiled(), STALE, {}, r"stale_seed: there is no dropout to draw; use attention\.dropout_p=0\.1"),
-        (tiled(), UNRESTORED, {}, r"unrestored_seed: there is no dropout to draw; use attention\.dropout_p=0\.1"),
+        (tiled(), STALE, {}, r"stale_seed: there is no dropout to draw; use attention\.dropout_p=0\.5$"),
+        (tiled(), UNRESTORED, {}, r"use attention\.dropout_p=0\.5 model\.activation_checkpointing=true$"),
     ],
 )
 def test_a_switch_with_nothing_to_remove_is_refused(config, broken, options, message):
