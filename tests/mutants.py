@@ -76,7 +76,7 @@ TABLE = [
     ("the warm-up begins at 0", "config.lr * step / config", "config.lr * (step - 1) / config", "optimizer"),
     ("cosine takes the warm-up for a part of itself", "max(1, steps - config.warmup_steps)", "steps", "arithmetic"),
     ("wsd ends a step late", "(steps - step) / decay_steps", "(steps - step + 1) / decay_steps", "optimizer"),
-    ("Muon's steps have another size", '"match_rms_adamw"', '"original"', "arithmetic"),
+    ("Muon's steps have another size", '"match_rms_adamw",', '"original",', "arithmetic"),
     ("Muon's momentum is always the default",
      "MOMENTUM if config.momentum is None else config.momentum", "MOMENTUM", "optimizer"),
     ("the rate grows with the width", "6e-4 * 768 / n_embd", "6e-4 * n_embd / 768", "arithmetic"),
