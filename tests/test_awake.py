@@ -124,6 +124,14 @@ def test_the_line_comes_again_when_the_answer_changes(call, small, tmp_path, mon
     ]  # fmt: skip
 
 
+def test_a_step_at_which_the_probe_is_due_too_is_looked_at_once(call, small, tmp_path):
+    """The probe's line stood twice, with the same gauges."""
+    call(train, *small, "break_it=no_max", "steps=3", "probe.every=1", f"runs={tmp_path}", "name=x")
+    (folder,) = tmp_path.iterdir()
+    looked = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if "max_score" in row]
+    assert looked == [1, 2, 3]
+
+
 def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path, monkeypatch):
     """On the batch that stopped it: another sequence may have smaller scores."""
     looked_at, steps = [], []

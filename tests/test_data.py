@@ -396,6 +396,8 @@ def test_of_a_folder_what_is_not_text_is_left_out_and_counted(make, corpus, tmp_
     assert prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig()).name == whole.name
     said = f"(left out: 2 not UTF-8 (first {corpus / 'latin1.txt'}), 1 with a suffix that is not read)"
     assert said in capsys.readouterr().err
+    prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig())
+    assert said in capsys.readouterr().err  # also where the tokens are there already
     for file in filter(Path.is_file, corpus.rglob("*")):
         file.unlink()
     (corpus / "latin.txt").write_bytes(b"caf\xe9")
