@@ -23,7 +23,8 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -34,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.loader import Batch, Dataset, Loader, fingerprint, open_data, validation_batches
+from data.loader import Batch, Dataset, Loader, Prefetch, fingerprint, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, resolve
@@ -53,11 +54,14 @@ from training.machine import (
     stop_signals,
 )
 from training.metrics import Metrics, broken_name, show, stamp
-from training.optimizer import OptimizerConfig, average, base_rate, build_optimizers, learning_rate
+from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig, reading, record, search
 from training.resume import again, changed, config_of, edits, make_room, open_checkpoint, restore, resumed_config
+from training.step import Numbers, Report, TrainStep, choose_way
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
+
+PREFETCH = 3  # batches of a step that are drawn ahead
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration. Each group's dataclass is beside the code that it configures. The files in conf/ override its defaults.
@@ -104,7 +108,9 @@ class Config:
 
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     dtype: str = "auto"  # auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16 (with loss scaling)
-    compile: str = "auto"  # torch.compile: auto (on a GPU, but not with attention=tiled) | true | false
+    # auto (graph on a GPU if possible, false on a CPU) | false | true (torch.compile) | graph (compiled and recorded).
+    # graph records the whole compiled step once, as a CUDA graph, so that a small model does not wait for Python.
+    compile: str = "auto"
     stop_on_nan: bool = True  # stop before an update with NaN or infinity; false: train on and see what happens
 
     def __post_init__(self):
@@ -135,7 +141,8 @@ class Config:
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay={self.ema_decay} is outside [0, 1); 0.999 is usual, 0 averages nothing")
         self.compile = self.compile.lower()  # this key is a string, and people type True
-        for name, known in {"dtype": ("auto", "bf16", "fp16", "float32"), "compile": ("auto", "true", "false")}.items():
+        choices = {"dtype": ("auto", "bf16", "fp16", "float32"), "compile": ("auto", "true", "false", "graph")}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
 
@@ -150,19 +157,22 @@ class Run:
     device: torch.device
     autocast: AbstractContextManager
     dataset: Dataset
-    loader: Loader
-    token_bytes: torch.Tensor  # int32 (n_vocab,), on the device: number of bytes in each token's text
+    batches: Prefetch  # of the training text
     accumulation: int  # forward and backward passes per step
     model: GPT  # the model that is trained
-    loss_of: Callable[..., torch.Tensor]  # the model, compiled or not
     averaged: GPT  # the model that is evaluated, sampled and saved: a moving average of `model`, or `model` itself
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # scales the loss in fp16; does nothing for other dtypes
+    train_step: TrainStep  # makes one update
     metrics: Metrics
-    step: int  # updates made so far
+    step: int  # updates enqueued so far
     saved: Path | None  # the last checkpoint
     ending: bool = False  # this step is the last one: it is number `steps`, or max_minutes are over
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
+    sent: deque["Sent"] = field(default_factory=deque)  # updates enqueued and not yet heard of, oldest first
+    pace: float | None = None  # seconds a step, smoothed
+    left: float = math.inf  # seconds until max_minutes are over
+    acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
     code: int = 1  # exit code; loop() sets it when it returns
 
     @cached_property
@@ -218,7 +228,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     autocast = torch.autocast(device.type, low) if low else nullcontext()
     torch.set_float32_matmul_precision("high" if low else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    compiled = cfg.compile == "true" or (cfg.compile == "auto" and device.type == "cuda" and attention.impl != "tiled")
+    way, why = choose_way(cfg.compile, device, attention, cfg.model)
     accumulation = passes(cfg)
 
     # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
@@ -243,7 +253,6 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         with_documents=cfg.attention.documents,
     )
     validation(cfg, dataset)  # raises ValueError for a text that is too short, before the first step
-    token_bytes = torch.from_numpy(dataset.token_bytes).to(device)
 
     # Model and optimizer.
     if cfg.optimizer.lr is None:
@@ -256,7 +265,12 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     # that step is skipped.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
     step = restore(resumed, cfg.steps, model, averaged, optimizers, loader, scaler) if resumed else 0
-    loss_of = torch.compile(model) if compiled else model
+    train_step = TrainStep(
+        model, averaged, optimizers, scaler, autocast,
+        way=way, grad_clip=cfg.optimizer.grad_clip, z_loss=cfg.z_loss, stop_on_nan=cfg.stop_on_nan,
+    )  # fmt: skip
+    batches = Prefetch(loader, accumulation, train_step.ahead + PREFETCH, pinned=device.type == "cuda")
+    stack.callback(batches.close)
 
     # The run's folder, locked for other processes.
     cfg.name = cfg.name or new_name(cfg, model, attention.impl)
@@ -275,15 +289,15 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         resume_step=step if same_run else None,
     )
     run = Run(
-        cfg=cfg, folder=folder, facts=facts, device=device, autocast=autocast, dataset=dataset, loader=loader,
-        token_bytes=token_bytes, accumulation=accumulation, model=model, loss_of=loss_of, averaged=averaged,
-        optimizers=optimizers, scaler=scaler, metrics=metrics, step=step, saved=resumed.path if resumed else None,
+        cfg=cfg, folder=folder, facts=facts, device=device, autocast=autocast, dataset=dataset, batches=batches,
+        accumulation=accumulation, model=model, averaged=averaged, optimizers=optimizers, scaler=scaler,
+        train_step=train_step, metrics=metrics, step=step, saved=resumed.path if resumed else None,
     )  # fmt: skip
     stack.callback(close, run)
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
         metrics.say(unread)
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
-    introduce(run, resumed, compiled)
+    introduce(run, resumed, way if way == "recorded" else f"{way} ({why})")
     return run
 
 
@@ -305,6 +319,7 @@ def check(cfg: Config) -> None:
     need no data and no memory. A sweep makes them for every job before the first one starts."""
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
+    choose_way(cfg.compile, device, attention, cfg.model)
     passes(cfg)
     cfg = copy.deepcopy(cfg)
     cfg.model.vocab_size = cfg.model.vocab_size or 1
@@ -332,8 +347,8 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
     return next(name for name in names if not (Path(cfg.runs) / name).exists())
 
 
-def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -> None:
-    """Prints the first lines of a run: folder, versions, device, attention, model and data."""
+def introduce(run: Run, resumed: checkpoint.Checkpoint | None, way: str) -> None:
+    """Prints the first lines of a run: folder, versions, device, attention, model and data. way: how a step is run."""
     cfg, model, dataset, say = run.cfg, run.model, run.dataset, run.metrics.say
     attention, broken = model.attention_config, cfg.break_it.label
     say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
@@ -346,7 +361,7 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
     tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
-    say(f"attention: {attention.impl}{tile}{special} (asked for: {cfg.attention.impl}) | compiled: {compiled}")
+    say(f"attention: {attention.impl}{tile}{special} (asked for: {cfg.attention.impl}) | step: {way}")
     say(
         f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, "
         f"context {cfg.model.context_length}, V {cfg.model.vocab_size}"
@@ -369,146 +384,161 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, compiled: bool) -
 # The loop.
 
 
+class Sent(NamedTuple):
+    """An update that was enqueued, and what is kept until its numbers arrive."""
+
+    step: int
+    batches: Batch  # on the CPU, with an axis in front: the passes
+    rng: dict[str, torch.Tensor]  # the random state before it, for the probe
+    lr: float
+    report: Report
+
+
 def loop(run: Run, signals: list[int]) -> int:
-    """Trains until the last step, the time limit, a signal or a NaN, and returns the exit code. Logs, evaluates,
-    samples and saves when that is due."""
-    cfg, metrics = run.cfg, run.metrics
-    broken = cfg.break_it.label
-    pace = None  # seconds a step, smoothed, for the time left
-    acts = None  # whether what break_it has taken out changes anything
+    """Trains until the last step, the time limit, a signal or a NaN, and returns the exit code.
+
+    On a GPU the host is some steps ahead: it enqueues an update, and then logs those that the device has finished. When
+    an evaluation, a sample, a look or a checkpoint is due, it first waits until all of them are finished.
+    """
+    cfg = run.cfg
     until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
+    run.train_step.restart_clock()
     while run.step < cfg.steps and not run.ending:
-        started = time.perf_counter()
-        rng = checkpoint.rng_state() if cfg.probe.every else {}
-        done = train_step(run)
-        seconds = time.perf_counter() - started
-        pace = seconds if pace is None else 0.9 * pace + 0.1 * seconds
-        left = max(0.0, until - started - seconds)
-        run.ending = run.step == cfg.steps or not left
-        if due(run, cfg.log_every) or done.stopped:
-            metrics.log(step_record(run, done, seconds, min(left, pace * (cfg.steps - run.step))))
-        looked = cfg.break_it.without and (acts is None or run.step in awake.LOOKS or done.stopped)
-        if looked:
-            acts = look_at_the_failure(run, done.batches if done.stopped else [], acts)
-        if done.stopped:
-            metrics.say(stamp(broken) + what_to_try(run, done))
-            if cfg.probe.every:
-                find_the_fault(run, done.batches, rng)
-            return 1
-        if cfg.probe.every and run.step % cfg.probe.every == 0 and not looked:
-            metrics.log({"step": run.step, **look(run)})
-
-        run.val_loss = math.inf
-        if due(run, cfg.eval_every):
-            evaluation = evaluate(run)
-            run.val_loss = evaluation["val_loss"]
-            metrics.log({"step": run.step, **evaluation})
-        if cfg.sample_tokens and due(run, cfg.sample_every):
-            try:
-                metrics.sample(run.step, write_sample(run))
-            except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
-                metrics.say(f"{stamp(broken)}no sample at step {run.step}: the logits are NaN")
-        if due(run, cfg.checkpoint_every) or signals:
-            run.saved = save(run)
-        if run.val_loss < math.inf:
-            metrics.picture()
-        if signals and run.step < cfg.steps:
-            metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(cfg)}")
-            return 128 + signals[0]
+        send(run)
+        run.left = until - time.perf_counter()
+        run.ending = run.step == cfg.steps or run.left <= 0
+        while run.sent and (needs_all(run, signals) or must_hear(run)):
+            if stopped := hear(run):
+                return stop(run, *stopped)
+        stopping = bool(signals)
+        if needs_all(run, signals) and not run.sent:
+            between_steps(run, save_now=stopping)
+            if stopping and run.step < cfg.steps:
+                run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(cfg)}")
+                return 128 + signals[0]
+            run.train_step.restart_clock()
     return 0
 
 
-def due(run: Run, every: int) -> bool:
-    """Whether this step is a multiple of `every`, or the last step. False if `every` is 0."""
-    return every > 0 and (run.step % every == 0 or run.ending)
-
-
-class Step(NamedTuple):
-    """The measurements of one update."""
-
-    batches: list[Batch]  # on the CPU, one per pass
-    loss: float  # nats per token, mean over all passes
-    text_bytes: torch.Tensor  # int64 (): number of bytes in the predicted text
-    lr: float
-    norm: float  # norm of the whole gradient, before clipping
-    scale: float  # loss scale in fp16; 1 for other dtypes
-    stopped: bool  # loss or gradient is not finite and stop_on_nan is set: there was no update
-
-
-def train_step(run: Run) -> Step:
-    """One update of the weights: forward and backward for each pass, clip, guard, update.
-
-    The CPU does not wait for the GPU before the guard.
-    """
-    cfg, scaler = run.cfg, run.scaler
+def send(run: Run) -> None:
+    """Enqueues the next update."""
+    cfg = run.cfg
+    batches = run.batches.next()
+    rng = checkpoint.rng_state() if cfg.probe.every else {}
     lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
-    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
-        group["lr"] = lr
-    batches, total, text_bytes = forward_and_backward(run)
-    for optimizer in run.optimizers:
-        scaler.unscale_(optimizer)
-    total_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.optimizer.grad_clip or math.inf)
-
-    # The guard. Reading the loss makes the CPU wait for the GPU, once per step. We accept this cost to stop before a
-    # bad update: weights that have become NaN cannot be repaired.
-    loss, norm = float(total), float(total_norm)
-    # With a scale above 1, an infinite gradient is normal: the scaler answers with a smaller scale. With a scale of 1
-    # (always, for dtypes other than fp16) the model itself made the infinity.
-    scale = scaler.get_scale()
-    stopped = cfg.stop_on_nan and not (math.isfinite(loss) and (math.isfinite(norm) or scale > 1))
-    # We do not use scaler.step(): of two optimizers, it would skip only the one with an infinite gradient.
-    skipped = scaler.is_enabled() and not math.isfinite(norm)
-
-    if not stopped and not skipped:
-        for optimizer in run.optimizers:
-            optimizer.step()
-        if run.averaged is not run.model:
-            # The decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be the
-            # random initial weights.
-            average(run.averaged, run.model, min(cfg.ema_decay, (1 + run.step) / (10 + run.step)))
-    scaler.update()
-    run.model.zero_grad(set_to_none=True)
+    # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
+    # the random initial weights.
+    decay = min(cfg.ema_decay, (1 + run.step) / (10 + run.step))
+    report = run.train_step(batches, lr, 1 - decay)
     run.step += 1
-    return Step(batches, loss, text_bytes, lr, norm, scale, stopped)
+    run.sent.append(Sent(run.step, batches, rng, lr, report))
 
 
-def forward_and_backward(run: Run) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
-    """Runs forward and backward on the next batches, one per pass. The parameters' .grad then holds the gradient of the
-    mean loss, scaled in fp16.
+def hear(run: Run) -> tuple[Sent, Numbers] | None:
+    """Waits for the oldest update that was sent, and logs it. Returns it if the run stops there, else None."""
+    done = run.sent.popleft()
+    numbers = done.report.numbers()
+    seconds = done.report.seconds()
+    run.pace = seconds if run.pace is None else 0.9 * run.pace + 0.1 * seconds
+    if due(run, run.cfg.log_every, done.step) or numbers.stopped:
+        run.metrics.log(step_record(run, done, numbers, seconds))
+    if numbers.stopped:
+        return done, numbers
+    run.batches.give_back(done.batches)
+    return None
 
-    Returns the batches; the mean loss, float32 (), and the number of bytes predicted, int64 (), both on the device.
+
+def stop(run: Run, done: Sent, numbers: Numbers) -> int:
+    """Ends a run at an update that the device left out because of a NaN or infinity. Returns the exit code.
+
+    The updates sent after it were left out too, so the weights and all else are those of the step before.
     """
-    total = torch.zeros((), device=run.device)
-    text_bytes = torch.zeros((), dtype=torch.int64, device=run.device)
-    batches = []
-    for _ in range(run.accumulation):
-        batches.append(run.loader.next())
-        x, y, documents = batches[-1].to(run.device)
-        with run.autocast:
-            loss = run.loss_of(x, y, documents, z_loss=run.cfg.z_loss) / run.accumulation
-        run.scaler.scale(loss).backward()
-        total += loss.detach()
-        text_bytes += run.token_bytes[y].sum()
-    return batches, total, text_bytes
+    cfg = run.cfg
+    run.step, run.val_loss = done.step, math.inf
+    run.sent.clear()
+    if cfg.break_it.without:
+        look_at_the_failure(run, list(done.batches.parts()))
+    run.metrics.say(stamp(cfg.break_it.label) + what_to_try(run, numbers))
+    if cfg.probe.every:
+        find_the_fault(run, list(done.batches.parts()), done.rng)
+    return 1
 
 
-def step_record(run: Run, done: Step, seconds: float, left: float) -> dict:
-    """The record of a step for metrics.jsonl. seconds: the step's time. left: estimated seconds until the run ends."""
+def due(run: Run, every: int, step: int | None = None) -> bool:
+    """Whether `step`, by default the current one, is a multiple of `every` or the last step. False if `every` is 0."""
+    step = run.step if step is None else step
+    return every > 0 and (step % every == 0 or (run.ending and step == run.step))
+
+
+def failure_is_looked_at(run: Run) -> bool:
+    """Whether a broken run looks after this step if its failure acts."""
+    return bool(run.cfg.break_it.without) and (run.acts is None or run.step in awake.LOOKS)
+
+
+def must_hear(run: Run) -> bool:
+    """Whether the oldest update that was sent has been made, or the host is too far ahead of it."""
+    return len(run.sent) > run.train_step.ahead or run.sent[0].report.arrived()
+
+
+def needs_all(run: Run, signals: list[int]) -> bool:
+    """Whether something is due after this step, so that all updates sent have to be heard of first."""
+    cfg = run.cfg
+    return (
+        bool(signals)
+        or failure_is_looked_at(run)
+        or (cfg.probe.every > 0 and run.step % cfg.probe.every == 0)
+        or (cfg.sample_tokens > 0 and due(run, cfg.sample_every))
+        or due(run, cfg.eval_every)
+        or due(run, cfg.checkpoint_every)
+    )
+
+
+def between_steps(run: Run, save_now: bool) -> None:
+    """Looks at attention, evaluates, samples and saves, each if it is due. save_now: saves in any case."""
+    cfg, metrics = run.cfg, run.metrics
+    if failure_is_looked_at(run):
+        look_at_the_failure(run, [])
+    elif cfg.probe.every and run.step % cfg.probe.every == 0:
+        metrics.log({"step": run.step, **look(run)})
+    run.val_loss = math.inf
+    if due(run, cfg.eval_every):
+        evaluation = evaluate(run)
+        run.val_loss = evaluation["val_loss"]
+        metrics.log({"step": run.step, **evaluation})
+    if cfg.sample_tokens and due(run, cfg.sample_every):
+        try:
+            metrics.sample(run.step, write_sample(run))
+        except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
+            metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
+    if due(run, cfg.checkpoint_every) or save_now:
+        run.saved = save(run)
+    if run.val_loss < math.inf:
+        metrics.picture()
+
+
+def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
+    """The record of a step for metrics.jsonl. seconds: the step's time."""
     peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the table has peaks for bf16 only
+    assert run.pace is not None, "hear() sets it"
     return {
-        "step": run.step,
-        "loss": done.loss,
-        "bits_per_byte": done.loss * run.tokens_per_step / (math.log(2) * max(1, int(done.text_bytes))),
+        "step": done.step,
+        "loss": numbers.loss,
+        "bits_per_byte": numbers.loss * run.tokens_per_step / (math.log(2) * max(1, text_bytes(run, done.batches.y))),
         "lr": done.lr,
-        "grad_norm": done.norm,
+        "grad_norm": numbers.norm,
         "ms": seconds * 1e3,
         "tokens_per_second": run.tokens_per_step / seconds,
         "mfu": run.flops_per_step / seconds / peak if peak else None,
         "memory_gib": memory_gib(run.device),
-        "eta_s": left,
-        **({"loss_scale": done.scale} if run.scaler.is_enabled() else {}),
+        "eta_s": max(0.0, min(run.left, run.pace * (run.cfg.steps - done.step))),
+        **({"loss_scale": numbers.scale} if run.scaler.is_enabled() else {}),
     }
+
+
+def text_bytes(run: Run, targets: torch.Tensor) -> int:
+    """Number of bytes in the text of the tokens, which are on the CPU."""
+    return int(run.dataset.token_bytes[targets.numpy()].sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -534,15 +564,15 @@ def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
     """Mean loss over the validation windows, in nats per token and in bits per byte."""
-    nats = tokens = text_bytes = 0.0
+    nats = tokens = size = 0.0
     with evaluation_mode(run.averaged) as model:
         for batch in validation(run.cfg, run.dataset):
             x, y, documents = batch.to(run.device)
             with run.autocast:
                 nats += float(model(x, y, documents)) * y.numel()
             tokens += y.numel()
-            text_bytes += int(run.token_bytes[y].sum())
-    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, text_bytes))}
+            size += text_bytes(run, batch.y)
+    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
 
 
 def write_sample(run: Run) -> str:
@@ -568,10 +598,9 @@ def look(run: Run) -> dict[str, float]:
     return gauges | {"probe_ms": (time.perf_counter() - started) * 1e3}
 
 
-def look_at_the_failure(run: Run, batches: list[Batch], acted: bool | None) -> bool:
-    """Whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no batches, on
-    that of look(). Says so where that has changed; acted: what the last look found. Keeps the gauges, changes nothing.
-    """
+def look_at_the_failure(run: Run, batches: list[Batch]) -> None:
+    """Finds whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no
+    batches, on that of look(). Says so if that has changed, and keeps the gauges. Changes nothing else."""
     started, rng = time.perf_counter(), checkpoint.rng_state()
     one_by_one = (batch.each(itemgetter(slice(i, i + 1))) for batch in batches for i in range(len(batch.x)))
     for sequence in one_by_one if batches else [next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])]:
@@ -583,9 +612,9 @@ def look_at_the_failure(run: Run, batches: list[Batch], acted: bool | None) -> b
     checkpoint.set_rng_state(rng)
     gauges = reading(calls) | awake.record_of(found)
     run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
-    if acts != acted:
+    if acts != run.acts:
         run.metrics.say(stamp(run.cfg.break_it.label) + awake.in_words(found, run.cfg, run.step, gauges["headroom"]))
-    return acts
+    run.acts = acts
 
 
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
@@ -612,7 +641,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
             "config": asdict(run.cfg),
             "about": run.facts,
             "broken": run.cfg.break_it.label,
-            "loader": run.loader.state_dict(),
+            "loader": run.batches.state_dict(),
             "validation": fingerprint(run.dataset.val, run.dataset.val_documents),
             "scaler": run.scaler.state_dict(),
             "val_loss": run.val_loss if math.isfinite(run.val_loss) else None,
@@ -626,7 +655,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
 # Finish.
 
 
-def what_to_try(run: Run, done: Step) -> str:
+def what_to_try(run: Run, numbers: Numbers) -> str:
     """The message for a run that stopped at NaN or infinity."""
     cfg = run.cfg
     tries = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})", "a longer optimizer.warmup_steps"]
@@ -640,7 +669,8 @@ def what_to_try(run: Run, done: Step) -> str:
         tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to train on and see what happens"]
     kept = f"the last good checkpoint is {run.saved}" if run.saved else "no checkpoint had been saved yet"
     return (
-        f"step {run.step}: loss {done.loss}, gradient norm {done.norm}: stopped before the optimizer step; {kept}.\n"
+        f"step {run.step}: loss {numbers.loss}, gradient norm {numbers.norm}: stopped before the optimizer step; "
+        f"{kept}.\n"
         f"try: {'; '.join(tries)}"
     )
 

@@ -10,10 +10,12 @@ import glob
 import hashlib
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +61,17 @@ class Batch(NamedTuple):
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with change() applied to each tensor."""
         return Batch(change(self.x), change(self.y), None if self.documents is None else change(self.documents))
+
+    def parts(self) -> Iterator["Batch"]:
+        """The batch without its first axis, once for each index of it."""
+        return (self.each(itemgetter(i)) for i in range(len(self.x)))
+
+    def copy_(self, other: "Batch") -> "Batch":
+        """Overwrites the tensors with those of `other`. From pinned memory to a CUDA device it does not wait."""
+        for mine, theirs in zip(self, other, strict=True):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs, non_blocking=True)
+        return self
 
 
 def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
@@ -284,6 +297,61 @@ class Loader:
                     f"the checkpoint was trained with {key}={state[key]}, this run has {ours[key]}: {way_out}"
                 )
         self.position = int(state["position"])
+
+
+class Prefetch:
+    """The batches of the next steps, drawn ahead by a thread into memory that is made once.
+
+        step = prefetch.next()       the batches of one step
+        prefetch.give_back(step)     its memory may be overwritten
+
+    A step's batches are one Batch with an axis in front: x (passes, B, T). For a GPU the memory is pinned, so that a
+    copy to the device needs no wait. Making it is slow, which is why it is made once.
+    """
+
+    def __init__(self, loader: Loader, passes: int, slots: int, pinned: bool) -> None:
+        """slots: how many steps there is memory for, drawn ahead and not yet given back together."""
+        self.loader = loader
+        self.passes = passes
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self.coming: deque[Future[tuple[Batch, dict[str, int | str]]]] = deque()
+        self.state = loader.state_dict()  # after the batches of the last step that next() returned
+        shape = (passes, loader.batch_size, loader.context_length)
+
+        def memory(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+
+        numbered = loader.documents is not None
+        self.free = [
+            Batch(memory(torch.int64), memory(torch.int64), memory(torch.int32) if numbered else None)
+            for _ in range(slots)
+        ]
+
+    def next(self) -> Batch:
+        """The batches of the next step. Raises what drawing them raised. At least one slot must have been given back
+        or never taken."""
+        while self.free:
+            self.coming.append(self.thread.submit(self.draw, self.free.pop()))
+        step, self.state = self.coming.popleft().result()
+        return step
+
+    def draw(self, slot: Batch) -> tuple[Batch, dict[str, int | str]]:
+        """Fills the slot, in the thread. Returns it with the loader's state after it."""
+        for part in slot.parts():
+            part.copy_(self.loader.next())
+        return slot, self.loader.state_dict()
+
+    def give_back(self, step: Batch) -> None:
+        """Frees the memory of a step that next() returned."""
+        self.free.append(step)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Loader.state_dict() after the steps that next() has returned, whatever has been drawn ahead."""
+        return self.state
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.thread.shutdown(cancel_futures=True)
 
 
 def validation_batches(

@@ -135,15 +135,15 @@ def test_a_step_at_which_the_probe_is_due_too_is_looked_at_once(call, small, tmp
 def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path, monkeypatch):
     """On the batch that stopped it: another sequence may have smaller scores."""
     looked_at, steps = [], []
-    step = train.train_step
+    send = train.send
     monkeypatch.setattr(train, "record", lambda model, x, *rest: looked_at.append(x) or record(model, x, *rest))
-    monkeypatch.setattr(train, "train_step", lambda run: steps.append(step(run)) or steps[-1])
+    monkeypatch.setattr(train, "send", lambda run: send(run) or steps.append(run.sent[-1]))
     ended = call(train, *small, "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}")
     assert ended.code == 1
     (line,) = [line for line in ended.out.splitlines() if "no_max acts at step 1" in line]
     assert "o is not finite in layer 0" in line
     (sequence,), (stopped,) = looked_at, steps
-    assert torch.equal(sequence, stopped.batches[0].x[:1])
+    assert torch.equal(sequence, stopped.batches.x[0, :1])
 
 
 def test_a_whole_run_takes_no_look(call, small, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ import yaml
 
 import sample
 import train
+import training.step
 from data.loader import Loader, open_data, open_dataset, validation_batches
 from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
@@ -228,31 +229,32 @@ def test_the_line_that_a_stopped_run_prints_goes_on_with_the_same_run(call, smal
 
 @pytest.fixture
 def steady_clock(monkeypatch):
-    """A second passes each time that train.py looks: 2 a step, of which the step itself takes 1."""
-    seconds = count(1.0)
+    """A second passes each time that train.py looks, which is once a step. The step itself takes half a second."""
+    seconds, halves = count(1.0), count(0.0, 0.5)
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(seconds), strftime=time.strftime))
+    monkeypatch.setattr(training.step, "time", SimpleNamespace(perf_counter=lambda: next(halves)))
 
 
 def test_a_run_whose_minutes_are_over_ends_as_one_that_has_made_its_steps(call, small, tmp_path, steady_clock):
     rare = ["eval_every=1000", "sample_every=1000", "sample_tokens=5", "checkpoint_every=1000", "log_every=1000"]
-    ended = call(train, *small, *rare, "steps=10", "max_minutes=0.1", f"runs={tmp_path}", "name=x")
+    ended = call(train, *small, *rare, "steps=10", "max_minutes=0.05", f"runs={tmp_path}", "name=x")
     run = tmp_path / "x"
     assert ended.code == 0
     (last,) = records(run)  # though 1000 steps were to pass between two lines
-    assert last["step"] == 3  # which ended after 1 + 6 seconds
+    assert last["step"] == 3  # which ended after 3 seconds
     assert [record["step"] for record in records(run, "val_loss")] == [3]
     assert "sample at step 3 " in (run / "samples.txt").read_text()
     assert checkpoint.last(run / checkpoint.FOLDER).name == "step_000003"
     told = ended.out.splitlines()
-    assert "stopped by max_minutes=0.1 at step 3 of 10: the learning rate is not at its minimum" in told
+    assert "stopped by max_minutes=0.05 at step 3 of 10: the learning rate is not at its minimum" in told
     again = f"python train.py resume=auto name=x runs={tmp_path}"
-    assert told[-1] == f"  {again}  # with max_minutes=0.1 again; max_minutes=null trains to step 10"
+    assert told[-1] == f"  {again}  # with max_minutes=0.05 again; max_minutes=null trains to step 10"
 
 
 def test_the_time_left_is_that_of_the_steps_or_of_the_minutes_whichever_is_less(call, small, tmp_path, steady_clock):
-    for steps, left in ((10, [4, 2, 0]), (4, [3, 2, 0]), (3, [2, 1, 0])):
+    for steps, left in ((10, [2, 1, 0]), (4, [1.5, 1, 0]), (3, [1, 0.5, 0])):
         name = f"of-{steps}"
-        ended = call(train, *small, f"steps={steps}", "max_minutes=0.1", f"runs={tmp_path}", f"name={name}")
+        ended = call(train, *small, f"steps={steps}", "max_minutes=0.05", f"runs={tmp_path}", f"name={name}")
         assert [record["eta_s"] for record in records(tmp_path / name)] == left
         assert ("stopped by max_minutes" in ended.out) == (steps > 3)
 
@@ -261,10 +263,10 @@ def test_a_run_that_time_has_stopped_twice_is_the_unbroken_run_bit_for_bit(call,
     """Evaluated, sampled from and saved where the unbroken run is not. Resumed, it has its minutes again."""
     arguments = [*small, *DROPOUT, "steps=10", "sample_every=1000", "sample_tokens=5", f"runs={tmp_path}"]
     for resume in ([], ["resume=auto"]):
-        assert call(train, *arguments, "max_minutes=0.1", "name=stopped", *resume).code == 0
+        assert call(train, *arguments, "max_minutes=0.05", "name=stopped", *resume).code == 0
     assert records(tmp_path / "stopped")[-1]["step"] == 6
     to_the_end = call(train, "resume=auto", "name=stopped", f"runs={tmp_path}", "max_minutes=null")
-    assert "max_minutes 0.1 -> None" in to_the_end.out
+    assert "max_minutes 0.05 -> None" in to_the_end.out
     assert call(train, *arguments, "name=whole").code == 0
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     assert_same_end(tmp_path / "stopped", tmp_path / "whole")
@@ -852,7 +854,7 @@ def test_out_of_memory_is_one_line_with_what_fits_and_learns_the_same(
     call, small, tmp_path, monkeypatch, batch_size, way_out
 ):
     """On a CPU it was a traceback: torch's error there is a RuntimeError like any other."""
-    monkeypatch.setattr(train, "train_step", lambda run: torch.empty(2**60))
+    monkeypatch.setattr(train, "send", lambda run: torch.empty(2**60))
     ended = call(train, *small, "tokens_per_step=256", f"batch_size={batch_size}", f"runs={tmp_path}", "name=x")
     assert ended.code == 2
     said = f"train: out of memory with batch_size={batch_size} sequences of 32 tokens; use {way_out}, "
@@ -1060,14 +1062,14 @@ def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_makes_no_other(
     call, small, tmp_path, monkeypatch, writes
 ):
     """It went on to a bare [Errno 2], after a checkpoint in a new folder of the same name."""
-    step = train.train_step
+    send = train.send
 
-    def step_and_delete(run):
+    def send_and_delete(run):
         if run.step == 2:
             shutil.rmtree(run.folder)
-        return step(run)
+        send(run)
 
-    monkeypatch.setattr(train, "train_step", step_and_delete)
+    monkeypatch.setattr(train, "send", send_and_delete)
     seldom = [f"{key}=100" for key in ("log_every", "sample_every", "eval_every", "checkpoint_every")]
     ended = call(train, *small, *seldom, writes, "steps=4", f"runs={tmp_path}", "name=x")
     assert ended.code == 2

@@ -1,9 +1,11 @@
 """AdamW or Muon, their learning rate, and the moving average of the weights."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from model.gpt import GPT
 
@@ -68,25 +70,29 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
     update. So the weak directions learn as fast as the strong ones. This is meant for matrices inside the blocks. The
     embedding and the head have one row per token and stay with AdamW, as do biases and norms.
 
-    adjust_lr_fn="match_rms_adamw" gives Muon's updates the size of AdamW's: 0.2 per entry, for every matrix shape. So
-    both use the same lr, weight decay and schedule. torch's other choice, "original", needs a learning rate of its own.
+    Muon's updates have the size of AdamW's: 0.2 per entry, for every matrix shape. So both use the same lr, weight
+    decay and schedule.
 
     The price of Muon is fifteen matrix products per matrix and step. With width C, that is 3.75 C / tokens_per_step of
     the step's arithmetic: 0.6 % for GPT-2 at half a million tokens, 12 % for nano. q, k and v are one matrix and are
-    orthogonalised together; torch's Muon cannot split them.
+    orthogonalised together.
 
     Fused AdamW makes one pass over the parameters instead of a dozen, on every device that torch 2.11 supports.
+
+    On a CUDA GPU the learning rate is a tensor there, so that a recorded step (training/step.py) reads it anew.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizers = []
+    on_gpu = parameters[0].is_cuda
+    lr = torch.zeros((), device=parameters[0].device) if on_gpu else 0.0
+    optimizers: list[torch.optim.Optimizer] = []
     if config.kind == "muon":
         matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
         optimizers.append(
-            torch.optim.Muon(
+            Muon(
                 matrices,
+                lr=lr,
                 weight_decay=config.weight_decay,
                 momentum=MOMENTUM if config.momentum is None else config.momentum,
-                adjust_lr_fn="match_rms_adamw",
             )
         )
         taken = set(matrices)  # a Parameter's hash is its identity
@@ -95,7 +101,60 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return [*optimizers, torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)]
+    betas = (config.beta1, config.beta2)
+    return [*optimizers, torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True, capturable=on_gpu)]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon as in torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), bit for bit with a learning rate that is a number.
+
+    torch's reads the learning rate on the host, and has no found_inf. A step here never waits for the device: lr may be
+    a tensor there, and so may found_inf, which leaves the step out if it is 1 (as in torch's fused AdamW).
+
+    params: matrices. lr: float, or a float32 scalar on their device. The state of each matrix is its momentum_buffer.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: Iterable[Tensor], lr: float | Tensor, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every matrix that has a gradient. closure: must be None."""
+        assert closure is None, "the trainer computes the loss"
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                old_buffer = self.state[p]["momentum_buffer"]
+                buffer = old_buffer.lerp(p.grad, 1 - momentum)
+                direction = orthogonal(p.grad.lerp(buffer, momentum))  # Nesterov's momentum: one step ahead
+                rate = lr * (0.2 * math.sqrt(max(p.shape)))
+                new = p * (1 - lr * group["weight_decay"])
+                if isinstance(rate, Tensor):
+                    new -= rate * direction.to(new.dtype)
+                else:
+                    new.add_(direction, alpha=-rate)
+                for old, now in ((old_buffer, buffer), (p, new)):
+                    old.copy_(now if self.found_inf is None else torch.where(self.found_inf == 1, old, now))
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """The matrix x with its singular values set to about 1 (0.5 to 1.5), in bfloat16.
+
+    Five Newton-Schulz iterations s -> a s + b s^3 + c s^5 on all singular values s at once (Keller Jordan's post on
+    Muon, 2024, which found the coefficients). They need only matrix products.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    y = x.bfloat16()
+    y = y.T if x.shape[0] > x.shape[1] else y  # the smaller Gram matrix
+    y = y / y.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.T if x.shape[0] > x.shape[1] else y
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -121,9 +180,11 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 @torch.no_grad()
-def average(averaged: GPT, model: GPT, decay: float) -> None:
-    """averaged = decay * averaged + (1 - decay) * model, for every weight, in one pass.
+def average(averaged: GPT, model: GPT, weight: Tensor) -> None:
+    """averaged += weight * (model - averaged), for every weight of the models. weight: a scalar on their device, in
+    their dtype; 0 changes no bit.
 
     We do not use torch's AveragedModel: it has its own update counter and names, which we would have to save.
     """
-    torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
+    ours, theirs = ([p.detach() for p in network.parameters()] for network in (averaged, model))
+    torch._foreach_lerp_(ours, theirs, [weight] * len(ours))

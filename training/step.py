@@ -1,0 +1,219 @@
+"""One training step: forward, backward, clip, guard and update, without a wait for the device.
+
+    way, reason = choose_way(cfg.compile, device, attention, cfg.model)
+    train_step = TrainStep(model, averaged, optimizers, scaler, autocast, way=way, ...)
+    report = train_step(batches, lr, average_weight)    enqueues the update with these batches
+    report.numbers()                                    waits for it: loss, gradient norm, ...
+
+update() is the step. There are three ways to run it, and they compute the same:
+
+    eager      Python launches every operation
+    compiled   torch.compile has fused the model's operations into fewer kernels
+    recorded   the compiled step is recorded once, as a CUDA graph. The host then launches the whole step at once.
+
+A small model's operations take less time on a GPU than their launches from Python. Recorded, the GPU never waits.
+
+A bad update is never made, and no step waits to find out. The device itself looks at the loss and the gradient, and
+leaves the update out. The host hears of it some steps later. Until then every further update is left out too.
+
+Shapes: B batch size, T context length. A step's batches are one Batch of (passes, B, T) tensors.
+"""
+
+import math
+import time
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.loader import Batch
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from training.optimizer import average
+
+AHEAD = 4  # how many steps the host enqueues on a GPU before it waits for the first of them
+WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
+
+
+def choose_way(wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig) -> tuple[str, str]:
+    """How the steps of a run are made: eager, compiled or recorded; and why they are not recorded, or "".
+
+    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. ValueError for graph where a step
+    cannot be recorded.
+    """
+    obstacle = ""
+    if device.type != "cuda":
+        obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
+    elif attention.impl == "tiled":
+        obstacle = "attention=tiled chooses its tiles in Python"
+    elif model.activation_checkpointing:
+        obstacle = "model.activation_checkpointing=true reads the random state in Python"
+    if wanted == "graph" and obstacle:
+        raise ValueError(f"compile=graph: {obstacle}; use compile=auto")
+    if wanted == "auto" and (device.type != "cuda" or attention.impl == "tiled"):
+        return "eager", obstacle
+    if wanted in ("auto", "graph") and not obstacle:
+        return "recorded", ""
+    return ("eager" if wanted == "false" else "compiled"), obstacle or f"compile={wanted}"
+
+
+class Numbers(NamedTuple):
+    """The measurements of one update."""
+
+    loss: float  # nats per token, mean over all passes
+    norm: float  # norm of the whole gradient, before clipping
+    scale: float  # loss scale in fp16; 1 for other dtypes
+    stopped: bool  # this update or one before it was left out because loss or gradient was not finite
+
+
+class TrainStep:
+    """Makes updates of a model's weights. The arguments are train.py's; batches have the shape of the first ones."""
+
+    def __init__(
+        self,
+        model: GPT,
+        averaged: GPT,
+        optimizers: list[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler,
+        autocast: AbstractContextManager,
+        *,
+        way: str,
+        grad_clip: float,
+        z_loss: float,
+        stop_on_nan: bool,
+    ) -> None:
+        self.model, self.averaged, self.optimizers, self.scaler, self.autocast = (
+            model, averaged, optimizers, scaler, autocast
+        )  # fmt: skip
+        self.way, self.grad_clip, self.z_loss, self.stop_on_nan = way, grad_clip, z_loss, stop_on_nan
+        self.loss_of = model if way == "eager" else torch.compile(model)
+        weight = next(model.parameters())
+        self.device = device = weight.device
+        self.ahead = AHEAD if device.type == "cuda" else 0
+        self.steps = 0  # enqueued
+        self.graph: torch.cuda.CUDAGraph | None = None
+        # What a step reads and writes stays at one place in memory, because a recorded step has its addresses.
+        self.batches: Batch | None = None  # on the device; made for the first step
+        self.average_weight = torch.zeros((), dtype=weight.dtype, device=device)
+        self.stopped = torch.zeros((), dtype=torch.bool, device=device)
+        self.left_out = torch.zeros((), dtype=torch.float32, device=device)  # 1: leave this update out
+        for optimizer in optimizers:
+            optimizer.found_inf = self.left_out  # type: ignore[attr-defined]
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self.measured = torch.zeros(len(Numbers._fields), dtype=wide, device=device)
+        self.arrivals = [
+            torch.empty(len(Numbers._fields), dtype=wide, pin_memory=device.type == "cuda")
+            for _ in range(self.ahead + 1)
+        ]
+        self.clock = Instant(device)  # when the next step begins
+
+    def __call__(self, batches: Batch, lr: float, average_weight: float) -> "Report":
+        """Enqueues one update.
+
+        batches: int64 (passes, B, T), and documents int32, in pinned memory for a GPU, and kept until the report has
+        arrived. average_weight: how far averaged moves towards model. At most `ahead` reports may be on their way.
+        """
+        if self.batches is None:
+            self.batches = batches.each(lambda part: torch.empty_like(part, device=self.device, pin_memory=False))
+        self.batches.copy_(batches)
+        self.average_weight.fill_(average_weight)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            if isinstance(group["lr"], Tensor):  # a number would be recorded, and stay as it was
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self.way == "recorded" and self.graph is None and self.steps >= WARM_UP:
+            self.record()
+        if self.graph is None:
+            self.update(self.batches)
+        else:
+            self.graph.replay()
+        arrival = self.arrivals[self.steps % len(self.arrivals)]
+        self.steps += 1
+        report = Report(arrival.copy_(self.measured, non_blocking=True), self.clock, Instant(self.device))
+        self.clock = report.end
+        return report
+
+    def record(self) -> None:
+        """Records update() as a CUDA graph. Computes nothing: the first replay is the step."""
+        assert self.batches is not None
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.update(self.batches)
+
+    def update(self, batches: Batch) -> None:
+        """The step: everything that the device does with the batches."""
+        # Forward and backward. The gradient becomes that of the mean loss over all passes, scaled in fp16.
+        loss = torch.zeros((), device=self.device)
+        for x, y, documents in batches.parts():
+            with self.autocast:
+                share = self.loss_of(x, y, documents, z_loss=self.z_loss) / len(batches.x)
+            self.scaler.scale(share).backward()
+            loss += share.detach()
+
+        # Clip.
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip or math.inf)
+
+        # The guard. With a scale above 1, an infinite gradient is normal: this update alone is left out, and the scaler
+        # answers with a smaller scale. With a scale of 1 (always, for dtypes other than fp16) the model itself made the
+        # infinity. Then this update and all later ones are left out, because NaN in the weights cannot be repaired.
+        scale = self.scaler.scale(torch.ones((), device=self.device))
+        if self.stop_on_nan:
+            self.stopped |= ~(loss.isfinite() & (norm.isfinite() | (scale > 1)))
+        self.left_out.copy_(self.stopped | ~norm.isfinite() if self.scaler.is_enabled() else self.stopped)
+
+        # The update. The optimizers read left_out on the device. We do not use scaler.step(): it waits for the device,
+        # and of two optimizers it would skip only the one with an infinite gradient.
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.averaged is not self.model:
+            average(self.averaged, self.model, self.average_weight * (1 - self.left_out))
+        self.scaler.update()
+        self.model.zero_grad(set_to_none=True)
+        for number, value in zip(self.measured.unbind(), (loss, norm, scale, self.stopped), strict=True):  # Numbers
+            number.copy_(value)
+
+    def restart_clock(self) -> None:
+        """The time of the next step begins now, and not at the end of the last one."""
+        self.clock = Instant(self.device)
+
+
+class Instant:
+    """A moment in the device's work: when all that was enqueued before has been done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+        self.time = time.perf_counter()  # without an event the device has kept pace with the host
+
+    def seconds_since(self, before: "Instant") -> float:
+        """The time between two moments that have passed."""
+        if self.event is not None and before.event is not None:
+            return before.event.elapsed_time(self.event) / 1e3
+        return self.time - before.time
+
+
+class Report:
+    """An update's numbers, on their way to the host."""
+
+    def __init__(self, arrival: Tensor, begin: Instant, end: Instant) -> None:
+        self.arrival, self.begin, self.end = arrival, begin, end
+
+    def arrived(self) -> bool:
+        """Whether numbers() need not wait."""
+        return self.end.event is None or self.end.event.query()
+
+    def numbers(self) -> Numbers:
+        """Waits for the update and returns its measurements. To be called before `ahead` further steps are enqueued."""
+        if self.end.event is not None:
+            self.end.event.synchronize()
+        loss, norm, scale, stopped = self.arrival.tolist()
+        return Numbers(loss, norm, scale, bool(stopped))
+
+    def seconds(self) -> float:
+        """The update's time, from the end of the one before. To be called after numbers()."""
+        return self.end.seconds_since(self.begin)
