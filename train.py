@@ -108,8 +108,9 @@ class Config:
 
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     dtype: str = "auto"  # auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16 (with loss scaling)
-    # auto (graph on a GPU if possible, false on a CPU) | false | true (torch.compile) | graph (compiled and recorded).
-    # graph records the whole compiled step once, as a CUDA graph, so that a small model does not wait for Python.
+    # auto | false (plain PyTorch) | true (torch.compile) | graph (compiled, as one CUDA graph). graph records the whole
+    # step once and replays it, so that a small model does not wait for Python. auto: graph on a GPU where that is
+    # possible, else true; false with attention=tiled and on a CPU.
     compile: str = "auto"
     stop_on_nan: bool = True  # stop before an update with NaN or infinity; false: train on and see what happens
 
