@@ -32,7 +32,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from training.optimizer import average
 
-AHEAD = 4  # how many steps the host enqueues on a GPU before it waits for the first of them
+AHEAD = {"cuda": 4}  # how many updates may be on their way before the host waits for the oldest; elsewhere none
 WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
 
 
@@ -90,7 +90,7 @@ class TrainStep:
         self.loss_of = model if way == "eager" else torch.compile(model)
         weight = next(model.parameters())
         self.device = device = weight.device
-        self.ahead = AHEAD if device.type == "cuda" else 0
+        self.ahead = AHEAD.get(device.type, 0)
         self.steps = 0  # enqueued
         self.graph: torch.cuda.CUDAGraph | None = None
         # What a step reads and writes stays at one place in memory, because a recorded step has its addresses.
@@ -131,7 +131,8 @@ class TrainStep:
             self.graph.replay()
         arrival = self.arrivals[self.steps % len(self.arrivals)]
         self.steps += 1
-        report = Report(arrival.copy_(self.measured, non_blocking=True), self.clock, Instant(self.device))
+        arrival.copy_(self.measured, non_blocking=self.device.type == "cuda")
+        report = Report(arrival, self.clock, Instant(self.device))
         self.clock = report.end
         return report
 

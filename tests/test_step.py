@@ -1,0 +1,414 @@
+"""training/step.py: what an update leaves out, what the host learns late, and where the batches come from."""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import breakit
+import train
+import training.step
+from data.loader import Batch, Loader, Prefetch
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from tests.reference import assert_float64_right
+from training import checkpoint
+from training.metrics import read_metrics
+from training.optimizer import Muon, OptimizerConfig, build_optimizers
+from training.step import Report, TrainStep, choose_way
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+# --- how a step is run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "impl", "recomputed", "way"),
+    [
+        ("auto", CUDA, "sdpa", False, "recorded"),
+        ("auto", CUDA, "triton", False, "recorded"),
+        ("graph", CUDA, "naive", False, "recorded"),
+        ("auto", CUDA, "tiled", False, "eager"),
+        ("auto", CUDA, "sdpa", True, "compiled"),
+        ("auto", CPU, "tiled", False, "eager"),
+        ("true", CPU, "tiled", False, "compiled"),
+        ("true", CUDA, "sdpa", False, "compiled"),
+        ("false", CUDA, "sdpa", False, "eager"),
+    ],
+)
+def test_the_way_is_the_one_that_was_asked_for_or_the_fastest_there_is(wanted, device, impl, recomputed, way):
+    model = GPTConfig(activation_checkpointing=recomputed)
+    found, why = choose_way(wanted, device, AttentionConfig(impl), model)
+    assert found == way
+    assert bool(why) == (way != "recorded")
+
+
+@pytest.mark.parametrize(
+    ("device", "impl", "recomputed", "why"),
+    [
+        (CPU, "sdpa", False, "CUDA graphs need a CUDA GPU, not cpu"),
+        (CUDA, "tiled", False, "attention=tiled chooses its tiles in Python"),
+        (CUDA, "sdpa", True, "model.activation_checkpointing=true reads the random state in Python"),
+    ],
+)
+def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed, why):
+    with pytest.raises(ValueError, match=f"compile=graph: {why}; use compile=auto"):
+        choose_way("graph", device, AttentionConfig(impl), GPTConfig(activation_checkpointing=recomputed))
+
+
+def test_a_run_says_how_its_steps_are_made(call, small, tmp_path):
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}")
+    assert "| step: eager (CUDA graphs need a CUDA GPU, not cpu)" in ended.out
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "compile=graph")
+    assert ended.code == 2
+    assert "compile=graph: CUDA graphs need a CUDA GPU" in ended.err
+
+
+# --- an update that is left out --------------------------------------------------------------------------------------
+
+
+class Trained:
+    """A model of 30 thousand weights with its step. update(factor) makes an update from the same random batches as
+    another Trained; the gradient is multiplied by `factor`, and so is the loss if it is NaN."""
+
+    def __init__(self, kind: str, *, averaged: bool = False, stop_on_nan: bool = True, scale: float | None = None):
+        torch.manual_seed(0)
+        size = GPTConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=31)
+        self.model = GPT(size, AttentionConfig("naive"))
+        self.average = deepcopy(self.model) if averaged else self.model
+        self.optimizers = build_optimizers(self.model, OptimizerConfig(kind=kind))
+        scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, init_scale=scale or 1.0)
+        self.step = TrainStep(
+            self.model, self.average, self.optimizers, scaler, nullcontext(),
+            way="eager", grad_clip=1.0, z_loss=0.0, stop_on_nan=stop_on_nan,
+        )  # fmt: skip
+        self.generator = torch.Generator().manual_seed(1)
+
+    def update(self, factor: float = 1.0):
+        x, y = torch.randint(31, (2, 2, 4, 16), generator=self.generator)  # (x and y, passes, B, T)
+
+        def loss_of(*arguments, **options):
+            loss = self.model(*arguments, **options)
+            return loss * factor if math.isnan(factor) else loss.detach() + (loss - loss.detach()) * factor
+
+        self.step.loss_of = loss_of
+        return self.step(Batch(x, y, None), 1e-2, 0.1).numbers()
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """All that an update may change, copied."""
+        names = [(f"model.{name}", p) for name, p in self.model.named_parameters()]
+        found = dict(names) | {f"average.{name}": p for name, p in self.average.named_parameters()}
+        return deepcopy(found | checkpoint.optimizer_tensors(self.optimizers, names))
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+HUGE = 1e38  # the gradient's norm is then infinite, and the loss what it was
+
+
+@pytest.mark.parametrize("factor", [math.nan, HUGE], ids=["loss", "gradient"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_bad_update_changes_no_weight_no_momentum_and_no_average(kind, factor):
+    trained = Trained(kind, averaged=True)
+    assert not trained.update().stopped
+    before = trained.everything()
+    numbers = trained.update(factor)
+    assert numbers.stopped
+    assert math.isfinite(numbers.loss) == (factor == HUGE)
+    assert not math.isfinite(numbers.norm)
+    assert same(trained.everything(), before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_is_sent_after_a_bad_update_changes_nothing_either(kind):
+    """The host has not heard of it yet."""
+    trained = Trained(kind, averaged=True)
+    trained.update()
+    before = trained.everything()
+    trained.update(math.nan)
+    later = trained.update()
+    assert later.stopped
+    assert math.isfinite(later.loss)
+    assert same(trained.everything(), before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_good_update_changes_every_weight_momentum_and_average(kind):
+    trained = Trained(kind, averaged=True)
+    trained.update()
+    before = trained.everything()
+    trained.update()
+    after = trained.everything()
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_without_the_guard_a_bad_update_is_made(kind):
+    trained = Trained(kind, stop_on_nan=False)
+    trained.update()
+    assert not trained.update(math.nan).stopped
+    assert all(p.isnan().any() for p in trained.model.blocks.parameters())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_with_a_scale_left_an_infinite_gradient_leaves_out_one_update_and_halves_the_scale(kind):
+    trained = Trained(kind, scale=4.0)
+    trained.update()
+    before = trained.everything()
+    numbers = trained.update(HUGE)
+    assert (numbers.stopped, numbers.scale) == (False, 4.0)
+    assert same(trained.everything(), before)
+    numbers = trained.update()
+    assert (numbers.stopped, numbers.scale) == (False, 2.0)
+    assert not same(trained.everything(), before)
+
+
+# --- Muon -----------------------------------------------------------------------------------------------------------
+
+
+SHAPES = [(48, 16), (16, 64), (16, 16)]
+
+
+def after_steps(made: list[torch.optim.Optimizer], shape: tuple[int, int]) -> list[dict[str, torch.Tensor]]:
+    """Weights and momentum of each optimizer, which has one matrix, after three steps with the same gradients."""
+    generator = torch.Generator().manual_seed(2)
+    first, *gradients = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    found = []
+    for optimizer in made:
+        (p,) = optimizer.param_groups[0]["params"]
+        p.data = first.to(p.dtype)
+        for gradient in gradients:
+            p.grad = gradient.to(p.dtype)
+            optimizer.step()
+        found.append({"weight": p.detach(), "momentum": optimizer.state[p]["momentum_buffer"]})
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_is_torchs_bit_for_bit(shape):
+    p, q = (torch.zeros(shape, requires_grad=True) for _ in range(2))
+    torchs = torch.optim.Muon([p], lr=0.01, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    assert same(*after_steps([torchs, Muon([q], 0.01, 0.3, 0.9)], shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_takes_its_rate_from_the_device_too(shape):
+    p, q = (torch.zeros(shape, requires_grad=True, dtype=torch.float64) for _ in range(2))
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    number, tensor = after_steps([Muon([p], 0.01, 0.3, 0.9), Muon([q], rate, 0.3, 0.9)], shape)
+    assert_float64_right(tensor, number, terms=10)
+
+
+# --- what the host learns late ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """On a CPU a report is there at once. Now each comes as late as it may, as on a GPU that is far behind."""
+    monkeypatch.setitem(training.step.AHEAD, "cpu", 3)
+    monkeypatch.setattr(Report, "arrived", lambda self: False)
+
+
+def plant(monkeypatch, at: int) -> None:
+    """The loss of update number `at` is NaN."""
+    update = TrainStep.update
+
+    def planted(self, batches):
+        model = self.loss_of
+        if self.steps + 1 == at:
+            self.loss_of = lambda *arguments, **options: model(*arguments, **options) * math.nan
+        update(self, batches)
+        self.loss_of = model
+
+    monkeypatch.setattr(TrainStep, "update", planted)
+
+
+WHOLE = ["steps=12", "eval_every=5", "checkpoint_every=5", "keep_last=9", "sample_every=5", "sample_tokens=5"]
+WHOLE += ["ema_decay=0.5", "attention.dropout_p=0.1", "probe.every=4"]
+TIMES = {"ms", "tokens_per_second", "memory_gib", "eta_s", "probe_ms"}
+
+
+def left_behind(run: Path) -> dict:
+    """What a run has written, without what depends on the clock."""
+    rows = read_metrics(run / "metrics.jsonl")
+    saved = sorted((run / checkpoint.FOLDER).iterdir())
+    return {
+        "rows": [{key: x for key, x in row.items() if key not in TIMES} for row in rows],
+        "samples": (run / "samples.txt").read_text(),
+        **{f"{path.name} {name}": (path / name).read_bytes() for path in saved for name in checkpoint_files(path)},
+    }
+
+
+def checkpoint_files(path: Path) -> Iterator[str]:
+    return (name for name in ("model.safetensors", "optimizer.safetensors") if (path / name).exists())
+
+
+def test_a_run_that_hears_late_writes_what_one_that_hears_at_once_writes(call, small, tmp_path, late, monkeypatch):
+    assert call(train, *small, *WHOLE, f"runs={tmp_path}", "name=late").code == 0
+    monkeypatch.undo()
+    assert call(train, *small, *WHOLE, f"runs={tmp_path}", "name=at-once").code == 0
+    assert left_behind(tmp_path / "late") == left_behind(tmp_path / "at-once")
+    positions = [
+        checkpoint.load(tmp_path / name / "checkpoints/step_000010").state["loader"] for name in ("late", "at-once")
+    ]
+    assert positions[0] == positions[1]
+
+
+def test_a_run_that_hears_late_resumes_where_it_was(call, small, tmp_path, late):
+    arguments = [*small, *WHOLE, "optimizer.min_lr_ratio=1", f"runs={tmp_path}"]
+    assert call(train, *arguments, "name=whole").code == 0
+    assert call(train, *arguments, "name=parts", "steps=5").code == 0
+    assert call(train, f"runs={tmp_path}", "resume=parts", "steps=12").code == 0
+    parts, whole = (left_behind(tmp_path / name) for name in ("parts", "whole"))
+    assert parts["step_000012 model.safetensors"] == whole["step_000012 model.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def stopped_at_7(call, small, tmp_path_factory):
+    """A run that hears late and whose seventh loss is NaN, and the whole run."""
+    runs = tmp_path_factory.mktemp("runs")
+    arguments = [*small, "steps=12", "eval_every=6", "checkpoint_every=6", "attention.dropout_p=0.1", "probe.every=100"]
+    assert call(train, *arguments, f"runs={runs}", "name=whole", "steps=12").code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(training.step.AHEAD, "cpu", 3)
+        patch.setattr(Report, "arrived", lambda self: False)
+        plant(patch, at=7)
+        caught: list = []
+        find = train.find_the_fault
+        patch.setattr(train, "find_the_fault", lambda run, *rest: caught.append((run, *rest)) or find(run, *rest))
+        ended = call(train, *arguments, f"runs={runs}", "name=x")
+    return ended, runs, caught[0]
+
+
+def test_a_run_that_hears_late_of_nan_names_its_step_and_logs_none_after_it(stopped_at_7):
+    ended, runs, _ = stopped_at_7
+    assert ended.code == 1
+    assert "step 7: loss nan, gradient norm nan: stopped before the optimizer step" in ended.out
+    rows = [row for row in read_metrics(runs / "x/metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 8))
+
+
+def test_a_run_that_hears_late_of_nan_has_the_weights_of_the_step_before(stopped_at_7):
+    _, runs, (run, _, _) = stopped_at_7
+    before = checkpoint.load(runs / "whole/checkpoints/step_000006").model
+    assert same({name: p.detach() for name, p in run.model.state_dict().items()}, before)
+
+
+def test_a_run_that_hears_late_of_nan_searches_the_batches_of_its_step(stopped_at_7):
+    _, _, (run, batches, _) = stopped_at_7
+    again = deepcopy(run.batches.loader)
+    again.position = 6 * again.batch_size * len(batches)
+    assert all(torch.equal(batch.x, again.next().x) for batch in batches)
+
+
+def test_a_run_that_hears_late_keeps_a_fault_that_shows_again(call, small, tmp_path, late):
+    """A rate so large that the second step's attention is not finite; the batch that is kept is that step's."""
+    rate = ["optimizer.lr=1e38", "optimizer.warmup_steps=0", "probe.every=100", "stop_on_nan=true"]
+    ended = call(train, *small, *rate, "steps=30", f"runs={tmp_path}", "name=x")
+    assert ended.code == 1
+    (kept,) = (tmp_path / "x/faults").iterdir()
+    assert kept.name == "step_000002"
+    assert "not finite" in call(breakit, f"replay={kept}", "device=cpu").out
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_a_steps_time_is_all_that_passes_from_one_to_the_next_but_evaluations(call, small, tmp_path, monkeypatch):
+    """It was the time of the update alone; writing the log is the run's pace too."""
+    clock = [0.0]
+
+    def look() -> float:
+        clock[0] += 0.5  # a step takes this
+        return clock[0]
+
+    monkeypatch.setattr(training.step, "time", SimpleNamespace(perf_counter=look))
+    slow = {"log": (train.Metrics.log, 1.0), "picture": (train.Metrics.picture, 100.0)}
+    for name, (method, seconds) in slow.items():
+
+        def slowly(*arguments, method=method, seconds=seconds):
+            clock[0] += seconds
+            return method(*arguments)
+
+        monkeypatch.setattr(train.Metrics, name, slowly)
+    ended = call(train, *small, "steps=4", "eval_every=2", "checkpoint_every=100", f"runs={tmp_path}", "name=x")
+    assert ended.code == 0
+    rows = [row for row in read_metrics(tmp_path / "x/metrics.jsonl") if "loss" in row]
+    assert [row["ms"] for row in rows] == [500.0, 1500.0, 500.0, 1500.0]
+
+
+# --- batches from a thread --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loader():
+    tokens, documents = np.arange(1000, dtype=np.uint16), np.array([0, 300, 700])
+    return Loader(tokens, documents, batch_size=2, context_length=8, seed=3)
+
+
+@pytest.fixture
+def prefetch(loader) -> Iterator[Prefetch]:
+    made = Prefetch(deepcopy(loader), passes=3, slots=4, pinned=False)
+    yield made
+    made.close()
+
+
+def test_the_threads_batches_are_the_loaders_in_its_order(loader, prefetch):
+    for _ in range(10):
+        step = prefetch.next()
+        for batch in step.parts():
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(batch, loader.next(), strict=True))
+        prefetch.give_back(step)
+
+
+def test_the_state_is_that_of_the_step_that_was_taken_whatever_has_been_drawn(loader, prefetch):
+    assert prefetch.state_dict() == loader.state_dict()
+    for _ in range(3):
+        prefetch.give_back(prefetch.next())
+        for _ in range(3):
+            loader.next()
+        assert prefetch.state_dict() == loader.state_dict()
+        [coming.result() for coming in prefetch.coming]  # all that is ahead has been drawn
+        assert prefetch.loader.position > loader.position
+
+
+def test_a_step_that_is_kept_is_not_overwritten(prefetch):
+    kept = prefetch.next()
+    as_it_was = kept.x.clone()
+    for _ in range(10):
+        prefetch.give_back(prefetch.next())
+    assert torch.equal(kept.x, as_it_was)
+
+
+def test_the_memory_is_made_once(prefetch):
+    found = set()
+    for _ in range(10):
+        step = prefetch.next()
+        found.add(step.x.data_ptr())
+        prefetch.give_back(step)
+    assert len(found) == 4
+
+
+def test_an_error_in_the_thread_is_raised_where_its_batch_is_wanted(prefetch, monkeypatch):
+    def fail():
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(prefetch.loader, "next", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        prefetch.next()
+
+
+def test_a_run_leaves_no_thread(call, small, tmp_path):
+    import threading
+
+    assert call(train, *small, "steps=2", f"runs={tmp_path}").code == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
