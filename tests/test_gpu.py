@@ -437,3 +437,189 @@ def test_a_resumed_run_equals_the_unbroken_one(tmp_path: Path):
         for run in ("whole", "again")
     ]
     assert losses[0] == losses[1]
+
+
+# --- a step without the host ------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "sdpa-adamw": {"impl": "sdpa", "model_dropout": 0.1},
+    "sdpa-muon-average-passes": {"impl": "sdpa", "kind": "muon", "ema_decay": 0.9, "tokens_per_step": 4096},
+    "triton-fp16": {"impl": "triton", "dropout_p": 0.1, "dtype": "fp16", "z_loss": 1e-3},
+    "triton-documents-muon-all": {
+        "impl": "triton", "dropout_p": 0.1, "documents": True, "window": 100, "kind": "muon", "ema_decay": 0.9,
+        "tokens_per_step": 4096, "z_loss": 1e-3,
+    },
+    "naive-muon-fp16": {"impl": "naive", "dropout_p": 0.1, "kind": "muon", "dtype": "fp16"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def repeatable():
+    """torch's own operations add in one order, as those of an embedding's gradient otherwise do not on a GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def small_run(tmp_path: Path, name: str, way: str, steps: int, recipe: dict, **keys):
+    """The configuration of a small run: batches of 2,048 tokens."""
+    import train
+
+    recipe = {"impl": "sdpa", "dropout_p": 0.0, "documents": False, "window": None, "kind": "adamw"} | recipe
+    of_attention = {key: recipe.pop(key) for key in ("impl", "dropout_p", "documents", "window")}
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 128, "context_length": 128}
+    cfg = train.Config(
+        model=GPTConfig(**size, dropout_p=recipe.pop("model_dropout", 0.0)),
+        attention=AttentionConfig(**of_attention),
+        optimizer=train.OptimizerConfig(kind=recipe.pop("kind"), warmup_steps=10),
+        name=name,
+        runs=str(tmp_path),
+        steps=steps,
+        eval_every=1000,
+        eval_tokens=1024,
+        checkpoint_every=1000,
+        sample_every=0,
+        device="cuda",
+        compile=way,
+        **recipe,
+    )
+    for key, value in keys.items():
+        setattr(cfg, key, value)
+    cfg.data.cache, cfg.wandb.mode = str(tmp_path / "cache"), "disabled"
+    return cfg
+
+
+def what_it_was(run: Path) -> tuple[list[tuple], dict[str, torch.Tensor]]:
+    """Loss, norm and scale of each step, and all tensors of the last checkpoint."""
+    from training import checkpoint
+    from training.metrics import read_metrics
+
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+    last = checkpoint.load(checkpoint.last(run / checkpoint.FOLDER))
+    steps = [(row["step"], row["loss"], row["grad_norm"], row.get("loss_scale")) for row in rows]
+    return steps, last.model | last.optimizer()
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    (steps_a, tensors_a), (steps_b, tensors_b) = what_it_was(a), what_it_was(b)
+    assert len(steps_a) >= len(steps_b)
+    assert steps_a[-len(steps_b) :] == steps_b
+    assert tensors_a.keys() == tensors_b.keys()
+    assert not [name for name in tensors_a if not torch.equal(tensors_a[name], tensors_b[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recorded_run_is_the_compiled_one_bit_for_bit(tmp_path, repeatable, recipe):
+    import train
+
+    for way in ("true", "graph"):
+        assert train.main(small_run(tmp_path, way, way, 200, dict(RECIPES[recipe]))) == 0
+    assert_same_run(tmp_path / "true", tmp_path / "graph")
+
+
+@pytest.mark.slow
+def test_a_recorded_run_resumed_in_its_middle_is_the_unbroken_one(tmp_path, repeatable):
+    import train
+
+    recipe = RECIPES["triton-documents-muon-all"]
+    assert train.main(small_run(tmp_path, "whole", "graph", 60, dict(recipe), checkpoint_every=31)) == 0
+    there = str(tmp_path / "whole/checkpoints/step_000031")
+    assert train.main(small_run(tmp_path, "again", "graph", 60, dict(recipe), resume=there)) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "again")
+
+
+def plant_on_device(monkeypatch, at: int, *, loss: bool) -> None:
+    """The loss of update number `at` is NaN, or its gradient is infinite. The device counts, so a graph has it too."""
+    from training.step import TrainStep
+
+    update = TrainStep.update
+
+    def planted(self, batches):
+        if not hasattr(self, "count"):
+            self.count, model = torch.zeros((), device="cuda"), self.loss_of
+
+            def loss_of(*arguments, **options):
+                right = model(*arguments, **options)
+                now = self.count == at
+                if loss:
+                    return torch.where(now, math.nan, 1.0) * right
+                return right.detach() + (right - right.detach()) * torch.where(now, 1e38, 1.0)
+
+            self.loss_of = loss_of
+        self.count += 1
+        update(self, batches)
+
+    monkeypatch.setattr(TrainStep, "update", planted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [True, False], ids=["loss", "norm"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_recorded_run_stops_before_the_update_that_is_bad(tmp_path, monkeypatch, capsys, kind, loss):
+    import train
+    from training import checkpoint
+
+    plant_on_device(monkeypatch, 37, loss=loss)
+    stopped, stop = [], train.stop
+    monkeypatch.setattr(train, "stop", lambda run, *rest: stopped.append(run) or stop(run, *rest))
+    cfg = small_run(tmp_path, "x", "graph", 100, {"kind": kind, "ema_decay": 0.9}, checkpoint_every=36)
+    assert train.main(cfg) == 1
+    assert "step 37: loss" in capsys.readouterr().out
+    before = checkpoint.load(tmp_path / "x/checkpoints/step_000036")
+    (run,) = stopped
+    tensors = {f"{name}.trained": p for name, p in run.model.named_parameters()}
+    tensors |= checkpoint.optimizer_tensors(run.optimizers, run.model.named_parameters())
+    kept = before.optimizer()
+    assert not [name for name, x in tensors.items() if not torch.equal(x.detach().cpu(), kept[name])]
+    averages = run.averaged.state_dict()
+    assert not [name for name, x in before.model.items() if not torch.equal(averages[name].cpu(), x)]
+
+
+@pytest.mark.slow
+def test_a_recorded_run_keeps_the_batch_that_stopped_it(tmp_path, capsys):
+    """Without the maximum a weight becomes infinite, after the recording and between two looks."""
+    import breakit
+    import train
+
+    cfg = small_run(tmp_path, "x", "graph", 200, {"impl": "triton"})
+    cfg.break_it, cfg.probe.every = BreakIt(subtract_max=False, score_gain=100.0), 1000
+    cfg.optimizer.lr = 1e-2
+    assert train.main(cfg) == 1
+    (run,) = (path for path in tmp_path.iterdir() if path.name.startswith("x-"))
+    (kept,) = (run / "faults").iterdir()
+    said = capsys.readouterr().out
+    assert f"step {int(kept.name[-6:])}: loss" in said
+    assert int(kept.name[-6:]) > 4
+    breakit.main(breakit.Config(replay=str(kept), device="cuda"))
+    assert "not finite" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["eager", "compiled", "recorded"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_no_step_waits_for_the_device(way, kind):
+    """torch raises an error at anything that would: a number read, memory copied that is not pinned."""
+    from data.loader import Batch
+    from training.optimizer import OptimizerConfig, build_optimizers
+    from training.step import TrainStep
+
+    torch.manual_seed(0)
+    size = GPTConfig(n_layer=2, n_head=2, n_embd=64, context_length=64, vocab_size=257)
+    model = GPT(size, AttentionConfig("triton", dropout_p=0.1)).cuda()
+    averaged = GPT(size, AttentionConfig("triton")).cuda()
+    step = TrainStep(
+        model, averaged, build_optimizers(model, OptimizerConfig(kind=kind)), torch.amp.GradScaler("cuda"),
+        torch.autocast("cuda", torch.float16), way=way, grad_clip=1.0, z_loss=1e-4, stop_on_nan=True,
+    )  # fmt: skip
+    x, y = torch.randint(257, (2, 2, 4, 64)).pin_memory()
+    losses = [step(Batch(x, y, None), 1e-3, 0.1).numbers().loss for _ in range(5)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            report = step(Batch(x, y, None), 1e-3, 0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.numbers().loss < losses[0]
+    assert report.seconds() > 0
