@@ -38,7 +38,7 @@ import torch
 from data.loader import Batch, Dataset, Loader, Prefetch, fingerprint, open_data, validation_batches
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
-from model.attention import AttentionConfig, resolve
+from model.attention import AttentionConfig, resolve, sdpa_kernel
 from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
@@ -359,10 +359,15 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, way: str) -> None
     if validated and validated != fingerprint(dataset.val, dataset.val_documents):
         say("the validation text has changed since the checkpoint: do not compare the losses before and after")
     say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
-    tile = f", tiles of {attention.block_m} x {attention.block_n}" if attention.impl == "tiled" else ""
+    detail = ""
+    if attention.impl == "tiled":
+        detail = f", tiles of {attention.block_m} x {attention.block_n}"
+    elif attention.impl == "sdpa":
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(run.facts["dtype"]), torch.float32)
+        detail = f", PyTorch's {sdpa_kernel(cfg.model, dtype, run.device, attention.dropout_p)} kernel"
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
-    say(f"attention: {attention.impl}{tile}{special} (asked for: {cfg.attention.impl}) | step: {way}")
+    say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
     say(
         f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, "
         f"context {cfg.model.context_length}, V {cfg.model.vocab_size}"

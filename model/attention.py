@@ -438,3 +438,18 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) ->
         scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def sdpa_kernel(model: Any, dtype: torch.dtype, device: torch.device, dropout_p: float) -> str:
+    """The name of the kernel that PyTorch picks in training: cudnn, flash, efficient or math, which takes O(T^2) memory.
+
+    model: GPTConfig; dtype: of q, k and v.
+    """
+    from torch.nn.attention import SDPBackend  # imported here, as only the banner of a run needs it
+
+    q, k = (
+        torch.empty(1, heads, model.context_length, model.head_size, dtype=dtype, device=device, requires_grad=True)
+        for heads in (model.n_head, model.n_kv_head)
+    )
+    chosen = torch._fused_sdp_choice(q, k, k, None, dropout_p, True, enable_gqa=model.n_head != model.n_kv_head)
+    return SDPBackend(chosen).name.lower().removesuffix("_attention")

@@ -10,9 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import AttentionConfig, alibi_slopes, attention, resolve
+from model.attention import AttentionConfig, alibi_slopes, attention, resolve, sdpa_kernel
 from model.break_it import BreakIt
 from model.dropout import keep_mask
+from model.gpt import GPTConfig
 from model.mask import tiles
 from model.tiled import LOG2E, online_softmax
 from tests import second
@@ -522,3 +523,9 @@ def test_impl_auto_at_the_door_and_what_sdpa_lacks_are_refused():
         attention(*torch.zeros(3, 1, 1, 8, 4), auto)
     with pytest.raises(ValueError, match=r"window=8: sdpa has nothing of the kind.*tiled"):
         resolve(AttentionConfig("sdpa", window=8), "cuda")
+
+
+@pytest.mark.parametrize(("dropout_p", "kernel"), [(0.0, "flash"), (0.1, "math")])
+def test_the_kernel_that_torch_picks_has_a_name(dropout_p, kernel):
+    model = GPTConfig(n_head=4, n_kv_head=2, n_embd=128, context_length=64)
+    assert sdpa_kernel(model, torch.float32, torch.device("cpu"), dropout_p) == kernel

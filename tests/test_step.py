@@ -63,6 +63,11 @@ def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed,
         choose_way("graph", device, AttentionConfig(impl), GPTConfig(activation_checkpointing=recomputed))
 
 
+def test_a_run_says_which_of_sdpas_kernels_runs(call, small, tmp_path):
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "attention=sdpa")
+    assert "attention: sdpa, PyTorch's flash kernel (asked for: sdpa)" in ended.out
+
+
 def test_a_run_says_how_its_steps_are_made(call, small, tmp_path):
     ended = call(train, *small, "steps=1", f"runs={tmp_path}")
     assert "| step: eager (CUDA graphs need a CUDA GPU, not cpu)" in ended.out
