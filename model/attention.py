@@ -441,7 +441,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) ->
 
 
 def sdpa_kernel(model: Any, dtype: torch.dtype, device: torch.device, dropout_p: float) -> str:
-    """The name of the kernel that PyTorch picks in training: cudnn, flash, efficient or math, which takes O(T^2) memory.
+    """The kernel that PyTorch picks in training: cudnn, flash, efficient, or math, which takes O(T^2) memory.
 
     model: GPTConfig; dtype: of q, k and v.
     """
