@@ -82,6 +82,6 @@ def loss_kernel(logits, targets, losses, V, z_loss,
         blocks = tl.cdiv(V, BLOCK)
         for i in range(blocks):
             j = (blocks - 1 - i) * BLOCK + column
-            x = tl.load(logits + j, mask=j < V).to(tl.float32)
+            x = tl.load(logits + j, mask=j < V, other=-float("inf")).to(tl.float32)
             gradient = tl.exp2((x - m) * LOG2E) * factor - tl.where(j == target, counted, 0.0)
             tl.store(logits + j, gradient.to(logits.dtype.element_ty), mask=j < V)
