@@ -2,8 +2,8 @@
 
 Shapes: N tokens, V vocabulary.
 
-model/loss.py has the same in plain PyTorch (by_torch), which needs a float32 copy of the logits and several passes over
-it. Here one program does one row, in two passes:
+model/loss.py has the same in plain PyTorch (by_torch), which makes a float32 copy of the logits and passes over it
+several times. Here one program does one row, in two passes:
 
     1. m, the running maximum, and l, the running sum of exp(logit - m)
     2. the row again: its gradient, rounded once, at the place of each logit

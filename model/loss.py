@@ -53,7 +53,7 @@ class NextTokenLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, z_loss):
         want_x, want_weight = ctx.needs_input_grad[:2]
         kernel = runs_kernel(x)
-        # torch.compile cannot look into the kernel, so it gets an op. Otherwise the dispatch, tens of us, is saved.
+        # torch.compile cannot look into the kernel, so it gets an op. Elsewhere the op would only cost its dispatch.
         sums = torch.ops.tilegpt.loss_sums if kernel and torch.compiler.is_compiling() else sums_in_chunks
         total, dx, dweight = sums(x, weight, targets, z_loss, want_x, want_weight, kernel)
         count = (targets != IGNORE).sum()
@@ -103,13 +103,13 @@ def sums_in_chunks(
     small_x = x if unit == 1.0 else x * unit
     chunk = KERNEL_CHUNK if kernel else CHUNK
     want_gradient = want_x or want_weight
+    if kernel:
+        from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
 
     for i in range(0, x.shape[0], chunk):
         x_i, small_x_i, targets_i = (part[i : i + chunk] for part in (x, small_x, targets))
         if kernel:
-            from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
-
-            dlogits = x_i @ weight.T  # (chunk, V), logits still
+            dlogits = x_i @ weight.T  # (chunk, V), the logits still
             losses = loss_in_place(dlogits, targets_i, IGNORE, z_loss, want_gradient)
         else:
             losses, dlogits = by_torch(x_i, weight, targets_i[:, None], z_loss, want_gradient)

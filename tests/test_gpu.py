@@ -392,6 +392,7 @@ def loss_inputs(n: int, V: int, C: int, dtype: torch.dtype) -> tuple[torch.Tenso
 def test_the_kernel_of_the_loss_is_within_twice_torchs_error(dtype, V, monkeypatch):
     x, weight, targets = loss_inputs(700, V, 64, dtype)
     assert loss_module.runs_kernel(x)
+    assert not loss_module.runs_kernel(x.double())
     monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
     found = of_loss(x, weight, targets)
     monkeypatch.setattr(loss_module, "runs_kernel", lambda x: False)
