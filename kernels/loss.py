@@ -43,8 +43,9 @@ def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, z_loss: float, w
 def tiles_for(V: int) -> tuple[int, int]:
     """Logits in a block, and warps of a program: 16 logits a thread, which are two loads of 16 bytes in 16 bits.
 
-    Reasoned, not measured: a thread takes 40 to 64 registers, so two programs of 16 warps share a processor. On an H200
-    these are 264 rows, with GPT-2's vocabulary 27 MB, and L2 has 50. With 8 warps it would be twice as many.
+    Reasoned, not measured: where 16 divides V a thread takes at most 64 registers, so two programs of 16 warps share a
+    processor. On an H200 these are 264 rows, with GPT-2's vocabulary 27 MB, and L2 has 50. With 8 warps and half the
+    block it would be twice as many.
     """
     BLOCK = min(8192, max(32, triton.next_power_of_2(V)))
     return BLOCK, max(1, BLOCK // 512)
