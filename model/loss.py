@@ -8,17 +8,24 @@ chunk's gradient is computed in the forward, while its logits are still in memor
 the same three products), and the largest table is CHUNK x V. Keeping each chunk's logits for the backward would bring
 the whole table back. Computing them again there would cost a fourth product.
 
+by_torch is the definition of what happens to a chunk's logits. On a GPU with Triton the kernel of kernels/loss.py does
+the same without a float32 copy of them: it writes their gradient over them.
+
 In fp16 the gradient of a mean over 65,536 tokens has entries of 1/65,536 and less, which would be rounded away. A
 gradient scaler would come too late: its scale arrives with the backward. So the forward keeps the gradient of the sum,
 with entries up to 1, and the backward multiplies it by scale / count in float32.
 """
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 8192  # tokens; 4,096 to 16,384 are equally fast on an H200
+KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits take no more than CHUNK's in float32
 IGNORE = -1  # tokens with this target do not count
+HAS_TRITON = find_spec("triton") is not None  # it is made for Linux only; importing it takes a while
 
 
 def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -44,40 +51,15 @@ class NextTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, z_loss):
-        sum_dtype = torch.promote_types(x.dtype, torch.float32)
-        # dweight sums over a chunk of 8,192 tokens, which exceeds fp16's 65,504 if x is above 8. So in fp16 x is made
-        # smaller by a power of two, which rounds nothing. The other dtypes have the range.
-        unit = 2.0**-7 if x.dtype == torch.float16 else 1.0
-        small_x = x if unit == 1.0 else x * unit
         want_x, want_weight = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if want_x else None
-        dweight = torch.zeros(weight.shape, dtype=sum_dtype, device=x.device) if want_weight else None
-        total = torch.zeros((), dtype=sum_dtype, device=x.device)
-        counted = targets != IGNORE
-        count = counted.sum()
-
-        for i in range(0, x.shape[0], CHUNK):
-            x_i, small_x_i, counted_i = (part[i : i + CHUNK] for part in (x, small_x, counted[:, None]))
-            target_i = targets[i : i + CHUNK, None].clamp(min=0)  # IGNORE is no index
-            logits = (x_i @ weight.T).to(sum_dtype)  # (CHUNK, V)
-            lse = logits.logsumexp(-1, keepdim=True)
-            total += ((lse - logits.gather(-1, target_i)) * counted_i).sum()
-            if not (want_x or want_weight):
-                continue
-            # d sum / d logits = softmax (1 + 2 z_loss lse) - 1 at the target
-            dlogits = logits.sub_(lse).exp_()
-            if z_loss:
-                dlogits.mul_(1 + 2 * z_loss * lse)
-            dlogits.scatter_add_(-1, target_i, -torch.ones_like(lse))
-            dlogits = dlogits.mul_(counted_i).to(x.dtype)
-            if dx is not None:
-                dx[i : i + CHUNK] = dlogits @ weight
-            if dweight is not None:
-                dweight += dlogits.T @ small_x_i
-
-        # dweight stays in sum_dtype until the backward divides it: the sum over all tokens may exceed fp16 too.
-        ctx.save_for_backward(dx, dweight, count)
-        ctx.unit, ctx.dtype = unit, x.dtype
+        kernel = runs_kernel(x)
+        # torch.compile cannot look into the kernel, so it gets an op. Elsewhere the op would only cost its dispatch.
+        sums = torch.ops.tilegpt.loss_sums if kernel and torch.compiler.is_compiling() else sums_in_chunks
+        total, dx, dweight = sums(x, weight, targets, z_loss, want_x, want_weight, kernel)
+        count = (targets != IGNORE).sum()
+        # dweight stays in float32 until the backward divides it: the sum over all tokens may exceed fp16 too.
+        ctx.save_for_backward(dx if want_x else None, dweight if want_weight else None, count)
+        ctx.dtype = x.dtype
         return total / count
 
     @staticmethod
@@ -90,5 +72,84 @@ class NextTokenLoss(torch.autograd.Function):
         if dx is not None:
             dx = torch.mul(dx, factor, out=torch.empty_like(dx))
         if dweight is not None:
-            dweight = (dweight * (factor / ctx.unit)).to(ctx.dtype)
+            dweight = (dweight * (factor / unit_of(ctx.dtype))).to(ctx.dtype)
         return dx, dweight, None, None
+
+
+def runs_kernel(x: Tensor) -> bool:
+    """Whether kernels/loss.py can do this: Triton, an NVIDIA GPU from Ampere on, no float64."""
+    if not (x.is_cuda and HAS_TRITON) or torch.version.hip or x.dtype == torch.float64:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] >= 8
+
+
+def unit_of(dtype: torch.dtype) -> float:
+    """dweight sums over a chunk of up to 16,384 tokens, which exceeds fp16's 65,504 if x is above 4. So in fp16 x is
+    made smaller by this power of two, which rounds nothing. The other dtypes have the range."""
+    return 2.0**-7 if dtype == torch.float16 else 1.0
+
+
+def sums_in_chunks(
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, want_x: bool, want_weight: bool, kernel: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, scalar; its gradients dx (N, C) like x and dweight (V, C), times unit_of(x.dtype).
+
+    The sum and dweight are float32, or float64 with x. A gradient that is not wanted is empty.
+    """
+    total, dx, dweight = empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel)
+    total.zero_()
+    dweight.zero_()
+    unit = unit_of(x.dtype)
+    small_x = x if unit == 1.0 else x * unit
+    chunk = KERNEL_CHUNK if kernel else CHUNK
+    want_gradient = want_x or want_weight
+    if kernel:
+        from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
+
+    for i in range(0, x.shape[0], chunk):
+        x_i, small_x_i, targets_i = (part[i : i + chunk] for part in (x, small_x, targets))
+        if kernel:
+            dlogits = x_i @ weight.T  # (chunk, V), the logits still
+            losses = loss_in_place(dlogits, targets_i, IGNORE, z_loss, want_gradient)
+        else:
+            losses, dlogits = by_torch(x_i, weight, targets_i[:, None], z_loss, want_gradient)
+        total += losses.sum()
+        if want_x:
+            dx[i : i + chunk] = dlogits @ weight
+        if want_weight:
+            dweight += dlogits.T @ small_x_i
+        del dlogits  # or it would be in memory beside the next chunk's
+    return total, dx, dweight
+
+
+def empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel) -> tuple[Tensor, Tensor, Tensor]:
+    """What sums_in_chunks returns, uninitialised."""
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    dx = torch.empty_like(x) if want_x else x.new_empty(0)
+    dweight = x.new_empty(weight.shape if want_weight else 0, dtype=sum_dtype)
+    return x.new_empty((), dtype=sum_dtype), dx, dweight
+
+
+sums_op = torch.library.custom_op("tilegpt::loss_sums", sums_in_chunks, mutates_args=())
+sums_op.register_fake(empty_sums)
+
+
+def by_torch(x: Tensor, weight: Tensor, target: Tensor, z_loss: float, want_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Losses (n, 1) of a chunk of n tokens, float32 (float64 with x), and the gradient of their sum with respect to the
+    logits, (n, V) in x's dtype; without want_gradient the logits. target (n, 1)."""
+    counted = target != IGNORE
+    target = target.clamp(min=0)  # IGNORE is no index
+    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))  # (n, V)
+    lse = logits.logsumexp(-1, keepdim=True)
+    losses = (lse - logits.gather(-1, target)) * counted
+    if not want_gradient:
+        return losses, logits
+    # d sum / d logits = softmax (1 + 2 z_loss lse) - 1 at the target
+    dlogits = logits.sub_(lse).exp_()
+    if z_loss:
+        dlogits.mul_(1 + 2 * z_loss * lse)
+    if torch.compiler.is_compiling():  # a compiler makes one pass of this and the lines around it
+        dlogits -= (torch.arange(weight.shape[0], device=x.device) == target).to(dlogits.dtype)
+    else:  # without one, this writes one number a row and not all
+        dlogits.scatter_add_(-1, target, -torch.ones_like(lse))
+    return losses, dlogits.mul_(counted).to(x.dtype)

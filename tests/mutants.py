@@ -3,9 +3,9 @@
     make mutants                       every fault, one to a core at a time: about four minutes on two cores
     make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
 
-A fault is a text that stands exactly once in train.py, training/, model/ and data/ together, so it is found wherever
-its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In the end the
-tests that failed run on the tree as it is: one that fails there too has not noticed anything.
+A fault is a text that stands exactly once in train.py, training/, model/, data/ and kernels/loss.py together, so it is
+found wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
+the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
 
 Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once.
 """
@@ -114,6 +114,9 @@ TABLE = [
     ("every layer has the first one's window",
      "Block(config, attention_config.layer(i)", "Block(config, attention_config.layer(0)", OPTIONS),
     ("z_loss has the wrong sign", "1 + 2 * z_loss * lse", "1 - 2 * z_loss * lse", "loss"),
+    ("z_loss has the wrong sign in the kernel", "1 + 2 * z_loss * (m", "1 - 2 * z_loss * (m", "loss"),
+    ("the loss's running sum is not rescaled", "l * tl.exp2((m - m_new) * LOG2E)", "l", "loss"),
+    ("two chunks of logits at a time", "del dlogits", "pass", "loss"),
     ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss"),
     ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sample"),
     ("top_k keeps one too few", "logits < smallest", "logits <= smallest", "sample"),
@@ -158,7 +161,8 @@ def copy_of_the_tree(to: Path) -> Path:
 
 
 def sources(tree: Path) -> list[Path]:
-    return [tree / "train.py", *(file for part in ("training", "model", "data") for file in (tree / part).glob("*.py"))]
+    folders = [file for part in ("training", "model", "data") for file in (tree / part).glob("*.py")]
+    return [tree / "train.py", tree / "kernels" / "loss.py", *folders]
 
 
 def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:

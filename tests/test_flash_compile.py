@@ -1,6 +1,7 @@
 """The Triton kernels compiled for GPUs that are not here: what they take of registers and shared memory, and from what.
 
-Every tile size of kernels/flash.py's tables, as Triton and its ptxas would compile it at the first call.
+Every tile size of kernels/flash.py's tables, as Triton and its ptxas would compile it at the first call; and the kernel
+of the loss.
 """
 
 import json
@@ -29,6 +30,7 @@ CASES = {
     90: [D64, D64_DROPOUT, D128, D128_DROPOUT, D256_DROPOUT, ["float32", 64, True]],
     100: [D64, D128_DROPOUT, D256],
 }
+LOSS = [["bfloat16", 50_304, "loss"], ["bfloat16", 257, "loss"]]  # GPT-2's vocabulary as it is padded; bytes
 
 
 def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
@@ -50,10 +52,16 @@ def result(process: subprocess.Popen) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def all_compiled(tmp_path_factory):
     """What came out of every kernel, by architecture; they are compiled side by side."""
-    processes = {arch: start(arch, cases, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()}
+    processes = {arch: start(arch, cases + LOSS, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()}
     return {arch: result(process) for arch, process in processes.items()}
+
+
+@pytest.fixture(scope="module")
+def compiled(all_compiled):
+    """Without the loss."""
+    return {arch: kernels[: -len(LOSS)] for arch, kernels in all_compiled.items()}
 
 
 def beyond(kernels: list[dict], limit) -> list[dict]:
@@ -77,6 +85,18 @@ def test_16_bit_kernels_keep_next_to_everything_in_registers(compiled, arch):
     """float32 is left out: its products run on the plain cores, whose operands fill the registers and more."""
     kernels = [found for found in compiled[arch] if found["dtype"] != "float32"]
     assert not beyond(kernels, lambda found: found["registers"] <= 255 and found["spills"] <= 512)
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_two_programs_of_the_loss_share_a_processor(all_compiled, arch):
+    """What tiles_for of kernels/loss.py reckons with: 16 warps with 64 registers a thread are half of the registers."""
+    large, small = all_compiled[arch][-len(LOSS) :]
+    assert [(found["kernel"], found["dropout"], found["D"]) for found in (large, small)] == [
+        ("loss_kernel", "loss", V) for _, V, _ in LOSS
+    ]
+    assert large["registers"] <= 64
+    assert large["spills"] == small["spills"] == 0
+    assert large["shared"] <= SHARED[arch] // 2
 
 
 def test_heads_of_64_spill_nothing_on_hopper(compiled):

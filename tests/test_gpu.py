@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from kernels.problem import Problem
+from model import loss as loss_module
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.gpt import GPT, GPTConfig
+from model.loss import IGNORE, next_token_loss
 from model.mask import Tiling
 from tests.reference import (
     CASES,
@@ -366,6 +368,76 @@ def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, sizes):
         return sizes.triton.testing.do_bench(step, return_mode="median")
 
     assert milliseconds(config, documents) <= 0.6 * milliseconds(TRITON, None)
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+def of_loss(x, weight, targets) -> dict[str, torch.Tensor]:
+    loss = next_token_loss(x, weight, targets, z_loss=1e-3)
+    dx, dweight = torch.autograd.grad(loss * 1024, (x, weight))
+    return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
+
+
+def loss_inputs(n: int, V: int, C: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(rows, C, device="cuda", generator=generator).to(dtype) for rows in (n, V))
+    targets = torch.randint(V, (n,), device="cuda", generator=generator)
+    targets[::7] = IGNORE
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("V", [65, 257, 4096, 50_257, 50_304])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_of_the_loss_is_within_twice_torchs_error(dtype, V, monkeypatch):
+    x, weight, targets = loss_inputs(700, V, 64, dtype)
+    assert loss_module.runs_kernel(x)
+    assert not loss_module.runs_kernel(x.double())
+    monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
+    found = of_loss(x, weight, targets)
+    monkeypatch.setattr(loss_module, "runs_kernel", lambda x: False)
+    reference = of_loss(*(t.detach().double().requires_grad_() for t in (x, weight)), targets)
+    assert_within_budget(
+        found, of_loss(x, weight, targets), {name: right.cpu().double() for name, right in reference.items()}
+    )
+
+
+def test_a_compiled_or_replayed_loss_has_the_same_bits(monkeypatch):
+    monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
+    x, weight, targets = loss_inputs(700, 4096, 64, torch.bfloat16)
+    eager = of_loss(x, weight, targets)
+    compiled = torch.compile(next_token_loss, fullgraph=True)(x, weight, targets, z_loss=1e-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = of_loss(x, weight, targets)
+    graph.replay()
+    gradients = torch.autograd.grad(compiled * 1024, (x, weight))
+    for name, other in zip(eager, (compiled.detach(), *gradients), strict=True):
+        assert torch.equal(eager[name], captured[name])
+        assert torch.equal(eager[name], other)
+
+
+def test_the_loss_needs_no_more_memory_than_a_chunks_logits_beside_its_gradients():
+    x, weight, targets = loss_inputs(2 * loss_module.KERNEL_CHUNK + 100, 50_304, 64, torch.bfloat16)
+    of_loss(*loss_inputs(10, 50_304, 64, torch.bfloat16))  # the workspaces of its products stay
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    of_loss(x, weight, targets)
+    logits = loss_module.KERNEL_CHUNK * 50_304 * 2
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * logits
+
+
+def test_rows_of_logits_past_two_to_the_31_numbers_are_found(sizes):
+    from kernels.loss import loss_in_place
+
+    N, V = 16_400, 131_072
+    logits = torch.zeros(N, V, device="cuda", dtype=torch.bfloat16)
+    logits[-1, 5] = 20
+    losses = loss_in_place(logits, torch.full((N,), 5, device="cuda"), IGNORE, 0.0, True)
+    assert (losses[:-1] == losses[0]).all()
+    assert losses[-1] < 1e-3 < losses[0]
+    assert (logits[:, 5] < 0).all()
+    assert (logits[:, 6] > 0).all()
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The chunked loss is cross-entropy, in value and gradient, without the table."""
+"""The chunked loss is cross-entropy, in value and gradient, without the table. The kernel runs in the interpreter."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from model import loss as loss_module
 from model.loss import IGNORE, next_token_loss
-from tests.reference import assert_float64_right, assert_within_budget
+from tests.reference import DTYPES, assert_float64_right, assert_within_budget
 
 
 def problem(n: int, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -14,6 +14,22 @@ def problem(n: int, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, to
     x = torch.randn(n, 12, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(31, 12, generator=generator, dtype=dtype, requires_grad=True)
     return x, weight, torch.randint(31, (n,), generator=generator)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The path of a GPU, with the kernel in the interpreter."""
+    pytest.importorskip("triton", reason="triton is made for Linux")
+    if torch.cuda.is_available():
+        pytest.skip("tests/test_gpu.py runs the kernel itself")
+    monkeypatch.setattr(loss_module, "runs_kernel", lambda x: True)
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path(request):
+    """Both paths, one after the other."""
+    if request.param == "kernel":
+        request.getfixturevalue("kernel")
 
 
 @pytest.mark.parametrize("ignored", [0, 5])
@@ -84,10 +100,16 @@ def test_in_fp16_the_heads_gradient_does_not_overflow_in_the_sum_over_a_chunk():
     assert dweight[0].tolist() == [30.0 * (1 / 16 - 1)] * 4
 
 
-def test_without_gradients_the_value_is_the_same():
-    x, weight, targets = problem(20)
+def test_without_gradients_the_value_is_the_same(path):
+    x, weight, targets = problem(20, torch.float32)
     with torch.no_grad():
-        assert torch.equal(next_token_loss(x, weight, targets), next_token_loss(*problem(20)).detach())
+        found = next_token_loss(x, weight, targets)
+    assert torch.equal(found, next_token_loss(x, weight, targets).detach())
+
+
+def test_without_a_token_that_counts_the_mean_is_nan(path):
+    x, weight, _ = problem(3, torch.float32)
+    assert next_token_loss(x, weight, torch.full((3,), IGNORE)).isnan()
 
 
 def test_without_gradients_the_heads_gradient_is_not_computed():
@@ -100,7 +122,22 @@ def test_without_gradients_the_heads_gradient_is_not_computed():
     assert counted.peak < weight.numel() * 4
 
 
-def test_large_logits_do_not_overflow():
+def test_without_gradients_the_kernel_is_not_asked_for_one(kernel, monkeypatch):
+    """Its second pass is half of its time."""
+    asked = []
+
+    def stand_in(logits, targets, ignore, z_loss, want_gradient):
+        asked.append(want_gradient)
+        return logits[:, 0].clone()
+
+    monkeypatch.setattr("kernels.loss.loss_in_place", stand_in)
+    next_token_loss(*problem(8))
+    with torch.no_grad():
+        next_token_loss(*problem(8))
+    assert asked == [True, False]
+
+
+def test_large_logits_do_not_overflow(path):
     x, weight, targets = problem(8, torch.float32)
     assert next_token_loss(x * 1e4, weight, targets).isfinite()
 
@@ -115,6 +152,19 @@ def test_under_autocast_products_are_bf16_and_the_sum_is_float32():
     assert torch.autograd.grad(loss, weight)[0].dtype == torch.float32
 
 
+def test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made(path, monkeypatch):
+    from lab.meter import PeakBytes
+
+    monkeypatch.setattr(loss_module, "CHUNK", 16)
+    monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 16)
+    x, weight = torch.randn(64, 2, requires_grad=True), torch.randn(2048, 2, requires_grad=True)
+    if loss_module.runs_kernel(x):  # the interpreter works on copies
+        monkeypatch.setattr("kernels.loss.loss_in_place", lambda logits, *_: logits[:, 0].clone())
+    with PeakBytes() as counted:
+        next_token_loss(x, weight, torch.randint(2048, (64,)))
+    assert counted.peak < 2 * 16 * 2048 * 4
+
+
 def test_no_table_of_all_tokens_and_all_words_is_made(monkeypatch):
     from tests.test_attention import Largest
 
@@ -123,3 +173,153 @@ def test_no_table_of_all_tokens_and_all_words_is_made(monkeypatch):
     with Largest() as seen:
         next_token_loss(x, weight, torch.randint(512, (4096,))).backward()
     assert seen.elements <= 64 * 512
+
+
+# --- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def with_gradients(x, weight, targets) -> dict[str, torch.Tensor]:
+    loss = next_token_loss(x, weight, targets, z_loss=0.1)
+    return dict(zip(("loss", "dx", "dweight"), (loss.detach(), *torch.autograd.grad(loss, (x, weight))), strict=True))
+
+
+@pytest.mark.parametrize("V", [31, 257, 8193])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_is_within_twice_torchs_error(dtype, V, kernel, monkeypatch):
+    """Two chunks and a rest; a block that is cut, one that a vocabulary of a power of two and one fills, and two."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(10, 12, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, 12, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(V, (10,), generator=generator)
+    targets[3], targets[4], targets[5] = IGNORE, 0, V - 1
+    monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 4)
+    found = with_gradients(x, weight, targets)
+    monkeypatch.setattr(loss_module, "runs_kernel", lambda x: False)
+    reference = with_gradients(*(t.detach().double().requires_grad_() for t in (x, weight)), targets)
+    assert_within_budget(found, with_gradients(x, weight, targets), reference)
+
+
+def of_logits(logits: torch.Tensor, targets: torch.Tensor, z_loss: float = 0.0) -> list[dict[str, torch.Tensor]]:
+    """Losses and gradients of the very same logits, by the kernel and by torch."""
+    from kernels.loss import loss_in_place
+
+    written, one = logits.clone(), torch.ones(1, 1).to(logits)
+    losses = loss_in_place(written, targets, IGNORE, z_loss, True)
+    rows = [
+        loss_module.by_torch(one, row[:, None], target.view(1, 1), z_loss, True)
+        for row, target in zip(logits, targets, strict=True)
+    ]
+    of_torch = {"losses": torch.cat([loss[0] for loss, _ in rows]), "gradient": torch.cat([row for _, row in rows])}
+    return [{"losses": losses, "gradient": written}, of_torch]
+
+
+@pytest.mark.parametrize("largest", [6e4, 600.0])
+def test_logits_at_the_end_of_fp16_are_within_twice_torchs_error(largest, kernel):
+    logits = torch.linspace(-largest, largest, 5 * 100).half().view(5, 100)
+    logits[:, 7] = logits.amax(1) - torch.arange(5)
+    targets = torch.tensor([0, 99, 50, 7, 7])
+    found, naive = of_logits(logits, targets, 0.1)
+    assert_within_budget(found, naive, of_logits(logits.double(), targets, 0.1)[1])
+
+
+def test_a_shift_of_all_logits_changes_no_bit(kernel):
+    """lse of 60,000 is rounded to 1/256 in float32. A kernel that takes it from each logit is wrong by as much."""
+    from kernels.loss import loss_in_place
+
+    low = torch.randint(-1000, 1000, (5, 300), generator=torch.Generator().manual_seed(0)) / 256
+    high = low + 60_000  # exact
+    losses = [loss_in_place(logits, torch.arange(5), IGNORE, 0.0, True) for logits in (low, high)]
+    assert torch.equal(*losses)
+    assert torch.equal(low, high)  # the gradients by now
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf
+def test_logits_that_overflowed_give_the_infinities_that_torch_has(kernel):
+    logits = torch.zeros(6, 100)
+    logits[1, 3] = logits[2, 3] = torch.inf
+    logits[3, 5] = logits[4, 5] = -torch.inf
+    logits[5, 8] = torch.nan
+    found, naive = of_logits(logits.half(), torch.tensor([3, 4, 3, 4, 5, 0]))
+    assert found["losses"].isposinf().tolist() == [False, True, False, False, True, False]
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(kind(found["losses"]), kind(naive["losses"]))
+    rows = [gradient.isnan().any(1).tolist() for gradient in (found["gradient"], naive["gradient"])]
+    assert rows[0] == rows[1] == [False, True, True, False, False, True]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("low", [-1.0, -6e4, -torch.inf])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_that_lies_lower_than_the_other_weighs_less(first, low, kernel):
+    """exp(-inf - m) is NaN while m is -inf as well; exp(m_old - m_new) overflows if m may fall."""
+    logits = torch.zeros(1, 2 * 8192)
+    logits[:, slice(8192) if first else slice(8192, None)] = low
+    target = torch.tensor([8192 if first else 8191])
+    found, naive = of_logits(logits, target)
+    assert_within_budget(found, naive, of_logits(logits.double(), target)[1])
+
+
+@pytest.mark.parametrize("target", [100, -7])
+def test_a_target_that_is_no_row_gives_nan_and_does_not_read_another_tokens_logit(target, kernel):
+    from kernels.loss import loss_in_place
+
+    losses = loss_in_place(torch.zeros(3, 100), torch.tensor([5, target, 5]), IGNORE, 0.0, False)
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+def test_without_a_gradient_the_kernel_leaves_the_logits_alone(kernel):
+    from kernels.loss import loss_in_place
+
+    logits = torch.randn(3, 100)
+    before = logits.clone()
+    loss_in_place(logits, torch.tensor([1, 2, 3]), IGNORE, 0.1, False)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("V", [1, 31, 257, 4096, 50_257, 50_304])
+def test_a_thread_of_the_kernel_has_at_most_16_logits_of_a_block(V):
+    pytest.importorskip("triton", reason="triton is made for Linux")
+    from kernels.loss import tiles_for
+
+    BLOCK, num_warps = tiles_for(V)
+    assert 32 <= BLOCK <= 8192
+    assert BLOCK <= 16 * 32 * num_warps
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["training", "evaluation"])
+def test_compiled_is_one_graph_and_gives_the_same_bits(path, wanted, monkeypatch):
+    for name in ("CHUNK", "KERNEL_CHUNK"):
+        monkeypatch.setattr(loss_module, name, 16)
+    x, weight, targets = problem(20, torch.float32)
+    targets[3] = IGNORE
+
+    def loss_of(x, weight):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(wanted):
+            return next_token_loss(x, weight, targets, z_loss=0.1)
+
+    torch.compiler.reset()
+    losses = loss_of(x, weight), torch.compile(loss_of, fullgraph=True, backend="aot_eager")(x, weight)
+    assert torch.equal(*losses)
+    if wanted:
+        plain, compiled = (torch.autograd.grad(loss, (x, weight)) for loss in losses)
+        assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
+
+
+def test_a_compiler_gets_no_scatter():
+    """scatter_add_ is a kernel of its own, with a pass over the chunk on either side."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    names = []
+
+    def note(graph, _):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compiler.reset()
+    x, weight, targets = problem(20, torch.float32)
+    torch.compile(next_token_loss, fullgraph=True, backend=aot_autograd(fw_compiler=note))(x, weight, targets)
+    assert "aten.exp.default" in names
+    assert not [name for name in names if "scatter_add" in name]
