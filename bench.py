@@ -1,5 +1,4 @@
-"""Checks, then times the attentions side by side, and measures their memory. Or counts the words that they move, or
-times whole training steps.
+"""Races the attentions after a check, weighs their memory, counts the words that they move; or times training steps.
 
     python bench.py                                    on this machine, small enough for two CPU cores
     python bench.py impls=[naive,tiled] lengths=[512,1024,2048,4096,8192] patience=10
@@ -74,8 +73,7 @@ class Config:
     """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
     read."""
 
-    # race (time and memory) | pictures (of an earlier race) | traffic (words moved) | train (whole training steps)
-    mode: str = "race"
+    mode: str = "race"  # race | pictures (of a race) | traffic (words moved) | train (whole steps)
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
@@ -92,9 +90,7 @@ class Config:
     patience: float = 1.0  # seconds: a forward and backward that is expected to take longer is left out
     on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: words that the chip holds
     backward: bool = False  # traffic: count the backward too
-    cases: list[str] | None = (
-        None  # train: a list of laptop, nano, shakespeare, gpt2-1k ...; None: those for this device
-    )
+    cases: list[str] | None = None  # train: a list of laptop, nano, shakespeare, gpt2-1k; None: all for this device
     attention: str = "auto"  # train: our attention: auto | naive | tiled | sdpa | triton
     bias: bool | None = None  # train: biases in both models; None: as the case has them
     peer: str | None = None  # train: path of nanoGPT's model.py, to time instead of the plain GPT-2
