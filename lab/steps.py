@@ -8,9 +8,9 @@ Both sides have the same model, batches, optimizer settings and precision. A pai
 import gc
 import itertools
 import json
-import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.loader import Batch
 from lab.meter import PeakBytes, profiled, where
@@ -29,6 +29,7 @@ from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from training.machine import about, is_out_of_memory, keep_memory, pick_dtype
 from training.optimizer import OptimizerConfig, build_optimizers
+from training.step import Report, TrainStep, choose_way
 
 # A row is a whole step of one side (part: step) or a part of ours. speed: of our step relative to the other side's, the
 # median of the turns; slowest and fastest: in the worst and the best turn.
@@ -170,28 +171,23 @@ def show(row: dict) -> None:
 
 
 def ours(case: Case, attention: str, autocast: AbstractContextManager, device: torch.device) -> tuple[Step, str]:
-    """The step of train.py, and how it runs."""
+    """The step of train.py, waited for as there, and how it runs."""
     config = resolve(AttentionConfig(attention, dropout_p=case.attention_p), device.type)
+    way, _ = choose_way("auto", device, config, case.model)
     model = GPT(case.model, config).to(device)
     settings = OptimizerConfig()
-    optimizers = build_optimizers(model, settings)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = LR
-    compiled = device.type == "cuda" and config.impl != "tiled"
-    loss_of = torch.compile(model) if compiled else model
+    train_step = TrainStep(
+        model, model, build_optimizers(model, settings), torch.amp.GradScaler(device.type, enabled=False), autocast,
+        way=way, grad_clip=settings.grad_clip, z_loss=0.0, stop_on_nan=True,
+    )  # fmt: skip
+    sent: deque[Report] = deque()
 
     def step(batch: Batch) -> None:
-        x, y, _ = batch.to(device)
-        with autocast:
-            loss = loss_of(x, y)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
-        if math.isfinite(float(loss.detach())) and math.isfinite(float(norm)):
-            for optimizer in optimizers:
-                optimizer.step()
-        model.zero_grad(set_to_none=True)
+        sent.append(train_step(batch.each(lambda part: part[None]), LR, 0.0))  # a step of one pass
+        while sent and (len(sent) > train_step.ahead or sent[0].arrived()):
+            assert not sent.popleft().numbers().stopped
 
-    return step, f"{'compiled' if compiled else 'eager'}, {config.impl}"
+    return step, f"{way}, {config.impl}"
 
 
 def enter(
