@@ -63,8 +63,8 @@ from training import config
 from training.machine import pick_device
 
 TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
-TRAIN_READS = ("mode", "cases", "attention", "bias", "peer", "device", "out")
-NOT_IN_RACE = ("on_chip", "backward", "cases", "attention", "bias", "peer")
+TRAIN_READS = ("mode", "cases", "impl", "bias", "peer", "device", "out")
+NOT_IN_RACE = ("on_chip", "backward", "cases", "impl", "bias", "peer")
 NOT_IN_PICTURES = (*NOT_IN_RACE, "block", "patience", "device")
 
 
@@ -91,7 +91,7 @@ class Config:
     on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: words that the chip holds
     backward: bool = False  # traffic: count the backward too
     cases: list[str] | None = None  # train: a list of laptop, nano, shakespeare, gpt2-1k; None: all for this device
-    attention: str = "auto"  # train: our attention: auto | naive | tiled | sdpa | triton
+    impl: str = "auto"  # train: our attention: auto | naive | tiled | sdpa | triton
     bias: bool | None = None  # train: biases in both models; None: as the case has them
     peer: str | None = None  # train: path of nanoGPT's model.py, to time instead of the plain GPT-2
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
@@ -133,9 +133,9 @@ class Config:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         try:
-            AttentionConfig(self.attention, window=self.window, block_mask=self.block_mask)
+            AttentionConfig(self.impl, window=self.window, block_mask=self.block_mask)
         except ValueError as error:  # it names the keys as train.py does
-            raise ValueError(str(error).replace("attention.impl", "attention").replace("attention.", "")) from error
+            raise ValueError(str(error).replace("attention.", "")) from error
         if len(self.heads) not in (1, len(self.head_sizes)):
             raise ValueError(
                 f"heads={self.heads} for head_sizes={self.head_sizes}: give one for each head size, or one for all"
@@ -194,7 +194,7 @@ def main(cfg: Config) -> None:
             traffic(cfg.lengths, cfg.head_sizes[0], cfg.on_chip, causal, cfg.window, cfg.backward, out)
         case "train":
             device = pick_device(cfg.device)
-            train(cfg.cases, attention=cfg.attention, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
+            train(cfg.cases, impl=cfg.impl, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def append(results: Path, rows: list[dict], columns: Sequence[str] = COLUMNS) ->
         if not file.tell():
             writer.writeheader()
         for row in rows:
-            writer.writerow(row | {k: f"{row[k]:.4g}" if row[k] else "" for k in MEASURED if k in row})
+            writer.writerow(row | {k: "" if row[k] is None else f"{row[k]:.4g}" for k in MEASURED if k in row})
 
 
 def show_head(case: Case, device: torch.device, peak: float | None) -> None:

@@ -91,11 +91,11 @@ class Side(NamedTuple):
 
 
 def train(
-    cases: list[str] | None, *, attention: str, bias: bool | None, peer: str | None, device: torch.device, out: Path
+    cases: list[str] | None, *, impl: str, bias: bool | None, peer: str | None, device: torch.device, out: Path
 ) -> None:
     """Times each case's pair, prints it with the parts of ours, and appends the rows to steps.csv in the folder `out`.
 
-    cases: names from CASES; None: all on a GPU, "laptop" elsewhere. attention: of ours. bias: None for the case's own.
+    cases: names from CASES; None: all on a GPU, "laptop" elsewhere. impl: our attention. bias: None for the case's own.
     peer: path of nanoGPT's model.py, to time instead of PlainGPT.
     Raises ValueError for an attention that cannot run, a file that is not nanoGPT's, or a steps.csv of other columns.
     """
@@ -105,7 +105,7 @@ def train(
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
     torch.set_float32_matmul_precision("high" if dtype == "bf16" else "highest")
     for name in names:  # refused before anything is measured
-        resolve(AttentionConfig(attention, dropout_p=CASES[name].attention_p), device.type)
+        resolve(AttentionConfig(impl, dropout_p=CASES[name].attention_p), device.type)
     module = None if peer is None else load(Path(peer))
     results = results_in(out, "steps.csv", COLUMNS)
     facts = {key: value for key, value in about(device).items() if key in COLUMNS} | {"dtype": dtype}
@@ -115,7 +115,7 @@ def train(
     for name in names:
         case = CASES[name] if bias is None else replace(CASES[name], model=replace(CASES[name].model, bias=bias))
         print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in case.cells().items()), flush=True)
-        for measured in pair(case, attention, module, autocast, device):
+        for measured in pair(case, impl, module, autocast, device):
             row = facts | {"case": name} | case.cells() | measured
             show(row)
             append(results, [row], COLUMNS)
@@ -124,7 +124,7 @@ def train(
 
 
 def pair(
-    case: Case, attention: str, module: ModuleType | None, autocast: AbstractContextManager, device: torch.device
+    case: Case, impl: str, module: ModuleType | None, autocast: AbstractContextManager, device: torch.device
 ) -> Iterator[dict]:
     """The rows of a case: the other side's step, ours, then the parts of ours."""
     if device.type == "cuda":
@@ -135,7 +135,7 @@ def pair(
         model = theirs(module, case.model) if module else PlainGPT(case.model, case.attention_p)
         return plain(model, autocast, device)
 
-    makers = {"nanoGPT" if module else "plain": other, "ours": lambda: ours(case, attention, autocast, device)}
+    makers = {"nanoGPT" if module else "plain": other, "ours": lambda: ours(case, impl, autocast, device)}
     sides = [side for name, make in makers.items() if (side := enter(name, make, batches, device))]
     times = in_turn(sides, batches, device)
     for side, ms in zip(sides, times, strict=True):
@@ -170,9 +170,9 @@ def show(row: dict) -> None:
     print(f"{said}  {row['how']}", flush=True)
 
 
-def ours(case: Case, attention: str, autocast: AbstractContextManager, device: torch.device) -> tuple[Step, str]:
+def ours(case: Case, impl: str, autocast: AbstractContextManager, device: torch.device) -> tuple[Step, str]:
     """The step of train.py, waited for as there, and how it runs."""
-    config = resolve(AttentionConfig(attention, dropout_p=case.attention_p), device.type)
+    config = resolve(AttentionConfig(impl, dropout_p=case.attention_p), device.type)
     way, _ = choose_way("auto", device, config, case.model)
     model = GPT(case.model, config).to(device)
     settings = OptimizerConfig()

@@ -317,10 +317,9 @@ def tiny(monkeypatch):
     monkeypatch.setattr(steps, "TURN", 0.0)
 
 
-def test_a_pair_has_its_rows_and_its_lines(tiny, tmp_path, capsys):
-    given = {"mode": "train", "device": "cpu", "out": str(tmp_path)}
-    bench.main(bench.Config(**given))
-    *lines, last = capsys.readouterr().out.splitlines()
+def test_a_pair_has_its_rows_and_its_lines(tiny, tmp_path, call):
+    given = ["mode=train", "device=cpu", f"out={tmp_path}"]
+    *lines, last = call(bench, *given).out.splitlines()
     rows = read(tmp_path / "steps.csv")
     assert list(rows[0]) == steps.COLUMNS
     assert [(row["name"], row["part"]) for row in rows] == [
@@ -330,6 +329,7 @@ def test_a_pair_has_its_rows_and_its_lines(tiny, tmp_path, capsys):
     assert {(row["case"], row["T"], row["B"], row["bias"], row["dtype"]) for row in rows} == {
         ("laptop", "24", "2", "True", "float32")
     }
+    assert all(row["ms"] for row in rows)  # 0 too
     assert all(row["commit"] and row["device"] and row["torch"] for row in rows)
     for row in rows[:2]:
         assert float(row["tokens_per_s"]) == pytest.approx(48 / float(row["ms"]) * 1e3, rel=1e-2)
@@ -344,7 +344,7 @@ def test_a_pair_has_its_rows_and_its_lines(tiny, tmp_path, capsys):
     assert "eager, tiled" in told["ours"]
     assert list(told)[2:] == [part.split()[0] for part in [*KERNELS, "idle"]]
 
-    bench.main(bench.Config(**given, bias=False, attention="sdpa", cases=["laptop"]))  # a second one is appended
+    call(bench, *given, "bias=false", "impl=sdpa", "cases=[laptop]")  # a second one is appended
     again = read(tmp_path / "steps.csv")[len(rows) :]
     assert len(again) == len(rows)
     assert {row["bias"] for row in again} == {"False"}
@@ -390,7 +390,7 @@ def test_a_peer_that_is_not_nanogpts_is_refused(tiny, tmp_path, text, message):
     [
         ({"cases": ["gpt3"]}, r"cases=\['gpt3'\]: gpt3 is not known; choose laptop, nano"),
         ({"cases": []}, r"cases=\[\]"),
-        ({"attention": "flash"}, "^attention=flash is not known"),
+        ({"impl": "flash"}, "^impl=flash is not known"),
         ({"lengths": [64]}, "mode=train does not read it"),
         ({"mode": "race", "peer": "model.py"}, "mode=race does not read it"),
         ({"mode": "traffic", "cases": ["nano"]}, "mode=traffic does not read it"),
@@ -405,7 +405,7 @@ def test_an_attention_that_cannot_run_is_refused_before_anything_is_made(tiny, t
     sizes = pytest.importorskip("kernels.sizes", reason="triton is made for Linux")
     monkeypatch.setattr(sizes, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"^attention\.impl=triton"):
-        bench.main(bench.Config(mode="train", device="cpu", attention="triton", out=str(tmp_path)))
+        bench.main(bench.Config(mode="train", device="cpu", impl="triton", out=str(tmp_path)))
     assert capsys.readouterr().out == ""
 
 
