@@ -6,9 +6,10 @@ import json
 import re
 import sys
 import time
+from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -283,6 +284,55 @@ def test_a_profile_has_the_ms_of_the_ops_of_one_call():
     assert {"aten::mm", "aten::_softmax"} <= set(spent)
     assert all("::" in name for name in spent)
     assert wall / 10_000 < 100 * sum(spent.values()) < wall
+
+
+def test_of_a_gpus_profile_the_kernels_count_and_not_launches_or_ranges(monkeypatch):
+    """The same kernels stand there in up to three ways: as launches on the CPU, in ranges that torch has named, alone."""
+    event = namedtuple("event", "key device_type is_user_annotation self_device_time_total self_cpu_time_total")
+    cuda, cpu = meter.DeviceType.CUDA, meter.DeviceType.CPU
+    events = [
+        event("loss_kernel", cuda, False, 6000.0, 0.0),
+        event("Optimizer.step#AdamW.step", cuda, True, 9000.0, 0.0),
+        event("cudaLaunchKernel", cpu, False, 0.0, 5000.0),
+    ]
+    seen = SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(meter, "profile", lambda activities: nullcontext(seen))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    assert meter.profiled(lambda: None, 3, torch.device("cuda")) == [("loss_kernel", 2.0)]
+
+
+def test_a_gpus_turn_is_timed_by_its_own_clock(monkeypatch):
+    """From before the first step to the end of the last one, though the host has enqueued them long before."""
+    told = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append(self)
+
+        def elapsed_time(self, other):
+            assert [type(x) for x in told] == [str, Event, int, int, int, Event, str]
+            assert (told[1], told[-2]) == (self, other)
+            return 12.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: told.append("idle"))
+    assert steps.turn(lambda given: told.append(0), 3, itertools.repeat(batch()), torch.device("cuda")) == 4.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpus_pair_is_compiled_and_its_parts_are_the_step(tiny, tmp_path):
+    bench.main(bench.Config(mode="train", device="cuda", impl="sdpa", cases=["laptop"], out=str(tmp_path)))
+    other, own, *parts = read(tmp_path / "steps.csv")
+    assert (other["how"], own["how"]) == ("compiled, sdpa", "recorded, sdpa")
+    assert min(float(row["peak_gib"]) for row in (other, own)) > 0
+    spent = {row["part"]: float(row["ms"]) for row in parts}
+    assert min(spent["attention"], spent["products"], spent["clip and optimizer"]) > 0
+    assert spent["rest"] < 0.5 * float(own["ms"])
+    assert sum(spent.values()) >= 0.99 * float(own["ms"])
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
