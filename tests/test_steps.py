@@ -287,7 +287,7 @@ def test_a_profile_has_the_ms_of_the_ops_of_one_call():
 
 
 def test_of_a_gpus_profile_the_kernels_count_and_not_launches_or_ranges(monkeypatch):
-    """The same kernels stand there in up to three ways: as launches on the CPU, in ranges that torch has named, alone."""
+    """The same time stands there up to three times: as a kernel, as its launch, and in a range that torch has named."""
     event = namedtuple("event", "key device_type is_user_annotation self_device_time_total self_cpu_time_total")
     cuda, cpu = meter.DeviceType.CUDA, meter.DeviceType.CPU
     events = [
