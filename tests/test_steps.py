@@ -379,7 +379,6 @@ def test_a_pair_has_its_rows_and_its_lines(tiny, tmp_path, call):
     assert {(row["case"], row["T"], row["B"], row["bias"], row["dtype"]) for row in rows} == {
         ("laptop", "24", "2", "True", "float32")
     }
-    assert all(row["ms"] for row in rows)  # 0 too
     assert all(row["commit"] and row["device"] and row["torch"] for row in rows)
     for row in rows[:2]:
         assert float(row["tokens_per_s"]) == pytest.approx(48 / float(row["ms"]) * 1e3, rel=1e-2)
@@ -399,6 +398,11 @@ def test_a_pair_has_its_rows_and_its_lines(tiny, tmp_path, call):
     assert len(again) == len(rows)
     assert {row["bias"] for row in again} == {"False"}
     assert {row["how"] for row in again} == {"eager, sdpa"}
+
+
+def test_a_part_of_no_time_has_a_0_in_its_row(tmp_path):
+    race.append(tmp_path / "steps.csv", [{"part": "loss", "ms": 0.0}], steps.COLUMNS)
+    assert read(tmp_path / "steps.csv")[0]["ms"] == "0"
 
 
 def test_the_speed_is_that_of_turns_side_by_side(tiny, monkeypatch):
@@ -493,6 +497,6 @@ def test_the_page_has_the_steps_that_were_measured():
         speed = f"{float(row['speed']):.2f} ({float(row['slowest']):.2f} to {float(row['fastest']):.2f})"
         whole.append([case, biases, row["beside"]["name"], *sides, speed])
         names = [*KERNELS, "idle"]
-        parts.append([case, *(race.short(float(measured[case, bias, "", part]["ms"] or 0)) for part in names)])
+        parts.append([case, *(race.short(float(measured[case, bias, "", part]["ms"])) for part in names)])
     for table, rows in {"case": whole, "parts, ms": parts}.items():
         assert cells(table) == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
