@@ -1,4 +1,4 @@
-"""Checks, then times the attentions side by side, and measures their memory. Or counts the words that they move.
+"""Races the attentions after a check, weighs their memory, counts the words that they move; or times training steps.
 
     python bench.py                                    on this machine, small enough for two CPU cores
     python bench.py impls=[naive,tiled] lengths=[512,1024,2048,4096,8192] patience=10
@@ -7,6 +7,8 @@
     python bench.py mode=pictures                      draws an earlier race with the same keys again; needs no GPU
     python bench.py mode=traffic                       words moved between slow memory and chip, in both loop orders
     python bench.py mode=traffic causal=[true] window=256 backward=true lengths=[512,1024,2048]
+    python bench.py mode=train                         whole training steps, beside a plain GPT-2 in torch
+    python bench.py mode=train cases=[nano,shakespeare,gpt2-1k] peer=MODEL_PY_OF_NANOGPT
 
 mode=race. Runs ours (naive, tiled, triton) and the peers that are installed (torch's kernels one by one, FlexAttention,
 FlashAttention-4), with and without a causal mask and dropout. First it compares each with naive in float64. If one of
@@ -31,6 +33,16 @@ mode=traffic. Counts the loads and stores of one forward of one head (with backw
 prints them beside what the papers predict. Without a causal mask unless causal= asks for one. Writes traffic.csv and
 traffic.png. M, the number of words that the chip holds, sets the tiles as in the first paper: block_n = M / 4D and
 block_m = min(block_n, D).
+
+mode=train. Times whole training steps of ours and of a plain GPT-2 in turn: torch's SDPA, torch.compile on a GPU, all
+logits at once. Both have the same model, batches and optimizer settings. The plain loop reads its loss every 10 steps.
+A line is one side: ms a step (the median of five turns), tokens/s and the peak memory of its tensors. Ours also has its
+speed relative to the other side (the median, the slowest and the fastest turn). Below it stand the parts of our step:
+what the kernels of a profile are for (on a CPU torch's ops), and the time in which none ran. Rows go to steps.csv.
+    laptop       4 layers, C=128, T=256, B=16: for two CPU cores, and the default there
+    nano         the same with B=64
+    shakespeare  6 layers, C=384, T=256, B=64, dropout 0.2: the model of experiment=shakespeare_gpu
+    gpt2-1k      GPT-2 124M with T=1,024 and 65,536 tokens a step; also gpt2-8k, gpt2-32k, gpt2-64k
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -43,6 +55,7 @@ from itertools import product
 from pathlib import Path
 
 from lab.race import DTYPES, IMPLS, Case, pictures, race
+from lab.steps import CASES, train
 from lab.traffic import traffic
 from model.attention import AttentionConfig
 from model.dropout import drop_threshold
@@ -50,7 +63,8 @@ from training import config
 from training.machine import pick_device
 
 TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
-NOT_IN_RACE = ("on_chip", "backward")
+TRAIN_READS = ("mode", "cases", "impl", "bias", "peer", "device", "out")
+NOT_IN_RACE = ("on_chip", "backward", "cases", "impl", "bias", "peer")
 NOT_IN_PICTURES = (*NOT_IN_RACE, "block", "patience", "device")
 
 
@@ -59,7 +73,7 @@ class Config:
     """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
     read."""
 
-    mode: str = "race"  # race (time and memory) | pictures (of an earlier race) | traffic (words moved)
+    mode: str = "race"  # race | pictures (of a race) | traffic (words moved) | train (whole steps)
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
@@ -76,12 +90,16 @@ class Config:
     patience: float = 1.0  # seconds: a forward and backward that is expected to take longer is left out
     on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: words that the chip holds
     backward: bool = False  # traffic: count the backward too
+    cases: list[str] | None = None  # train: a list of laptop, nano, shakespeare, gpt2-1k; None: all for this device
+    impl: str = "auto"  # train: our attention: auto | naive | tiled | sdpa | triton
+    bias: bool | None = None  # train: biases in both models; None: as the case has them
+    peer: str | None = None  # train: path of nanoGPT's model.py, to time instead of the plain GPT-2
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     out: str = "runs/bench"  # the folder for tables and pictures
 
     def __post_init__(self):
-        if self.mode not in ("race", "pictures", "traffic"):
-            raise ValueError(f"mode={self.mode} is not known; choose race, pictures or traffic")
+        if self.mode not in ("race", "pictures", "traffic", "train"):
+            raise ValueError(f"mode={self.mode} is not known; choose race, pictures, traffic or train")
         if not self.out:
             raise ValueError("out= is empty; give a folder or leave it out")
         if self.dtype not in DTYPES:
@@ -92,17 +110,21 @@ class Config:
                 "race": key.name not in NOT_IN_RACE,
                 "pictures": key.name not in NOT_IN_PICTURES,
                 "traffic": key.name in TRAFFIC_READS,
+                "train": key.name in TRAIN_READS,
             }
             if not read[self.mode] and getattr(self, key.name) != usual:
                 raise ValueError(
                     f"{key.name}={getattr(self, key.name)}: mode={self.mode} does not read it; leave it out"
                 )
-        for name in ("impls", "lengths", "head_sizes", "heads", "causal", "dropout_p", "on_chip"):
+        for name in ("impls", "lengths", "head_sizes", "heads", "causal", "dropout_p", "on_chip", "cases"):
             if getattr(self, name) == []:
                 raise ValueError(f"{name}=[]: nothing to measure; give at least one")
         for name in self.impls or []:
             if name not in IMPLS:
                 raise ValueError(f"impls={self.impls}: {name} is not known; choose {', '.join(IMPLS)}")
+        for name in self.cases or []:
+            if name not in CASES:
+                raise ValueError(f"cases={self.cases}: {name} is not known; choose {', '.join(CASES)}")
         numbers = {"tokens": self.tokens, "block": self.block}
         for name in ("lengths", "head_sizes", "heads"):
             numbers |= {f"{name}[{i}]": value for i, value in enumerate(getattr(self, name))}
@@ -111,7 +133,7 @@ class Config:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         try:
-            AttentionConfig(window=self.window, block_mask=self.block_mask)
+            AttentionConfig(self.impl, window=self.window, block_mask=self.block_mask)
         except ValueError as error:  # it names the keys as train.py does
             raise ValueError(str(error).replace("attention.", "")) from error
         if len(self.heads) not in (1, len(self.head_sizes)):
@@ -151,8 +173,8 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Races, draws or counts. Raises ValueError for mistakes that the user can correct, RuntimeError if one of ours is
-    wrong."""
+    """Races, draws, counts or trains. Raises ValueError for mistakes that the user can correct, RuntimeError if one of
+    ours is wrong."""
     out = Path(cfg.out)
     match cfg.mode:
         case "race":
@@ -170,6 +192,9 @@ def main(cfg: Config) -> None:
         case "traffic":
             causal = cfg.causal or [False]
             traffic(cfg.lengths, cfg.head_sizes[0], cfg.on_chip, causal, cfg.window, cfg.backward, out)
+        case "train":
+            device = pick_device(cfg.device)
+            train(cfg.cases, impl=cfg.impl, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,30 @@
-"""Measures a call for the race: its time and its peak memory."""
+"""Measures a call: its time, its peak memory, and on what it spends the time."""
 
+import re
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 # A private name, but PyTorch's guide "Extending PyTorch" points to it, and there is no public one.
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# What the kernels of a step (on a CPU: torch's ops) are for, by words in their names. The first that matches counts: a
+# kernel that a compiler has fused is named after all of its ops. So the softmax of a naive attention counts as loss.
+PARTS = {
+    "attention": r"attention|flash|fmha|sdpa|cudnn|^(forward|dq|dkdv)_kernel|bmm|exp2",
+    "products": r"gemm|cutlass|nvjet|cublas|xmma|splitk|triton_tem|::(add)?mm_?$",
+    "loss": r"loss|softmax|logsumexp|entropy|scatter|gather|(::|_)exp_?(_|$)",
+    "clip and optimizer": r"adam|muon|multi_tensor|foreach|vector_norm|normtwo|lerp",
+    "norm": r"layer_?norm|rms_?norm|gammabeta",
+    "activation": r"gelu|silu|tanh",
+    "copies and casts": r"copy|memcpy|memset|clone|catarray|(::|_)cat(_|$)|fill|zero",
+}
 
 
 def peak_bytes(action: Callable, device: torch.device) -> int:
@@ -40,6 +55,33 @@ def median_ms(action: Callable, device: torch.device) -> float:
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds) * 1e3
+
+
+def profiled(action: Callable[[], object], times: int, device: torch.device) -> list[tuple[str, float]]:
+    """Name and ms of each kernel of a GPU, or else of each of torch's ops on the CPU, over `times` calls of action();
+    the ms are those of one call. An op's time is without that of the ops that it calls."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+        for _ in range(times):
+            action()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+    if cuda:  # a range that torch has named is no kernel
+        kernels = [e for e in seen.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        return [(e.key, e.self_device_time_total / 1e3 / times) for e in kernels]
+    ops = [e for e in seen.key_averages() if "::" in e.key and not e.key.startswith("autograd::")]
+    return [(e.key, e.self_cpu_time_total / 1e3 / times) for e in ops]
+
+
+def where(spent: Iterable[tuple[str, float]], ms: float) -> dict[str, float]:
+    """On what a call spends its ms: those of each of PARTS, of the rest, and idle, in which none of `spent` ran.
+
+    spent: from profiled(). Kernels that ran at the same time count twice, so idle may be larger than it says.
+    """
+    parts = dict.fromkeys([*PARTS, "rest"], 0.0)
+    for name, part_ms in spent:
+        parts[next((part for part, words in PARTS.items() if re.search(words, name.lower())), "rest")] += part_ms
+    return parts | {"idle": max(0.0, ms - sum(parts.values()))}
 
 
 class PeakBytes(TorchDispatchMode):

@@ -6,7 +6,7 @@ Shapes: q, o and do (B, H, T, D), k and v (B, H_kv, T, D).
 import csv
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -242,27 +242,27 @@ def numbers(found: list[dict] | str) -> list[dict]:
     return [{"pass": which} | empty for which in PASSES] if found == "memory" else []
 
 
-def results_in(out: Path) -> Path:
-    """The path of results.csv in the folder `out`. Makes the folder, so that it fails before anything is measured."""
-    results = out / "results.csv"
+def results_in(out: Path, name: str = "results.csv", columns: Sequence[str] = COLUMNS) -> Path:
+    """The path of a table in the folder `out`. Makes the folder, so that it fails before anything is measured."""
+    results = out / name
     out.mkdir(parents=True, exist_ok=True)
     if results.exists():
         with open(results, newline="", encoding="utf-8") as file:
-            if next(csv.reader(file), COLUMNS) != COLUMNS:  # from another version; new rows would not fit its header
+            if next(csv.reader(file), columns) != columns:  # from another version; new rows would not fit its header
                 raise ValueError(
                     f"{results} has other columns than this bench writes; move it away or use another out="
                 )
     return results
 
 
-def append(results: Path, rows: list[dict]) -> None:
-    """Appends rows to results.csv. Writes a header if the file is new."""
+def append(results: Path, rows: list[dict], columns: Sequence[str] = COLUMNS) -> None:
+    """Appends rows to a table. Writes a header if the file is new."""
     with open(results, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, columns)
         if not file.tell():
             writer.writeheader()
         for row in rows:
-            writer.writerow(row | {k: f"{row[k]:.4g}" if row[k] else "" for k in MEASURED})
+            writer.writerow(row | {k: "" if row[k] is None else f"{row[k]:.4g}" for k in MEASURED if k in row})
 
 
 def show_head(case: Case, device: torch.device, peak: float | None) -> None:
