@@ -12,6 +12,8 @@ from io import BytesIO
 import numpy as np
 from matplotlib.image import imread
 
+from tests.processes import HANGS
+
 BROWSER = next(
     (path for name in ("chromium", "google-chrome", "chromium-browser") if (path := shutil.which(name))), None
 )
@@ -32,6 +34,7 @@ class Browser:
             "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
         }
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        wanted["timeouts"] = {"script": 1000 * HANGS, "pageLoad": 1000 * HANGS}
         session = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
         self.root += f"/session/{session}"
 
@@ -40,7 +43,7 @@ class Browser:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.root + path, data, headers, method=method)
         try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=HANGS) as answer:
                 return json.loads(answer.read())["value"]
         except urllib.error.HTTPError as error:
             raise RuntimeError(json.loads(error.read())["value"]["message"]) from error
@@ -80,14 +83,14 @@ class Browser:
 
 @contextmanager
 def browser():
-    driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        port = next(
-            int(line.split("port ")[1].rstrip(".\n")) for line in driver.stdout if "successfully on port" in line
-        )
-        page = Browser(port)
-        yield page
-        page.call("DELETE", "")
-    finally:
-        driver.terminate()
-        driver.wait()
+    command = [DRIVER, "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
+        try:
+            port = next(
+                int(line.split("port ")[1].rstrip(".\n")) for line in driver.stdout if "successfully on port" in line
+            )
+            page = Browser(port)
+            yield page
+            page.call("DELETE", "")
+        finally:
+            driver.terminate()

@@ -55,6 +55,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Which tests ran before on the same core, and what random numbers they left, depends on how fast each of them was.
+    So every test begins with the same ones, and what it draws is drawn each time."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def composed_once():
     """Hydra composes twice, first only to look for hydra.mode, which no test sets: a third of a mistake's time."""

@@ -294,7 +294,7 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.n_embd=1000000000000              model.n_embd=1000000000000
     model.n_embd=100000000000000000000000   model.n_embd=100000000000000000000000
     model.mlp_hidden=10000000000000         cannot be made here
-    model.vocab_multiple=1000000000000      cannot be made here
+    model.vocab_multiple=10000000000000     cannot be made here
     model.context_length=10000000           tokens_per_step=128 is no multiple
     model.context_length=10000000 batch_size=1 tokens_per_step=null     one window takes 10000001
     model.vocab_size=300                    model.vocab_size=300, the tokenizer has 257

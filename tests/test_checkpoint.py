@@ -148,12 +148,12 @@ SAVE_FOREVER = """
 import itertools, sys, torch
 from pathlib import Path
 from training import checkpoint
-print("ready", flush=True)
 for step in itertools.count(int(sys.argv[2])):
     weights = {"w": torch.full((200_000,), float(step))}
     for _ in range(2):   # the second replaces the first
         checkpoint.save(Path(sys.argv[1]), step, model=weights, optimizer={"w.step": torch.tensor(float(step))},
                         state={"val_loss": 1 / step}, tokenizer="{}", keep_last=2)
+    print("saved", flush=True)
 """
 
 
@@ -163,7 +163,7 @@ def test_kill_9_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
         run = subprocess.Popen(
             [sys.executable, "-c", SAVE_FOREVER, tmp_path, str(reached + 1)], cwd=ROOT, stdout=subprocess.PIPE
         )
-        run.stdout.readline()  # imports are over
+        run.stdout.readline()  # imports are over, and the first step is saved: a disk may take its time for that
         time.sleep(rng.uniform(0.05, 0.4))
         run.send_signal(signal.SIGKILL)
         run.communicate()

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pty
 import subprocess
 import sys
 from itertools import pairwise
@@ -20,6 +19,7 @@ from data.loader import Loader, make_batch, open_dataset, validation_batches
 from data.prepare import MANIFEST, DataConfig, prepare, read_manifest
 from data.shards import Writer, read_tokens
 from data.tokenizer import TokenizerConfig, byte_encoding
+from tests.processes import shown_on_a_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
@@ -302,14 +302,11 @@ def test_one_line_says_what_was_made(corpus, tmp_path, capsys):
 
 
 def test_a_terminal_is_shown_a_bar(corpus, tmp_path):
-    reader, terminal = pty.openpty()
     code = (
         "from data.prepare import *; "
         f"prepare(DataConfig('text', {str(corpus)!r}, cache={str(tmp_path / 'cache')!r}), TokenizerConfig('bpe', 260))"
     )
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=terminal, env=environment, check=True)
-    shown = os.read(reader, 1 << 16).decode()
+    shown = shown_on_a_terminal([sys.executable, "-c", code], "stderr", columns=100)
     assert "learning the tokenizer" in shown
     assert "encoding" in shown
 

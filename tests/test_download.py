@@ -7,6 +7,7 @@ how many there were before it.
 import hashlib
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -14,11 +15,13 @@ from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from data import download as module
 from data.download import download
+from tests.processes import HANGS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENT = random.Random(0).randbytes(300_000)
@@ -60,7 +63,7 @@ def honest(request: Request, content: bytes = CONTENT, stop: int | None = None, 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     monkeypatch.setattr(module, "PAUSE", 0.0)
-    monkeypatch.setattr(module, "TIMEOUT", (2, 0.5))
+    monkeypatch.setattr(module, "TIMEOUT", (HANGS, HANGS))  # a server that is slow on a busy machine does not stall
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
@@ -126,15 +129,17 @@ def test_a_download_that_breaks_off_goes_on_where_it_stopped(serve, folder):
     assert ranges[1:] == sorted(ranges[1:], key=lambda wanted: int(wanted[6:-1])), "never back to an earlier byte"
 
 
-def test_a_server_that_stalls_is_asked_again(serve, folder):
-    end_of_test = threading.Event()
+def test_a_server_that_stalls_is_asked_again(serve, folder, monkeypatch):
+    monkeypatch.setattr(module, "TIMEOUT", (HANGS, 1.0))
+    end_of_test, stalled = threading.Event(), []
 
     def habit(request):
         honest(request, stop=100_000 if request.number == 0 else None)
         if request.number == 0:
-            end_of_test.wait(5)
+            stalled.append(end_of_test.wait(60))
 
     assert get(serve(habit), folder) == CONTENT
+    assert stalled == []  # the first request still hangs
     end_of_test.set()
 
 
@@ -259,11 +264,11 @@ print(*download({server.url!r}, Path({str(folder)!r}), ["a.bin", "b.bin"], 10**6
 # ---- what it does not
 
 
-def test_no_server_at_all_is_one_line_with_the_way_to_do_without(serve, folder):
-    server = serve(honest)
-    server.shutdown()
-    server.server_close()
-    message = refusal(server, folder)
+def test_no_server_at_all_is_one_line_with_the_way_to_do_without(folder):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen: the port is nobody else's meanwhile
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/folder"
+        message = refusal(SimpleNamespace(url=url), folder)
     assert f"ConnectionError; run again, or put the file (SHA-256 {SHA256}) at {folder / 'a.bin'} yourself" in message
 
 

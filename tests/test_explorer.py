@@ -18,6 +18,7 @@ from lab.traffic import words_of
 from model.attention import AttentionConfig
 from model.dropout import keep_mask
 from tests.browser import MISSING, browser
+from tests.processes import HANGS
 from tests.test_attention import CAT_OUTPUT
 from tests.test_story import the_cat
 
@@ -401,7 +402,7 @@ def test_play_goes_to_the_last_tile_and_stops_and_a_key_stops_it(view):
     shown = page.run("""const real = setInterval; window.setInterval = (step, ms) => real(step, ms / 100);
         document.getElementById("play").click(); return document.getElementById("play").textContent""")
     assert "Pause" in shown
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANGS
     while text(page, "count") != "4 / 4" and time.monotonic() < deadline:
         time.sleep(0.02)
     assert (text(page, "count"), "Play" in text(page, "play")) == ("4 / 4", True)

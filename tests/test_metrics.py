@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.processes import HANGS, shown_on_a_terminal
 from training import machine, metrics, wandb_run
 from training.metrics import Metrics, log_line, loss_figure, read_metrics
 from training.wandb_run import WandbConfig, choose_wandb_mode
@@ -36,8 +38,18 @@ STEP = {
 }
 
 
-def open_metrics(folder, **kwargs):
-    return Metrics(folder, 600, config={}, wandb_config=WandbConfig(mode="disabled"), **kwargs)
+@pytest.fixture
+def open_metrics():
+    """open_metrics(folder): a Metrics whose file does not outlive the test."""
+    opened = []
+
+    def open_metrics(folder, **kwargs) -> Metrics:
+        opened.append(Metrics(folder, 600, config={}, wandb_config=WandbConfig(mode="disabled"), **kwargs))
+        return opened[-1]
+
+    yield open_metrics
+    for run in opened:
+        run.file.close()
 
 
 def rows(folder):
@@ -83,7 +95,7 @@ def test_an_evaluation_is_one_line():
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_is_valid_json_and_nan_comes_back(tmp_path):
+def test_every_row_is_valid_json_and_nan_comes_back(open_metrics, tmp_path):
     run = open_metrics(tmp_path)
     run.log({"step": 1, **STEP, "loss": math.nan, "grad_norm": -math.inf, "lr": 0.1 + 0.2})
     run.close()
@@ -100,7 +112,7 @@ def test_every_row_is_valid_json_and_nan_comes_back(tmp_path):
     assert record["mfu"] is None
 
 
-def test_a_resumed_run_has_one_row_a_step(tmp_path):
+def test_a_resumed_run_has_one_row_a_step(open_metrics, tmp_path):
     """Killed at step 42 in the middle of a write; resumed from the checkpoint of step 30, it makes 31 to 60 again."""
     run = open_metrics(tmp_path)
     for step in range(1, 43):
@@ -108,8 +120,10 @@ def test_a_resumed_run_has_one_row_a_step(tmp_path):
         if step % 10 == 0:
             run.log({"step": step, "val_loss": 5 - step / 10, "val_bits_per_byte": 1.0})
             run.sample(step, f"text of {step}")
-    (tmp_path / "metrics.jsonl").open("a").write('{"step": 43, "lo')
-    (tmp_path / "samples.txt").open("ab").write("===== sample at step 43 =====\nna\u00ef".encode()[:-1])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 43, "lo')
+    with open(tmp_path / "samples.txt", "ab") as file:
+        file.write("===== sample at step 43 =====\nna\u00ef".encode()[:-1])
 
     run = open_metrics(tmp_path, resume_step=30)
     assert run.best == (2.0, 30)
@@ -125,7 +139,7 @@ def test_a_resumed_run_has_one_row_a_step(tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_a_new_run_starts_empty(tmp_path):
+def test_a_new_run_starts_empty(open_metrics, tmp_path):
     for _ in range(2):
         run = open_metrics(tmp_path)
         run.log({"step": 1, **STEP})
@@ -135,7 +149,7 @@ def test_a_new_run_starts_empty(tmp_path):
     assert (tmp_path / "samples.txt").read_text().count("sample at step") == 1
 
 
-def test_a_row_is_on_disk_before_it_is_shown(tmp_path, monkeypatch):
+def test_a_row_is_on_disk_before_it_is_shown(open_metrics, tmp_path, monkeypatch):
     run = open_metrics(tmp_path)
     seen = []
     monkeypatch.setattr(run, "say", lambda text: seen.append(len(rows(tmp_path))))
@@ -143,7 +157,7 @@ def test_a_row_is_on_disk_before_it_is_shown(tmp_path, monkeypatch):
     assert seen == [1]
 
 
-def test_the_best_validation_loss_is_never_nan(tmp_path, capsys):
+def test_the_best_validation_loss_is_never_nan(open_metrics, tmp_path, capsys):
     run = open_metrics(tmp_path)
     for step, loss in ((10, math.nan), (20, 2.0), (30, -math.inf), (40, 3.0)):
         run.log({"step": step, "val_loss": loss, "val_bits_per_byte": loss})
@@ -151,13 +165,13 @@ def test_the_best_validation_loss_is_never_nan(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("best 2.0000 at 20")
 
 
-def test_a_sample_cannot_command_the_terminal(tmp_path, capsys):
+def test_a_sample_cannot_command_the_terminal(open_metrics, tmp_path, capsys):
     open_metrics(tmp_path).sample(5, "a\x1b[2Jb\tc\u00e9\n[bold]d")
     assert "a\ufffd[2Jb\tc\u00e9\n[bold]d" in capsys.readouterr().out
     assert "a\x1b[2Jb" in (tmp_path / "samples.txt").read_text()  # the file keeps what was written
 
 
-def test_a_screen_that_knows_only_ascii_stops_nothing(tmp_path, monkeypatch):
+def test_a_screen_that_knows_only_ascii_stops_nothing(open_metrics, tmp_path, monkeypatch):
     with open(tmp_path / "screen", "w", encoding="ascii") as screen:
         monkeypatch.setattr(sys, "stdout", screen)
         open_metrics(tmp_path).sample(5, "caf\u00e9")
@@ -176,11 +190,7 @@ run.log({ ({"step": 30, **STEP})!r})
 run.say("[bold]plain[/bold]")
 run.close()
 """
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, env=env, check=True, timeout=60)
-    screen = os.read(ours, 65536).decode()
+    screen = shown_on_a_terminal([sys.executable, "-c", code], "stdout", columns=80)
     assert "BROKEN[no_max] " + log_line({"step": 30, **STEP}, 600) in screen
     assert "[bold]plain[/bold]" in screen
     assert "30/600" in screen.split("plain[/bold]")[1]  # the bar, below
@@ -189,7 +199,7 @@ run.close()
 # --- broken runs say so ---------------------------------------------------------------------------------------------
 
 
-def test_a_broken_run_is_stamped_on_line_row_and_sample(tmp_path, capsys):
+def test_a_broken_run_is_stamped_on_line_row_and_sample(open_metrics, tmp_path, capsys):
     run = open_metrics(tmp_path, broken="no_max")
     run.log({"step": 1, **STEP})
     run.log({"step": 1, "val_loss": 1.0, "val_bits_per_byte": 1.0})
@@ -218,7 +228,7 @@ def test_a_broken_runs_picture_is_titled_in_red():
     assert (axes.get_title(), axes.title.get_color()) == ("run", "black")
 
 
-def test_the_picture_shows_every_record(tmp_path):
+def test_the_picture_shows_every_record(open_metrics, tmp_path):
     run = open_metrics(tmp_path)
     run.log({"step": 1, **STEP})
     run.log({"step": 2, **STEP, "loss": math.nan})
@@ -238,7 +248,7 @@ def test_a_name_that_the_font_lacks_is_drawn_without_a_warning(recwarn):
     assert [str(warning.message) for warning in recwarn if warning.category is UserWarning] == []
 
 
-def test_a_run_of_nothing_but_nan_has_a_picture(tmp_path):
+def test_a_run_of_nothing_but_nan_has_a_picture(open_metrics, tmp_path):
     run = open_metrics(tmp_path)
     assert run.picture().exists()  # no record at all
     run.log({"step": 1, **STEP, "loss": math.nan})
@@ -312,11 +322,12 @@ def deaf_server():
             client.close()
 
 
+@pytest.fixture
 def answering_server():
     """For one request, in a thread. An error is an answer too."""
-    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)  # 501 to everything
-    threading.Thread(target=server.handle_request, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_port}"
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:  # 501 to everything
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def test_auto_without_a_key_is_offline_and_asks_nobody(clean_env):
@@ -325,8 +336,9 @@ def test_auto_without_a_key_is_offline_and_asks_nobody(clean_env):
 
 
 @pytest.mark.parametrize("where", ["environment", "netrc"])
-def test_auto_with_a_key_and_a_host_that_answers_is_online(clean_env, tmp_path, where):
-    url = answering_server()
+def test_auto_with_a_key_and_a_host_that_answers_is_online(clean_env, tmp_path, answering_server, where):
+    url = answering_server
+    clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", HANGS)
     clean_env.setenv("WANDB_BASE_URL", url)
     if where == "environment":
         clean_env.setenv("WANDB_API_KEY", "a" * 40)
@@ -343,21 +355,22 @@ def test_a_host_that_does_not_answer_is_given_up_within_the_limit(clean_env, req
     clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", 0.3)
     start = time.monotonic()
     assert choose_wandb_mode(WandbConfig())[0] == "offline"
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 60  # the deaf one would be called for two minutes, the silent one heard for ever
 
 
 def test_a_name_that_takes_for_ever_to_resolve_is_given_up(clean_env):
     clean_env.setenv("WANDB_API_KEY", "a" * 40)
+    end_of_test, resolved = threading.Event(), []
 
     def resolve(*args, **kwargs):
-        time.sleep(1)  # the caller gives up at 0.3 s, whatever this does
+        resolved.append(end_of_test.wait(60))
         raise socket.gaierror
 
     clean_env.setattr(socket, "getaddrinfo", resolve)
     clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", 0.3)
-    start = time.monotonic()
     assert choose_wandb_mode(WandbConfig())[0] == "offline"
-    assert time.monotonic() - start < 0.9
+    assert resolved == []  # it is still at it
+    end_of_test.set()
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -483,8 +496,8 @@ def test_where_an_online_run_cannot_begin_an_offline_one_does(clean_env, tmp_pat
 # --- wandb: whole runs, in processes of their own -------------------------------------------------------------------
 
 RUN = """
-import os, signal, subprocess, sys, time
-start = time.monotonic()
+import os, signal, sys, time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from training.metrics import Metrics
@@ -494,33 +507,36 @@ step = {"loss": 2.0, "bits_per_byte": 3.0, "lr": 1e-3, "grad_norm": 1.0, "ms": 1
 folder, first, kill_wandb = Path(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3
 run = Metrics(folder, 6, config={"model": {"n_layer": 4}}, wandb_config=WandbConfig(tags=["mine"]), broken="no_max",
               resume_step=first - 1 or None)
-print("started after", time.monotonic() - start, flush=True)
 for i in range(first, first + 3):
     if kill_wandb and i == first + 1:
-        for pid in subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # of a process that has ended meanwhile
+                pid, _, state_and_parent = file.read_text().partition(" (wandb-core) ")
+                if state_and_parent and int(state_and_parent.split()[1]) == os.getpid():
+                    os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.3)
     run.log({"step": i, **step, "loss": float("nan") if i == 2 else 2.0})
 run.sample(i, "once <upon>")
 run.picture()
 run.close(exit_code=3)
-print("closed at", time.time(), flush=True)
+print("closed", flush=True)
 """
 
 
 def run_with_wandb(folder, first=1, *extra, **env):
     keep = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and "proxy" not in k.lower()}
     own = {"NETRC": f"{folder}.netrc", "WANDB_CONFIG_DIR": f"{folder}.config"}  # not the settings of whoever runs this
+    own["WANDB__SERVICE_WAIT"] = str(HANGS)  # for its helper process to start; on a busy machine 30 s may pass
     done = subprocess.run(
         [sys.executable, "-c", RUN, folder, str(first), *extra],
         cwd=ROOT,
         env={**keep, **own, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
-    return f"{done.stdout}exited after {time.time() - float(re.search(r'closed at (.+)', done.stdout)[1])}"
+    return done.stdout
 
 
 def wandb_records(path):
@@ -547,32 +563,45 @@ def wandb_records(path):
     return records
 
 
+def requests_to(server: socket.socket) -> list[bytes]:
+    """What was sent to a server that takes connections and never answers, by those who have left since."""
+    server.setblocking(False)
+    found = []
+    with suppress(BlockingIOError):
+        while True:
+            with server.accept()[0] as client:
+                found.append(client.recv(65536))
+    return found
+
+
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory):
-    """Three steps, then three more of the same run resumed; a key is set and the network cut."""
+    """Three steps, then three more of the same run resumed; a key is set and the network cut. The folder, what the runs
+    printed, their records, and what the network was asked."""
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("runs") / "broken-run"
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections and never answers
         cut = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
         out = [run_with_wandb(folder, 1, **cut), run_with_wandb(folder, 4, WANDB_MODE="offline")]
+        asked = requests_to(server)
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    return folder, out, [wandb_records(path) for path in files]
+    return folder, out, [wandb_records(path) for path in files], asked
 
 
-def test_with_a_key_and_the_network_cut_training_starts_within_ten_seconds(offline_run):
-    _, (out, _), _ = offline_run
+def test_with_a_key_and_the_network_cut_a_run_is_offline(offline_run):
+    _, (out, _), _, _ = offline_run
     assert re.search(r"^wandb: offline \(no answer from http://127.0.0.1:\d+ within 2 s\)$", out, re.MULTILINE)
-    assert float(re.search(r"started after ([\d.]+)", out)[1]) < 10
 
 
-def test_the_end_is_not_held_up_by_the_cut_network(offline_run):
-    """wandb's reports on itself waited 10 s at exit for the host that never answers, in an offline run too."""
-    _, (out, _), _ = offline_run
-    assert float(re.search(r"exited after ([\d.]+)", out)[1]) < 5
+def test_a_cut_network_is_asked_once_and_holds_up_neither_the_beginning_nor_the_end(offline_run):
+    """wandb.init() waited 100 s for the host that never answers; and wandb's reports on itself waited 10 s for it at
+    exit, in an offline run too."""
+    *_, asked = offline_run
+    assert [request.split()[:2] for request in asked] == [[b"GET", b"/graphql"]]  # our own question, given up after 2 s
 
 
 def test_an_offline_run_holds_what_wandb_sync_sends(offline_run):
-    _, _, (records, _) = offline_run
+    _, _, (records, _), _ = offline_run
     run = next(r.run for r in records if r.WhichOneof("record_type") == "run")
     assert (run.project, run.display_name, sorted(run.tags)) == ("tilegpt", "broken-run", ["broken:no_max", "mine"])
     assert {item.key: json.loads(item.value_json) for item in run.config.update}["model"] == {"n_layer": 4}
@@ -593,7 +622,7 @@ def test_an_offline_run_holds_what_wandb_sync_sends(offline_run):
 
 
 def test_the_table_of_a_resumed_run_has_the_earlier_samples_too(offline_run):
-    folder, _, _ = offline_run
+    folder, *_ = offline_run
     pages = sorted(folder.glob("wandb/offline-run-*/files/media/html/samples*.html"), key=os.path.getmtime)
     rows = [re.findall(r"<td>(\d+)</td><td><pre>(.+?)</pre>", page.read_text()) for page in pages]
     third, sixth = (("3", "once &lt;upon&gt;"), ("6", "once &lt;upon&gt;"))
@@ -606,7 +635,7 @@ def test_the_table_has_the_newest_samples():
     assert re.findall(r"text (\d+)", page) == [str(step) for step in range(99, 49, -1)]
 
 
-def test_wandb_gets_so_many_pictures_and_the_last_one(tmp_path, monkeypatch):
+def test_wandb_gets_so_many_pictures_and_the_last_one(open_metrics, tmp_path, monkeypatch):
     """However often it is drawn: 600 steps and 20 pictures are one in 30 steps."""
     drawn = SimpleNamespace(savefig=lambda path, **_: path.touch())
     monkeypatch.setattr(metrics, "loss_figure", lambda *_: drawn)
@@ -621,26 +650,27 @@ def test_wandb_gets_so_many_pictures_and_the_last_one(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(offline_run):
-    folder, _, files = offline_run
+    folder, _, files, _ = offline_run
     ids = [next(r.run.run_id for r in records if r.WhichOneof("record_type") == "run") for records in files]
     assert ids == [(folder / "wandb_id.txt").read_text().strip()] * 2
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_wandb_sync_would_take_the_runs(offline_run):
-    folder, _, _ = offline_run
+    folder, *_ = offline_run
     runs = sorted(str(path) for path in folder.glob("wandb/offline-run-*"))
     done = subprocess.run(
         [sys.executable, "-m", "wandb", "sync", "--dry-run", *runs],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS,
         cwd=folder,
     )
     assert done.returncode == 0
     assert all(Path(run).name in done.stdout + done.stderr for run in runs)
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds wandb's process in /proc")
 def test_wandb_dying_costs_one_line_and_not_the_run(tmp_path):
     pytest.importorskip("wandb")
     out = run_with_wandb(tmp_path / "run", 1, "kill", WANDB_MODE="offline")

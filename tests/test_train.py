@@ -27,6 +27,7 @@ import training.step
 from data.loader import Loader, open_data, open_dataset, validation_batches
 from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
+from tests.processes import HANGS
 from tests.reference import assert_within_budget
 from training import checkpoint, config, metrics
 from training.machine import is_out_of_memory
@@ -162,7 +163,7 @@ def assert_same_end(run: Path, other: Path) -> None:
 def test_a_run_killed_at_37_and_resumed_from_30_is_the_run_of_60_steps_bit_for_bit(start, call, small, tmp_path):
     common = [*small, *SIXTY, *TWO_PASSES]
     process = start("-c", KILLED_AT_37, *common, f"runs={tmp_path}", "name=killed")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == -signal.SIGKILL, err
     assert checkpoint.last(tmp_path / "killed" / checkpoint.FOLDER).name == "step_000030"
     assert records(tmp_path / "killed")[-1]["step"] == 37
@@ -187,13 +188,14 @@ def signalled(start, small, tmp_path_factory):
         started[number] = start("train.py", *small, *ENDLESS, "steps=100000", f"runs={runs}", name)
     for number, process in started.items():
         lines = runs / number.name / "metrics.jsonl"
-        until = time.monotonic() + 120
-        while not (lines.exists() and lines.read_text().count("\n") >= 5) and time.monotonic() < until:
+        until = time.monotonic() + HANGS
+        while not (lines.exists() and lines.read_text().count("\n") >= 5) and process.poll() is None:
+            assert time.monotonic() < until
             time.sleep(0.01)
         process.send_signal(number)
     ended = {}
     for number, process in started.items():
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANGS)
         assert f"{number.name}: stopping after this step" in err
         ended[number] = (process.returncode, out, runs / number.name)
     return ended
@@ -381,7 +383,7 @@ config.run(sample.main, sample.Config, "sample")
 def test_where_there_is_no_triton_a_run_trains_and_samples(start, small, tmp_path):
     """As on Windows and on Apple's machines, for which triton is not made."""
     process = start("-c", WITHOUT_TRITON, f"runs={tmp_path}", *small, "steps=3", "name=x")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 0, err
     assert f"{tmp_path}/x/checkpoints/step_000003" in err  # sample.py names what it speaks from
 
@@ -401,7 +403,7 @@ def test_a_run_whose_reader_has_left_goes_on_to_its_end(start, small, tmp_path):
     process.stdout.readline()
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait(timeout=120) == 0, err
+    assert process.wait(HANGS) == 0, err
     assert len(losses(tmp_path / "x")) == 30
     assert checkpoint.last(tmp_path / "x" / checkpoint.FOLDER).name == "step_000030"
 
@@ -758,7 +760,7 @@ def test_the_command_line_itself_answers_a_mistake_with_one_line_and_no_tracebac
     }
     started = {command: start(*command) for command in commands}
     for command, process in started.items():
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANGS)
         assert (process.returncode, out, err) == (2, "", commands[command])
 
 
