@@ -446,7 +446,9 @@ def hear(run: Run) -> tuple[Sent, Numbers] | None:
     done = run.sent.popleft()
     numbers = done.report.numbers()
     seconds = done.report.seconds()
-    run.pace = seconds if run.pace is None else 0.9 * run.pace + 0.1 * seconds
+    if run.pace is None or seconds < run.pace / 2:  # a compilation has ended: the steps to come are like this one
+        run.pace = seconds
+    run.pace = 0.9 * run.pace + 0.1 * seconds
     if due(run, run.cfg.log_every, done.step) or numbers.stopped:
         run.metrics.log(step_record(run, done, numbers, seconds))
     if numbers.stopped:

@@ -351,6 +351,16 @@ def test_a_steps_time_is_all_that_passes_from_one_to_the_next_but_evaluations(ca
     assert [row["ms"] for row in rows] == [500.0, 1500.0, 500.0, 1500.0]
 
 
+def test_the_time_left_does_not_remember_a_compilation(call, small, tmp_path, monkeypatch):
+    """A first step of 5 s made 5,000 steps of 5 ms look like 7 hours, and like minutes after 30 of them."""
+    looks = iter([0.0, 100.0, 101.0, 102.0, 103.0])  # the beginning, and the ends of four steps
+    monkeypatch.setattr(training.step, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
+    monkeypatch.setattr(TrainStep, "restart_clock", lambda self: None)
+    assert call(train, *small, "steps=4", f"runs={tmp_path}", "name=x").code == 0
+    rows = [row for row in read_metrics(tmp_path / "x/metrics.jsonl") if "loss" in row]
+    assert [row["eta_s"] for row in rows] == [300.0, 2.0, 1.0, 0.0]
+
+
 # --- batches from a thread --------------------------------------------------------------------------------------------
 
 
