@@ -134,6 +134,24 @@ def test_a_bad_update_changes_no_weight_no_momentum_and_no_average(kind, factor)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_bad_update_is_left_out_where_the_fused_adamw_cannot_do_so(kind, monkeypatch):
+    """On Apple's GPUs it ignores found_inf, so every bad update was made, and every overflow in fp16."""
+    assert "mps" not in training.step.READS_FOUND_INF
+    monkeypatch.setattr(training.step, "READS_FOUND_INF", ())
+    trained = Trained(kind, averaged=True, scale=4.0)
+    for optimizer in trained.optimizers:
+        optimizer.found_inf = None
+    first = trained.everything()
+    trained.update()
+    before = trained.everything()
+    assert not same(first, before)
+    assert not trained.update(HUGE).stopped
+    assert same(trained.everything(), before)
+    assert trained.update(math.nan).stopped
+    assert same(trained.everything(), before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_what_is_sent_after_a_bad_update_changes_nothing_either(kind):
     """The host has not heard of it yet."""
     trained = Trained(kind, averaged=True)

@@ -32,6 +32,8 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from training.optimizer import average
 
+# Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
+READS_FOUND_INF = ("cpu", "cuda")
 AHEAD = {"cuda": 4}  # how many updates may be on their way before the host waits for the oldest; elsewhere none
 WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
 
@@ -166,10 +168,12 @@ class TrainStep:
             self.stopped |= ~(loss.isfinite() & (norm.isfinite() | (scale > 1)))
         self.left_out.copy_(self.stopped | ~norm.isfinite() if self.scaler.is_enabled() else self.stopped)
 
-        # The update. The optimizers read left_out on the device. We do not use scaler.step(): it waits for the device,
-        # and of two optimizers it would skip only the one with an infinite gradient.
-        for optimizer in self.optimizers:
-            optimizer.step()
+        # The update. The optimizers read left_out on the device; where they cannot, the host does, and waits for it.
+        # We do not use scaler.step(): it always waits, and of two optimizers it would skip only the one with an
+        # infinite gradient.
+        if self.device.type in READS_FOUND_INF or not self.left_out:
+            for optimizer in self.optimizers:
+                optimizer.step()
         if self.averaged is not self.model:
             average(self.averaged, self.model, self.average_weight * (1 - self.left_out))
         self.scaler.update()
