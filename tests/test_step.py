@@ -333,6 +333,24 @@ def test_a_run_that_hears_late_of_nan_searches_the_batches_of_its_step(stopped_a
     assert all(torch.equal(batch.x, again.next().x) for batch in batches)
 
 
+def test_a_broken_run_that_hears_late_of_nan_looks_at_what_one_that_hears_at_once_looks_at(
+    call, small, tmp_path, late, monkeypatch
+):
+    """Its dropout was the one after the updates that had been sent meanwhile, as many as the device was behind."""
+    for name in ("late", "at-once"):
+        plant(monkeypatch, at=7)
+        typed = ["steps=12", "break_it=no_max", "attention.dropout_p=0.1", f"runs={tmp_path}", f"name={name}"]
+        assert call(train, *small, *typed).code == 1
+        monkeypatch.undo()
+    late_rows, rows = (
+        [{key: x for key, x in row.items() if key not in TIMES} for row in read_metrics(run / "metrics.jsonl")]
+        for run in (tmp_path / "late-BROKEN-no_max", tmp_path / "at-once-BROKEN-no_max")
+    )
+    assert late_rows[-1]["step"] == 7
+    assert "o_error" in late_rows[-1]
+    assert str(late_rows) == str(rows)  # nan is not nan
+
+
 def test_a_run_that_hears_late_keeps_a_fault_that_shows_again(call, small, tmp_path, late):
     """A rate so large that the second step's attention is not finite; the batch that is kept is that step's."""
     rate = ["optimizer.lr=1e38", "optimizer.warmup_steps=0", "probe.every=100", "stop_on_nan=true"]
