@@ -874,6 +874,7 @@ def test_a_batch_that_no_memory_holds_is_one_line(call, small, tmp_path, batch_s
 def test_only_memory_that_is_missing_is_called_out_of_memory():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"))  # pinned memory
     assert not is_out_of_memory(RuntimeError("a bug"))
 
 

@@ -5,12 +5,13 @@
     report = train_step(batches, lr, average_weight)    enqueues the update with these batches
     report.numbers()                                    waits for it: loss, gradient norm, ...
 
-update() is the step. There are three ways to run it, and they compute the same:
+update() is the step. There are three ways to run it:
 
     eager      Python launches every operation
     compiled   torch.compile has fused the model's operations into fewer kernels
     recorded   the compiled step is recorded once, as a CUDA graph. The host then launches the whole step at once.
 
+Recorded and compiled steps compute the same bits. An eager one rounds elsewhere, and draws another model.dropout_p.
 A small model's operations take less time on a GPU than their launches from Python. Recorded, the GPU never waits.
 
 A bad update is never made, and no step waits to find out. The device itself looks at the loss and the gradient, and
@@ -213,7 +214,7 @@ class Report:
         return self.end.event is None or self.end.event.query()
 
     def numbers(self) -> Numbers:
-        """Waits for the update and returns its measurements. To be called before `ahead` further steps are enqueued."""
+        """Waits for the update and returns its measurements. At most `ahead` further steps may be enqueued before."""
         if self.end.event is not None:
             self.end.event.synchronize()
         loss, norm, scale, stopped = self.arrival.tolist()
