@@ -417,7 +417,7 @@ def loop(run: Run, signals: list[int]) -> int:
         while run.sent and (needs_all(run, signals) or must_hear(run)):
             if stopped := hear(run):
                 return stop(run, *stopped)
-        stopping = bool(signals)
+        stopping = bool(signals)  # one that comes after this line is answered after the next step
         if needs_all(run, signals) and not run.sent:
             between_steps(run, save_now=stopping)
             if stopping and run.step < cfg.steps:

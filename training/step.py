@@ -11,7 +11,7 @@ update() is the step. There are three ways to run it:
     compiled   torch.compile has fused the model's operations into fewer kernels
     recorded   the compiled step is recorded once, as a CUDA graph. The host then launches the whole step at once.
 
-Recorded and compiled steps compute the same bits. An eager one rounds elsewhere, and draws another model.dropout_p.
+Recorded and compiled steps compute the same bits. An eager one rounds elsewhere, and model.dropout_p drops others.
 A small model's operations take less time on a GPU than their launches from Python. Recorded, the GPU never waits.
 
 A bad update is never made, and no step waits to find out. The device itself looks at the loss and the gradient, and
