@@ -109,8 +109,8 @@ class Config:
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     dtype: str = "auto"  # auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16 (with loss scaling)
     # auto | false (plain PyTorch) | true (torch.compile) | graph (compiled, as one CUDA graph). graph records the whole
-    # step once and replays it, so that a small model does not wait for Python. auto: graph on a GPU where that is
-    # possible, else true; false with attention=tiled and on a CPU.
+    # step once and replays it, so that a small model does not wait for Python. auto: on a CUDA GPU graph where that is
+    # possible, else true; false with attention=tiled and on any other device.
     compile: str = "auto"
     stop_on_nan: bool = True  # stop before an update with NaN or infinity; false: train on and see what happens
 
@@ -395,7 +395,7 @@ class Sent(NamedTuple):
 
     step: int
     batches: Batch  # on the CPU, with an axis in front: the passes
-    rng: dict[str, torch.Tensor]  # the random state before it, for the probe
+    rng: dict[str, torch.Tensor]  # the random state before it, for the probe and for looks at a failure; else {}
     lr: float
     report: Report
 
@@ -417,7 +417,7 @@ def loop(run: Run, signals: list[int]) -> int:
         while run.sent and (needs_all(run, signals) or must_hear(run)):
             if stopped := hear(run):
                 return stop(run, *stopped)
-        stopping = bool(signals)
+        stopping = bool(signals)  # one that comes after this line is answered after the next step
         if needs_all(run, signals) and not run.sent:
             between_steps(run, save_now=stopping)
             if stopping and run.step < cfg.steps:
@@ -431,7 +431,7 @@ def send(run: Run) -> None:
     """Enqueues the next update."""
     cfg = run.cfg
     batches = run.batches.next()
-    rng = checkpoint.rng_state() if cfg.probe.every else {}
+    rng = checkpoint.rng_state() if cfg.probe.every or cfg.break_it.without else {}
     lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
     # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
     # the random initial weights.
@@ -464,6 +464,8 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
     """
     cfg = run.cfg
     run.step, run.val_loss = done.step, math.inf
+    if run.sent and (rng := run.sent[0].rng):  # as if the later updates had drawn nothing
+        checkpoint.set_rng_state(rng)
     run.sent.clear()
     if cfg.break_it.without:
         look_at_the_failure(run, list(done.batches.parts()))

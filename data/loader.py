@@ -8,6 +8,7 @@ would be wrong if the number of ranks or the batch size changes.
 
 import glob
 import hashlib
+import math
 import os
 import re
 from collections import deque
@@ -310,30 +311,35 @@ class Prefetch:
     """
 
     def __init__(self, loader: Loader, passes: int, slots: int, pinned: bool) -> None:
-        """slots: how many steps there is memory for, drawn ahead and not yet given back together."""
+        """slots: the number of steps that there is memory for: those drawn ahead and those not yet given back."""
         self.loader = loader
-        self.passes = passes
+        self.passes, self.slots, self.pinned = passes, slots, pinned
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.coming: deque[Future[tuple[Batch, dict[str, int | str]]]] = deque()
         self.state = loader.state_dict()  # after the batches of the last step that next() returned
-        shape = (passes, loader.batch_size, loader.context_length)
-
-        def memory(dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
-
-        numbered = loader.documents is not None
-        self.free = [
-            Batch(memory(torch.int64), memory(torch.int64), memory(torch.int32) if numbered else None)
-            for _ in range(slots)
-        ]
+        self.free: list[Batch] | None = None  # slots that are neither drawn ahead nor taken; None: none is made yet
 
     def next(self) -> Batch:
-        """The batches of the next step. Raises what drawing them raised. At least one slot must have been given back
-        or never taken."""
+        """The batches of the next step. At least one slot must have been given back or never taken.
+
+        Raises what drawing them raised. The first call makes the memory, and raises torch's error if there is too
+        little.
+        """
+        if self.free is None:
+            self.free = [self.slot() for _ in range(self.slots)]
         while self.free:
             self.coming.append(self.thread.submit(self.draw, self.free.pop()))
         step, self.state = self.coming.popleft().result()
         return step
+
+    def slot(self) -> Batch:
+        """Memory for the batches of a step, uninitialised."""
+        shape = (self.passes, self.loader.batch_size, self.loader.context_length)
+        if math.prod(shape) >= 2**60:
+            raise MemoryError("a step's batches take 2**63 bytes or more")  # torch would call it by other names
+        x, y = (torch.empty(shape, dtype=torch.int64, pin_memory=self.pinned) for _ in range(2))
+        numbered = self.loader.documents is not None
+        return Batch(x, y, torch.empty(shape, dtype=torch.int32, pin_memory=self.pinned) if numbered else None)
 
     def draw(self, slot: Batch) -> tuple[Batch, dict[str, int | str]]:
         """Fills the slot, in the thread. Returns it with the loader's state after it."""
@@ -343,6 +349,7 @@ class Prefetch:
 
     def give_back(self, step: Batch) -> None:
         """Frees the memory of a step that next() returned."""
+        assert self.free is not None, "next() makes the memory"
         self.free.append(step)
 
     def state_dict(self) -> dict[str, int | str]:

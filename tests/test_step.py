@@ -134,6 +134,24 @@ def test_a_bad_update_changes_no_weight_no_momentum_and_no_average(kind, factor)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_bad_update_is_left_out_where_the_fused_adamw_cannot_do_so(kind, monkeypatch):
+    """On Apple's GPUs it ignores found_inf, so every bad update was made, and every overflow in fp16."""
+    assert "mps" not in training.step.READS_FOUND_INF
+    monkeypatch.setattr(training.step, "READS_FOUND_INF", ())
+    trained = Trained(kind, averaged=True, scale=4.0)
+    for optimizer in trained.optimizers:
+        optimizer.found_inf = None
+    first = trained.everything()
+    trained.update()
+    before = trained.everything()
+    assert not same(first, before)
+    assert not trained.update(HUGE).stopped
+    assert same(trained.everything(), before)
+    assert trained.update(math.nan).stopped
+    assert same(trained.everything(), before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_what_is_sent_after_a_bad_update_changes_nothing_either(kind):
     """The host has not heard of it yet."""
     trained = Trained(kind, averaged=True)
@@ -313,6 +331,24 @@ def test_a_run_that_hears_late_of_nan_searches_the_batches_of_its_step(stopped_a
     again = deepcopy(run.batches.loader)
     again.position = 6 * again.batch_size * len(batches)
     assert all(torch.equal(batch.x, again.next().x) for batch in batches)
+
+
+def test_a_broken_run_that_hears_late_of_nan_looks_at_what_one_that_hears_at_once_looks_at(
+    call, small, tmp_path, late, monkeypatch
+):
+    """Its dropout was the one after the updates that had been sent meanwhile, as many as the device was behind."""
+    for name in ("late", "at-once"):
+        plant(monkeypatch, at=7)
+        typed = ["steps=12", "break_it=no_max", "attention.dropout_p=0.1", f"runs={tmp_path}", f"name={name}"]
+        assert call(train, *small, *typed).code == 1
+        monkeypatch.undo()
+    late_rows, rows = (
+        [{key: x for key, x in row.items() if key not in TIMES} for row in read_metrics(run / "metrics.jsonl")]
+        for run in (tmp_path / "late-BROKEN-no_max", tmp_path / "at-once-BROKEN-no_max")
+    )
+    assert late_rows[-1]["step"] == 7
+    assert "o_error" in late_rows[-1]
+    assert str(late_rows) == str(rows)  # nan is not nan
 
 
 def test_a_run_that_hears_late_keeps_a_fault_that_shows_again(call, small, tmp_path, late):

@@ -863,9 +863,18 @@ def test_out_of_memory_is_one_line_with_what_fits_and_learns_the_same(
     assert ended.err.endswith(f"{said}which learns the same\n")
 
 
+@pytest.mark.parametrize("batch_size", [10**12, 10**17, 10**20])
+def test_a_batch_that_no_memory_holds_is_one_line(call, small, tmp_path, batch_size):
+    """The memory of the batches is made once, and was made where no one caught the error."""
+    ended = call(train, *small, "tokens_per_step=null", f"batch_size={batch_size}", f"runs={tmp_path}")
+    assert ended.code == 2
+    assert f"train: out of memory with batch_size={batch_size} sequences of 32 tokens; use batch_size=" in ended.err
+
+
 def test_only_memory_that_is_missing_is_called_out_of_memory():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"))  # pinned memory
     assert not is_out_of_memory(RuntimeError("a bug"))
 
 

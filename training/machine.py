@@ -78,10 +78,10 @@ def keep_memory() -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of torch or Python means that memory ran out. On a CPU, torch raises a RuntimeError, and only
-    the text tells. (The system may also kill the process without a message.)"""
-    of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return of_memory or "DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error)
+    """Whether an error of torch or Python means that memory ran out. On a CPU, and for pinned memory, torch raises a
+    RuntimeError, and only the text tells. (The system may also kill the process without a message.)"""
+    texts = ("DefaultCPUAllocator", "can't allocate memory", "CUDA error: out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
 def pick_device(device: str) -> torch.device:

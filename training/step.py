@@ -5,12 +5,13 @@
     report = train_step(batches, lr, average_weight)    enqueues the update with these batches
     report.numbers()                                    waits for it: loss, gradient norm, ...
 
-update() is the step. There are three ways to run it, and they compute the same:
+update() is the step. There are three ways to run it:
 
     eager      Python launches every operation
     compiled   torch.compile has fused the model's operations into fewer kernels
     recorded   the compiled step is recorded once, as a CUDA graph. The host then launches the whole step at once.
 
+Recorded and compiled steps compute the same bits. An eager one rounds elsewhere, and model.dropout_p drops others.
 A small model's operations take less time on a GPU than their launches from Python. Recorded, the GPU never waits.
 
 A bad update is never made, and no step waits to find out. The device itself looks at the loss and the gradient, and
@@ -32,6 +33,8 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from training.optimizer import average
 
+# Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
+READS_FOUND_INF = ("cpu", "cuda")
 AHEAD = {"cuda": 4}  # how many updates may be on their way before the host waits for the oldest; elsewhere none
 WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
 
@@ -166,10 +169,12 @@ class TrainStep:
             self.stopped |= ~(loss.isfinite() & (norm.isfinite() | (scale > 1)))
         self.left_out.copy_(self.stopped | ~norm.isfinite() if self.scaler.is_enabled() else self.stopped)
 
-        # The update. The optimizers read left_out on the device. We do not use scaler.step(): it waits for the device,
-        # and of two optimizers it would skip only the one with an infinite gradient.
-        for optimizer in self.optimizers:
-            optimizer.step()
+        # The update. The optimizers read left_out on the device; where they cannot, the host does, and waits for it.
+        # We do not use scaler.step(): it always waits, and of two optimizers it would skip only the one with an
+        # infinite gradient.
+        if self.device.type in READS_FOUND_INF or not self.left_out:
+            for optimizer in self.optimizers:
+                optimizer.step()
         if self.averaged is not self.model:
             average(self.averaged, self.model, self.average_weight * (1 - self.left_out))
         self.scaler.update()
@@ -209,7 +214,7 @@ class Report:
         return self.end.event is None or self.end.event.query()
 
     def numbers(self) -> Numbers:
-        """Waits for the update and returns its measurements. To be called before `ahead` further steps are enqueued."""
+        """Waits for the update and returns its measurements. At most `ahead` further steps may be enqueued before."""
         if self.end.event is not None:
             self.end.event.synchronize()
         loss, norm, scale, stopped = self.arrival.tolist()
