@@ -414,7 +414,7 @@ def loop(run: Run, signals: list[int]) -> int:
         send(run)
         run.left = until - time.perf_counter()
         run.ending = run.step == cfg.steps or run.left <= 0
-        while run.sent and (needs_all(run, signals) or must_hear(run)):
+        while run.sent and (needs_all(run, signals) or time_to_hear(run)):
             if stopped := hear(run):
                 return stop(run, *stopped)
         stopping = bool(signals)  # one that comes after this line is answered after the next step
@@ -486,7 +486,7 @@ def failure_is_looked_at(run: Run) -> bool:
     return bool(run.cfg.break_it.without) and (run.acts is None or run.step in awake.LOOKS)
 
 
-def must_hear(run: Run) -> bool:
+def time_to_hear(run: Run) -> bool:
     """Whether the oldest update that was sent has been made, or the host is too far ahead of it."""
     return len(run.sent) > run.train_step.ahead or run.sent[0].report.arrived()
 

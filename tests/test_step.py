@@ -63,6 +63,18 @@ def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed,
         choose_way("graph", device, AttentionConfig(impl), GPTConfig(activation_checkpointing=recomputed))
 
 
+def test_a_step_that_cannot_be_recorded_is_one_line():
+    """Here because there is no CUDA; the run's first steps are compiled ones."""
+    trained = Trained("adamw")
+    trained.step.way = "recorded"
+    for _ in range(training.step.WARM_UP):
+        trained.update()
+    before = trained.everything()
+    with pytest.raises(ValueError, match=r"the step cannot be recorded as a CUDA graph \(.*\); use compile=true$"):
+        trained.update()
+    assert same(trained.everything(), before)
+
+
 def test_a_run_says_which_of_sdpas_kernels_runs(call, small, tmp_path):
     ended = call(train, *small, "steps=1", f"runs={tmp_path}", "attention=sdpa")
     assert "attention: sdpa, PyTorch's flash kernel (asked for: sdpa)" in ended.out

@@ -31,6 +31,7 @@ from torch import Tensor
 from data.loader import Batch
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
+from training.machine import is_out_of_memory
 from training.optimizer import average
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
@@ -140,11 +141,18 @@ class TrainStep:
         return report
 
     def record(self) -> None:
-        """Records update() as a CUDA graph. Computes nothing: the first replay is the step."""
+        """Records update() as a CUDA graph. Computes nothing: the first replay is the step. ValueError if something in
+        it cannot be recorded, such as a number that Python reads from the device."""
         assert self.batches is not None
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.update(self.batches)
+        try:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.update(self.batches)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            why = str(error).splitlines()[0]
+            raise ValueError(f"the step cannot be recorded as a CUDA graph ({why}); use compile=true") from error
 
     def update(self, batches: Batch) -> None:
         """The step: everything that the device does with the batches."""
