@@ -58,7 +58,7 @@ TABLE = [
      "            run.train_step.restart_clock()\n    return 0", "    return 0", "step"),
     # --- the loop ---
     ("evaluated before all updates are heard of",
-     "while run.sent and (needs_all(run, signals) or time_to_hear(run))", "while run.sent and time_to_hear(run)", "step"),
+     "run.sent and (needs_all(run, signals) or time_to_hear(run))", "run.sent and time_to_hear(run)", "step"),
     ("the step at which the run stopped is the last one sent", "run.step, run.val_loss = done.step, math.inf",
      "run.val_loss = math.inf", "step"),
     ("a late record is of the last step sent", '"step": done.step,', '"step": run.step,', "step"),
