@@ -247,6 +247,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     torch.set_float32_matmul_precision("high" if low else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     way, why = choose_way(cfg.compile, device, attention, cfg.model)
+    refuse_another_parent(cfg)
     accumulation = passes(cfg)
 
     # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
@@ -341,8 +342,8 @@ def check(cfg: Config) -> None:
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     choose_way(cfg.compile, device, attention, cfg.model)
-    passes(cfg)
     refuse_another_parent(cfg)
+    passes(cfg)
     cfg = copy.deepcopy(cfg)
     cfg.model.vocab_size = cfg.model.vocab_size or 1
     with torch.device("meta"):  # tensors here have a shape and no data

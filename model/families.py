@@ -46,6 +46,7 @@ LLAMA = {
     "norm": "model.norm",
     "head": "lm_head",
 }
+LAYERS = 1000  # the most of them: even without memory for weights, each takes some for its modules
 PLAIN_ROPE = ({"rope_theta": 0}, {"rope_theta": 0, "rope_type": "default"})  # whatever the base is
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # theirs: ours
 
@@ -86,13 +87,13 @@ def layout(config: GPTConfig) -> dict[str, list[Part]]:
     return found
 
 
-def number(theirs: dict, key: str, default: Any = None, kind: type = int) -> Any:
+def number(theirs: dict, key: str, default: Any = None, kind: type = int, most: int = 2**31) -> Any:
     """A number of config.json. ValueError if it is missing, of another type, or an absurd size."""
     value: Any = default if theirs.get(key) is None else theirs[key]
     if type(value) not in (int, kind):
         raise ValueError(f"config.json has {key}={value}, where a number must be")
-    if kind is int and not 1 <= value < 2**31:
-        raise ValueError(f"config.json has {key}={value}, which is outside 1 to 2**31")
+    if kind is int and not 1 <= value <= most:
+        raise ValueError(f"config.json has {key}={value}, which is outside 1 to {most:,}")
     return kind(value)
 
 
@@ -118,7 +119,7 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
             raise ValueError(f"config.json has activation_function={activation}; only {', '.join(GELU)} can be used")
         width = number(theirs, "n_embd")
         model = GPTConfig(
-            n_layer=number(theirs, "n_layer"),
+            n_layer=number(theirs, "n_layer", most=LAYERS),
             n_head=number(theirs, "n_head"),
             n_embd=width,
             context_length=number(theirs, "n_positions", theirs.get("n_ctx")),
@@ -138,7 +139,7 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
         width, heads = number(theirs, "hidden_size"), number(theirs, "num_attention_heads")
         refuse(theirs, head_dim=width // heads)
         model = GPTConfig(
-            n_layer=number(theirs, "num_hidden_layers"),
+            n_layer=number(theirs, "num_hidden_layers", most=LAYERS),
             n_head=heads,
             n_kv_head=number(theirs, "num_key_value_heads", heads),
             n_embd=width,

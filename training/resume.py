@@ -129,11 +129,10 @@ def open_parent(cfg: Any) -> checkpoint.Checkpoint | None:
     """The weights that a new run begins with; None without init_from=, or if the run is resumed.
 
     Sets cfg.model.vocab_multiple to the parent's, and cfg.init_from, if it names a run of ours, to the checkpoint's
-    path. Raises ValueError for what cannot be read and for keys that contradict the parent's.
+    path. Raises ValueError for what cannot be read.
     """
     if cfg.init_from is None or cfg.resume is not None:
         return None
-    refuse_another_parent(cfg)
     place = place_of(cfg)
     parent = exchange.read(place, cfg.init_from)
     cfg.model.vocab_multiple = parent.state["config"]["model"]["vocab_multiple"]
