@@ -283,11 +283,11 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
         model = content["model"]
         kind = model.get("type", "BPE")
         if kind != "BPE" or model.get("byte_fallback") or content.get("normalizer"):
-            what = kind if kind != "BPE" else "BPE with byte_fallback or a normalizer, as of sentencepiece"
+            what = repr(kind) if kind != "BPE" else "BPE with byte_fallback or a normalizer, as of sentencepiece"
             raise ValueError(f"it is {what}, and only byte-level BPE as of GPT-2 or Llama 3 can be used")
         for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
-                raise ValueError(f"{key}={model[key]} has no counterpart here")
+                raise ValueError(f"{key}={model[key]!r} has no counterpart here")
         special = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
         if END_OF_TEXT not in special:
             special = {END_OF_TEXT if token == end else name: token for name, token in special.items()}
@@ -306,7 +306,7 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
         check_merges(ranks, made, bool(model.get("ignore_merges")))
         pattern = pattern_of(content.get("pre_tokenizer")) if made else "(?s:.)"
         encoding = checked(f"bpe{len(ranks) + len(special)}", pattern, ranks, special)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = f"{type(error).__name__}: {error}" if type(error) is not ValueError else error
         raise ValueError(f"its tokenizer cannot be used ({why})") from error
     byte = byte_encoding()  # encode() knows it by its name

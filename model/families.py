@@ -11,6 +11,7 @@ Their rotary embedding turns the pairs (i, i + D/2), as ours. GPT-2's matrices i
 Llama's as ours, (out, in).
 """
 
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -87,11 +88,16 @@ def layout(config: GPTConfig) -> dict[str, list[Part]]:
     return found
 
 
+def said(value: Any) -> str:
+    """A stranger's value in a message: one short line, as config.json has it."""
+    return json.dumps(value)[:100]
+
+
 def number(theirs: dict, key: str, default: Any = None, kind: type = int, most: int = 2**31) -> Any:
     """A number of config.json. ValueError if it is missing, of another type, or an absurd size."""
     value: Any = default if theirs.get(key) is None else theirs[key]
     if type(value) not in (int, kind):
-        raise ValueError(f"config.json has {key}={value}, where a number must be")
+        raise ValueError(f"config.json has {key}={said(value)}, where a number must be")
     if kind is int and not 1 <= value <= most:
         raise ValueError(f"config.json has {key}={value}, which is outside 1 to {most:,}")
     return kind(value)
@@ -101,7 +107,9 @@ def refuse(theirs: dict, **usual: Any) -> None:
     """ValueError for a key whose value is not the usual one. null stands for the usual one."""
     for key, value in usual.items():
         if theirs.get(key) not in (None, value):
-            raise ValueError(f"config.json has {key}={theirs[key]}, which has no counterpart here; only {value} has")
+            raise ValueError(
+                f"config.json has {key}={said(theirs[key])}, which has no counterpart here; only {said(value)} has"
+            )
 
 
 def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
@@ -109,14 +117,16 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
     defaults. ValueError, with key and value, for what we cannot compute."""
     family = theirs.get("model_type")
     if family not in ("gpt2", "llama", "mistral"):
-        raise ValueError(f"config.json has model_type={family}; only gpt2, llama and mistral can be used")
+        raise ValueError(f"config.json has model_type={said(family)}; only gpt2, llama and mistral can be used")
     refuse(theirs, quantization_config=None, is_encoder_decoder=False, add_cross_attention=False)
     attention = AttentionConfig()
     if family == "gpt2":
         refuse(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
         activation = theirs.get("activation_function", "gelu_new")
         if activation not in GELU:
-            raise ValueError(f"config.json has activation_function={activation}; only {', '.join(GELU)} can be used")
+            raise ValueError(
+                f"config.json has activation_function={said(activation)}; only {', '.join(GELU)} can be used"
+            )
         width = number(theirs, "n_embd")
         model = GPTConfig(
             n_layer=number(theirs, "n_layer", most=LAYERS),
@@ -135,7 +145,7 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
         if rope is None:  # as transformers wrote it before version 5
             rope = {"rope_theta": number(theirs, "rope_theta", 10000.0, float)}
         if not isinstance(rope, dict) or {**rope, "rope_theta": 0} not in PLAIN_ROPE:
-            raise ValueError(f"config.json has rope_parameters={rope}; only rope_type=default can be used")
+            raise ValueError(f"config.json has rope_parameters={said(rope)}; only rope_type=default can be used")
         width, heads = number(theirs, "hidden_size"), number(theirs, "num_attention_heads")
         refuse(theirs, head_dim=width // heads)
         model = GPTConfig(

@@ -286,14 +286,19 @@ def test_the_token_that_ends_a_text_may_have_another_name(bpe):
         from_huggingface(content, None)
 
 
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"model": {"byte_fallback": True}}, "only byte-level BPE as of GPT-2 or Llama 3 can be used"),
-        ({"model": {"type": "Unigram"}}, "it is Unigram, and only byte-level BPE"),
+        ({"model": {"type": "Unigram"}}, "it is 'Unigram', and only byte-level BPE"),
         ({"normalizer": {"type": "NFC"}}, "only byte-level BPE"),
         ({"model": {"dropout": 0.1}}, "dropout=0.1 has no counterpart"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, '{"type": "Whitespace"} is none of those known'),
+        ({"pre_tokenizer": nested(900)}, "RecursionError"),
         ({"pre_tokenizer": {"type": "ByteLevel"}}, "is none of those known"),  # add_prefix_space=true by default
         ({"model": {"vocab": {"a": "x"}}}, "an id is no number"),
         ({"model": {"vocab": {"a": 0}}}, "KeyError"),
@@ -551,7 +556,7 @@ STRANGERS = {
     "an index that leads out": (index("../x.safetensors"), "names '../x.safetensors': only .safetensors in the same"),
     "an absolute index": (index("PARENT/x.safetensors"), "only .safetensors in the same folder are read"),
     "an index of a pickle": (index("x.bin"), "names 'x.bin'"),
-    "an index of nothing": (index("y.safetensors"), "has no file y.safetensors"),
+    "an index of nothing": (index("y.safetensors"), "has no file 'y.safetensors'"),
     "linked weights": (linked("model.safetensors"), "model.safetensors leads out of the folder, which is refused"),
     "a linked configuration": (linked("config.json"), "config.json leads out of the folder"),
     "a linked tokenizer": (linked("tokenizer.json"), "tokenizer.json leads out of the folder"),
@@ -563,27 +568,29 @@ STRANGERS = {
     "a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is JSON of another kind"),
     "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "is not UTF-8 at byte offset 0"),
     "another shape": (weights(lambda w: w.update({"transformer.wpe.weight": torch.ones(47, 32)})),
-                      "the tensor transformer.wpe.weight is (47, 32), config.json says (48, 32)"),
+                      "the tensor wpe.weight is (47, 32), config.json says (48, 32)"),
     "integers": (weights(lambda w: w.update({"transformer.wpe.weight": torch.ones(48, 32, dtype=torch.int32)})),
                  "is I32; only F32, BF16, F16 can be used"),
+    "a name of two lines": (weights(lambda w: w.update({"x\ny": torch.ones(1)})), "the tensor 'x\\ny' has no place"),
+    "a family of two lines": (edit("config.json", model_type="a\nb"), 'model_type="a\\nb"; only'),
     "a tensor too few": (weights(lambda w: w.pop("transformer.ln_f.bias")), "lacks the tensor ln_f.bias"),
-    "a tensor too many": (weights(lambda w: w.update(x=torch.ones(1))), "the tensor x has no place in the model"),
+    "a tensor too many": (weights(lambda w: w.update(x=torch.ones(1))), "the tensor 'x' has no place in the model"),
     "the same name twice": (weights(lambda w: w.update({"wpe.weight": torch.ones(48, 32)})), "a second time"),
     "NaN": (weights(lambda w: w["transformer.wpe.weight"][3].fill_(torch.nan)), "has NaN or infinity"),
     "more layers than fit": (edit("config.json", n_layer=10**9), "n_layer=1000000000, which is outside 1 to 1,000"),
     "a width beyond all": (edit("config.json", n_embd=2**31, n_head=1), "cannot be made"),
     "a width that is wrong": (edit("config.json", n_embd=64), "config.json says"),
-    "a width of text": (edit("config.json", n_embd="32"), "n_embd=32, where a number must be"),
-    "no width": (edit("config.json", n_embd=None), "n_embd=None, where a number must be"),
+    "a width of text": (edit("config.json", n_embd="32"), 'n_embd="32", where a number must be'),
+    "no width": (edit("config.json", n_embd=None), "n_embd=null, where a number must be"),
     "few symbols": (edit("config.json", vocab_size=200), "the tokenizer has 300 tokens, config.json has vocab_size=2"),
-    "another family": (edit("config.json", model_type="bert"), "model_type=bert; only gpt2, llama and mistral"),
-    "code of its own": (edit("config.json", model_type="mine", auto_map={"AutoModel": "m.M"}), "model_type=mine"),
-    "another activation": (edit("config.json", activation_function="relu"), "activation_function=relu; only gelu_new"),
+    "another family": (edit("config.json", model_type="bert"), 'model_type="bert"; only gpt2, llama and mistral'),
+    "code of its own": (edit("config.json", model_type="mine", auto_map={"AutoModel": "m.M"}), 'model_type="mine"'),
+    "another activation": (edit("config.json", activation_function="relu"), 'activation_function="relu"; only gelu'),
     "scores by layer": (edit("config.json", scale_attn_by_inverse_layer_idx=True),
-                        "scale_attn_by_inverse_layer_idx=True, which has no counterpart"),
-    "upcast": (edit("config.json", reorder_and_upcast_attn=True), "reorder_and_upcast_attn=True"),
-    "cross attention": (edit("config.json", add_cross_attention=True), "add_cross_attention=True"),
-    "quantized": (edit("config.json", quantization_config={"bits": 4}), "quantization_config={'bits': 4}"),
+                        "scale_attn_by_inverse_layer_idx=true, which has no counterpart"),
+    "upcast": (edit("config.json", reorder_and_upcast_attn=True), "reorder_and_upcast_attn=true"),
+    "cross attention": (edit("config.json", add_cross_attention=True), "add_cross_attention=true"),
+    "quantized": (edit("config.json", quantization_config={"bits": 4}), 'quantization_config={"bits": 4}'),
 }  # fmt: skip
 
 
@@ -602,12 +609,12 @@ def test_a_strangers_folder_is_refused_in_one_line(stranger, folder, tmp_path, m
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5}, "rope_parameters={'rope_type': 'llama3'"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5}, 'rope_parameters={"rope_type": "llama3"'),
         ("rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, "only rope_type=default"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling={'type': 'linear', 'factor': 2.0}"),
-        ("attention_bias", True, "attention_bias=True, which has no counterpart"),
-        ("mlp_bias", True, "mlp_bias=True"),
-        ("hidden_act", "gelu", "hidden_act=gelu"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, 'rope_scaling={"type": "linear", "factor": 2.0}'),
+        ("attention_bias", True, "attention_bias=true, which has no counterpart"),
+        ("mlp_bias", True, "mlp_bias=true"),
+        ("hidden_act", "gelu", 'hidden_act="gelu"'),
         ("head_dim", 16, "head_dim=16, which has no counterpart here; only 8 has"),
     ],
 )
@@ -697,6 +704,7 @@ def test_without_a_network_the_message_says_where_the_file_belongs(call, tmp_pat
     ended = call(sample, "init_from=some/model", "device=cpu")
     assert ended.code == 2
     line = ended.err.splitlines()[-1]
+    assert line.startswith("sample: init_from=some/model is no run in runs and no folder, and http://127.0.0.1:9/")
     assert "http://127.0.0.1:9/some/model/resolve/main/config.json cannot be downloaded: ConnectionError" in line
     assert line.endswith(f"or put the file at {tmp_path}/data/cache/hub/some/model/config.json yourself")
 

@@ -79,7 +79,10 @@ def find(source: str, runs: Path, cache: Path) -> Path:
     if not HUB_NAME.fullmatch(source) or ".." in source:
         raise ValueError(f"init_from={source}: there is no such folder, and no name on Hugging Face is like that")
     folder = cache / "hub" / source
-    fetch(source, folder, CONFIG, LIMIT[CONFIG])
+    try:
+        fetch(source, folder, CONFIG, LIMIT[CONFIG])
+    except ValueError as error:
+        raise ValueError(f"init_from={source} is no run in {runs} and no folder, and {error}") from error
     return folder
 
 
@@ -116,7 +119,7 @@ def describe(place: Path) -> dict[str, dict]:
     if not (place / CONFIG).exists():
         theirs = checkpoint.load_state(place)["config"]
         return {key: theirs[key] for key in ("model", "attention", "break_it")}
-    model, attention = configuration(read_json(place, CONFIG))
+    model, attention = understood(place, read_json(place, CONFIG))
     model.vocab_size = None
     return {"model": asdict(model), "attention": asdict(attention), "break_it": asdict(BreakIt())}
 
@@ -132,8 +135,8 @@ def read(place: Path, source: str) -> checkpoint.Checkpoint:
     if not Path(os.path.expanduser(source)).exists():
         fetch_the_rest(source, place)
     theirs = read_json(place, CONFIG)
+    ours, attention = understood(place, theirs)
     try:
-        ours, attention = configuration(theirs)
         encoding = from_huggingface(read_tokenizer(place), token(theirs, "eos_token_id"))
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
@@ -155,6 +158,14 @@ def read(place: Path, source: str) -> checkpoint.Checkpoint:
     return checkpoint.Checkpoint(place, 0, model, state, to_json(encoding))
 
 
+def understood(place: Path, theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
+    """configuration(theirs). Its ValueError names the folder."""
+    try:
+        return configuration(theirs)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
 def token(theirs: dict, key: str) -> int | None:
     """A token's id in config.json; of a list the first."""
     value = theirs.get(key)
@@ -170,7 +181,7 @@ def inside(folder: Path, name: str) -> Path:
     if Path(name).name != name or not file.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{folder}: {name} leads out of the folder, which is refused; put the file itself there")
     if not file.is_file():
-        raise ValueError(f"{folder} has no file {name}: it is not complete")
+        raise ValueError(f"{folder} has no file {name!r}: it is not complete")
     return file
 
 
@@ -242,7 +253,8 @@ def open_file(file: Path) -> Any:
     try:
         return safe_open(file, "pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): it is damaged; download or copy it again") from error
+        why = " ".join(str(error).split())[:200]  # it may have a name in it, which may have anything
+        raise ValueError(f"{file} cannot be read ({why}): it is damaged; download or copy it again") from error
 
 
 def headers(place: Path, stack: ExitStack) -> dict[str, tuple[Any, str]]:
@@ -252,7 +264,7 @@ def headers(place: Path, stack: ExitStack) -> dict[str, tuple[Any, str]]:
         opened = stack.enter_context(open_file(file))
         for full in opened.keys():  # noqa: SIM118 (it is no dictionary)
             if strip(full) in found:
-                raise ValueError(f"{file} has the tensor {full} a second time: the folder is damaged")
+                raise ValueError(f"{file} has the tensor {full!r} a second time: the folder is damaged")
             found[strip(full)] = (opened, full)
     return found
 
@@ -272,13 +284,13 @@ def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -
         opened, full = found[name]
         there = opened.get_slice(full)
         if tuple(there.get_shape()) != shape:
-            raise ValueError(f"{place}: the tensor {full} is {tuple(there.get_shape())}, {CONFIG} says {shape}")
+            raise ValueError(f"{place}: the tensor {name} is {tuple(there.get_shape())}, {CONFIG} says {shape}")
         if there.get_dtype() not in DTYPES:
-            raise ValueError(f"{place}: the tensor {full} is {there.get_dtype()}; only {', '.join(DTYPES)} can be used")
+            raise ValueError(f"{place}: the tensor {name} is {there.get_dtype()}; only {', '.join(DTYPES)} can be used")
     tied = {"lm_head.weight"} if theirs.tie_head else set()
     for name in sorted(found.keys() - shapes.keys() - tied):
         if not NO_WEIGHTS.search(name):
-            raise ValueError(f"{place}: the tensor {name} has no place in the model that {CONFIG} describes")
+            raise ValueError(f"{place}: the tensor {name!r} has no place in the model that {CONFIG} describes")
     return wanted
 
 
