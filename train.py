@@ -99,8 +99,8 @@ class Config:
     # resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path. The run takes its
     # configuration from the checkpoint. Keys on the command line override it.
     resume: str | None = None
-    # weights to begin a new run with: a name on Hugging Face (gpt2), a folder of safetensors, or a run of ours. The
-    # model and the tokenizer are then those of the weights.
+    # weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run. The model and the tokenizer are
+    # then those of the weights.
     init_from: str | None = None
     seed: int = 1337  # random seed for the initial weights, the order of the data, dropout and samples
 

@@ -33,6 +33,7 @@ from data.tokenizer import (
     to_huggingface,
     train_bpe,
 )
+from lab.runs import model_of_run
 from model.attention import AttentionConfig
 from model.families import configuration
 from model.gpt import GPT, GPTConfig
@@ -394,6 +395,15 @@ def test_a_child_is_resumed_bit_for_bit_without_its_parent(begin, folder, tmp_pa
     whole, again = (checkpoint.load(tmp_path / f"runs/{name}/checkpoints/step_000004") for name in ("whole", "again"))
     assert all(torch.equal(weight, again.model[key]) for key, weight in whole.model.items())
     assert again.state["config"]["init_from"] == str(folder)
+
+
+def test_breakit_can_train_on_the_text_of_a_child(begin, folder, tmp_path):
+    """Its short trainings have no parent, so they take the prepared text, with the tokenizer beside it."""
+    assert begin(f"init_from={folder}", "steps=1", "name=child").code == 0
+    model = model_of_run("child", tmp_path / "runs", torch.device("cpu"))
+    again = open_data(model.data, model.tokenizer)
+    assert again.val[:].tolist() == model.dataset.val[:].tolist()
+    assert again.encoding.n_vocab == V
 
 
 @pytest.mark.parametrize(
