@@ -708,6 +708,16 @@ def test_a_name_is_downloaded_once(sharded, serve, theirs, folder, call, tmp_pat
     assert len(server.asked) == asked
 
 
+def test_a_name_without_safetensors_is_refused(serve, folder, call, tmp_path, monkeypatch):  # noqa: F811
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    monkeypatch.setenv("HF_ENDPOINT", serve(hub(folder)).url.removesuffix("/folder"))
+    monkeypatch.chdir(tmp_path)
+    ended = call(sample, "init_from=some/model", "device=cpu")
+    assert ended.code == 2
+    assert "some/model has no model.safetensors, only pickles perhaps, which are not read" in ended.err.splitlines()[-1]
+    assert "the server answers 404" in ended.err.splitlines()[-1]
+
+
 def test_without_a_network_the_message_says_where_the_file_belongs(call, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)

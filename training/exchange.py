@@ -105,7 +105,11 @@ def fetch_the_rest(name: str, folder: Path) -> None:
             fetch(name, folder, WEIGHTS, MOST, open_file)
             return
         except NotThere:
+            pass
+        try:
             fetch(name, folder, INDEX, OTHERS)
+        except NotThere as error:
+            raise ValueError(f"{name} has no {WEIGHTS}, only pickles perhaps, which are not read: {error}") from error
     for file in shards(folder):
         fetch(name, folder, file, MOST, open_file)
 
