@@ -147,6 +147,15 @@ def test_weights_in_several_files_are_read(theirs, folder, tmp_path):
     assert same_weights(tmp_path / "sharded", folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_16_bits_are_read_as_float32(dtype, folder):
+    whole = exchange.read(folder, "").model
+    weights(lambda w: w.update({name: tensor.to(dtype) for name, tensor in w.items()}))(folder)
+    for name, weight in exchange.read(folder, "").model.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, whole[name].to(dtype).float())
+
+
 def test_the_older_layout_is_read(theirs, folder):
     """GPT-2's own file has names without `transformer.`, and masks among the weights; its tokenizer was two files."""
     weights = safetensors.torch.load_file(folder / "model.safetensors")
