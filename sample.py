@@ -5,6 +5,8 @@
     python sample.py run=NAME prompt_file=start.txt       a long prompt
     python sample.py run=NAME temperature=0 top_p=0.9 top_k=50 max_new_tokens=1000
     python sample.py run=NAME checkpoint=last impl=naive
+    python sample.py init_from=gpt2                       from a model of Hugging Face, or a folder of safetensors
+    python sample.py run=NAME export=FOLDER               writes the model for transformers, instead of text
 
 The checkpoint holds the model, the tokenizer and the attention settings. The training data is not needed.
 """
@@ -17,15 +19,16 @@ if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
+from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, encode, from_json
 from model.attention import AttentionConfig
 from model.generate import Sampler, generate
-from training import checkpoint, config
+from training import checkpoint, config, exchange
 from training.machine import pick_device
 from training.metrics import printable, stamp
 
@@ -37,6 +40,9 @@ class Config:
     run: str = "latest"  # name or folder of the run; latest: the run with the newest checkpoint
     checkpoint: str = "best"  # best (lowest validation loss) | last | a name like step_000100 | a path
     runs: str = "runs"  # folder of all runs
+    # weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors
+    init_from: str | None = None
+    export: str | None = None  # folder to write the model into, as transformers loads it; None: write text
     prompt: str = ""  # text to continue; empty: start a new document
     prompt_file: str | None = None  # UTF-8 file with the prompt; None: use prompt=
     num_samples: int = 1  # number of samples, each with its own seed
@@ -54,6 +60,15 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.prompt and self.prompt_file is not None:
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
+        if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
+            raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
+        for name in ("init_from", "export"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name}= is empty; give it a value or leave it out")
+        weights = ("run", "checkpoint", "runs", "init_from", "export")
+        unused = [f.name for f in fields(self) if f.name not in weights and getattr(self, f.name) != f.default]
+        if self.export is not None and unused:
+            raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
         Sampler(self.temperature, self.top_k, self.top_p)  # checks these three before the first job of a sweep starts
@@ -64,7 +79,11 @@ def main(cfg: Config) -> None:
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     text = cfg.prompt if cfg.prompt_file is None else read_prompt(cfg.prompt_file)
     device = pick_device(cfg.device)
-    trained = checkpoint.load(find(cfg))
+    trained = exchange.read(find(cfg), cfg.init_from or "")
+    if cfg.export is not None:
+        architecture = exchange.export(trained, Path(cfg.export))
+        print(f"{trained.path} is in {cfg.export} as {architecture}", file=sys.stderr)
+        return
     encoding = from_json(trained.tokenizer)
 
     attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
@@ -80,7 +99,7 @@ def main(cfg: Config) -> None:
 
     # As in training, a document begins after an end-of-text token.
     end = encoding.encode_single_token(END_OF_TEXT)
-    prompt = [end, *encode(encoding, text).tolist()]
+    prompt = [trained.state.get("begin", end), *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
         print(f"prompt: {len(prompt) - 1} tokens from {cfg.prompt_file}", file=sys.stderr)
     if len(prompt) > (context := trained.state["config"]["model"]["context_length"]):
@@ -110,7 +129,9 @@ def read_prompt(path: str) -> str:
 
 
 def find(cfg: Config) -> Path:
-    """The folder of the checkpoint that run= and checkpoint= name. ValueError if there is none."""
+    """The folder of the weights that init_from=, or run= and checkpoint=, name. ValueError if there is none."""
+    if cfg.init_from is not None:
+        return exchange.find(cfg.init_from, Path(cfg.runs), Path(DataConfig.cache))
     if cfg.checkpoint == "best":
         return checkpoint.find_best(cfg.run, Path(cfg.runs))
     named = Path(cfg.checkpoint)

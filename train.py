@@ -8,6 +8,7 @@
     python train.py experiment=shakespeare                             a recipe with a known result
     python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
     python train.py resume=auto                                        continue the last run
+    python train.py init_from=gpt2 data=text data.path=FILE            begin with the weights of GPT-2, or of a run
     python train.py --help                                             every key, its value and its meaning
 
 A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
@@ -56,7 +57,20 @@ from training.machine import (
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig, reading, record, search
-from training.resume import again, changed, config_of, edits, make_room, open_checkpoint, restore, resumed_config
+from training.resume import (
+    again,
+    changed,
+    config_of,
+    edits,
+    make_room,
+    open_checkpoint,
+    open_parent,
+    refuse_another_parent,
+    refuse_another_tokenizer,
+    restore,
+    resumed_config,
+    tokenizer_of,
+)
 from training.step import Numbers, Report, TrainStep, choose_way
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
@@ -85,6 +99,9 @@ class Config:
     # resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path. The run takes its
     # configuration from the checkpoint. Keys on the command line override it.
     resume: str | None = None
+    # weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run. The model and the tokenizer are
+    # then those of the weights.
+    init_from: str | None = None
     seed: int = 1337  # random seed for the initial weights, the order of the data, dropout and samples
 
     steps: int = 700  # number of training steps (updates of the weights)
@@ -118,7 +135,7 @@ class Config:
         for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("name", "runs", "resume"):
+        for name in ("name", "runs", "resume", "init_from"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name}= is empty; give it a value or leave it out")
         # Windows and wandb refuse these characters, and Unix refuses /. Windows drops a dot or a space at the end. A
@@ -230,15 +247,17 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     torch.set_float32_matmul_precision("high" if low else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     way, why = choose_way(cfg.compile, device, attention, cfg.model)
+    refuse_another_parent(cfg)
     accumulation = passes(cfg)
 
     # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
     broken = cfg.break_it.label
     cfg.name = cfg.name and broken_name(cfg.name, broken)
-    resumed = open_checkpoint(cfg)
+    resumed, parent = open_checkpoint(cfg), open_parent(cfg)
 
     # Data. It is prepared at first use and cached.
-    dataset = open_data(cfg.data, cfg.tokenizer)
+    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent))
+    refuse_another_tokenizer(cfg, parent, dataset.encoding)
     if cfg.data.source == "text" and cfg.data.path == "-":
         cfg.data.path = str(dataset.folder)  # a resumed run cannot read the same standard input again
     n_vocab = dataset.encoding.n_vocab
@@ -259,6 +278,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
     model = make_model(cfg, attention, device)
+    if parent:
+        model.load_state_dict(parent.model)
     averaged = copy.deepcopy(model) if cfg.ema_decay else model
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are smaller than 6e-8, the smallest number in fp16. The scaler therefore multiplies the loss by a
@@ -298,7 +319,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
         metrics.say(unread)
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
-    introduce(run, resumed, way if way == "recorded" else f"{way} ({why})")
+    introduce(run, resumed, parent, way if way == "recorded" else f"{way} ({why})")
     return run
 
 
@@ -321,6 +342,7 @@ def check(cfg: Config) -> None:
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     choose_way(cfg.compile, device, attention, cfg.model)
+    refuse_another_parent(cfg)
     passes(cfg)
     cfg = copy.deepcopy(cfg)
     cfg.model.vocab_size = cfg.model.vocab_size or 1
@@ -348,11 +370,15 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
     return next(name for name in names if not (Path(cfg.runs) / name).exists())
 
 
-def introduce(run: Run, resumed: checkpoint.Checkpoint | None, way: str) -> None:
+def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, way: str) -> None:
     """Prints the first lines of a run: folder, versions, device, attention, model and data. way: how a step is run."""
     cfg, model, dataset, say = run.cfg, run.model, run.dataset, run.metrics.say
     attention, broken = model.attention_config, cfg.break_it.label
     say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
+    if cfg.init_from:
+        say(f"begun with the weights of {cfg.init_from}")
+    if parent and parent.state["broken"]:
+        say(f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose")
     if resumed and (changes := changed(config_of(resumed, Config), asdict(cfg))):
         say(f"changed since the checkpoint: {', '.join(changes)}")
     validated = resumed and resumed.state.get("validation")  # older checkpoints do not have it

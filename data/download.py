@@ -1,4 +1,4 @@
-"""Downloads tinyshakespeare, and modded-nanogpt's shards of FineWeb as GPT-2 tokens.
+"""Downloads tinyshakespeare, modded-nanogpt's shards of FineWeb as GPT-2 tokens, and models of Hugging Face.
 
 A file gets its final name only when it is complete and checked. An interrupted download continues where it stopped, in
 this run or the next: its bytes are kept in NAME.part, which nothing else opens.
@@ -39,6 +39,10 @@ CHUNK = 1 << 14  # bytes per read; at most so much is lost when a connection bre
 UNKNOWN = -1  # length of a file
 
 Check = Callable[[Path], object]  # raises ValueError for a wrong file
+
+
+class NotThere(ValueError):
+    """The server does not have the file."""
 
 
 def shakespeare(cache: Path, url: str | None) -> Path:
@@ -133,7 +137,8 @@ def complete(
                 raise ValueError(by_hand(url, file, sha256, str(error) if own else type(error).__name__)) from error
         except ValueError as error:  # another attempt would fail too
             part.unlink(missing_ok=True)
-            raise ValueError(by_hand(url, file, sha256, str(error))) from error
+            kind = NotThere if isinstance(error, NotThere) else ValueError
+            raise kind(by_hand(url, file, sha256, str(error))) from error
         stopped.wait(PAUSE * 2**idle)
 
 
@@ -203,7 +208,8 @@ def ask(url: str, offset: int) -> tuple[requests.Response, dict[str, str]]:
         elif response.status_code in (408, 429) or response.status_code >= 500:
             raise requests.HTTPError(f"the server answers {response.status_code} {response.reason}")
         else:
-            raise ValueError(f"the server answers {response.status_code} {response.reason}")
+            kind = NotThere if response.status_code == 404 else ValueError
+            raise kind(f"the server answers {response.status_code} {response.reason}")
     raise ValueError(f"it is redirected more than {REDIRECTS} times")
 
 

@@ -75,9 +75,9 @@ class Batch(NamedTuple):
         return self
 
 
-def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
+def open_data(data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None = None) -> Dataset:
     """Opens the data that the configuration names. Prepares or downloads it at first use. Raises ValueError, one line,
-    for every mistake that the user can correct."""
+    for every mistake that the user can correct. kept: the tokenizer with which tokenizer=kept prepares a text."""
     match data.source:
         case "bin":
             check(data)
@@ -90,7 +90,7 @@ def open_data(data: DataConfig, tokenizer: TokenizerConfig) -> Dataset:
             files = fineweb(Path(data.cache), data.url, data.shards)
             return open_shards(files, tokenizer, data.val_fraction, "delete it, and it will be downloaded again")
         case _:
-            return open_dataset(prepare(data, tokenizer))
+            return open_dataset(prepare(data, tokenizer, kept))
 
 
 def open_dataset(folder: Path) -> Dataset:

@@ -100,9 +100,11 @@ class Piece(NamedTuple):
     text: bytes
 
 
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False) -> Path:
+def prepare(
+    data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None = None, *, quiet: bool = False
+) -> Path:
     """Returns the folder of token files for this text and tokenizer, and makes it if it is missing. data.path may be
-    such a folder: a resumed run that had read standard input uses it.
+    such a folder: a resumed run that had read standard input uses it. kept: the tokenizer for tokenizer=kept.
 
     Every call reads and hashes the whole text, about a second per GB, to detect edited files. Several processes may
     call this at once: one does the work and the others wait. Raises ValueError, one line, for every mistake that the
@@ -112,15 +114,15 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     assert data.source in PREPARED, "token files are opened by open_data()"
     named = Path(os.path.expanduser(data.path or ""))
     if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
-        if made[1] != label_of(tokenizer):
-            raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label_of(tokenizer)}: use that one")
+        if made[1] != (label := label_of(tokenizer, kept)):
+            raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label}: use that one")
         if data.field != DataConfig.field:
             raise ValueError(f"{named} has tokens and no fields: leave out data.field={data.field}")
         return named
     started = time.perf_counter()
     corpus = scan(data)
     cache = Path(data.cache)
-    folder = cache / folder_name(data, tokenizer, corpus)
+    folder = cache / folder_name(data, label_of(tokenizer, kept), corpus)
     if folder.exists():
         if not quiet and (corpus.not_text or corpus.others):
             print(f"data: {folder}{left_out(corpus)}", file=sys.stderr)
@@ -139,7 +141,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
         temporary = cache / f"{folder.name}.tmp"
         try:
             with writing_to(cache):
-                manifest = fill(temporary, corpus, data, tokenizer, quiet)
+                manifest = fill(temporary, corpus, data, tokenizer, kept, quiet)
                 temporary.rename(folder)  # now the folder is complete, and other processes may open it
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # it is still there only after an error
@@ -155,12 +157,19 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, quiet: bool = False
     return folder
 
 
-def fill(temporary: Path, corpus: Corpus, data: DataConfig, tokenizer: TokenizerConfig, quiet: bool) -> dict[str, Any]:
+def fill(
+    temporary: Path,
+    corpus: Corpus,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    kept: tiktoken.Encoding | None,
+    quiet: bool,
+) -> dict[str, Any]:
     """Makes the folder `temporary` with all its files, flushed to the disk. Returns its manifest."""
     split(corpus, data.val_fraction)
     with progress_bar(quiet) as progress:
         # Only training text: a tokenizer that has seen the validation text would make its bits per byte too low.
-        encoding = build(tokenizer, training_text(corpus, progress))
+        encoding = kept if kept and tokenizer.kind == "kept" else build(tokenizer, training_text(corpus, progress))
         temporary.mkdir()
         counts = write(temporary, corpus, encoding, progress)
     manifest: dict[str, Any] = {
@@ -284,14 +293,15 @@ def left_out(corpus: Corpus) -> str:
     return f" (left out: {', '.join(parts)})" if parts else ""
 
 
-def label_of(tokenizer: TokenizerConfig) -> str:
-    """The tokenizer in a folder's name: byte, gpt2, bpe4096."""
+def label_of(tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None) -> str:
+    """The tokenizer in a folder's name: byte, gpt2, bpe4096; for kept a part of its hash."""
+    if kept and tokenizer.kind == "kept":
+        return f"kept_{hashlib.sha256(to_json(kept).encode()).hexdigest()[:8]}"
     return f"bpe{tokenizer.vocab_size or BPE_SYMBOLS}" if tokenizer.kind == "bpe" else tokenizer.kind
 
 
-def folder_name(data: DataConfig, tokenizer: TokenizerConfig, corpus: Corpus) -> str:
+def folder_name(data: DataConfig, label: str, corpus: Corpus) -> str:
     """A name that is the same if and only if the token files are the same. So cached folders never become outdated."""
-    label = label_of(tokenizer)
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split != REPEATED].tobytes())
     return f"{data.source}-{label}-{digest.hexdigest()[:12]}"

@@ -5,10 +5,12 @@
     bpe    Byte-pair encoding learned from your own text (rustbpe; 12 MB take about a second), `vocab_size` tokens.
     gpt2   GPT-2's 50,257 tokens, which tiktoken downloads once.
 
-Token files of your own (data=bin) may have a fourth, in a tokenizer.json beside them: tokenizer=kept.
+Token files of your own (data=bin) may have a fourth, in a tokenizer.json beside them: tokenizer=kept. A run with
+init_from= keeps the tokenizer of the weights.
 
 A tokenizer is saved as JSON beside the token files and in each checkpoint. A pickle would take less code, but loading
-one runs the code in it, and people share checkpoints.
+one runs the code in it, and people share checkpoints. Hugging Face's tokenizer.json is another format:
+from_huggingface() and to_huggingface() translate it.
 """
 
 import base64
@@ -18,14 +20,19 @@ import json
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import rustbpe
 import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
 END_OF_TEXT = "<|endoftext|>"
 BPE_SYMBOLS = 4096  # vocabulary size of tokenizer=bpe if tokenizer.vocab_size is None
 MOST_IDS = 1 << 24  # maximum size of a vocabulary; the largest in use are 64 times smaller
+LONGEST = 1000  # bytes of a token in another program's file; GPT-2's longest has 128
 DOWNLOAD_SECONDS = 30  # time limit for GPT-2's two files, 1.5 MB together
 GPT2_URLS = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
@@ -186,19 +193,193 @@ def from_json(text: str | bytes) -> tiktoken.Encoding:
     try:
         content = json.loads(text)
         ranks = {base64.b64decode(token, validate=True): rank for token, rank in content["ranks"].items()}
-        # tiktoken panics on these two with a Rust stack trace, and `except Exception` does not catch a panic.
-        if len(set(ranks.values())) < len(ranks) or not all(bytes([b]) in ranks for b in range(256)):
-            raise ValueError("ranks must be distinct and hold all 256 bytes")
-        if END_OF_TEXT not in content["special_tokens"]:  # another program's file may lack it, and we need it
-            raise ValueError(f"special_tokens must hold {END_OF_TEXT}")
-        ids = [*ranks.values(), *content["special_tokens"].values()]
-        if len(set(ids)) < len(ids) or max(ids) >= MOST_IDS:  # a huge id would fill the memory: we make a table of all
-            raise ValueError(f"ids must be distinct and below {MOST_IDS}")
-        return tiktoken.Encoding(
-            content["name"],
-            pat_str=content["pattern"],
-            mergeable_ranks=ranks,
-            special_tokens=content["special_tokens"],
-        )
+        return checked(content["name"], content["pattern"], ranks, content["special_tokens"])
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"tokenizer.json cannot be read ({type(error).__name__}: {error}): make it again") from error
+
+
+def checked(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> tiktoken.Encoding:
+    """The Encoding. ValueError if tiktoken or we cannot work with it."""
+    # tiktoken panics on these two with a Rust stack trace, and `except Exception` does not catch a panic.
+    if len(set(ranks.values())) < len(ranks) or not all(bytes([b]) in ranks for b in range(256)):
+        raise ValueError("ranks must be distinct and hold all 256 bytes")
+    if END_OF_TEXT not in special:  # another program's file may lack it, and we need it
+        raise ValueError(f"special_tokens must hold {END_OF_TEXT}")
+    ids = [*ranks.values(), *special.values()]
+    if len(set(ids)) < len(ids) or max(ids) >= MOST_IDS:  # a huge id would fill the memory: we make a table of all
+        raise ValueError(f"ids must be distinct and below {MOST_IDS}")
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def same(a: tiktoken.Encoding, b: tiktoken.Encoding) -> bool:
+    """Whether both give the same ids for every text. Their names may differ."""
+    return (a._pat_str, a._mergeable_ranks, a._special_tokens) == (b._pat_str, b._mergeable_ranks, b._special_tokens)
+
+
+# ---- Hugging Face's tokenizer.json, for byte-level BPE
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+NO_PATTERN = BYTE_LEVEL | {"use_regex": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+RUSTBPE = (  # tokenizer=bpe's
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    """A pre_tokenizer that cuts the text where `pattern` does."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, NO_PATTERN]}
+
+
+# {our pattern: the pre_tokenizer that cuts a text at the same places}. Other patterns are refused: the two libraries
+# have different regular expressions, and a stranger's could take for ever.
+PATTERNS = {
+    r50k_pat_str: BYTE_LEVEL,  # GPT-2's
+    RUSTBPE: split_by(RUSTBPE),
+    LLAMA3: split_by(LLAMA3),
+    # SmolLM's: GPT-2's pattern between digits, each of which stands alone
+    r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?=\p{N})|\s+(?!\S)|\s": {
+        "type": "Sequence",
+        "pretokenizers": [DIGITS, BYTE_LEVEL],
+    },
+    "(?s:.)": NO_PATTERN,  # byte's: without merges, it does not matter where a text is cut
+}
+
+
+@cache
+def letters() -> dict[str, int]:
+    """{letter: byte}: how a byte-level vocabulary writes bytes. Visible ones are themselves, the rest begin at 256."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def halves(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
+    """What byte-pair encoding makes of `token` with the merges of lower rank: the two parts that its own merge joins.
+
+    It is one part for a byte. It is three or more if no merge reaches the token: then it is found as a whole only.
+    """
+    parts = [bytes([byte]) for byte in token]
+    while True:
+        joined = [(ranks.get(a + b, MOST_IDS), i) for i, (a, b) in enumerate(pairwise(parts))]
+        rank, i = min(joined, default=(MOST_IDS, 0))
+        if rank >= ranks[token]:
+            return parts
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
+    """A tokenizer.json, parsed, as an Encoding that gives the same ids for every text.
+
+    end: id of the token that ends a text. If no token is named END_OF_TEXT, this one gets the name. Special tokens
+    are not looked for in a text, as everywhere here. Raises ValueError, one line, for any other kind of tokenizer.
+    """
+    try:
+        model = content["model"]
+        kind = model.get("type", "BPE")
+        if kind != "BPE" or model.get("byte_fallback") or content.get("normalizer"):
+            what = repr(kind) if kind != "BPE" else "BPE with byte_fallback or a normalizer, as of sentencepiece"
+            raise ValueError(f"it is {what}, and only byte-level BPE as of GPT-2 or Llama 3 can be used")
+        for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(key):
+                raise ValueError(f"{key}={model[key]!r} has no counterpart here")
+        special = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        if END_OF_TEXT not in special:
+            special = {END_OF_TEXT if token == end else name: token for name, token in special.items()}
+        own = set(special.values())
+        ranks = {
+            bytes(letters()[letter] for letter in token): rank
+            for token, rank in model["vocab"].items()
+            if rank not in own
+        }
+        if not all(type(rank) is int and rank >= 0 for rank in [*ranks.values(), *own]):
+            raise ValueError("an id is no number from 0 on")
+        if max(map(len, ranks), default=0) > LONGEST:
+            raise ValueError(f"a token is longer than {LONGEST} bytes")
+        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+        made = [(bytes(letters()[x] for x in a), bytes(letters()[x] for x in b)) for a, b in merges]
+        check_merges(ranks, made, bool(model.get("ignore_merges")))
+        pattern = pattern_of(content.get("pre_tokenizer")) if made else "(?s:.)"
+        encoding = checked(f"bpe{len(ranks) + len(special)}", pattern, ranks, special)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        why = f"{type(error).__name__}: {error}" if type(error) is not ValueError else error
+        raise ValueError(f"its tokenizer cannot be used ({why})") from error
+    byte = byte_encoding()  # encode() knows it by its name
+    return byte if same(encoding, byte) else encoding
+
+
+def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], whole_first: bool) -> None:
+    """ValueError if tiktoken, which merges by the ids alone, would merge in another way than these merges say.
+
+    whole_first: a piece of text that is a token is that token, whatever the merges are; in tiktoken it always is.
+    """
+    ids = [ranks[a + b] for a, b in merges]
+    if ids != sorted(ids):
+        raise ValueError("its merges are not in the order of their ids")
+    known = set(merges)
+    for token in ranks:
+        parts = halves(ranks, token)
+        if len(parts) > 1 and tuple(parts) not in known and not (whole_first and len(parts) > 2):
+            raise ValueError(f"no merge makes its token {ranks[token]}")
+
+
+def pattern_of(pre_tokenizer: Any) -> str:
+    """Our pattern for a pre_tokenizer of tokenizer.json. ValueError if we have none."""
+
+    def plain(node: Any) -> Any:  # with the defaults that older files leave out, and without what changes no id
+        if isinstance(node, list):
+            return [plain(inner) for inner in node]
+        if isinstance(node, dict) and node.get("type") == "ByteLevel":
+            return BYTE_LEVEL | {"add_prefix_space": True} | node | {"trim_offsets": True}
+        return {key: plain(value) for key, value in node.items()} if isinstance(node, dict) else node
+
+    for pattern, theirs in PATTERNS.items():
+        if plain(pre_tokenizer) == theirs and theirs != NO_PATTERN:
+            return pattern
+    raise ValueError(f"its pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is none of those known here")
+
+
+def to_huggingface(encoding: tiktoken.Encoding) -> dict[str, Any]:
+    """The content of a tokenizer.json that gives the same ids as `encoding`. ValueError for an unknown pattern."""
+    if encoding._pat_str not in PATTERNS:
+        raise ValueError(
+            f"the tokenizer {encoding.name} cuts a text by the pattern {encoding._pat_str!r}, which cannot be "
+            "exported: train with tokenizer=byte, bpe or gpt2"
+        )
+    ranks = encoding._mergeable_ranks
+    letter = {byte: letter for letter, byte in letters().items()}
+    written = {token: "".join(letter[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
+    merges: list[list[str]] = []
+    for token in written:
+        parts = halves(ranks, token)
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))] if len(parts) > 2 else [tuple(parts)]
+        merges += [[written[a], written[b]] for a, b in filter(lambda s: len(s) == 2, splits) if {a, b} <= ranks.keys()]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": token, "content": name, **flags} for name, token in special],
+        "normalizer": None,
+        "pre_tokenizer": PATTERNS[encoding._pat_str],
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # as tiktoken does: a piece of text that is a token is that token
+            "vocab": {text: ranks[token] for token, text in written.items()},
+            "merges": merges,
+        },
+    }

@@ -13,7 +13,7 @@ import torch
 
 from data.loader import Batch, Dataset, open_data
 from data.prepare import DataConfig
-from data.tokenizer import TokenizerConfig
+from data.tokenizer import TokenizerConfig, from_json
 from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
 from model.gpt import GPT
 from training import checkpoint, config
@@ -50,7 +50,10 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     data = config.from_dict(DataConfig, trained["data"])
     tokenizer = config.from_dict(TokenizerConfig, trained["tokenizer"])
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
-    return Model(name, path, net, open_data(data, tokenizer), data, tokenizer, attention)
+    dataset = open_data(data, tokenizer, from_json(found.tokenizer))
+    if tokenizer.kind == "kept" and data.source != "bin":  # with init_from=; other runs can open the prepared text
+        data = DataConfig("bin", str(dataset.folder), cache=data.cache)
+    return Model(name, path, net, dataset, data, tokenizer, attention)
 
 
 def replay(path: Path, device: torch.device) -> None:

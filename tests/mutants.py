@@ -29,6 +29,8 @@ BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the
 NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
 OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_validation"
 RESUMED = "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
+IMPORTED = "exchange::test_logits_are_transformers_after_import_and_after_export"
+STRANGER = "exchange::test_a_strangers_folder_is_refused_in_one_line"
 SKIPPED = "train::test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight"
 
 
@@ -131,6 +133,26 @@ TABLE = [
     ("dropout's survivors are not scaled", "256 / (256 - drop_threshold(dropout_p))", "1.0", "attention"),
     ("the threshold is cut off, not rounded", "threshold = round(", "threshold = int(", "dropout"),
     ("the dropout bits have a round less", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
+    # --- weights in and out ---
+    ("a run begins with new weights", "model.load_state_dict(parent.model)", "pass",
+     "exchange::test_a_run_begins_at_the_loss_that_transformers_has"),
+    ("a shorter context has the last positions", '["positions.weight"][: cfg.model.context_length]',
+     '["positions.weight"][-cfg.model.context_length :]',
+     "exchange::test_a_child_of_a_run_has_its_weights_options_and_tokenizer"),
+    ("an imported norm has the default epsilon", 'norm_eps=number(theirs, "layer_norm_epsilon", 1e-5, float)',
+     "norm_eps=1e-5", IMPORTED),
+    ("the exact gelu is taken for GPT-2's", '"gelu": "gelu"}', '"gelu": "gelu_tanh"}', IMPORTED),
+    ("Mistral's window is left out", 'attention.window = number(theirs, "sliding_window", 4096)', "pass", IMPORTED),
+    ("missing biases are exported as ones", "torch.zeros(sum(sizes))", "torch.ones(sum(sizes))",
+     "exchange::test_a_run_with_padding_and_without_biases_is_exported"),
+    ("links lead out of a stranger's folder", "not file.resolve().is_relative_to(root.resolve())", "False", STRANGER),
+    ("a file of any size is parsed", "st_size) > limit", "st_size) > limit << 20", STRANGER),
+    ("shapes are not compared", "if tuple(there.get_shape()) != shape", "if False", STRANGER),
+    ("weights may be NaN", "if not weight.isfinite().all()", "if False", STRANGER),
+    ("scaled rotary positions are taken for plain ones", '{**rope, "rope_theta": 0} not in PLAIN_ROPE', "False",
+     "exchange::test_what_llamas_family_cannot_be_here_is_refused"),
+    ("merges may come in any order", "if ids != sorted(ids)", "if False",
+     "exchange::test_merges_in_another_order_are_refused"),
     # --- data ---
     ("the target is the token itself", "windows[:, 1:])", "windows[:, :-1])", "data"),
     ("a document begins a token late",

@@ -83,7 +83,6 @@ ELSEWHERE = {
     "log_interval": "log_every",
     "always_save_checkpoint": "checkpoint_every, in steps; the best one is kept too",
     "out_dir": "runs, the folder of all runs; name= is the folder of one run",
-    "init_from": "resume: auto continues the last run, and a run's name continues that run",
     "dataset": "data: data=text data.path=FILE_OR_FOLDER is your own text",
     "wandb_log": "wandb.mode: online, offline or disabled",
     "wandb_project": "wandb.project",

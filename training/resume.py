@@ -1,7 +1,9 @@
-"""Resume a run from a checkpoint.
+"""Resume a run from a checkpoint, or begin one with the weights of another.
 
-    resumed_config(cfg)           reads the checkpoint's configuration, which replaces the defaults
+    resumed_config(cfg)           reads the checkpoint's or the parent's configuration, which replaces the defaults
     open_checkpoint(cfg)          finds and reads the checkpoint; refuses one of another model
+    open_parent(cfg)              finds and reads the weights that init_from= names
+    refuse_another_parent(cfg)    refuses keys that contradict them
     restore(resumed, ...)         restores weights, average, optimizers, loader, random numbers and scaler
     changed(theirs, ours)         lists the keys that differ from the checkpoint's, for the run's first lines
     edits(file, theirs, ours)     warns of edits in the run's config.yaml, which nothing reads
@@ -9,7 +11,8 @@
     again(cfg)                    the command that resumes a stopped run
 
 cfg is train.py's Config. A resumed run is the same as an uninterrupted one, bit for bit, unless the command line
-changes something.
+changes something. A run with init_from= is a new run: it takes the weights, the model's and attention's options, the
+tokenizer and break_it from its parent, and nothing else.
 """
 
 import shlex
@@ -18,12 +21,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import tiktoken
 import torch
 import yaml
 
 from data.loader import Loader
+from data.tokenizer import from_json, same
 from model.gpt import GPT
-from training import checkpoint, config
+from training import checkpoint, config, exchange
 from training.help import typed
 
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
@@ -43,7 +48,18 @@ RUNS_FILES |= {checkpoint.FOLDER}
 
 def resumed_config(cfg: Any) -> dict | None:
     """The checkpoint's configuration, with the checkpoint's path as resume=. A resumed run has it instead of the
-    defaults. None for a new run. ValueError if there is nothing to resume."""
+    defaults. With init_from=, the composed configuration with the parent's model, attention, tokenizer and break_it.
+    None for a new run without a parent. ValueError if there is nothing to resume or no parent."""
+    if cfg.init_from is not None and cfg.resume is not None:
+        raise ValueError(
+            f"init_from={cfg.init_from} begins a new run, and resume={cfg.resume} goes on with one: leave one out"
+        )
+    if cfg.init_from is not None:
+        parent = exchange.describe(place_of(cfg))
+        for group in ("model", "attention"):
+            parent[group] |= {key: cfg[group][key] for key in MAY_DIFFER[group] - {"vocab_size"}}
+        parent["model"]["vocab_size"] = None  # the tokenizer's
+        return {**cfg, **parent, "tokenizer": {"kind": "kept", "vocab_size": None}}
     if cfg.resume is None:
         return None
     path = checkpoint.find_resume(cfg.resume, Path(cfg.runs), cfg.name)
@@ -101,6 +117,66 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Any) -> None:
         raise ValueError(
             f"{resumed.path} was trained with break_it: {resumed.state['broken'] or 'none'}, this run has "
             f"{broken or 'none'}; resume with the same, or start a new run without resume="
+        )
+
+
+def place_of(cfg: Any) -> Path:
+    """The folder of the weights that cfg.init_from names."""
+    return exchange.find(cfg.init_from, Path(cfg.runs), Path(cfg.data.cache))
+
+
+def open_parent(cfg: Any) -> checkpoint.Checkpoint | None:
+    """The weights that a new run begins with; None without init_from=, or if the run is resumed.
+
+    Sets cfg.model.vocab_multiple to the parent's, and cfg.init_from, if it names a run of ours, to the checkpoint's
+    path. Raises ValueError for what cannot be read.
+    """
+    if cfg.init_from is None or cfg.resume is not None:
+        return None
+    place = place_of(cfg)
+    parent = exchange.read(place, cfg.init_from)
+    cfg.model.vocab_multiple = parent.state["config"]["model"]["vocab_multiple"]
+    if cfg.model.position == "learned":
+        parent.model["positions.weight"] = parent.model["positions.weight"][: cfg.model.context_length]
+    if parent.step:
+        cfg.init_from = str(place)
+    return parent
+
+
+def refuse_another_parent(cfg: Any) -> None:
+    """ValueError for a model or attention that differs from that of the weights which init_from= names. A shorter
+    context may: of learned positions the first ones stay. So may documents. Reads no weights."""
+    if cfg.init_from is None or cfg.resume is not None:
+        return
+    parent, ours = exchange.describe(place_of(cfg)), asdict(cfg)
+    theirs = {key: asdict(getattr(cfg, key)) | parent[key] for key in ("model", "attention")}
+    if cfg.model.position == "learned" and cfg.model.context_length > (most := theirs["model"]["context_length"]):
+        raise ValueError(
+            f"model.context_length={cfg.model.context_length}: {cfg.init_from} has learned {most} positions, and none "
+            f"for later tokens; use model.context_length={most} or less"
+        )
+    for group, free in {"model": {"context_length"}, "attention": {"documents"}}.items():
+        for key in ours[group]:
+            if key not in free | MAY_DIFFER[group] and ours[group][key] != theirs[group][key]:
+                raise ValueError(
+                    f"{group}.{key}={ours[group][key]} contradicts the weights of {cfg.init_from}, which have "
+                    f"{theirs[group][key]}: leave it out, and {group}= too if that sets it"
+                )
+    if cfg.tokenizer.kind == "bpe":
+        raise ValueError(f"tokenizer=bpe learns another tokenizer than that of {cfg.init_from}: leave it out")
+
+
+def tokenizer_of(begun: checkpoint.Checkpoint | None) -> tiktoken.Encoding | None:
+    """The tokenizer that a resumed run's checkpoint or a parent has."""
+    return from_json(begun.tokenizer) if begun else None
+
+
+def refuse_another_tokenizer(cfg: Any, parent: checkpoint.Checkpoint | None, encoding: tiktoken.Encoding) -> None:
+    """ValueError if the data has another tokenizer than the parent."""
+    if parent and not same(encoding, from_json(parent.tokenizer)):
+        raise ValueError(
+            f"tokenizer={cfg.tokenizer.kind} of data={cfg.data.source} is another tokenizer than that of "
+            f"{cfg.init_from}: leave tokenizer= out, and use data=text, which takes that one"
         )
 
 

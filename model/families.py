@@ -1,0 +1,233 @@
+"""GPT-2's and Llama's families as Hugging Face writes them: config.json, and the names and shapes of the tensors.
+
+    configuration(theirs)         config.json as our GPTConfig and AttentionConfig
+    huggingface_config(...)       the inverse
+    layout(config)                where each of our weights is in their files
+
+What has no counterpart is refused with its key and its value, never ignored. training/exchange.py reads and writes the
+files.
+
+Their rotary embedding turns the pairs (i, i + D/2), as ours. GPT-2's matrices in a block are stored as (in, out),
+Llama's as ours, (out, in).
+"""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import torch
+
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+
+# {our module: theirs}. Theirs in a block begin with transformer.h.3. or model.layers.3.
+GPT2 = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "blocks": "transformer.h",
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+LLAMA = {
+    "embedding": "model.embed_tokens",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+LAYERS = 1000  # the most of them: even without memory for weights, each takes some for its modules
+PLAIN_ROPE = ({"rope_theta": 0}, {"rope_theta": 0, "rope_type": "default"})  # whatever the base is
+GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # theirs: ours
+
+
+class Part(NamedTuple):
+    """A tensor of theirs that is a weight of ours, or some of its rows."""
+
+    name: str
+    shape: tuple[int, ...]  # theirs
+    transposed: bool
+
+
+def layout(config: GPTConfig) -> dict[str, list[Part]]:
+    """{our weight: its parts, in order along the first axis}, without the head if it is tied.
+
+    config.vocab_size is the number of the embedding's rows. Takes no memory. ValueError for impossible sizes.
+    """
+    gpt2 = config.norm == "layernorm"
+    theirs = GPT2 if gpt2 else LLAMA
+    try:
+        with torch.device("meta"):  # shapes without memory
+            weights = GPT(config, AttentionConfig("naive")).state_dict()
+    except (RuntimeError, TypeError) as error:  # a product of sizes above 2**63
+        raise ValueError(f"config.json is of a model that cannot be made ({str(error).splitlines()[0]})") from error
+    kv = (config.n_kv_head or config.n_head) * config.head_size
+    found = {}
+    for name, weight in weights.items():
+        module, _, kind = name.rpartition(".")
+        if module == "head" and config.tie_head:
+            continue
+        block = re.match(r"blocks\.(\d+)\.", module)
+        start = f"{theirs['blocks']}.{block[1]}." if block else ""
+        names = theirs[module.removeprefix(block[0]) if block else module].split()
+        transposed = gpt2 and block is not None and weight.dim() == 2
+        rows = [weight.shape[0]] if len(names) == 1 else [config.n_embd, kv, kv]
+        shapes = [(n, *weight.shape[1:])[:: -1 if transposed else 1] for n in rows]
+        found[name] = [Part(f"{start}{n}.{kind}", shape, transposed) for n, shape in zip(names, shapes, strict=True)]
+    return found
+
+
+def said(value: Any) -> str:
+    """A stranger's value in a message: one short line, as config.json has it."""
+    return json.dumps(value)[:100]
+
+
+def number(theirs: dict, key: str, default: Any = None, kind: type = int, most: int = 2**31) -> Any:
+    """A number of config.json. ValueError if it is missing, of another type, or an absurd size."""
+    value: Any = default if theirs.get(key) is None else theirs[key]
+    if type(value) not in (int, kind):
+        raise ValueError(f"config.json has {key}={said(value)}, where a number must be")
+    if kind is int and not 1 <= value <= most:
+        raise ValueError(f"config.json has {key}={value}, which is outside 1 to {most:,}")
+    return kind(value)
+
+
+def refuse(theirs: dict, **usual: Any) -> None:
+    """ValueError for a key whose value is not the usual one. null stands for the usual one."""
+    for key, value in usual.items():
+        if theirs.get(key) not in (None, value):
+            raise ValueError(
+                f"config.json has {key}={said(theirs[key])}, which has no counterpart here; only {said(value)} has"
+            )
+
+
+def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
+    """config.json as our configuration, with vocab_size the embedding's rows. Keys that it lacks have transformers'
+    defaults. ValueError, with key and value, for what we cannot compute."""
+    family = theirs.get("model_type")
+    if family not in ("gpt2", "llama", "mistral"):
+        raise ValueError(f"config.json has model_type={said(family)}; only gpt2, llama and mistral can be used")
+    refuse(theirs, quantization_config=None, is_encoder_decoder=False, add_cross_attention=False)
+    attention = AttentionConfig()
+    if family == "gpt2":
+        refuse(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
+        activation = theirs.get("activation_function", "gelu_new")
+        if activation not in GELU:
+            raise ValueError(
+                f"config.json has activation_function={said(activation)}; only {', '.join(GELU)} can be used"
+            )
+        width = number(theirs, "n_embd")
+        model = GPTConfig(
+            n_layer=number(theirs, "n_layer", most=LAYERS),
+            n_head=number(theirs, "n_head"),
+            n_embd=width,
+            context_length=number(theirs, "n_positions", theirs.get("n_ctx")),
+            vocab_size=number(theirs, "vocab_size"),
+            mlp=GELU[activation],
+            mlp_hidden=None if theirs.get("n_inner") in (None, 4 * width) else number(theirs, "n_inner"),
+            norm_eps=number(theirs, "layer_norm_epsilon", 1e-5, float),
+            tie_head=theirs.get("tie_word_embeddings", True) is True,
+        )
+    else:
+        refuse(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False, rope_scaling=None)
+        rope = theirs.get("rope_parameters")
+        if rope is None:  # as transformers wrote it before version 5
+            rope = {"rope_theta": number(theirs, "rope_theta", 10000.0, float)}
+        if not isinstance(rope, dict) or {**rope, "rope_theta": 0} not in PLAIN_ROPE:
+            raise ValueError(f"config.json has rope_parameters={said(rope)}; only rope_type=default can be used")
+        width, heads = number(theirs, "hidden_size"), number(theirs, "num_attention_heads")
+        refuse(theirs, head_dim=width // heads)
+        model = GPTConfig(
+            n_layer=number(theirs, "num_hidden_layers", most=LAYERS),
+            n_head=heads,
+            n_kv_head=number(theirs, "num_key_value_heads", heads),
+            n_embd=width,
+            context_length=number(theirs, "max_position_embeddings"),
+            vocab_size=number(theirs, "vocab_size"),
+            position="rope",
+            norm="rmsnorm",
+            mlp="swiglu",
+            mlp_hidden=number(theirs, "intermediate_size"),
+            bias=False,
+            tie_head=theirs.get("tie_word_embeddings", False) is True,
+            rope_base=number(rope, "rope_theta", 10000.0, float),
+            norm_eps=number(theirs, "rms_norm_eps", 1e-6, float),
+        )
+        if family == "mistral" and theirs.get("sliding_window", 4096) is not None:
+            attention.window = number(theirs, "sliding_window", 4096)
+    return model, attention
+
+
+def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int, end: int) -> dict[str, Any]:
+    """config.json of a model, with vocab_size the tokenizer's. begin, end: ids of the tokens around a text.
+
+    ValueError, with the key, for an option that neither family has.
+    """
+    gpt2 = model.norm == "layernorm"
+    needed: dict[str, Any] = {"position": "learned" if gpt2 else "rope"}
+    needed |= {"n_kv_head": model.n_head} if gpt2 else {"mlp": "swiglu", "bias": False}
+    name = "GPT-2" if gpt2 else "Llama"
+    for key, value in needed.items():
+        if getattr(model, key) != value:
+            raise ValueError(
+                f"model.{key}={getattr(model, key)} with model.norm={model.norm} has no counterpart: {name} has {value}"
+            )
+    if gpt2 and model.mlp not in GELU.values():
+        raise ValueError(f"model.mlp={model.mlp} with model.norm={model.norm} has no counterpart: {name} has gelu_tanh")
+    plain = AttentionConfig()
+    for key in ("softmax_scale", "softcap", "alibi", "windows", "block_mask", *(["window"] if gpt2 else [])):
+        if getattr(attention, key) != getattr(plain, key):
+            raise ValueError(
+                f"attention.{key}={getattr(attention, key)} has no counterpart in {name}: it cannot be exported"
+            )
+    both = {
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_head,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "dtype": "float32",
+    }
+    if gpt2:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_layer": model.n_layer,
+            "n_head": model.n_head,
+            "n_embd": model.n_embd,
+            "n_positions": model.context_length,
+            "n_inner": model.mlp_hidden,
+            "activation_function": {ours: key for key, ours in GELU.items() if key != "gelu_pytorch_tanh"}[model.mlp],
+            "layer_norm_epsilon": model.norm_eps,
+            **{f"{place}_pdrop": model.dropout_p for place in ("embd", "resid")},
+            "attn_pdrop": attention.dropout_p,
+            **both,
+        }
+    family: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if attention.window is not None:  # Mistral is Llama with a window
+        family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": attention.window}
+    return {
+        **family,
+        "num_hidden_layers": model.n_layer,
+        "num_attention_heads": model.n_head,
+        "num_key_value_heads": model.n_kv_head,
+        "head_dim": model.head_size,
+        "hidden_size": model.n_embd,
+        "intermediate_size": layout(model)["blocks.0.mlp.up.weight"][0].shape[0],
+        "hidden_act": "silu",
+        "max_position_embeddings": model.context_length,
+        "rope_theta": model.rope_base,
+        "rms_norm_eps": model.norm_eps,
+        "attention_dropout": attention.dropout_p,
+        **both,
+    }

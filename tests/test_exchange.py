@@ -1,0 +1,745 @@
+"""Weights in and out: transformers says the same with the same weights, and a stranger's folder runs no code.
+
+The models have random weights, large enough that every part of them shows in the logits. Nothing is downloaded but from
+a server on this machine. The one tolerance is 1e-4 for logits of about 10 in float32.
+"""
+
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import struct
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import sample
+import train
+from data.loader import Loader, open_data
+from data.tokenizer import (
+    END_OF_TEXT,
+    LLAMA3,
+    PATTERNS,
+    RUSTBPE,
+    byte_encoding,
+    encode,
+    from_huggingface,
+    from_json,
+    to_huggingface,
+    train_bpe,
+)
+from lab.runs import model_of_run
+from model.attention import AttentionConfig
+from model.families import configuration
+from model.gpt import GPT, GPTConfig
+from tests.test_download import hasty, honest, serve  # noqa: F401 (fixtures)
+from training import checkpoint, config, exchange
+from training.metrics import read_metrics
+
+V = 300  # tokens of the small tokenizer; the last one ends a text
+TEXT = "def f(x):  # gr\u00fc\u00dfe \u4f60\u597d, \u0434\u0430 \u3042\n\n\treturn 12345 + '''y'all'''  \u00a0 z\r\n"
+TEXT += "\U0001f600\U0001f469\u200d\U0001f467 e\u0301 'S \u0663\u00bd\u00b2  7 a1b22\n   \n"
+
+GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 48}
+LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+LLAMA |= {"intermediate_size": 80, "max_position_embeddings": 48, "rope_theta": 500.0}
+MODELS = {
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "activation_function": "gelu",
+                           "layer_norm_epsilon": 0.1},
+    "llama": LLAMA | {"rms_norm_eps": 0.1, "bos_token_id": V - 2},
+    "llama-tied": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "mistral": LLAMA | {"sliding_window": 7, "head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe([Path(train.__file__).read_text(), TEXT * 20], V)
+
+
+@pytest.fixture(scope="module")
+def theirs(transformers, bpe, tmp_path_factory):
+    """theirs(name): (a model of transformers, the folder that it wrote, with a tokenizer)."""
+    made = {}
+
+    def theirs(name):
+        if name not in made:
+            family = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral"}[name.partition("-")[0]]
+            ends = {"bos_token_id": V - 1, "eos_token_id": V - 1, "vocab_size": V, "initializer_range": 0.3}
+            settings = getattr(transformers, f"{family}Config")(**ends | MODELS[name])
+            torch.manual_seed(0)
+            head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+            model = getattr(transformers, head)(settings).eval()
+            for weight in model.parameters():
+                if weight.dim() == 1:  # norms and biases, which begin as ones and zeros
+                    torch.nn.init.normal_(weight.data, 1.0, 0.3)
+            folder = tmp_path_factory.mktemp("theirs") / name
+            model.save_pretrained(folder)
+            (folder / "tokenizer.json").write_text(json.dumps(to_huggingface(bpe)))
+            made[name] = model, folder
+        return made[name]
+
+    return theirs
+
+
+@pytest.fixture
+def folder(theirs, tmp_path) -> Path:
+    """A copy of the smallest GPT-2's folder, to be spoilt."""
+    return Path(shutil.copytree(theirs("gpt2")[1], tmp_path / "folder"))
+
+
+def network(trained: checkpoint.Checkpoint) -> GPT:
+    attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"] | {"impl": "naive"})
+    return trained.network(attention, torch.device("cpu")).eval()
+
+
+@torch.no_grad()
+def apart(model, trained: checkpoint.Checkpoint) -> float:
+    """The largest difference of the logits."""
+    idx = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
+    logits = model(idx).logits
+    assert 3 < logits.abs().max() < 30
+    return float((logits - network(trained)(idx)).abs().max())
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_transformers_after_import_and_after_export(name, theirs, transformers, tmp_path):
+    model, folder = theirs(name)
+    trained = exchange.read(folder, str(folder))
+    assert apart(model, trained) < 1e-4
+    exchange.export(trained, tmp_path / "out")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(back) is type(model)
+    assert apart(back, trained) < 1e-4
+    again = exchange.read(tmp_path / "out", "out")
+    assert again.state == trained.state
+    assert again.model.keys() == trained.model.keys()
+    assert all(torch.equal(weight, trained.model[key]) for key, weight in again.model.items())
+
+
+def same_weights(folder: Path, other: Path) -> bool:
+    ours, theirs = exchange.read(folder, str(folder)), exchange.read(other, str(other))
+    return ours.tokenizer == theirs.tokenizer and all(torch.equal(w, theirs.model[k]) for k, w in ours.model.items())
+
+
+def test_weights_in_several_files_are_read(theirs, folder, tmp_path):
+    theirs("gpt2")[0].save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "sharded")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert same_weights(tmp_path / "sharded", folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_16_bits_are_read_as_float32(dtype, folder):
+    whole = exchange.read(folder, "").model
+    weights(lambda w: w.update({name: tensor.to(dtype) for name, tensor in w.items()}))(folder)
+    for name, weight in exchange.read(folder, "").model.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, whole[name].to(dtype).float())
+
+
+def test_the_older_layout_is_read(theirs, folder):
+    """GPT-2's own file has names without `transformer.`, and masks among the weights; its tokenizer was two files."""
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    older = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    older["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
+    safetensors.torch.save_file(older, folder / "model.safetensors")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert all(
+        torch.equal(weight, exchange.read(theirs("gpt2")[1], "").model[key])
+        for key, weight in exchange.read(folder, "").model.items()
+    )
+    one = exchange.read(folder, "").tokenizer
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"] | {END_OF_TEXT: V - 1}))
+    lines = [" ".join(merge) for merge in tokenizer["model"]["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *lines, ""]))
+    assert exchange.read(folder, "").tokenizer == one
+
+
+def test_rows_without_a_token_stay_in_the_loss_and_are_no_symbol(theirs, transformers, bpe, tmp_path):
+    """Models are often padded. Cutting the rows would change the loss, and sampling one has no text."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**GPT2, vocab_size=320, eos_token_id=V - 1, initializer_range=0.3)
+    ).eval()
+    model.save_pretrained(tmp_path / "padded")
+    (tmp_path / "padded" / "tokenizer.json").write_text(json.dumps(to_huggingface(bpe)))
+    ours = network(exchange.read(tmp_path / "padded", ""))
+    idx = torch.randint(V, (2, 40))
+    with torch.no_grad():
+        assert ours(idx).shape[-1] == V
+        loss = model(idx, labels=idx).loss
+        assert float(ours(idx[:, :-1], idx[:, 1:])) == pytest.approx(float(loss), abs=1e-5)
+
+
+def test_a_run_with_padding_and_without_biases_is_exported(call, small, transformers, tmp_path):
+    where = [f"runs={tmp_path}", "name=own"]
+    assert call(train, *small, *where, "steps=2", "model.bias=false", "model.vocab_multiple=64").code == 0
+    ended = call(sample, f"runs={tmp_path}", "run=own", f"export={tmp_path / 'out'}")
+    assert (ended.code, ended.out) == (0, "")
+    assert "as GPT2LMHeadModel" in ended.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.config.vocab_size == 257
+    trained = checkpoint.load(checkpoint.last(tmp_path / "own" / "checkpoints"))
+    idx = torch.randint(257, (2, 32))
+    with torch.no_grad():
+        assert float((model(idx).logits - network(trained)(idx)).abs().max()) < 1e-4
+    assert model.generation_config.eos_token_id == 256
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value", "said"),
+    [
+        ("model", "position", "rope", "model.position=rope with model.norm=layernorm has no counterpart"),
+        ("model", "n_kv_head", 1, "model.n_kv_head=1 with"),
+        ("model", "mlp", "swiglu", "model.mlp=swiglu with"),
+        ("model", "norm", "rmsnorm", "model.position=learned with model.norm=rmsnorm has no counterpart: Llama has"),
+        ("attention", "softcap", 50.0, "attention.softcap=50.0 has no counterpart in GPT-2"),
+        ("attention", "alibi", True, "attention.alibi=True"),
+        ("attention", "window", 8, "attention.window=8"),
+        ("attention", "windows", [8, None], "attention.windows="),
+        ("attention", "softmax_scale", 0.5, "attention.softmax_scale=0.5"),
+        ("attention", "block_mask", ["x"], "attention.block_mask="),
+        (None, "broken", "no max", "is broken on purpose (no max)"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_not_exported(group, key, value, said, folder, tmp_path):
+    trained = exchange.read(folder, "")
+    (trained.state["config"][group] if group else trained.state)[key] = value
+    with pytest.raises(ValueError, match=re.escape(said)):
+        exchange.export(trained, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_an_export_overwrites_nothing_and_takes_no_key_of_sampling(call, folder, tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    ended = call(sample, f"init_from={folder}", f"export={folder}")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "exists already" in ended.err
+    ended = call(sample, f"init_from={folder}", f"export={tmp_path / 'out'}", "prompt=x")
+    assert ended.err == f"sample: export={tmp_path / 'out'} writes no text: leave out prompt=\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2"])
+def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, folder, tmp_path):
+    encoding = byte_encoding() if kind == "byte" else request.getfixturevalue(kind)
+    trained = exchange.read(folder, "")
+    size = GPTConfig(**trained.state["config"]["model"] | {"vocab_size": encoding.n_vocab})
+    trained.state["config"]["model"], trained.state["begin"] = asdict(size), encoding.eot_token
+    trained.model, trained.tokenizer = GPT(size, AttentionConfig("naive")).state_dict(), train.to_json(encoding)
+    exchange.export(trained, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer(TEXT)["input_ids"]
+    assert ids == encode(encoding, TEXT).tolist()
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.eos_token_id == encoding.eot_token
+    assert exchange.read(tmp_path / "out", "").tokenizer == train.to_json(
+        encoding if kind == "byte" else from_huggingface(to_huggingface(encoding), None)
+    )
+
+
+@pytest.mark.parametrize("number", range(len(PATTERNS)))
+def test_a_text_is_cut_where_the_tokenizers_library_cuts_it(number, bpe, transformers):
+    """Random text of the characters at which the patterns differ."""
+    from tokenizers import Tokenizer
+
+    content = to_huggingface(bpe) | {"pre_tokenizer": [*PATTERNS.values()][number]}
+    if [*PATTERNS][number] == "(?s:.)":  # byte's, which has no merges
+        content["model"] |= {"merges": [], "vocab": {k: v for k, v in content["model"]["vocab"].items() if v < 256}}
+    ours, theirs = from_huggingface(content, V - 1), Tokenizer.from_str(json.dumps(content))
+    draw = random.Random(0)
+    texts = [
+        "".join(draw.choices(" \n\r\t'sSlLab\u00e9\u4f60\U0001f60012\u00b2\u0663.,-\u00a0\u0301", k=25))
+        for _ in range(300)
+    ]
+    for text in [TEXT, *texts]:
+        assert theirs.encode(text, add_special_tokens=False).ids == encode(ours, text).tolist(), repr(text)
+
+
+def test_the_patterns_are_those_in_use(bpe, gpt2):
+    assert bpe._pat_str == RUSTBPE
+    assert gpt2._pat_str in PATTERNS
+    assert LLAMA3 in PATTERNS
+
+
+def test_the_token_that_ends_a_text_may_have_another_name(bpe):
+    """Llama 3's is <|end_of_text|>. Ours has one name everywhere."""
+    content = to_huggingface(bpe)
+    content["added_tokens"] = [{"content": "<|begin|>", "id": V}, {"content": "<|end|>", "id": V - 1}]
+    assert from_huggingface(content, V - 1)._special_tokens == {"<|begin|>": V, END_OF_TEXT: V - 1}
+    with pytest.raises(ValueError, match="special_tokens must hold"):
+        from_huggingface(content, None)
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {"byte_fallback": True}}, "only byte-level BPE as of GPT-2 or Llama 3 can be used"),
+        ({"model": {"type": "Unigram"}}, "it is 'Unigram', and only byte-level BPE"),
+        ({"normalizer": {"type": "NFC"}}, "only byte-level BPE"),
+        ({"model": {"dropout": 0.1}}, "dropout=0.1 has no counterpart"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, '{"type": "Whitespace"} is none of those known'),
+        ({"pre_tokenizer": nested(900)}, "RecursionError"),
+        ({"pre_tokenizer": {"type": "ByteLevel"}}, "is none of those known"),  # add_prefix_space=true by default
+        ({"model": {"vocab": {"a": "x"}}}, "an id is no number"),
+        ({"model": {"vocab": {"a": 0}}}, "KeyError"),
+        ({"model": {"merges": []}}, "no merge makes its token 256"),
+        ({"added_tokens": [{"content": END_OF_TEXT, "id": 1 << 40}]}, "below 16777216"),
+        ({"added_tokens": 3}, "TypeError"),
+        ({"model": None}, "AttributeError"),
+    ],
+)
+def test_another_kind_of_tokenizer_is_refused(change, said, bpe):
+    content = to_huggingface(bpe)
+    for key, value in change.items():
+        content[key] = content[key] | value if isinstance(value, dict) and key == "model" else value
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        from_huggingface(content, V - 1)
+    assert "\n" not in str(refused.value)
+
+
+def test_merges_in_another_order_are_refused(bpe):
+    """tiktoken merges in the order of the ids, so it would give other ids for the same text."""
+    content = to_huggingface(bpe)
+    content["model"]["merges"].reverse()
+    with pytest.raises(ValueError, match="not in the order of their ids"):
+        from_huggingface(content, V - 1)
+
+
+# --- a run from weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begin(call, small, tmp_path):
+    """begin(arguments): a run with no model of its own."""
+    kept = [argument for argument in small if not argument.startswith("model")]
+
+    def begin(*arguments: str):
+        return call(train, *kept, "tokens_per_step=null", f"runs={tmp_path / 'runs'}", *arguments)
+
+    return begin
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_run_begins_at_the_loss_that_transformers_has(name, begin, theirs, tmp_path):
+    model, folder = theirs(name)
+    ended = begin(f"init_from={folder}", "steps=1", "name=child", "model.context_length=32")
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs/child"
+    kept = checkpoint.load(checkpoint.last(run / "checkpoints"))
+    cfg = config.from_dict(train.Config, kept.state["config"])
+    dataset = open_data(cfg.data, cfg.tokenizer, from_json(kept.tokenizer))
+    loader = Loader(
+        dataset.train, dataset.train_documents, batch_size=4, context_length=32, seed=cfg.seed, with_documents=False
+    )
+    batch = loader.next()
+    with torch.no_grad():
+        logits = model(batch.x).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.y.flatten())
+    assert losses(run) == [pytest.approx(float(loss), abs=1e-4)]
+    assert f"\nbegun with the weights of {folder}\n" in ended.out
+    assert kept.state["config"]["init_from"] == str(folder)
+    assert f"init_from: {folder}\n" in (run / "config.yaml").read_text()
+
+
+def test_a_child_of_a_run_has_its_weights_options_and_tokenizer(call, begin, small, tmp_path):
+    own = ["model.norm_eps=1e-2", "tokenizer=bpe", "tokenizer.vocab_size=280", "attention.window=20", "steps=3"]
+    assert call(train, *small, *own, f"runs={tmp_path / 'runs'}", "name=mother", "eval_every=3").code == 0
+    ended = begin("init_from=mother", "steps=1", "name=child", "optimizer.lr=1e-12", "model.dropout_p=0.1")
+    assert ended.code == 0, ended.err
+    mother, child = (checkpoint.load(tmp_path / f"runs/{name}") for name in
+                     ("mother/checkpoints/step_000003", "child/checkpoints/step_000001"))  # fmt: skip
+    assert child.tokenizer == mother.tokenizer
+    assert child.state["config"]["model"] == mother.state["config"]["model"] | {"dropout_p": 0.1}
+    assert child.state["config"]["attention"] == mother.state["config"]["attention"]
+    assert child.state["val_loss"] == pytest.approx(mother.state["val_loss"], abs=1e-6)  # of the same text
+    assert child.state["config"]["init_from"] == str(mother.path)
+    assert f"begun with the weights of {mother.path}" in ended.out
+    cut = begin(f"init_from={mother.path}", "steps=1", "name=cut", "optimizer.lr=1e-12", "model.context_length=16")
+    assert cut.code == 0, cut.err
+    positions = checkpoint.load(tmp_path / "runs/cut/checkpoints/step_000001").model["positions.weight"]
+    assert torch.allclose(positions, mother.model["positions.weight"][:16], atol=1e-9)
+
+
+def test_a_child_is_resumed_bit_for_bit_without_its_parent(begin, folder, tmp_path):
+    more = ["steps=4", "checkpoint_every=2", "model.dropout_p=0.1"]
+    assert begin(f"init_from={folder}", *more, "name=whole", "keep_last=5").code == 0
+    shutil.rmtree(folder)
+    half = tmp_path / "runs/whole/checkpoints/step_000002"
+    ended = begin(f"resume={half}", "name=again")
+    assert ended.code == 0, ended.err
+    whole, again = (checkpoint.load(tmp_path / f"runs/{name}/checkpoints/step_000004") for name in ("whole", "again"))
+    assert all(torch.equal(weight, again.model[key]) for key, weight in whole.model.items())
+    assert again.state["config"]["init_from"] == str(folder)
+
+
+def test_breakit_can_train_on_the_text_of_a_child(begin, folder, tmp_path):
+    """Its short trainings have no parent, so they take the prepared text, with the tokenizer beside it."""
+    assert begin(f"init_from={folder}", "steps=1", "name=child").code == 0
+    model = model_of_run("child", tmp_path / "runs", torch.device("cpu"))
+    again = open_data(model.data, model.tokenizer)
+    assert again.val[:].tolist() == model.dataset.val[:].tolist()
+    assert again.encoding.n_vocab == V
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["resume=auto"], "begins a new run, and resume=auto goes on with one: leave one out"),
+        (["model.n_layer=3"], "model.n_layer=3 contradicts the weights of FOLDER, which have 2: leave it out"),
+        (["model.vocab_multiple=64"], "model.vocab_multiple=64 contradicts"),
+        (["attention.window=8"], "attention.window=8 contradicts the weights of FOLDER, which have None"),
+        (["model.context_length=64"], "FOLDER has learned 48 positions, and none for later tokens; use"),
+        (["tokenizer=bpe"], "tokenizer=bpe learns another tokenizer than that of FOLDER: leave it out"),
+        (["tokenizer=byte"], "is another tokenizer than that of FOLDER: leave tokenizer= out"),
+        (["-m", "seed=1,2", "model.n_head=4"], "job 1/2, seed=1: model.n_head=4 contradicts"),
+    ],
+)
+def test_a_key_that_contradicts_the_weights_is_refused(arguments, said, begin, folder, tmp_path):
+    ended = begin(f"init_from={folder}", "name=child", *arguments)
+    assert ended.code == 2
+    assert said.replace("FOLDER", str(folder)) in ended.err.splitlines()[-1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_child_of_a_broken_run_is_broken_or_says_that_its_parent_was(call, begin, small, tmp_path):
+    assert call(train, *small, "break_it=no_scale", "steps=1", f"runs={tmp_path / 'runs'}", "name=mother").code == 0
+    (mother,) = (tmp_path / "runs").iterdir()
+    assert begin(f"init_from={mother}", "steps=1", "name=child").code == 0
+    (child,) = (tmp_path / "runs").glob("*child*")
+    assert checkpoint.load(checkpoint.last(child / "checkpoints")).state["broken"]
+    ended = begin(f"init_from={mother}", "steps=1", "name=mended", "break_it=none")
+    assert ended.code == 0
+    assert "these weights were trained with attention broken on purpose" in ended.out
+    assert (tmp_path / "runs/mended").is_dir()
+
+
+def test_finetuning_has_a_recipe(begin, folder):
+    arguments = ["experiment=finetune_gpt2", f"init_from={folder}", "model.context_length=32", "steps=2", "name=child"]
+    ended = begin(*arguments, "batch_size=1", "tokens_per_step=64")
+    assert ended.code == 0, ended.err
+    assert f"begun with the weights of {folder}" in ended.out
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_sampled_as_the_run_that_was_exported(call, small, tmp_path):
+    assert call(train, *small, "steps=3", f"runs={tmp_path}", "name=own").code == 0
+    assert call(sample, f"runs={tmp_path}", "run=own", f"export={tmp_path / 'out'}").code == 0
+    said = [
+        call(sample, *source, "prompt=ab", "max_new_tokens=30", "device=cpu", "impl=naive").out
+        for source in ([f"runs={tmp_path}", "run=own"], [f"init_from={tmp_path / 'out'}"])
+    ]
+    assert said[0] == said[1]
+    assert said[0].startswith("ab")
+    ended = call(sample, f"init_from={tmp_path / 'out'}", "run=own")
+    assert ended.err == f"sample: init_from={tmp_path / 'out'} and run= or checkpoint= are both given; leave one out\n"
+
+
+def test_a_text_begins_with_the_token_that_the_weights_know(theirs, call, transformers, tmp_path, monkeypatch):
+    """Llama's texts begin with one token and end with another."""
+    folder = Path(shutil.copytree(theirs("llama")[1], tmp_path / "folder"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (last,) = (text for text, token in tokenizer["model"]["vocab"].items() if token == V - 2)
+    del tokenizer["model"]["vocab"][last], tokenizer["model"]["merges"][-1]
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"content": "<|begin|>", "id": V - 2})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    seen = []
+    monkeypatch.setattr(sample, "generate", lambda model, idx, *_: seen.append(idx.tolist()) or [])
+    assert call(sample, f"init_from={folder}", "device=cpu", "impl=naive").code == 0
+    assert seen == [[[V - 2]]]
+    assert call(sample, f"init_from={folder}", f"export={tmp_path / 'out'}").code == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").bos_token == "<|begin|>"
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def edit(file: str, **values):
+    """Changes keys of a JSON file."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | values))
+
+    return change
+
+
+def weights(change):
+    """Changes the tensors."""
+
+    def rewrite(folder: Path) -> None:
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        change(tensors)
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+
+
+def pickle_in_disguise(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Bomb()))
+
+
+def truncated(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def terabyte(folder: Path) -> None:
+    header = {"transformer.wte.weight": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def long_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+
+
+def huge(name: str):
+    def change(folder: Path) -> None:
+        with open(folder / name, "wb") as file:
+            file.truncate(1 << 30)  # takes no room on the disk
+
+    return change
+
+
+def index(entry: str):
+    def change(folder: Path) -> None:
+        shutil.move(folder / "model.safetensors", folder.parent / "x.safetensors")
+        content = {"weight_map": {"transformer.wte.weight": entry.replace("PARENT", str(folder.parent))}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return change
+
+
+def linked(name: str):
+    def change(folder: Path) -> None:
+        shutil.move(folder / name, folder.parent / "elsewhere")
+        (folder / name).symlink_to(folder.parent / "elsewhere")
+
+    return change
+
+
+STRANGERS = {
+    "a pickle": (only_pickles, "has pytorch_model.bin, a pickle, which can run code and is not read"),
+    "a pickle in disguise": (pickle_in_disguise, "model.safetensors cannot be read"),
+    "cut": (truncated, "model.safetensors cannot be read"),
+    "a terabyte": (terabyte, "model.safetensors cannot be read"),
+    "a header of a terabyte": (long_header, "model.safetensors cannot be read"),
+    "a huge tokenizer": (huge("tokenizer.json"), "has 1,073,741,824 bytes; more than 134,217,728 are not read"),
+    "a huge configuration": (huge("config.json"), "has 1,073,741,824 bytes; more than 1,048,576 are not read"),
+    "an index that leads out": (index("../x.safetensors"), "names '../x.safetensors': only .safetensors in the same"),
+    "an absolute index": (index("PARENT/x.safetensors"), "only .safetensors in the same folder are read"),
+    "an index of a pickle": (index("x.bin"), "names 'x.bin'"),
+    "an index of nothing": (index("y.safetensors"), "has no file 'y.safetensors'"),
+    "linked weights": (linked("model.safetensors"), "model.safetensors leads out of the folder, which is refused"),
+    "a linked configuration": (linked("config.json"), "config.json leads out of the folder"),
+    "a linked tokenizer": (linked("tokenizer.json"), "tokenizer.json leads out of the folder"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json, nor vocab.json"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+    "JSON without end": (lambda folder: (folder / "config.json").write_text("[" * 10**5), "config.json is not JSON"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is JSON of another kind"),
+    "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "is not UTF-8 at byte offset 0"),
+    "another shape": (weights(lambda w: w.update({"transformer.wpe.weight": torch.ones(47, 32)})),
+                      "the tensor wpe.weight is (47, 32), config.json says (48, 32)"),
+    "integers": (weights(lambda w: w.update({"transformer.wpe.weight": torch.ones(48, 32, dtype=torch.int32)})),
+                 "is I32; only F32, BF16, F16 can be used"),
+    "a name of two lines": (weights(lambda w: w.update({"x\ny": torch.ones(1)})), "the tensor 'x\\ny' has no place"),
+    "a family of two lines": (edit("config.json", model_type="a\nb"), 'model_type="a\\nb"; only'),
+    "a tensor too few": (weights(lambda w: w.pop("transformer.ln_f.bias")), "lacks the tensor ln_f.bias"),
+    "a tensor too many": (weights(lambda w: w.update(x=torch.ones(1))), "the tensor 'x' has no place in the model"),
+    "the same name twice": (weights(lambda w: w.update({"wpe.weight": torch.ones(48, 32)})), "a second time"),
+    "NaN": (weights(lambda w: w["transformer.wpe.weight"][3].fill_(torch.nan)), "has NaN or infinity"),
+    "more layers than fit": (edit("config.json", n_layer=10**9), "n_layer=1000000000, which is outside 1 to 1,000"),
+    "a width beyond all": (edit("config.json", n_embd=2**31, n_head=1), "cannot be made"),
+    "a width that is wrong": (edit("config.json", n_embd=64), "config.json says"),
+    "a width of text": (edit("config.json", n_embd="32"), 'n_embd="32", where a number must be'),
+    "no width": (edit("config.json", n_embd=None), "n_embd=null, where a number must be"),
+    "few symbols": (edit("config.json", vocab_size=200), "the tokenizer has 300 tokens, config.json has vocab_size=2"),
+    "another family": (edit("config.json", model_type="bert"), 'model_type="bert"; only gpt2, llama and mistral'),
+    "code of its own": (edit("config.json", model_type="mine", auto_map={"AutoModel": "m.M"}), 'model_type="mine"'),
+    "another activation": (edit("config.json", activation_function="relu"), 'activation_function="relu"; only gelu'),
+    "scores by layer": (edit("config.json", scale_attn_by_inverse_layer_idx=True),
+                        "scale_attn_by_inverse_layer_idx=true, which has no counterpart"),
+    "upcast": (edit("config.json", reorder_and_upcast_attn=True), "reorder_and_upcast_attn=true"),
+    "cross attention": (edit("config.json", add_cross_attention=True), "add_cross_attention=true"),
+    "quantized": (edit("config.json", quantization_config={"bits": 4}), 'quantization_config={"bits": 4}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_strangers_folder_is_refused_in_one_line(stranger, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change, said = STRANGERS[stranger]
+    change(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        exchange.read(exchange.find(str(folder), tmp_path / "runs", tmp_path / "cache"), str(folder))
+    assert "\n" not in str(refused.value)
+    assert sorted(tmp_path.rglob("*")) == before  # nothing was run, nothing written
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5}, 'rope_parameters={"rope_type": "llama3"'),
+        ("rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, "only rope_type=default"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, 'rope_scaling={"type": "linear", "factor": 2.0}'),
+        ("attention_bias", True, "attention_bias=true, which has no counterpart"),
+        ("mlp_bias", True, "mlp_bias=true"),
+        ("hidden_act", "gelu", 'hidden_act="gelu"'),
+        ("head_dim", 16, "head_dim=16, which has no counterpart here; only 8 has"),
+    ],
+)
+def test_what_llamas_family_cannot_be_here_is_refused(key, value, said, theirs):
+    content = json.loads((theirs("llama")[1] / "config.json").read_text())
+    with pytest.raises(ValueError, match=re.escape(said)):
+        configuration(content | {key: value})
+
+
+def test_an_older_llamas_configuration_has_its_base_beside_it(theirs):
+    content = json.loads((theirs("llama")[1] / "config.json").read_text())
+    del content["rope_parameters"]
+    older = content | {"rope_theta": 5e5, "rope_scaling": None, "head_dim": None, "num_key_value_heads": None}
+    model, _ = configuration(older)
+    assert (model.rope_base, model.n_kv_head) == (5e5, 4)
+
+
+def test_a_flipped_bit_in_the_header_is_refused_or_changes_nothing(folder):
+    """Every name, shape, dtype and offset is compared. What may change is the format's own note."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    whole, draw = exchange.read(folder, ""), random.Random(0)
+    header = 8 + struct.unpack("<Q", data[:8])[0]
+    read, refused = 0, 0
+    for _ in range(60):
+        spoilt = bytearray(data)
+        spoilt[draw.randrange(header)] ^= 1 << draw.randrange(8)
+        file.write_bytes(spoilt)
+        try:
+            found = exchange.read(folder, "")
+        except ValueError as error:
+            refused += len(str(error).splitlines()) == 1
+        else:
+            assert all(torch.equal(weight, whole.model[key]) for key, weight in found.model.items())
+            read += 1
+    assert read + refused == 60
+    assert refused > 40
+
+
+def test_the_hugging_face_cache_is_read_where_it_lies(theirs, tmp_path):
+    """There a model's files are links into a folder beside it."""
+    blobs, snapshot = tmp_path / "models--x/blobs", tmp_path / "models--x/snapshots/0a1b"
+    shutil.copytree(theirs("gpt2")[1], blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert same_weights(snapshot, theirs("gpt2")[1])
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def hub(folder: Path):
+    """Serves a folder as Hugging Face does."""
+
+    def habit(request):
+        file = folder / Path(request.path).name
+        assert request.path == f"/some/model/resolve/main/{file.name}"
+        if file.is_file():
+            honest(request, file.read_bytes())
+        else:
+            request.head(404)
+
+    return habit
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_name_is_downloaded_once(sharded, serve, theirs, folder, call, tmp_path, monkeypatch):  # noqa: F811
+    if sharded:
+        (folder / "model.safetensors").unlink()
+        theirs("gpt2")[0].save_pretrained(folder, max_shard_size="60KB")
+    server = serve(hub(folder))
+    monkeypatch.setenv("HF_ENDPOINT", server.url.removesuffix("/folder"))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["init_from=some/model", "device=cpu", "impl=naive", "max_new_tokens=5"]
+    first = call(sample, *arguments)
+    assert first.code == 0, first.err
+    assert same_weights(tmp_path / "data/cache/hub/some/model", folder)
+    asked = len(server.asked)
+    assert call(sample, *arguments).out == first.out
+    assert len(server.asked) == asked
+
+
+def test_a_name_without_safetensors_is_refused(serve, folder, call, tmp_path, monkeypatch):  # noqa: F811
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    monkeypatch.setenv("HF_ENDPOINT", serve(hub(folder)).url.removesuffix("/folder"))
+    monkeypatch.chdir(tmp_path)
+    ended = call(sample, "init_from=some/model", "device=cpu")
+    assert ended.code == 2
+    assert "some/model has no model.safetensors, only pickles perhaps, which are not read" in ended.err.splitlines()[-1]
+    assert "the server answers 404" in ended.err.splitlines()[-1]
+
+
+def test_without_a_network_the_message_says_where_the_file_belongs(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    ended = call(sample, "init_from=some/model", "device=cpu")
+    assert ended.code == 2
+    line = ended.err.splitlines()[-1]
+    assert line.startswith("sample: init_from=some/model is no run in runs and no folder, and http://127.0.0.1:9/")
+    assert "http://127.0.0.1:9/some/model/resolve/main/config.json cannot be downloaded: ConnectionError" in line
+    assert line.endswith(f"or put the file at {tmp_path}/data/cache/hub/some/model/config.json yourself")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../b", "/nowhere", "a b", "a/b/c", "resume"])
+def test_what_is_no_name_is_never_asked_for(name, tmp_path):
+    with pytest.raises(ValueError, match=f"init_from={re.escape(name)}: "):
+        exchange.find(name, tmp_path / "runs", tmp_path)
+    assert list(tmp_path.iterdir()) == []

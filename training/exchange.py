@@ -1,0 +1,364 @@
+"""Weights in and out: GPT-2's and Llama's families in Hugging Face's format, and runs of our own.
+
+    find(source, ...)       where the weights are: a folder, a run or checkpoint of ours, a name on Hugging Face
+    describe(place)         their configuration, without reading the weights
+    read(place)             them as a Checkpoint, which train.py begins from and sample.py samples
+    export(trained, folder) writes what transformers' AutoModelForCausalLM and AutoTokenizer load
+
+A folder in Hugging Face's format has config.json, model.safetensors (or several files and an index) and tokenizer.json
+(or vocab.json and merges.txt). A stranger may have made it, so:
+- only safetensors and JSON are read. They hold numbers and text. A pickle (.bin, .pt) would run code.
+- files, links and index entries that lead out of the folder are refused.
+- sizes are compared before memory is taken: those of JSON files with a limit, those of the tensors with the file's
+  length and with config.json.
+
+model/families.py has the names on both sides.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from data.download import NotThere, download
+from data.tokenizer import END_OF_TEXT, from_huggingface, from_json, to_huggingface, to_json
+from model.attention import AttentionConfig
+from model.break_it import BreakIt
+from model.families import Part, configuration, huggingface_config, layout
+from model.gpt import GPTConfig
+from training import checkpoint, config
+
+CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+LIMIT = {CONFIG: 1 << 20, "merges.txt": 1 << 25}  # bytes of a file that is parsed; OTHERS for the rest
+OTHERS = 1 << 27  # the largest tokenizer.json in use has 35 MB
+MOST = 1 << 35  # bytes of a file of weights that is downloaded
+DTYPES = ("F32", "BF16", "F16")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # masks and tables in older files
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def find(source: str, runs: Path, cache: Path) -> Path:
+    """The folder that init_from= names: a folder in Hugging Face's format, or a checkpoint of ours (of a run, the one
+    with the lowest validation loss), or a name on Hugging Face, whose small files are downloaded into `cache`.
+
+    Raises ValueError, one line, if there is none."""
+    folder = Path(os.path.expanduser(source))
+    if (folder / CONFIG).exists():
+        return folder
+    own = runs / source
+    if (
+        (own.is_dir() and not folder.is_absolute())
+        or (folder / "state.json").exists()
+        or re.fullmatch(r"step_\d+", folder.name)
+    ):
+        return folder if (folder / "state.json").exists() else checkpoint.find_best(source, runs)
+    if (folder / checkpoint.FOLDER).is_dir():
+        return checkpoint.find_best(source, runs)
+    if folder.is_dir():
+        refuse_pickles(folder)
+        raise ValueError(
+            f"{folder} has no {CONFIG}: give a folder that transformers' save_pretrained() wrote, or a run"
+        )
+    if source in ("resume", "scratch"):  # nanoGPT's
+        raise ValueError(f"init_from={source}: resume=auto goes on with a run; without init_from= a run begins anew")
+    if not HUB_NAME.fullmatch(source) or ".." in source:
+        raise ValueError(f"init_from={source}: there is no such folder, and no name on Hugging Face is like that")
+    folder = cache / "hub" / source
+    try:
+        fetch(source, folder, CONFIG, LIMIT[CONFIG])
+    except ValueError as error:
+        raise ValueError(f"init_from={source} is no run in {runs} and no folder, and {error}") from error
+    return folder
+
+
+def fetch(name: str, folder: Path, file: str, at_most: int, check: Callable[[Path], object] = Path.stat) -> None:
+    """Downloads one file of the model `name` into `folder`, if it is missing. NotThere if the server does not have
+    it; ValueError, one line, if it cannot be had."""
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    download(f"{endpoint.rstrip('/')}/{name}/resolve/main", folder, [file], at_most, check)
+
+
+def fetch_the_rest(name: str, folder: Path) -> None:
+    """Downloads the tokenizer and the weights, if they are missing."""
+    try:
+        fetch(name, folder, TOKENIZER, OTHERS)
+    except NotThere:
+        for file in ("vocab.json", "merges.txt"):
+            fetch(name, folder, file, LIMIT.get(file, OTHERS))
+    if not (folder / INDEX).exists():
+        try:
+            fetch(name, folder, WEIGHTS, MOST, open_file)
+            return
+        except NotThere:
+            pass
+        try:
+            fetch(name, folder, INDEX, OTHERS)
+        except NotThere as error:
+            raise ValueError(f"{name} has no {WEIGHTS}, only pickles perhaps, which are not read: {error}") from error
+    for file in shards(folder):
+        fetch(name, folder, file, MOST, open_file)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def describe(place: Path) -> dict[str, dict]:
+    """The configuration of the weights in `place`: {"model", "attention", "break_it"}, each as a dictionary. From
+    config.json the vocabulary's size is not known: vocab_size is None, and vocab_multiple is 1."""
+    if not (place / CONFIG).exists():
+        theirs = checkpoint.load_state(place)["config"]
+        return {key: theirs[key] for key in ("model", "attention", "break_it")}
+    model, attention = understood(place, read_json(place, CONFIG))
+    model.vocab_size = None
+    return {"model": asdict(model), "attention": asdict(attention), "break_it": asdict(BreakIt())}
+
+
+def read(place: Path, source: str) -> checkpoint.Checkpoint:
+    """The weights in `place`, verified, as a Checkpoint; those of Hugging Face as float32, with step 0.
+
+    source: what the user named, for a download. state["begin"] is the token that begins a text there.
+    Raises ValueError, one line, for whatever cannot be used.
+    """
+    if not (place / CONFIG).exists():
+        return checkpoint.load(place)
+    if not Path(os.path.expanduser(source)).exists():
+        fetch_the_rest(source, place)
+    theirs = read_json(place, CONFIG)
+    ours, attention = understood(place, theirs)
+    try:
+        encoding = from_huggingface(read_tokenizer(place), token(theirs, "eos_token_id"))
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    rows = ours.vocab_size or 0
+    if encoding.n_vocab > rows:
+        raise ValueError(f"{place}: the tokenizer has {encoding.n_vocab} tokens, {CONFIG} has vocab_size={rows}")
+    with ExitStack() as stack:
+        found = headers(place, stack)
+        wanted = compare(place, ours, found)
+        model = {name: torch.cat([take(found, part) for part in parts]) for name, parts in wanted.items()}
+    if ours.tie_head:
+        model["head.weight"] = model["embedding.weight"]
+    # Rows without a token stay, as padding: they are part of the loss that these weights have.
+    ours.vocab_size, ours.vocab_multiple = encoding.n_vocab, 1 if encoding.n_vocab == rows else rows
+    trained = {"model": asdict(ours), "attention": asdict(attention), "break_it": asdict(BreakIt())}
+    begin = token(theirs, "bos_token_id")
+    begin = begin if begin in encoding._special_tokens.values() else encoding.eot_token
+    state = {"config": trained, "broken": "", "val_loss": None, "begin": begin}
+    return checkpoint.Checkpoint(place, 0, model, state, to_json(encoding))
+
+
+def understood(place: Path, theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
+    """configuration(theirs). Its ValueError names the folder."""
+    try:
+        return configuration(theirs)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def token(theirs: dict, key: str) -> int | None:
+    """A token's id in config.json; of a list the first."""
+    value = theirs.get(key)
+    first = value[0] if isinstance(value, list) and value else value
+    return first if type(first) is int else None
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of `folder`. ValueError if it leads out of it: as "../x", as an absolute path or by a link."""
+    file = folder / name
+    # Hugging Face's own cache has snapshots/HASH/config.json, a link to ../../blobs/HASH.
+    root = folder.absolute().parents[1] if folder.absolute().parent.name == "snapshots" else folder
+    if Path(name).name != name or not file.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{folder}: {name} leads out of the folder, which is refused; put the file itself there")
+    if not file.is_file():
+        raise ValueError(f"{folder} has no file {name!r}: it is not complete")
+    return file
+
+
+def read_text(folder: Path, name: str) -> str:
+    file, limit = inside(folder, name), LIMIT.get(name, OTHERS)
+    if (size := file.stat().st_size) > limit:
+        raise ValueError(f"{file} has {size:,} bytes; more than {limit:,} are not read")
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 at byte offset {error.start}: the file is damaged") from error
+
+
+def read_json(folder: Path, name: str) -> dict:
+    text = read_text(folder, name)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / name} is not JSON ({error}): the file is damaged") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / name} is JSON of another kind: the file is damaged")
+    return content
+
+
+def read_tokenizer(folder: Path) -> dict:
+    """tokenizer.json, or GPT-2's older two files in the same form."""
+    if (folder / TOKENIZER).exists():
+        return read_json(folder, TOKENIZER)
+    if not (folder / "vocab.json").exists():
+        raise ValueError(f"it has no {TOKENIZER}, nor vocab.json and merges.txt: put the model's own there")
+    vocab = read_json(folder, "vocab.json")
+    lines = read_text(folder, "merges.txt").split("\n")
+    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    made = {"".join(merge) for merge in merges}
+    special = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
+    model = {"vocab": vocab, "merges": merges}
+    cut = {"type": "ByteLevel", "add_prefix_space": False}
+    return {"model": model, "added_tokens": special, "pre_tokenizer": cut}
+
+
+def refuse_pickles(folder: Path) -> None:
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise ValueError(
+            f"{folder} has {pickles[0]}, a pickle, which can run code and is not read; if you trust it, load it with "
+            "transformers, whose save_pretrained() writes model.safetensors"
+        )
+
+
+def shards(folder: Path) -> list[str]:
+    """The names of the weights' files."""
+    if (folder / WEIGHTS).exists():
+        return [WEIGHTS]
+    if not (folder / INDEX).exists():
+        refuse_pickles(folder)
+        raise ValueError(f"{folder} has no {WEIGHTS}: give a folder with weights")
+    files = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map: the file is damaged")
+    for file in files.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{folder / INDEX} names {file!r}: only .safetensors in the same folder are read")
+    return sorted(set(files.values()))
+
+
+def open_file(file: Path) -> Any:
+    """An opened file of safetensors, to be closed. This reads the header only, and fails if the tensors are not exactly
+    as long as the file. ValueError for a damaged file."""
+    try:
+        return safe_open(file, "pt")
+    except (SafetensorError, OSError) as error:
+        why = " ".join(str(error).split())[:200]  # it may have a name in it, which may have anything
+        raise ValueError(f"{file} cannot be read ({why}): it is damaged; download or copy it again") from error
+
+
+def headers(place: Path, stack: ExitStack) -> dict[str, tuple[Any, str]]:
+    """{name: (the opened file that has this tensor, its full name)}. The stack closes the files."""
+    found: dict[str, tuple[Any, str]] = {}
+    for file in [inside(place, name) for name in shards(place)]:
+        opened = stack.enter_context(open_file(file))
+        for full in opened.keys():  # noqa: SIM118 (it is no dictionary)
+            if strip(full) in found:
+                raise ValueError(f"{file} has the tensor {full!r} a second time: the folder is damaged")
+            found[strip(full)] = (opened, full)
+    return found
+
+
+def strip(name: str) -> str:
+    """A tensor's name without the first part that GPT-2's own file, and others of a bare model, lack."""
+    return re.sub(r"^(transformer|model)\.", "", name)
+
+
+def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -> dict[str, list[Part]]:
+    """layout(theirs). ValueError if the files' tensors are not those, with these shapes. Reads no tensor."""
+    wanted = layout(theirs)
+    shapes = {strip(part.name): part.shape for parts in wanted.values() for part in parts}
+    for name, shape in shapes.items():
+        if name not in found:
+            raise ValueError(f"{place} lacks the tensor {name}: {CONFIG} is of another model, or a file is missing")
+        opened, full = found[name]
+        there = opened.get_slice(full)
+        if tuple(there.get_shape()) != shape:
+            raise ValueError(f"{place}: the tensor {name} is {tuple(there.get_shape())}, {CONFIG} says {shape}")
+        if there.get_dtype() not in DTYPES:
+            raise ValueError(f"{place}: the tensor {name} is {there.get_dtype()}; only {', '.join(DTYPES)} can be used")
+    tied = {"lm_head.weight"} if theirs.tie_head else set()
+    for name in sorted(found.keys() - shapes.keys() - tied):
+        if not NO_WEIGHTS.search(name):
+            raise ValueError(f"{place}: the tensor {name!r} has no place in the model that {CONFIG} describes")
+    return wanted
+
+
+def take(found: dict[str, tuple[Any, str]], part: Part) -> Tensor:
+    """One tensor as float32, as ours. ValueError if it is not finite: a flipped bit in an exponent shows here."""
+    opened, full = found[strip(part.name)]
+    weight = opened.get_tensor(full).float()
+    if not weight.isfinite().all():
+        raise ValueError(f"the tensor {full} has NaN or infinity: the file is damaged; download or copy it again")
+    return weight.T if part.transposed else weight
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
+    """Writes the weights as float32 in Hugging Face's format, completely or not at all, and returns the architecture.
+
+    The rows that vocab_multiple added are cut. Biases that the model lacks are written as zeros, if GPT-2 has them.
+    ValueError, one line, if `folder` is there, or if an option has no counterpart there.
+    """
+    if folder.exists():
+        raise ValueError(f"export={folder} exists already: give the name of a new folder")
+    if trained.state["broken"]:
+        raise ValueError(
+            f"{trained.path} is broken on purpose ({trained.state['broken']}): elsewhere it is another model"
+        )
+    ours = config.from_dict(GPTConfig, trained.state["config"]["model"])
+    attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
+    encoding = from_json(trained.tokenizer)
+    ours.vocab_size, ours.vocab_multiple = encoding.n_vocab, 1
+    end = encoding.eot_token
+    description = huggingface_config(ours, attention, trained.state.get("begin", end), end)
+    tokenizer = to_huggingface(encoding)
+
+    weights = {}
+    full = replace(ours, bias=ours.bias or ours.norm == "layernorm")
+    for name, parts in layout(full).items():
+        sizes = [part.shape[-1 if part.transposed else 0] for part in parts]
+        weight = trained.model.get(name, torch.zeros(sum(sizes)))[: sum(sizes)].float()
+        for part, rows in zip(parts, weight.split(sizes), strict=True):
+            weights[part.name] = (rows.T if part.transposed else rows).contiguous().clone()
+    around = {"bos_token_id": description["bos_token_id"], "eos_token_id": end}
+    names = {"bos_token": encoding.decode([around["bos_token_id"]]), "eos_token": END_OF_TEXT}
+    files = {
+        CONFIG: description,
+        "generation_config.json": around,
+        TOKENIZER: tokenizer,
+        # The general class takes tokenizer.json as it is. A model's own class would cut the text in its own way.
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": ours.context_length,
+            "clean_up_tokenization_spaces": False,
+            **names,
+        },
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        for name, content in files.items():
+            (temporary / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # it is still there only after an error
+    return description["architectures"][0]
