@@ -25,6 +25,8 @@ from model.break_it import UNBROKEN
 from model.mask import WHOLE, Tile
 from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
 
+ANY = Tile(range(0), range(0), WHOLE)  # scores() uses a tile's place for alibi alone
+
 
 class Step(NamedTuple):
     """Where the next token goes, and what it sees. The same for all layers whose buffers have as many slots."""
@@ -149,11 +151,11 @@ def one_split(q: Tensor, k: Tensor, v: Tensor, back: Tensor | None, hidden: Tens
     """Steps 1 to 5 over some of the keys: m (in base 2), l (N, G, 1) and acc (N, G, D), in the dtype of sums."""
     (N, G, _), T_k, wide = q.shape, k.shape[1], sum_dtype(q.dtype)
     memory = q.new_empty(N * G * T_k, dtype=wide)
-    s = scores(Tile(range(1), range(T_k), WHOLE), q, k, problem._replace(slopes=None), memory)  # 1: in base 2
-    if problem.slopes is not None:
+    slopes = problem.slopes  # scores() takes the distances from the places of the keys, and here those may be any
+    s = scores(ANY, q, k, problem if slopes is None else problem._replace(slopes=None), memory)  # 1: in base 2
+    if slopes is not None:
         assert back is not None, "alibi needs the distances"
-        by_head = s.view(-1, len(problem.slopes), T_k)  # (B, H, T_k)
-        by_head.addcmul_(problem.slopes[:, None], back[:, None].to(wide), value=-LOG2E)
+        s.view(-1, len(slopes), T_k).addcmul_(slopes[:, None], back[:, None].to(wide), value=-LOG2E)  # (B, H, T_k)
     if hidden is not None:
         s.view(len(hidden), -1, T_k).masked_fill_(hidden[:, None], -INF)  # 2
     m = s.amax(-1, keepdim=True)  # 3
