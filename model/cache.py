@@ -13,7 +13,6 @@ have the numbers of model/attention.py; docs/attention.md has the formulas under
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -71,7 +70,7 @@ class LayerCache:
             if isinstance(slots, int):
                 kept.select(1, slots).copy_(x.reshape(len(kept), -1))
             else:
-                kept.view(self.B, -1, *kept.shape[1:])[torch.arange(self.B), :, slots] = x[:, :, 0]
+                kept.view(self.B, -1, *kept.shape[1:])[torch.arange(self.B, device=x.device), :, slots] = x[:, :, 0]
         return decode(q, self.k[:, :T_k], self.v[:, :T_k], self.problem, back, hidden, self.splits)
 
 
@@ -139,12 +138,11 @@ def decode(
     """
     rows = q.reshape(len(k), -1, q.shape[-1])  # (N, G, D)
     masks = [[None] * splits if x is None else x.chunk(splits, dim=1) for x in (back, hidden)]
-    autocast = torch.is_autocast_enabled(q.device.type)  # it would round the sums to 16 bits
-    with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
-        parts = zip(k.chunk(splits, dim=1), v.chunk(splits, dim=1), *masks, strict=False)  # chunk may give fewer
-        states = [one_split(rows, k_i, v_i, back_i, hidden_i, problem) for k_i, v_i, back_i, hidden_i in parts]
-        _, l, acc = states[0] if len(states) == 1 else merge(states)
-        return (acc / l).to(q.dtype).view(q.shape)  # 6
+    parts = zip(k.chunk(splits, dim=1), v.chunk(splits, dim=1), *masks, strict=False)  # chunk may give fewer
+    # Autocast leaves the sums of one_split() in float32, because it passes over products that are written with out=.
+    states = [one_split(rows, k_i, v_i, back_i, hidden_i, problem) for k_i, v_i, back_i, hidden_i in parts]
+    _, l, acc = states[0] if len(states) == 1 else merge(states)
+    return (acc / l).to(q.dtype).view(q.shape)  # 6
 
 
 def one_split(q: Tensor, k: Tensor, v: Tensor, back: Tensor | None, hidden: Tensor | None, problem: Problem) -> State:

@@ -239,6 +239,13 @@ def test_one_row_is_the_oracles_however_the_keys_are_split(case, dtype, splits):
     assert error(o, right) <= 2 * (error(naive, right) + torch.finfo(dtype).eps * largest(right))
 
 
+def test_autocast_changes_no_bit():
+    q, k, v = torch.randn(2, 1, 8), *torch.randn(2, 2, 50, 8)
+    plain = decode(q[None], k, v, Problem(1, 50))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(plain, decode(q[None], k, v, Problem(1, 50)))
+
+
 def test_parts_that_attention_computed_merge_by_lse():
     """Each part's o and lse, as attention() returns them, are a state with m = lse and l = 1."""
     q, k, v = torch.randn(3, 2, 3, 50, 8, dtype=torch.float64)
