@@ -280,6 +280,7 @@ def test_a_text_that_passes_the_context_is_said_once(call, runs, past_context, s
     within, beyond = (call(sample, *arguments, f"max_new_tokens={count}").err for count in (29, 30))
     assert said not in within
     assert beyond.count(said) == 1
+    assert f"\n{29 if past_context == 'stop' else 30} tokens, " in beyond
 
 
 def test_stop_refuses_a_prompt_that_is_longer_than_the_context(call, parrots):
