@@ -1,9 +1,9 @@
 """Sampling with a cache: the keys and values of past tokens, and attention of one new token against them.
 
 Shapes: B sequences, H query heads, H_kv key/value heads, D head size, S slots in a layer's buffer, T_k keys looked at.
-    q, o (B, H, 1, D)    k, v (B, H_kv, T_k, D)    lse (B, H, 1)
+    q, o (B, H, 1, D)
 As in model/tiled.py the G = H / H_kv query heads of a key head are rows of one matrix, with N = B * H_kv:
-    q, o (N, G, D)    k, v (N, T_k, D)    lse (N, G, 1)
+    q, acc (N, G, D)    k, v (N, T_k, D)    m, l (N, G, 1)
 
 No token sees a later one, so the keys and values of a token stay as they are. A prompt runs through attention() as in
 training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it. It is
