@@ -7,6 +7,7 @@
     python sample.py run=NAME checkpoint=last impl=naive
     python sample.py init_from=gpt2                       from a model of Hugging Face, or a folder of safetensors
     python sample.py run=NAME export=FOLDER               writes the model for transformers, instead of text
+    python sample.py run=NAME max_new_tokens=5000 past_context=half    past the model's context, still fast
 
 The checkpoint holds the model, the tokenizer and the attention settings. The training data is not needed.
 """
@@ -19,6 +20,7 @@ if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -27,10 +29,16 @@ import torch
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, encode, from_json
 from model.attention import AttentionConfig
-from model.generate import Sampler, generate
+from model.generate import PAST_CONTEXT, Sampler, generate
 from training import checkpoint, config, exchange
 from training.machine import pick_device
 from training.metrics import printable, stamp
+
+IN_WORDS = {  # past_context=, once it has come to that
+    "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
+    "half": "each time the context of {} tokens was full, the model went on from its last half",
+    "stop": "stopped where the context of {} tokens was full; past_context=slide or past_context=half writes on",
+}
 
 
 @dataclass
@@ -53,6 +61,8 @@ class Config:
     seed: int = 1337  # random seed of the first sample; each further sample adds 1 to it
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
+    cache: bool = True  # keep the keys and values of past tokens; false: run the whole context again for each token
+    past_context: str = "slide"  # slide (last tokens, run again for each new one) | half (fast: forgets half) | stop
 
     def __post_init__(self):
         for name in ("num_samples", "max_new_tokens"):
@@ -69,6 +79,8 @@ class Config:
         unused = [f.name for f in fields(self) if f.name not in weights and getattr(self, f.name) != f.default]
         if self.export is not None and unused:
             raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
+        if self.past_context not in PAST_CONTEXT:
+            raise ValueError(f"past_context={self.past_context} is not known; choose slide, half or stop")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
         Sampler(self.temperature, self.top_k, self.top_p)  # checks these three before the first job of a sweep starts
@@ -102,8 +114,16 @@ def main(cfg: Config) -> None:
     prompt = [trained.state.get("begin", end), *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
         print(f"prompt: {len(prompt) - 1} tokens from {cfg.prompt_file}", file=sys.stderr)
-    if len(prompt) > (context := trained.state["config"]["model"]["context_length"]):
+    if len(prompt) > (context := model.config.context_length):
+        if cfg.past_context == "stop":
+            raise ValueError(
+                f"past_context=stop: the prompt's {len(prompt) - 1} tokens leave no room in a context of {context}; "
+                "use past_context=slide or past_context=half"
+            )
         print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
+    if cfg.cache and (refused := model.cache_refusal()) is not None:
+        print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
+    started, made, first, past = time.perf_counter(), 0, 0.0, False
     for number in range(cfg.num_samples):
         if cfg.num_samples > 1 or broken:
             print(f"{stamp(broken)}--- sample {number + 1} of {cfg.num_samples}", flush=True)
@@ -111,11 +131,22 @@ def main(cfg: Config) -> None:
         stream = TextStream(encoding)
         print(printable(text), end="", flush=True)
         idx = torch.tensor([prompt], device=device)  # (1, T)
-        for token in generate(model, idx, cfg.max_new_tokens, sampler, generator):
-            if int(token) == end:
+        new = generate(
+            model, idx, cfg.max_new_tokens, sampler, generator, cache=cfg.cache, past_context=cfg.past_context
+        )
+        length, ended = len(prompt), False
+        for token in map(int, new):
+            past |= length > context
+            made, length, first = made + 1, length + 1, first or time.perf_counter() - started
+            if ended := token == end:
                 break
-            print(printable(stream.feed(int(token))), end="", flush=True)
+            print(printable(stream.feed(token)), end="", flush=True)
+        past |= cfg.past_context == "stop" and not ended and length < len(prompt) + cfg.max_new_tokens
         print(printable(stream.flush()), flush=True)
+    if past:
+        print(stamp(broken) + IN_WORDS[cfg.past_context].format(context), file=sys.stderr)
+    speed = made / (time.perf_counter() - started)
+    print(f"{stamp(broken)}{made} tokens, {speed:,.0f} tokens/s, the first after {first:.3f} s", file=sys.stderr)
 
 
 def read_prompt(path: str) -> str:

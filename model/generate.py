@@ -2,17 +2,20 @@
 
 Shapes: B sequences at a time, T tokens so far, V vocabulary.
 
-There is no cache of keys and values: every new token runs the whole context through the model again. generate() is an
-iterator of tokens, so a cache can be added without changing its callers.
+With a cache (model/cache.py) the prompt runs once, and then each token alone. Without one every new token runs the
+whole context through the model again. Both compute the same logits, up to rounding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from model.cache import KVCache
 from model.gpt import GPT
+
+PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
 
 
 class NotFinite(ValueError):
@@ -55,19 +58,64 @@ class Sampler:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
-    model: GPT, idx: Tensor, max_new_tokens: int, sampler: Sampler, generator: torch.Generator | None = None
+    model: GPT,
+    prompts: Tensor | Sequence[Tensor],
+    max_new_tokens: int,
+    sampler: Sampler,
+    generator: torch.Generator | None = None,
+    *,
+    cache: bool = True,
+    past_context: str = "slide",
 ) -> Iterator[Tensor]:
     """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen.
 
-    idx int64 (B, T), T >= 1: the prompt, of any length; the model sees its last context_length tokens. The caller puts
-    the model in eval mode: an iterator that is abandoned half-way could not restore it.
+    prompts: int64 (B, T), or B tensors (T,) of different lengths, at least 1. The model sees the last context_length
+    tokens of a prompt. The caller puts the model in eval mode: an iterator that is abandoned half-way could not restore
+    it.
+    cache: keep keys and values, where model.cache_refusal() is None. It changes the time, and logits by rounding.
+    past_context: what the model sees of a text longer than its context.
+        slide   the last context_length tokens. Each then has another position, so all of them run again at every token.
+        half    when the context is full, its last half. That runs again as a new prompt, and the context fills up.
+        stop    nothing is yielded after the first sequence has filled its context.
     """
     assert not model.training, "call model.eval() first: dropout would garble the text"
-    for _ in range(max_new_tokens):
-        idx = idx[:, -model.config.context_length :]
-        logits = model.next_logits(idx)  # (B, V)
+    assert past_context in PAST_CONTEXT
+    context = model.config.context_length
+    texts = [prompt[-context:] for prompt in prompts]  # what the model may see: never more than the context
+    lengths = [len(text) for text in texts]
+    if past_context == "stop":
+        max_new_tokens = min(max_new_tokens, context - max(lengths) + 1)
+    kept = model.new_cache(len(texts)) if cache and model.cache_refusal() is None else None
+    token: Tensor | None = None
+    for made in range(max_new_tokens):
+        sees = [tokens_seen(length + made, context, past_context) for length in lengths]
+        if kept is not None and token is not None and sees == [length + 1 for length in kept.lengths]:
+            kept.advance()
+            logits = model.next_logits(token[:, None], kept)  # (B, V)
+        else:
+            logits = run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept)
         token = sampler.choose(logits, generator)
         yield token
-        idx = torch.cat((idx, token[:, None]), dim=1)
+        texts = [torch.cat((text, token[b : b + 1]))[-context:] for b, text in enumerate(texts)]
+
+
+def tokens_seen(length: int, context: int, past_context: str) -> int:
+    """How many of a text's `length` tokens the model sees: its last ones."""
+    if length <= context or past_context == "slide":
+        return min(length, context)
+    return context - (context - length) % (context - context // 2)  # half of it, and what has come since
+
+
+def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tensor:
+    """The logits (B, V) of the token after each text. Texts of different lengths run one by one, so that each gives
+    what it gives alone."""
+    together = len({len(text) for text in texts}) == 1
+    logits = []
+    for start, stop in [(0, len(texts))] if together else [(b, b + 1) for b in range(len(texts))]:
+        idx = torch.stack(texts[start:stop])  # (B or 1, T)
+        if cache is not None:
+            cache.begin(idx.shape[1], slice(start, stop))
+        logits.append(model.next_logits(idx, cache))
+    return torch.cat(logits)

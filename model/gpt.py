@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
+from model.cache import KVCache, LayerCache
 from model.loss import next_token_loss
 
 
@@ -119,6 +120,7 @@ class Context(NamedTuple):
     rope: tuple[Tensor, Tensor] | None  # cos, sin of rope_table()
     seed: Tensor | None  # seed of the layer's attention dropout, int64 scalar; None: no dropout
     documents: Tensor | None  # (B, T) integers; None: one document
+    past: LayerCache | None = None  # the layer's keys and values, in sampling with a cache
 
 
 class CausalSelfAttention(nn.Module):
@@ -140,9 +142,15 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in qkv)
         if context.rope is not None:
             q, k = rotate(q, *context.rope), rotate(k, *context.rope)
-        o = attention(
-            q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
-        )  # (B, H, T, D)
+        past = context.past
+        if past is not None and past.step is not None:
+            o = past.attend(q, k, v)  # one token, which sees what the cache holds
+        else:
+            if past is not None:
+                past.fill(q, k, v)
+            o = attention(
+                q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
+            )  # (B, H, T, D)
         return self.out(o.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -226,20 +234,26 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def hidden(self, idx: Tensor, documents: Tensor | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C).
 
         documents: integers (B, T), from the loader; used if attention.documents is on. None: one document.
+        cache: as in next_logits().
         """
         T = idx.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={self.config.context_length}")
+        positions = slice(T) if cache is None else cache.positions
         x = self.embedding(idx)  # (B, T, C)
         rope = None
         if self.config.position == "learned":
-            x = x + self.positions.weight[:T]
+            x = x + self.positions.weight[positions]
         elif self.config.position == "rope":
-            rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
+            if cache is None:
+                rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
+            else:
+                cos, sin = cache.rope
+                rope = cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)  # (1 or B, 1, T, D / 2)
         # One seed per layer, drawn here and passed down as tensors. So the backward gets the same mask and the next
         # step a new one, also with activation checkpointing and with CUDA graphs.
         seeds: Sequence[Tensor | None] = [None] * self.config.n_layer
@@ -249,8 +263,9 @@ class GPT(nn.Module):
         if not self.attention_config.documents:
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
-        for block, seed in zip(self.blocks, seeds, strict=True):
-            context = Context(rope, seed, documents)
+        layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
+        for block, seed, past in zip(self.blocks, seeds, layers, strict=True):
+            context = Context(rope, seed, documents, past)
             if self.training and self.config.activation_checkpointing:
                 restore = self.break_it.restore_seed  # torch's own draws too: model.dropout_p, sdpa's mask
                 again = block if restore else partial(self.draw_and_run, block)
@@ -271,9 +286,33 @@ class GPT(nn.Module):
             return self.logits(x)
         return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
 
-    def next_logits(self, idx: Tensor) -> Tensor:
-        """Token ids int64 (B, T) to the logits (B, V) of the next token. The head runs on the last position only."""
-        return self.logits(self.hidden(idx)[:, -1])
+    def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Token ids int64 (B, T) to the logits (B, V) of the next token. The head runs on the last position only.
+
+        cache: keeps the keys and values of idx. After cache.begin() idx are prompts; after cache.advance() idx is one
+        token of each sequence, (B, 1), which follows what the cache holds.
+        """
+        return self.logits(self.hidden(idx, cache=cache)[:, -1])
+
+    def new_cache(self, B: int, splits: int = 1) -> KVCache:
+        """An empty cache for B sequences. splits: as in decode() of model/cache.py. Raises ValueError as
+        cache_refusal() says."""
+        if (refused := self.cache_refusal()) is not None:
+            raise ValueError(refused)
+        config, device = self.config, self.embedding.weight.device
+        layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
+        cache = KVCache(layers, B, config.context_length, device, splits)
+        if config.position == "rope":
+            cache.rope = rope_table(config.context_length, config.head_size, config.rope_base, device)
+        return cache
+
+    def cache_refusal(self) -> str | None:
+        """Why this model samples without a cache, or None. decode() has no line that a switch could take out."""
+        if self.break_it.label:
+            return f"break_it={self.break_it.label}: a cache would compute whole attention, not the broken one"
+        if self.attention_config.block_mask is not None:
+            return "attention.block_mask: the cache has no block masks"
+        return None
 
     def logits(self, x: Tensor) -> Tensor:
         """The residual stream (..., C), after the last norm, to the logits (..., V)."""

@@ -25,6 +25,7 @@ from lab.traffic import words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES
+from model.cache import merge, one_split
 from model.dropout import keep_mask
 from model.mask import EMPTY, PART, Tiling, tiles
 from model.tiled import LOG2E, TINY, nothing_seen, online_softmax
@@ -79,6 +80,22 @@ def test_the_state_of_the_worked_row_after_each_tile():
             shown(s[0, 0], 1), shown([m / LOG2E], 1), shown([alpha]), shown(p[0, 0]), shown([l]), shown(acc[0, 0])
         ]  # fmt: skip
     assert l > TINY
+
+
+def test_the_splits_of_the_worked_row_and_their_merge():
+    q, k, v = (x[0] for x in cat())
+    q = q[:, 3:4]  # "on"
+    *splits, merged = tables("split")
+    problem = Problem(1, 5, scale=0.5)
+    states = [one_split(q, *part, None, None, problem) for part in zip(k.chunk(2, 1), v.chunk(2, 1), strict=True)]
+    (m, _, _) = whole = merge(states)
+    for row, state in zip([*splits, merged], [*states, whole], strict=True):
+        assert row[2] == shown([state[0] / LOG2E], 1)
+        assert row[3:6] == [shown([state[1]]), shown(state[2][0, 0]), shown([state[0] / LOG2E + state[1].log()])]
+    for row, state, k_i in zip(splits, states, k.chunk(2, 1), strict=True):
+        assert row[1] == shown((q @ k_i.mT * 0.5)[0, 0], 1)
+        assert row[6] == shown([torch.exp2(state[0] - m)])
+    assert " ".join(row[0] for row in splits) == " ".join(row[0] for row in tables("token"))
 
 
 def test_the_result_of_every_row_of_the_worked_example():

@@ -1,6 +1,7 @@
 """sample.py and the samplers: what is written is what the model says, character by character, and can be had again."""
 
 import codecs
+import re
 import sys
 from dataclasses import asdict
 from io import StringIO
@@ -20,6 +21,7 @@ from tests.test_train import OVERFLOW, OVERFLOW_NAME
 from training import checkpoint
 from training.metrics import printable
 
+NAIVE = AttentionConfig("naive")
 END = 256  # end of text, in the byte tokenizer
 CHARACTERS = "a\u00e9\u20ac\U0001f600 \u4f60\u597d, gr\u00fc\u00dfe\n\u0434\u0430 \u3042"  # of one to four bytes
 
@@ -63,14 +65,16 @@ def greedy(model: GPT, prompt: bytes, count: int) -> bytes:
     return bytes(tokens[1:])
 
 
-def save_parrot(folder: Path, tokens: list[int], *, step: int = 1, val_loss: float | None = None, broken: str = ""):
+def save_parrot(
+    folder: Path, tokens: list[int], *, step: int = 1, val_loss: float | None = None, broken: str = "", attention=NAIVE
+):
     """A checkpoint whose model says tokens[i] at position i, whatever it is told.
 
     Nothing is embedded but the position, as one hot entry of C = 64; the block adds nothing; the norm leaves the entry
     the largest; and the head has a 10 where token i meets entry i.
     """
     size = GPTConfig(n_layer=1, n_head=1, n_embd=64, context_length=64, vocab_size=257, tie_head=False, bias=False)
-    trained = train.Config(model=size, attention=AttentionConfig("naive"), break_it=BreakIt())
+    trained = train.Config(model=size, attention=attention, break_it=BreakIt(subtract_max=not broken))
     model = GPT(size, trained.attention)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -150,7 +154,7 @@ def seen(monkeypatch):
     """The tokens that the model is given, as they come; it answers nothing."""
     tokens = []
 
-    def generate(model, idx, *options):
+    def generate(model, idx, *options, **more):
         tokens.extend(idx[0].tolist())
         return iter(())
 
@@ -195,7 +199,7 @@ def test_text_is_written_while_it_is_made(runs, monkeypatch):
     monkeypatch.setattr(sys, "stdout", StringIO())
     seen = []
 
-    def generate(*options):
+    def generate(*options, **more):
         for byte in "a\u20acb".encode():
             yield torch.tensor([byte])
             seen.append(sys.stdout.getvalue())
@@ -248,13 +252,50 @@ def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, parrots, cut, 
     (path / "model.safetensors").write_bytes(weights[:-9])
     ended = call(sample, f"runs={parrots}")
     assert (ended.code, ended.out) == (0, f"{word}\n")
-    assert ended.err.splitlines()[:-1] == [f"checkpoint {path} is damaged"] * said
+    assert ended.err.splitlines()[:-2] == [f"checkpoint {path} is damaged"] * said
 
 
 def test_a_prompt_that_is_longer_than_the_context_is_said(call, parrots):
     said = "of the prompt's 64 tokens, the model sees only the last 64\n"
     assert said in call(sample, f"runs={parrots}", f"prompt={64 * 'a'}", "max_new_tokens=1").err
     assert "of the prompt" not in call(sample, f"runs={parrots}", f"prompt={63 * 'a'}", "max_new_tokens=1").err
+
+
+def test_the_end_says_how_many_tokens_there_were_and_how_fast(call, parrots):
+    *_, last = call(sample, f"runs={parrots}", "num_samples=2").err.splitlines()
+    assert re.fullmatch(r"10 tokens, [\d,]+ tokens/s, the first after \d+\.\d{3} s", last)  # "best" and the end, twice
+
+
+@pytest.mark.parametrize(
+    ("past_context", "said"),
+    [
+        ("slide", "past the context of 32 tokens, the last 32 run again for each new one; past_context=half is faster"),
+        ("half", "each time the context of 32 tokens was full, the model went on from its last half"),
+        ("stop", "stopped where the context of 32 tokens was full; past_context=slide or past_context=half writes on"),
+    ],
+)
+def test_a_text_that_passes_the_context_is_said_once(call, runs, past_context, said):
+    """The prompt is 4 tokens with the end-of-text token before it, so a 30th new one is chosen from 33."""
+    arguments = [f"runs={runs}", "device=cpu", "prompt=abc", "temperature=0", f"past_context={past_context}"]
+    within, beyond = (call(sample, *arguments, f"max_new_tokens={count}").err for count in (29, 30))
+    assert said not in within
+    assert beyond.count(said) == 1
+    assert f"\n{29 if past_context == 'stop' else 30} tokens, " in beyond
+
+
+def test_stop_refuses_a_prompt_that_is_longer_than_the_context(call, parrots):
+    ended = call(sample, f"runs={parrots}", f"prompt={64 * 'a'}", "past_context=stop")
+    assert (ended.code, ended.out) == (2, "")
+    assert "past_context=stop: the prompt's 64 tokens leave no room in a context of 64; use " in ended.err
+
+
+def test_a_block_mask_is_sampled_without_a_cache(call, tmp_path):
+    blocks = AttentionConfig("naive", block_mask=["x"])
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], attention=blocks)
+    ended = call(sample, f"runs={tmp_path}")
+    assert ended.out == "text\n"
+    assert ended.err.count("sampling without a cache, attention.block_mask: the cache has no block masks\n") == 1
+    assert "without a cache" not in call(sample, f"runs={tmp_path}", "cache=false").err
 
 
 def test_the_newest_run_speaks_when_none_is_named(call, parrots):
@@ -265,7 +306,8 @@ def test_the_newest_run_speaks_when_none_is_named(call, parrots):
 def test_a_broken_models_text_is_stamped(call, tmp_path):
     save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], broken="no_max")
     ended = call(sample, f"runs={tmp_path}", "num_samples=2")
-    assert ended.err.count("BROKEN[no_max] ") == len(ended.err.splitlines()) == 2
+    assert ended.err.count("BROKEN[no_max] ") == len(ended.err.splitlines()) == 4
+    assert "sampling without a cache, break_it=no_max: " in ended.err
     assert ended.out == "BROKEN[no_max] --- sample 1 of 2\ntext\nBROKEN[no_max] --- sample 2 of 2\ntext\n"
 
 
@@ -286,6 +328,7 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
         (["prompt_file={runs}/none"], "prompt_file={runs}/none cannot be read (No such file", "give a text file"),
         (["prompt_file={runs}"], "prompt_file={runs} cannot be read (Is a directory)", "give a text file"),
         (["prompt_file={runs}/bad"], "prompt_file={runs}/bad is not UTF-8 at byte offset 3", "convert it"),
+        (["past_context=sldie"], "past_context=sldie is not known", "choose slide, half or stop"),
         (["prompt=a", "prompt_file=b"], "prompt= and prompt_file=b are both given", "leave one out"),
         (["device=cuda:99"], "device=cuda:99 cannot be used here", "use device=auto or device=cpu"),
         (["temprature=1"], "there is no key temprature", "did you mean temperature?"),

@@ -1,0 +1,175 @@
+"""Sampling with a cache: the keys and values of past tokens, and attention of one new token against them.
+
+Shapes: B sequences, H query heads, H_kv key/value heads, D head size, S slots in a layer's buffer, T_k keys looked at.
+    q, o (B, H, 1, D)
+As in model/tiled.py the G = H / H_kv query heads of a key head are rows of one matrix, with N = B * H_kv:
+    q, acc (N, G, D)    k, v (N, T_k, D)    m, l (N, G, 1)
+
+No token sees a later one, so the keys and values of a token stay as they are. A prompt runs through attention() as in
+training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it. It is
+Flash-Decoding in plain PyTorch: it cuts the keys into splits, computes each alone, and merges them by lse. The steps
+have the numbers of model/attention.py; docs/attention.md has the formulas under "Merging by lse".
+
+Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.problem import Problem
+from model.attention import AttentionConfig, problem_of
+from model.break_it import UNBROKEN
+from model.mask import WHOLE, Tile
+from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
+
+ANY = Tile(range(0), range(0), WHOLE)  # scores() uses a tile's place for alibi alone
+
+
+class Step(NamedTuple):
+    """Where the next token goes, and what it sees. The same for all layers whose buffers have as many slots."""
+
+    slots: int | Tensor  # the slot of the new key; int64 (B,) if the sequences differ
+    T_k: int  # slots 0 to T_k - 1 are looked at
+    back: Tensor | None = None  # how many positions each slot's key is before the query, int64 (1 or B, T_k); for alibi
+    hidden: Tensor | None = None  # bool (B, T_k): slots that a shorter sequence has not filled; None: all are filled
+
+
+class LayerCache:
+    """The keys (after the rotary embedding) and values of one layer. Position p is in slot p % S."""
+
+    k: Tensor  # (N, S, D), made by the first fill()
+    v: Tensor
+    problem: Problem  # the scale, softcap and slopes of the layer
+
+    def __init__(self, config: AttentionConfig, B: int, context_length: int, splits: int):
+        """config: the layer's own."""
+        self.config, self.B, self.splits = config, B, splits
+        # Under a window a new key takes the slot of the one that has just left the window.
+        self.size = min(config.window or context_length, context_length)
+        self.rows = slice(B)  # the sequences whose prompts run now
+        self.step: Step | None = None  # None: prompts run now
+
+    def fill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keeps the last S keys and values of prompts. q, k, v as in attention(), of the sequences `rows` alone."""
+        T, T_kept = k.shape[2], min(k.shape[2], self.size)
+        if not hasattr(self, "k"):
+            # Zeros, because a hidden slot has weight 0, and 0 times what new memory holds may be NaN.
+            self.k, self.v = (k.new_zeros(self.B * k.shape[1], self.size, k.shape[3]) for _ in "kv")
+            self.problem = problem_of(q, k, self.config, {}, True, None, None, UNBROKEN)
+        slots = torch.arange(T - T_kept, T, device=k.device) % self.size
+        for kept, x in ((self.k, k), (self.v, v)):
+            kept.view(self.B, -1, *kept.shape[1:])[self.rows][:, :, slots] = x[:, :, T - T_kept :]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keeps the key and value of one new token of every sequence, and returns its o. All are (B, heads, 1, D)."""
+        assert self.step is not None
+        slots, T_k, back, hidden = self.step
+        for kept, x in ((self.k, k), (self.v, v)):
+            if isinstance(slots, int):
+                kept.select(1, slots).copy_(x.reshape(len(kept), -1))
+            else:
+                kept.view(self.B, -1, *kept.shape[1:])[torch.arange(self.B, device=x.device), :, slots] = x[:, :, 0]
+        return decode(q, self.k[:, :T_k], self.v[:, :T_k], self.problem, back, hidden, self.splits)
+
+
+class KVCache:
+    """The keys and values of all layers for B sequences of up to context_length tokens, each at its own position.
+
+    model.new_cache(B) makes one. Before each model.next_logits(idx, cache), begin() or advance() says what idx is.
+    """
+
+    rope: tuple[Tensor, Tensor]  # cos, sin of every position; the model sets it, with model.position=rope
+    positions: slice | Tensor  # of the tokens that run now: the same for all sequences, or int64 (B, 1)
+
+    def __init__(self, configs: list[AttentionConfig], B: int, context_length: int, device: torch.device, splits: int):
+        """configs: one per layer. splits: into how many parts decode() cuts the keys."""
+        self.layers = [LayerCache(config, B, context_length, splits) for config in configs]
+        self.lengths = [0] * B  # the number of tokens of each sequence
+        self.context_length, self.device = context_length, device
+        self.alibi = configs[0].alibi
+
+    def begin(self, T: int, rows: slice) -> None:
+        """Next, the model runs the prompts of the sequences `rows`, of T tokens each. What they had is forgotten."""
+        self.lengths[rows] = [T] * len(self.lengths[rows])
+        self.positions = slice(T)
+        for layer in self.layers:
+            layer.rows, layer.step = rows, None
+
+    def advance(self) -> None:
+        """Next, the model runs one token of every sequence."""
+        assert max(self.lengths) < self.context_length, "a sequence is full: begin() it again with a shorter prompt"
+        at = self.lengths
+        self.lengths = [p + 1 for p in at]
+        together = len(set(at)) == 1
+        self.positions = slice(at[0], at[0] + 1) if together else torch.tensor(at, device=self.device)[:, None]
+        steps = {size: self.step(at, together, size) for size in {layer.size for layer in self.layers}}
+        for layer in self.layers:
+            layer.step = steps[layer.size]
+
+    def step(self, at: list[int], together: bool, size: int) -> Step:
+        """For tokens at the positions `at`, in buffers of `size` slots."""
+        T_k = min(max(at) + 1, size)
+        if together and not self.alibi:
+            return Step(at[0] % size, T_k)
+        position = torch.tensor(at[:1] if together else at, device=self.device)[:, None]
+        back = (position - torch.arange(T_k, device=self.device)) % size
+        if together:
+            return Step(at[0] % size, T_k, back)
+        return Step(position[:, 0] % size, T_k, back, back > position)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    back: Tensor | None = None,
+    hidden: Tensor | None = None,
+    splits: int = 1,
+) -> Tensor:
+    """Attention of one query row a head: o (B, H, 1, D) in q's dtype.
+
+    q (B, H, 1, D); k, v (N, T_k, D), the keys in any order. problem: its scale, softcap and slopes count.
+    back: int64 (1 or B, T_k), how far each key is before the query; for slopes. hidden: bool (B, T_k), keys that are
+    not seen, never all of a row; None: all are seen. splits: into how many parts the keys are cut, at most. It changes
+    the result by rounding.
+    """
+    rows = q.reshape(len(k), -1, q.shape[-1])  # (N, G, D)
+    masks = [[None] * splits if x is None else x.chunk(splits, dim=1) for x in (back, hidden)]
+    parts = zip(k.chunk(splits, dim=1), v.chunk(splits, dim=1), *masks, strict=False)  # chunk may give fewer
+    # Autocast leaves the sums of one_split() in float32, because it passes over products that are written with out=.
+    states = [one_split(rows, k_i, v_i, back_i, hidden_i, problem) for k_i, v_i, back_i, hidden_i in parts]
+    _, l, acc = states[0] if len(states) == 1 else merge(states)
+    return (acc / l).to(q.dtype).view(q.shape)  # 6
+
+
+def one_split(q: Tensor, k: Tensor, v: Tensor, back: Tensor | None, hidden: Tensor | None, problem: Problem) -> State:
+    """Steps 1 to 5 over some of the keys: m (in base 2), l (N, G, 1) and acc (N, G, D), in the dtype of sums."""
+    (N, G, _), T_k, wide = q.shape, k.shape[1], sum_dtype(q.dtype)
+    memory = q.new_empty(N * G * T_k, dtype=wide)
+    slopes = problem.slopes  # scores() takes the distances from the places of the keys, and here those may be any
+    s = scores(ANY, q, k, problem if slopes is None else problem._replace(slopes=None), memory)  # 1: in base 2
+    if slopes is not None:
+        assert back is not None, "alibi needs the distances"
+        s.view(-1, len(slopes), T_k).addcmul_(slopes[:, None], back[:, None].to(wide), value=-LOG2E)  # (B, H, T_k)
+    if hidden is not None:
+        s.view(len(hidden), -1, T_k).masked_fill_(hidden[:, None], -INF)  # 2
+    m = s.amax(-1, keepdim=True)  # 3
+    if hidden is not None:  # as in tiled: where all of a part is hidden, p is 0 and not exp(-inf - -inf)
+        m.clamp_(min=LOWEST)
+    p = s.sub_(m).exp2_()
+    l = p.sum(-1, keepdim=True)
+    return m, l, add_product(torch.empty_like(q, dtype=wide), p.to(v.dtype), v, beta=0.0)  # 5
+
+
+def merge(states: list[State]) -> State:
+    """The state over all keys from the states over parts of them: step 3 once more, for all parts at a time.
+
+    A part's o and lse are a state too: m = lse (in base 2), l = 1, acc = o.
+    """
+    m_i, l_i, acc_i = map(torch.stack, zip(*states, strict=True))
+    m = m_i.amax(0)
+    alpha = torch.exp2(m_i - m)
+    return m, (alpha * l_i).sum(0), (alpha * acc_i).sum(0)

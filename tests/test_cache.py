@@ -1,0 +1,257 @@
+"""Sampling with a cache: the tokens and, up to rounding, the logits of running the whole text again for each token."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from kernels.problem import Problem
+from model.attention import AttentionConfig, alibi_slopes, attention
+from model.break_it import BreakIt
+from model.cache import decode, merge
+from model.generate import Sampler, generate, run_prompts, tokens_seen
+from model.gpt import GPT, GPTConfig
+from model.tiled import LOG2E
+from tests.reference import CASES, DTYPES, Case, case_name, error, largest, oracle, run, visible
+
+CONTEXT = 24
+SIZE = GPTConfig(n_layer=2, n_head=4, n_embd=32, context_length=CONTEXT, vocab_size=61)
+NAIVE = AttentionConfig("naive")
+
+
+def options(model=SIZE, attention=NAIVE, **changes):
+    """GPTConfig and AttentionConfig with `changes`, each in the one that has such a field."""
+    of_model = {name: value for name, value in changes.items() if hasattr(model, name)}
+    return replace(model, **of_model), replace(attention, **{n: v for n, v in changes.items() if n not in of_model})
+
+
+OPTIONS = {
+    "learned": {},
+    "rope": {"position": "rope", "rope_base": 50.0},
+    "alibi": {"position": "none", "alibi": True},
+    "none": {"position": "none", "norm": "rmsnorm", "mlp": "swiglu", "bias": False},
+    "softcap": {"softcap": 0.5},
+    "softmax_scale": {"softmax_scale": 0.9},
+    "window": {"window": 5, "position": "rope"},
+    "window_of_one": {"window": 1},
+    "wide_window": {"window": 100},
+    "windows": {"windows": [3, None], "position": "rope"},
+    "window_alibi": {"window": 7, "position": "none", "alibi": True},
+    "windows_alibi_softcap": {"windows": [7, None], "position": "none", "alibi": True, "softcap": 0.5, "n_kv_head": 2},
+    "grouped": {"n_kv_head": 2, "position": "rope"},
+    "one_key_head": {"n_kv_head": 1},
+    "documents": {"documents": True},
+    "own_head": {"tie_head": False, "vocab_multiple": 8},
+    "dropout": {"dropout_p": 0.5},
+}
+
+
+def made(dtype=torch.float64, **changes) -> GPT:
+    """A model whose weights are large enough that every token and position tells."""
+    torch.manual_seed(0)
+    break_it = changes.pop("break_it", BreakIt())
+    model = GPT(*options(**changes), break_it).eval().to(dtype)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(6 if weight.ndim == 2 else 1)
+    return model
+
+
+def texts(*lengths: int) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randint(SIZE.vocab_size, (length,)) for length in lengths]
+
+
+@torch.no_grad()
+def logits_of(model: GPT, prompts: list[torch.Tensor], follow: torch.Tensor, cache=None) -> torch.Tensor:
+    """The logits (steps + 1, B, V) after the prompts and after each column of `follow` (B, steps); without a cache each
+    text runs alone and whole."""
+    found = [run_prompts(model, prompts, cache)]
+    for i in range(follow.shape[1]):
+        if cache is None:
+            grown = [torch.cat((text, row[: i + 1])) for text, row in zip(prompts, follow, strict=True)]
+            found.append(torch.cat([model.next_logits(text[None]) for text in grown]))
+        else:
+            cache.advance()
+            found.append(model.next_logits(follow[:, i : i + 1], cache))
+    return torch.stack(found)
+
+
+def assert_same_logits(changes: dict, lengths=(3, 9, 6), steps=CONTEXT - 9, splits=1) -> None:
+    """In float32: within twice the error of the uncached ones of naive in float32, both against float64."""
+    prompts, follow = texts(*lengths), torch.stack(texts(*[steps] * len(lengths)))
+    naive = {**changes, "impl": "naive"}
+    right = logits_of(made(**naive), prompts, follow)
+    uncached = logits_of(made(torch.float32, **naive), prompts, follow)
+    model = made(torch.float32, **changes)
+    found = logits_of(model, prompts, follow, model.new_cache(len(prompts), splits))
+    budget = 2 * (error(uncached, right) + torch.finfo(torch.float32).eps * largest(right))
+    assert error(found, right) <= budget
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 9), (3, 9, 6)], ids=str)
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+def test_the_logits_are_those_of_the_whole_text(changes, lengths):
+    """One sequence, two together, and three of different lengths; to the last position of the context."""
+    assert_same_logits(changes, lengths)
+
+
+@pytest.mark.parametrize("impl", ["tiled", "sdpa", "triton"])
+@pytest.mark.parametrize("name", ["learned", "grouped", "windows_alibi_softcap"])
+def test_every_implementation_fills_the_cache(impl, name):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    if impl == "sdpa" and name == "windows_alibi_softcap":
+        name = "rope"  # sdpa has none of the three
+    assert_same_logits({**OPTIONS[name], "impl": impl}, steps=3)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 24, 100])
+@pytest.mark.parametrize("name", ["learned", "windows_alibi_softcap"])
+def test_splits_change_the_logits_by_rounding(name, splits):
+    assert_same_logits(OPTIONS[name], splits=splits)
+
+
+@torch.no_grad()
+def uncached(model: GPT, prompt: torch.Tensor, count: int, past_context: str) -> list[int]:
+    """The likeliest tokens, `count` of them, each from the whole of what the model sees; written out."""
+    text, start = prompt.tolist(), max(0, len(prompt) - CONTEXT)
+    for _ in range(count):
+        if len(text) - start > CONTEXT:
+            start = len(text) - CONTEXT if past_context == "slide" else len(text) - CONTEXT // 2 - 1
+        text.append(int(model(torch.tensor([text[start:]]))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half"])
+@pytest.mark.parametrize("changes", [OPTIONS[name] for name in ("own_head", "windows", "alibi")], ids=str)
+def test_the_likeliest_tokens_are_the_same_past_the_context(changes, past_context):
+    """Prompts of 1, 20, a whole context and more; 60 tokens, so that the context fills up several times."""
+    model, prompts = made(**changes), texts(1, 20, CONTEXT, CONTEXT + 9)
+    found = torch.stack(list(generate(model, prompts, 60, Sampler(0), past_context=past_context))).T
+    assert found.tolist() == [uncached(model, prompt, 60, past_context) for prompt in prompts]
+    again = torch.stack(list(generate(model, prompts, 60, Sampler(0), past_context=past_context, cache=False))).T
+    assert torch.equal(found, again)
+    assert len(found.unique()) > 10
+
+
+def test_stop_ends_where_the_first_sequence_has_filled_its_context():
+    """The last token is chosen from a full context."""
+    model = made()
+    for lengths in ((5,), (5, 9)):
+        found = list(generate(model, texts(*lengths), 100, Sampler(0), past_context="stop"))
+        assert len(found) == CONTEXT - max(lengths) + 1
+    assert len(list(generate(model, texts(5), 7, Sampler(0), past_context="stop"))) == 7
+    assert list(generate(model, texts(CONTEXT + 1), 7, Sampler(0), past_context="stop"))
+
+
+def test_what_the_model_sees_of_a_long_text():
+    assert [tokens_seen(n, 6, "slide") for n in range(1, 15)] == [1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6, 6]
+    assert [tokens_seen(n, 6, "half") for n in range(1, 15)] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5]
+    assert [tokens_seen(n, 1, "half") for n in range(1, 5)] == [1, 1, 1, 1]
+
+
+def test_a_seed_draws_the_same_tokens_with_and_without_a_cache():
+    draws = [
+        torch.stack(list(generate(made(), texts(4, 7), 60, Sampler(), torch.Generator().manual_seed(5), cache=cache)))
+        for cache in (True, False)
+    ]
+    assert torch.equal(*draws)
+
+
+def test_each_token_runs_alone(monkeypatch):
+    """After the prompts a call has one token of each sequence; with half, the context runs again only when it fills."""
+    model, lengths = made(), []
+    next_logits = model.next_logits
+    monkeypatch.setattr(
+        model, "next_logits", lambda idx, cache: lengths.append(idx.shape[1]) or next_logits(idx, cache)
+    )
+    list(generate(model, torch.stack(texts(10, 10)), 30, Sampler(0), past_context="half"))
+    assert lengths == [10, *[1] * 14, 13, *[1] * 11, 13, 1, 1]
+
+
+def test_a_windows_buffer_is_as_long_as_the_window():
+    model = made(windows=[3, None], n_kv_head=2)
+    cache = model.new_cache(5)
+    run_prompts(model, texts(*[7] * 5), cache)
+    assert [layer.k.shape for layer in cache.layers] == [(5 * 2, 3, 8), (5 * 2, CONTEXT, 8)]
+
+
+def test_autocast_rounds_the_cache_and_not_the_sums():
+    """As in training: the keys are bf16, and logits within the budget of the uncached ones."""
+    (prompt,), right = texts(9), made()
+    right = right.next_logits(prompt[None]).detach()
+    model = made(torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        plain = model.next_logits(prompt[None])
+        cache = model.new_cache(1)
+        found = logits_of(model, [prompt[:6]], prompt[None, 6:], cache)[-1]
+    assert cache.layers[0].k.dtype == torch.bfloat16
+    assert error(found, right) <= 2 * (error(plain, right) + torch.finfo(torch.bfloat16).eps * largest(right))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_mask": ["x"]}, "attention.block_mask: the cache has no block masks"),
+        ({"impl": "tiled", "break_it": BreakIt(subtract_max=False)}, "break_it=no_max: a cache would compute whole"),
+        ({"impl": "tiled", "break_it": BreakIt(score_gain=2.0)}, "break_it=gain_2: a cache would compute whole"),
+    ],
+    ids=str,
+)
+def test_what_has_no_cache_is_sampled_without(changes, said):
+    """A broken model writes what it writes without a cache: nothing is repaired."""
+    model = made(**changes)
+    with pytest.raises(ValueError, match=said):
+        model.new_cache(1)
+    with_cache, without = (list(generate(model, texts(4), 12, Sampler(0), cache=cache)) for cache in (True, False))
+    assert with_cache == without
+
+
+# --- decode() and merge() -------------------------------------------------------------------------------------------
+
+ONE_ROW = [
+    replace(case, T=1, T_k=case.T_k or case.T, B=16)  # as many rows as the budget needs to be no luck
+    for case in CASES
+    if case.causal and not (case.dropout_p or case.blocks)
+] + [Case(1, 1, B=16), Case(1, 64, B=16, documents=(16, 48), H=6, H_kv=2, sigma=4.0)]
+
+
+# Not more splits: torch adds up products of few keys one by one, with a larger error than naive's products have.
+@pytest.mark.parametrize("splits", [1, 2, 7, 12])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ONE_ROW, ids=case_name)
+def test_one_row_is_the_oracles_however_the_keys_are_split(case, dtype, splits):
+    inputs = case.inputs(dtype)
+    q, k, v = (inputs[name] for name in "qkv")
+    scale = case.D**-0.5 if case.softmax_scale is None else case.softmax_scale
+    slopes = alibi_slopes(case.H, q.device) if case.alibi else None
+    problem = Problem(1, case.T_k, scale, softcap=case.softcap, slopes=slopes)
+    back = torch.arange(case.T_k - 1, -1, -1)[None]
+    hidden = ~visible(case)[:, 0]
+    o = decode(q, k.flatten(0, 1), v.flatten(0, 1), problem, back, hidden if hidden.any() else None, splits)
+    right, naive = oracle(inputs, case)["o"], run(inputs, case, NAIVE)["o"]
+    assert o.dtype == dtype
+    assert error(o, right) <= 2 * (error(naive, right) + torch.finfo(dtype).eps * largest(right))
+
+
+def test_autocast_changes_no_bit():
+    q, k, v = torch.randn(2, 1, 8), *torch.randn(2, 2, 50, 8)
+    plain = decode(q[None], k, v, Problem(1, 50))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(plain, decode(q[None], k, v, Problem(1, 50)))
+
+
+def test_parts_that_attention_computed_merge_by_lse():
+    """Each part's o and lse, as attention() returns them, are a state with m = lse and l = 1."""
+    q, k, v = torch.randn(3, 2, 3, 50, 8, dtype=torch.float64)
+    compute = partial(attention, q, config=NAIVE, causal=False, return_lse=True)
+    parts = [compute(k[:, :, start:stop], v[:, :, start:stop]) for start, stop in ((0, 7), (7, 30), (30, 50))]
+    m, l, acc = merge([(lse[..., None] * LOG2E, torch.ones_like(lse[..., None]), o) for o, lse in parts])
+    o, lse = compute(k, v)
+    torch.testing.assert_close(acc / l, o)
+    torch.testing.assert_close((m / LOG2E + l.log())[..., 0], lse)
