@@ -479,7 +479,7 @@ def test_a_text_begins_with_the_token_that_the_weights_know(theirs, call, transf
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"content": "<|begin|>", "id": V - 2})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     seen = []
-    monkeypatch.setattr(sample, "generate", lambda model, idx, *_: seen.append(idx.tolist()) or [])
+    monkeypatch.setattr(sample, "generate", lambda model, idx, *_, **__: seen.append(idx.tolist()) or [])
     assert call(sample, f"init_from={folder}", "device=cpu", "impl=naive").code == 0
     assert seen == [[[V - 2]]]
     assert call(sample, f"init_from={folder}", f"export={tmp_path / 'out'}").code == 0
