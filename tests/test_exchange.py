@@ -378,20 +378,20 @@ def test_a_run_begins_at_the_loss_that_transformers_has(name, begin, theirs, tmp
 def test_a_child_of_a_run_has_its_weights_options_and_tokenizer(call, begin, small, tmp_path):
     own = ["model.norm_eps=1e-2", "tokenizer=bpe", "tokenizer.vocab_size=280", "attention.window=20", "steps=3"]
     assert call(train, *small, *own, f"runs={tmp_path / 'runs'}", "name=mother", "eval_every=3").code == 0
-    ended = begin("init_from=mother", "steps=1", "name=child", "optimizer.lr=1e-12", "model.dropout_p=0.1")
+    ended = begin("init_from=mother", "steps=1", "name=child", "optimizer.lr=1e-30", "model.dropout_p=0.1")
     assert ended.code == 0, ended.err
     mother, child = (checkpoint.load(tmp_path / f"runs/{name}") for name in
                      ("mother/checkpoints/step_000003", "child/checkpoints/step_000001"))  # fmt: skip
     assert child.tokenizer == mother.tokenizer
     assert child.state["config"]["model"] == mother.state["config"]["model"] | {"dropout_p": 0.1}
     assert child.state["config"]["attention"] == mother.state["config"]["attention"]
-    assert child.state["val_loss"] == pytest.approx(mother.state["val_loss"], abs=1e-6)  # of the same text
+    assert child.state["val_loss"] == mother.state["val_loss"]  # so small a rate moves no bit
     assert child.state["config"]["init_from"] == str(mother.path)
     assert f"begun with the weights of {mother.path}" in ended.out
-    cut = begin(f"init_from={mother.path}", "steps=1", "name=cut", "optimizer.lr=1e-12", "model.context_length=16")
+    cut = begin(f"init_from={mother.path}", "steps=1", "name=cut", "optimizer.lr=1e-30", "model.context_length=16")
     assert cut.code == 0, cut.err
     positions = checkpoint.load(tmp_path / "runs/cut/checkpoints/step_000001").model["positions.weight"]
-    assert torch.allclose(positions, mother.model["positions.weight"][:16], atol=1e-9)
+    assert torch.equal(positions, mother.model["positions.weight"][:16])
 
 
 def test_a_child_is_resumed_bit_for_bit_without_its_parent(begin, folder, tmp_path):
