@@ -1,6 +1,6 @@
 """Do the tests notice a wrong line? One fault at a time is planted in a copy of the tree, and its tests run there.
 
-    make mutants                       every fault, one to a core at a time: about four minutes on two cores
+    make mutants                       every fault, one to a core at a time: about seven minutes on two cores
     make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
 
 A fault is a text that stands exactly once in train.py, training/, model/, data/ and kernels/loss.py together, so it is
