@@ -108,7 +108,8 @@ def measured(kept: dict, name: str) -> str:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
             ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
             lines.append(f"\nThe small model, trained with {curves['setting']}: at step {len(broken)} the broken loss "
-                         f"is {ended}; at step {len(whole)} the whole loss is {mean(whole):.3f} nats.")  # fmt: skip
+                         f"is {ended}; at step {len(whole)} the loss of the whole algorithm is "
+                         f"{mean(whole):.3f} nats.")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """training/step.py: what an update leaves out, what the host learns late, and where the batches come from."""
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -475,8 +476,14 @@ def test_an_error_in_the_thread_is_raised_where_its_batch_is_wanted(prefetch, mo
         prefetch.next()
 
 
-def test_a_run_leaves_no_thread(call, small, tmp_path):
-    import threading
+def test_a_run_leaves_no_thread(call, small, tmp_path, monkeypatch):
+    kept = []  # what nothing refers to any more would be closed by itself, sooner or later
 
+    def keep(*arguments, **options) -> Prefetch:
+        kept.append(Prefetch(*arguments, **options))
+        return kept[-1]
+
+    monkeypatch.setattr(train, "Prefetch", keep)
     assert call(train, *small, "steps=2", f"runs={tmp_path}").code == 0
+    assert len(kept) == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]

@@ -138,6 +138,7 @@ def test_a_sweep_over_a_run_that_exists_does_not_begin(call, small, tmp_path, th
             "break_it=unrestored_seed",
             "break_it=unrestored_seed: no block is computed",
         ),
+        (["compile=false,graph"], "compile=graph", "compile=graph: CUDA graphs need a CUDA GPU"),
         (["model.n_embd=32,10000000000000"], "model.n_embd=10000000000000", "a model of model.n_embd=10000000000000"),
     ],
 )
