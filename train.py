@@ -184,7 +184,8 @@ class Run:
     train_step: TrainStep  # makes one update
     metrics: Metrics
     step: int  # updates enqueued so far
-    saved: Path | None  # the last checkpoint
+    saved: Path | None  # the last checkpoint; complete after writer.wait()
+    writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
     ending: bool = False  # this step is the last one: it is number `steps`, or max_minutes are over
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     sent: deque["Sent"] = field(default_factory=deque)  # updates enqueued and not yet heard of, oldest first
@@ -447,9 +448,12 @@ def loop(run: Run, signals: list[int]) -> int:
         if needs_all(run, signals) and not run.sent:
             between_steps(run, save_now=stopping)
             if stopping and run.step < cfg.steps:
+                run.writer.wait()
                 run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(cfg)}")
                 return 128 + signals[0]
             run.train_step.restart_clock()
+        run.writer.look()
+    run.writer.wait()
     return 0
 
 
@@ -493,6 +497,7 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
     if run.sent and (rng := run.sent[0].rng):  # as if the later updates had drawn nothing
         checkpoint.set_rng_state(rng)
     run.sent.clear()
+    run.writer.wait()
     if cfg.break_it.without:
         look_at_the_failure(run, list(done.batches.parts()))
     run.metrics.say(stamp(cfg.break_it.label) + what_to_try(run, numbers))
@@ -549,7 +554,7 @@ def between_steps(run: Run, save_now: bool) -> None:
             metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
     if due(run, cfg.checkpoint_every) or save_now:
         run.saved = save(run)
-    if run.val_loss < math.inf:
+    if run.val_loss < math.inf and metrics.time_to_draw():
         metrics.picture()
 
 
@@ -654,7 +659,7 @@ def look_at_the_failure(run: Run, batches: list[Batch]) -> None:
 
 
 def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
-    """Writes a checkpoint and returns its folder.
+    """Has a checkpoint written, which may take until run.writer.wait(), and returns its folder.
 
     fault: the batch at which the run stopped, with its random state. If given, it is saved with the weights of that
     step, and without the optimizer: such a checkpoint cannot be resumed.
@@ -668,7 +673,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
         if run.averaged is not run.model:
             tensors |= {f"{name}.trained": p for name, p in parameters.items()}
         tensors |= checkpoint.rng_state()
-    return checkpoint.save(
+    return run.writer.save(
         run.folder / into,
         run.step,
         model=model.state_dict(),
@@ -730,6 +735,7 @@ def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor])
     into = "faults/later" if checkpoint.last(run.folder / "faults") else "faults"
     try:
         kept = save(run, into, tensors)
+        run.writer.wait()
         say(f"  to see it again, with every layer's measurements: python breakit.py replay={kept}")
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error
@@ -748,6 +754,10 @@ def close(run: Run) -> None:
             with suppress(OSError) if run.code else nullcontext():  # after an error, which is the one to tell
                 run.metrics.picture()
     finally:
+        try:
+            run.writer.close()
+        except OSError as error:  # an earlier error ended the run, and is told
+            run.metrics.say(str(error))
         run.metrics.close(run.code)
 
 

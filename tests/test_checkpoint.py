@@ -7,7 +7,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,67 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
 def test_a_compiled_models_names_are_refused(tmp_path):
     with pytest.raises(AssertionError, match="plain model"):
         save(tmp_path, 1, {"_orig_mod.w": torch.zeros(1)})
+
+
+# --- written in a thread ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writer():
+    writer = checkpoint.Writer()
+    yield writer
+    writer.thread.shutdown()
+
+
+def write(writer, folder, step, weight, **more):
+    model = {"w": weight, "tied": weight.view(3)} | more
+    return writer.save(
+        folder, step, model=model, optimizer=checkpoint.rng_state(), state={}, tokenizer="{}", keep_last=9
+    )
+
+
+def test_a_checkpoint_has_the_weights_of_its_step_though_training_goes_on(writer, tmp_path, monkeypatch):
+    go_on, save_now = threading.Event(), checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: go_on.wait(60) and save_now(*args, **kwargs))
+    weight = torch.zeros(3)
+    path = write(writer, tmp_path, 1, weight)
+    weight += 1
+    go_on.set()
+    writer.wait()
+    assert checkpoint.load(path).model["w"].tolist() == [0, 0, 0]
+
+
+def test_a_copied_checkpoint_has_a_tied_weight_once(writer, tmp_path):
+    path = write(writer, tmp_path, 1, torch.zeros(3))
+    writer.wait()
+    assert json.loads((path / "state.json").read_text())["alias"] == {"tied": "w"}
+
+
+def test_a_checkpoint_waits_for_the_one_before(writer, tmp_path, monkeypatch):
+    begun, save_now = [], checkpoint.save
+
+    def slow(folder, step, **kwargs):
+        begun.append(step)
+        time.sleep(0.05)
+        assert steps(folder) == begun[:-1]
+        return save_now(folder, step, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    for step in (1, 2, 3):
+        write(writer, tmp_path, step, torch.zeros(3))
+    writer.close()
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ask", ["look", "wait", "close", "save"])
+def test_a_checkpoint_that_could_not_be_written_is_told_once(writer, tmp_path, ask):
+    (tmp_path / "file").touch()
+    write(writer, tmp_path / "file", 1, torch.zeros(3))
+    futures.wait([writer.written])
+    with pytest.raises(OSError, match="checkpoint of step 1 could not be written"):
+        write(writer, tmp_path, 2, torch.zeros(3)) if ask == "save" else getattr(writer, ask)()
+    writer.look()
+    writer.close()
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests.processes import HANGS, shown_on_a_terminal
 from training import machine, metrics, wandb_run
@@ -238,6 +239,25 @@ def test_the_picture_shows_every_record(open_metrics, tmp_path):
     train, val = axes.lines[:2]
     assert list(train.get_xdata()) == [1, 2]
     assert list(val.get_ydata()) == [1.5]
+
+
+def test_drawing_takes_a_small_share_of_a_run(open_metrics, tmp_path, monkeypatch):
+    now = 100.0
+    run = open_metrics(tmp_path)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    def draw(*args):
+        nonlocal now
+        now += 2
+        return Figure()
+
+    monkeypatch.setattr("training.metrics.loss_figure", draw)
+    assert run.time_to_draw()
+    run.picture()
+    now += 39  # 2 seconds are a twentieth of 40
+    assert not run.time_to_draw()
+    now += 1
+    assert run.time_to_draw()
 
 
 def test_a_name_that_the_font_lacks_is_drawn_without_a_warning(recwarn):

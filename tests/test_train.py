@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import time
+from concurrent import futures
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -979,6 +980,46 @@ def test_a_full_disk_is_told_by_the_checkpoint_and_not_by_the_last_picture(call,
     monkeypatch.setattr(train.Metrics, "picture", full)
     ended = call(train, *small, "steps=1", "eval_every=1", f"runs={tmp_path}", "name=x")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "train: free some space and run again")
+
+
+def test_a_checkpoint_that_its_thread_cannot_write_ends_the_run(call, small, tmp_path, monkeypatch):
+    save = checkpoint.Writer.save
+
+    def fails(writer, *args, **kwargs):
+        path = save(writer, *args, **kwargs)
+        futures.wait([writer.written])
+        return path
+
+    def full(folder, step, **kwargs):
+        raise OSError(f"checkpoint of step {step} could not be written")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint.Writer, "save", fails)
+    ended = call(train, *small, "steps=9", "checkpoint_every=3", f"runs={tmp_path}", "name=x")
+    assert (ended.code, ended.err.splitlines()[-1]) == (2, "train: checkpoint of step 3 could not be written")
+    assert read_metrics(tmp_path / "x/metrics.jsonl")[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("end", ["signal", "nan"])
+def test_a_checkpoint_is_complete_when_the_run_names_it(call, small, tmp_path, monkeypatch, end):
+    save, say, named = checkpoint.save, train.Metrics.say, []
+
+    def slow(folder, step, **kwargs):
+        if end == "signal" and step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return save(folder, step, **kwargs)
+
+    def spy(metrics, text):
+        named.extend(Path(path).is_dir() for path in re.findall(r"\S*step_\d{6}", text))
+        say(metrics, text)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(train.Metrics, "say", spy)
+    bad = ["optimizer.lr=1e30", "optimizer.warmup_steps=1"] if end == "nan" else []
+    call(train, *small, "steps=9", "checkpoint_every=1", f"runs={tmp_path}", "name=x", *bad)
+    assert named
+    assert all(named)
 
 
 # --- attention's options, all the way through ------------------------------------------------------------------------

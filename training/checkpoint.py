@@ -13,8 +13,9 @@ in it. Safetensors and JSON hold only numbers and text. Also, torch.save is not 
 file destroys the only checkpoint. Here a step is hashed, written under a temporary name, flushed to the disk and then
 renamed. So a visible checkpoint is complete, and the hashes detect a file that the disk has damaged later.
 
-The price: one extra copy of the tensors in host memory while saving and loading, and about a second per GB for SHA-256.
-With this copy, the bytes hashed are the bytes written, and the bytes verified are the bytes loaded.
+The price: extra copies of the tensors in host memory, two while saving and one while loading, and about a second per GB
+for SHA-256. With a copy, the bytes hashed are the bytes written, and the bytes verified are the bytes loaded. Training
+waits for the first copy only: a Writer does the rest in a thread.
 
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
@@ -28,8 +29,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
@@ -74,6 +77,59 @@ class Checkpoint:
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes checkpoints in a thread, one at a time, while training goes on.
+
+    Every method raises OSError as save() does, once for a checkpoint that could not be written.
+    """
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.written: Future[Path] | None = None  # the last one
+
+    def save(self, folder: Path, step: int, *, model: dict[str, Tensor], optimizer: dict[str, Tensor], **rest) -> Path:
+        """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
+        are those of save()."""
+        self.wait()
+        later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
+        self.written = self.thread.submit(later)
+        return folder / _name(step)
+
+    def look(self) -> None:
+        """Raises the error of a checkpoint that could not be written, if that is known already."""
+        if self.written and self.written.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is complete."""
+        written, self.written = self.written, None
+        if written:
+            written.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        self.thread.shutdown()
+        self.wait()
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors in the CPU's memory. A tensor with two names stays one."""
+    copies: dict[tuple, Tensor] = {}
+    for tensor in tensors.values():
+        if _place(tensor) not in copies:
+            copies[_place(tensor)] = tensor.detach().to("cpu", copy=True)
+    return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
+
+
+def _place(tensor: Tensor) -> tuple:
+    """The same for two tensors if they are the same numbers in memory. All empty tensors have address 0."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
 
 
 def save(
@@ -121,7 +177,7 @@ def save(
     header["sha256"] = {name: _sha256(data) for name, data in files.items()} | {"state.json": _header_hash(header)}
     files["state.json"] = json.dumps(header, indent=1).encode()
 
-    final = folder / f"step_{step:06d}"
+    final = folder / _name(step)
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
         temp.mkdir(parents=True)
@@ -157,10 +213,9 @@ def save(
 def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Stores a tensor with two names (a tied head) once. Returns ({name: contiguous tensor}, {alias: name})."""
     weights, alias = {}, {}
-    owner: dict[tuple, str] = {}  # {address, shape, stride, dtype and device: the first name}
+    owner: dict[tuple, str] = {}  # {place: the first name}
     for name, tensor in model.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        first = owner.setdefault(place, name) if tensor.numel() else name  # all empty tensors have address 0
+        first = owner.setdefault(_place(tensor), name) if tensor.numel() else name
         if first == name:
             weights[name] = tensor.contiguous()
         else:

@@ -30,6 +30,7 @@ import math
 import os
 import re
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -126,6 +127,7 @@ def encodable(text: str) -> str:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
+DRAWING = 1 / 20  # share of a run's time, about, that may go into drawing pictures
 PICTURES = 20  # number of pictures that a run sends to wandb; wandb keeps all of them
 SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====$", re.MULTILINE)
 
@@ -246,6 +248,7 @@ class Metrics:
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
         self.drawn = False  # whether loss.png shows everything in metrics.jsonl
+        self.draw_again = 0.0  # when drawing will have taken less than a DRAWING of the run's time
         self.step = self.sent = resume_step or 0  # steps of the last record and of the last picture sent to wandb
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         mode, reason = choose_wandb_mode(wandb_config)  # may raise, so it comes before any change to files
@@ -332,6 +335,10 @@ class Metrics:
         self.say(f"{header}\n{printable(text)}\n")
         self.wandb.samples(step, read_samples(self.folder / "samples.txt"), f"{stamp(self.broken)}newest sample first")
 
+    def time_to_draw(self) -> bool:
+        """Whether a new picture costs little beside the time since the last one."""
+        return time.perf_counter() >= self.draw_again
+
     def picture(self) -> Path:
         """Draw loss.png from metrics.jsonl if there are new records, and return its path.
 
@@ -341,10 +348,13 @@ class Metrics:
         if self.drawn:
             return path
         self.still_there()
+        started = time.perf_counter()
         figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
         figure.savefig(temp, dpi=120)
         os.replace(temp, path)
         self.drawn = True
+        now = time.perf_counter()
+        self.draw_again = now + (now - started) / DRAWING
         if self.step - self.sent >= self.total_steps / PICTURES:
             self._send(path)
         return path
