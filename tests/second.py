@@ -9,6 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, attention
 
+# Before 2.13 PyTorch lost a second derivative through any compiled function without a word, if the function saved no
+# input that needs a gradient (pytorch/pytorch#181581).
+REFUSED_BY_PYTORCH = torch.__version__ >= (2, 13)
+
 
 def first(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, loss=Tensor.sum) -> list[Tensor]:
     """dq, dk and dv that were asked for with a graph."""
@@ -117,6 +121,24 @@ def by_func(config: AttentionConfig, way: Callable, *qkv: Tensor) -> None:
     """torch.func.grad, jvp, vmap, ...: those refuse attention by themselves."""
     q, k, v = (x.detach() for x in qkv)
     way(lambda q: attention(q, k, v, config).sum(), q)
+
+
+def inside_a_graph(computed: Callable[[Tensor], Tensor]) -> None:
+    """A penalty on the gradient of a weight. What `computed` gets, a vector, is made inside of the compiled graph."""
+    x, weight = torch.randn(128), torch.ones(128, requires_grad=True)
+    loss = torch.compile(lambda x, weight: computed(x + weight), backend="aot_eager")(x, weight)
+    (found,) = torch.autograd.grad(loss, weight, create_graph=True)
+    (loss + found.square().sum()).backward()
+
+
+def as_heads(config: AttentionConfig) -> Callable[[Tensor], Tensor]:
+    """For inside_a_graph: attention on q = k = v (1, 2, 8, 8), strided as a model's."""
+
+    def attend(x: Tensor) -> Tensor:
+        q = x.view(1, 8, 2, 8).transpose(1, 2)
+        return attention(q, q, q, config).sum()
+
+    return attend
 
 
 SECOND = {

@@ -30,7 +30,7 @@ from tests.reference import (
     oracle,
     run,
 )
-from tests.second import FUNC, SECOND, by_func
+from tests.second import FUNC, SECOND, as_heads, by_func, inside_a_graph
 
 NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
 TILES = [(16, 16), (32, 64), (64, 32), (128, 128)]
@@ -258,6 +258,16 @@ def test_a_second_derivative_through_a_compiled_function_is_refused_too(way, mon
     monkeypatch.setattr(second, "attention", torch.compile(attention, backend="aot_eager"))
     with pytest.raises(RuntimeError, match="attention=tiled has no second derivative"):
         SECOND[way](tiled(), *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
+
+
+@pytest.mark.skipif(not second.REFUSED_BY_PYTORCH, reason="PyTorch before 2.13 lost it without a word")
+@pytest.mark.parametrize(
+    "computed", [lambda x: x.exp().sum(), as_heads(NAIVE), as_heads(tiled())], ids=["exp", "naive", "tiled"]
+)
+def test_a_second_derivative_is_refused_where_q_is_made_inside_of_a_compiled_graph(computed):
+    """Of whatever function: the error is PyTorch's, and docs/attention.md says so."""
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        inside_a_graph(computed)
 
 
 def test_naive_has_a_second_derivative():

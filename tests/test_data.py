@@ -385,13 +385,16 @@ def test_text_that_is_not_utf8_is_refused_with_the_place(make, corpus):
 
 
 def test_of_a_folder_what_is_not_text_is_left_out_and_counted(make, corpus, tmp_path, capsys):
-    """One file that was not UTF-8 stopped the folder, one file an attempt; other files were left out without a word."""
+    """One file that was not UTF-8 stopped the folder, one file an attempt; other files were left out without a word;
+    repeats were counted as files that may not be UTF-8."""
     whole = make(corpus)
+    (corpus / "repeat.txt").write_bytes((corpus / "0.txt").read_bytes())
     for name in ("latin1.txt", "latin2.txt"):
         (corpus / name).write_bytes(b"line\n" * 200_000 + b"caf\xe9")  # noticed late
     (corpus / "picture.png").touch()
     assert prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig()).name == whole.name
-    said = f"(left out: 2 not UTF-8 (first {corpus / 'latin1.txt'}), 1 with a suffix that is not read)"
+    first = corpus / "latin1.txt"
+    said = f"(left out: 2 not UTF-8 (first {first}), 1 repeating another, 1 with a suffix that is not read)"
     assert said in capsys.readouterr().err
     prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig())
     assert said in capsys.readouterr().err  # also where the tokens are there already

@@ -32,7 +32,7 @@ from tests.reference import (
     oracle,
     run,
 )
-from tests.second import FUNC, SECOND, by_func
+from tests.second import FUNC, REFUSED_BY_PYTORCH, SECOND, as_heads, by_func, inside_a_graph
 from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
 
 triton = pytest.importorskip("triton", reason="triton is made for Linux")
@@ -472,6 +472,13 @@ def test_a_second_derivative_through_the_op_is_refused():
         (dq,) = torch.autograd.grad(attention(q, q, q, TRITON).sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="attention=triton has no second derivative"):
             torch.autograd.grad(dq.sum(), q)
+
+
+@pytest.mark.skipif(not REFUSED_BY_PYTORCH, reason="PyTorch before 2.13 lost it without a word")
+def test_a_second_derivative_is_refused_where_q_is_made_inside_of_a_compiled_graph():
+    """By PyTorch, as of any function."""
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        inside_a_graph(as_heads(TRITON))
 
 
 def test_autocast_does_not_reach_inside():
