@@ -45,6 +45,8 @@ class GPTConfig:
     mlp_hidden: int | None = None  # hidden width; None: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64
     bias: bool = True  # biases in the linear layers and in layernorm
     tie_head: bool = True  # the head uses the embedding's weight
+    # dtype of the residual stream: float32 | autocast, which is bf16 with dtype=bf16. It moves less and rounds more.
+    residual_dtype: str = "float32"
     dropout_p: float = 0.0  # dropout in training: of the embedding, and of what each block adds
     rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
@@ -71,6 +73,7 @@ class GPTConfig:
             "position": ("learned", "rope", "none"),
             "norm": ("layernorm", "rmsnorm"),
             "mlp": ("gelu_tanh", "gelu", "swiglu"),
+            "residual_dtype": ("float32", "autocast"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -107,11 +110,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """In the weight's dtype, whatever the residual stream's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """In the weight's dtype, whatever the residual stream's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 def norm(config: GPTConfig) -> nn.Module:
     """The norm that model.norm names, over the last axis, of size C."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
-    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+        return RMSNorm(config.n_embd, eps=config.norm_eps)
+    return LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class Context(NamedTuple):
@@ -260,6 +277,9 @@ class GPT(nn.Module):
         if self.training and self.attention_config.dropout_p > 0 and self.break_it.restore_seed:
             seeds = torch.randint(2**63 - 1, (self.config.n_layer,), device=idx.device).unbind()
         x = self.dropout(x)
+        device = x.device.type
+        if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         if not self.attention_config.documents:
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"

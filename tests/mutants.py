@@ -107,7 +107,7 @@ TABLE = [
     ("gate and up swapped", "F.silu(self.gate(x)) * self.up(x)", "F.silu(self.up(x)) * self.gate(x)", "arithmetic"),
     ("gelu is always the exact one", '"tanh" if config.mlp == "gelu_tanh" else "none"', '"none"', "arithmetic"),
     ("rmsnorm with torch's epsilon",
-     "nn.RMSNorm(config.n_embd, eps=config.norm_eps)", "nn.RMSNorm(config.n_embd)", "arithmetic"),
+     "return RMSNorm(config.n_embd, eps=config.norm_eps)", "return RMSNorm(config.n_embd)", "arithmetic"),
     ("the mlp without its norm", "self.mlp(self.mlp_norm(x))", "self.mlp(x)", "gpt"),
     ("no norm before the head", "return self.norm(x)", "return x", "gpt"),
     ("the head is tied when it should not be", "if config.tie_head:", "if True:", "arithmetic"),

@@ -51,6 +51,23 @@ def test_the_first_loss_on_random_tokens_is_the_logarithm_of_the_vocabulary(fami
     assert abs(float(model(idx, targets).detach()) - expected) < 5 * deviation
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("residual_dtype", "autocast", "stream"),
+    [("float32", True, torch.float32), ("autocast", True, torch.bfloat16), ("autocast", False, torch.float32)],
+)
+def test_the_residual_stream_has_the_dtype_that_was_asked_for(family, residual_dtype, autocast, stream):
+    model = gpt(residual_dtype=residual_dtype, **FAMILIES[family])
+    seen: dict[str, set] = {"into": set(), "normed": set()}
+    for module in (*model.blocks, model.norm):
+        module.register_forward_pre_hook(lambda _, x: seen["into"].add(x[0].dtype))
+    for module in (model.norm, *(norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm))):
+        module.register_forward_hook(lambda _, x, y: seen["normed"].add(y.dtype))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(*torch.randint(50, (2, 2, 40)))
+    assert seen == {"into": {stream}, "normed": {torch.float32}}  # a norm computes in its weights' dtype
+
+
 def test_the_last_logits_are_the_whole_models_last():
     model = gpt(vocab_multiple=64).eval()
     idx = torch.randint(50, (3, 20))
