@@ -1,6 +1,9 @@
 """The same cases on a CUDA GPU: pytest -m gpu. Where there is none, every test here says so and is skipped."""
 
 import math
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -600,6 +603,38 @@ def test_a_recorded_run_resumed_in_its_middle_is_the_unbroken_one(tmp_path, repe
     there = str(tmp_path / "whole/checkpoints/step_000031")
     assert train.main(small_run(tmp_path, "again", "graph", 60, dict(recipe), resume=there)) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "again")
+
+
+KILLED_AT_45 = """
+import os, signal, sys
+from pathlib import Path
+import torch, train
+from tests.test_gpu import RECIPES, small_run
+torch.use_deterministic_algorithms(True, warn_only=True)
+hear = train.hear
+def killed(run):
+    if run.step == 45:
+        run.writer.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return hear(run)
+train.hear = killed
+train.main(small_run(Path(sys.argv[1]), "killed", "graph", 60, dict(RECIPES[sys.argv[2]]), checkpoint_every=31))
+"""
+
+
+@pytest.mark.slow
+def test_a_recorded_run_that_is_killed_and_resumed_is_the_unbroken_one(tmp_path, repeatable):
+    import train
+
+    name = "triton-documents-muon-all"
+    there = Path(__file__).parent.parent
+    ended = subprocess.run([sys.executable, "-c", KILLED_AT_45, str(tmp_path), name], cwd=there, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    keys = {"checkpoint_every": 31}
+    again = small_run(tmp_path, "killed", "graph", 60, dict(RECIPES[name]), resume=str(tmp_path / "killed"), **keys)
+    assert train.main(again) == 0
+    assert train.main(small_run(tmp_path, "whole", "graph", 60, dict(RECIPES[name]), **keys)) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def plant_on_device(monkeypatch, at: int, *, loss: bool) -> None:
