@@ -67,7 +67,7 @@ def gpt2(T: int) -> Case:
 
 
 NANO = GPTConfig(n_layer=4, n_head=4, n_embd=128, context_length=256, vocab_size=257, mlp="gelu")
-SHAKESPEARE = replace(NANO, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, bias=False, dropout_p=0.2)
+SHAKESPEARE = replace(NANO, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, bias=False, dropout_p=0.2, vocab_multiple=64)
 CASES = {
     "laptop": Case(NANO, 16),  # for two CPU cores
     "nano": Case(NANO, 64),

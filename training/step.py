@@ -149,7 +149,8 @@ class TrainStep:
         assert self.batches is not None
         try:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device)):
                 self.update(self.batches)
         except RuntimeError as error:
             if is_out_of_memory(error):
