@@ -23,7 +23,7 @@ Shapes: B batch size, T context length. A step's batches are one Batch of (passe
 import math
 import time
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ READS_FOUND_INF = ("cpu", "cuda")
 AHEAD = {"cuda": 4}  # how many updates may be on their way before the host waits for the oldest; elsewhere none
 # Inductor's one kernel for both sums of a norm's backward is slower than its two: 5.34 and 5.00 ms a step of
 # experiment=shakespeare_gpu; GPT-2's takes the same time with either (H200).
-COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
+COMPILE_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction": False}
 WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
 
 
