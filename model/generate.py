@@ -4,18 +4,27 @@ Shapes: B sequences at a time, T tokens so far, V vocabulary.
 
 With a cache (model/cache.py) the prompt runs once, and then each token alone. Without one every new token runs the
 whole context through the model again. Both compute the same logits, up to rounding.
+
+On a CUDA GPU a token with a cache is recorded (model/token.py), and the caller reads each token while the GPU already
+makes the next one.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from model.cache import KVCache
 from model.gpt import GPT
+from model.token import NextToken
 
 PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
+
+
+SPOILT = "the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one"
 
 
 class NotFinite(ValueError):
@@ -42,7 +51,18 @@ class Sampler:
         """Logits float (B, V) to token ids int64 (B,). generator: on their device. Raises NotFinite for NaN logits."""
         logits = logits.float()
         if logits.isnan().any():
-            raise NotFinite("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
+            raise NotFinite(SPOILT)
+        return self.draw(logits, generator)
+
+    def choose_unseen(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """choose() that does not wait for the device: int64 (B + 1,), the token ids, and 1 after them if the logits are
+        not finite, else 0."""
+        logits = logits.float()
+        spoilt = ~(logits.amax() < torch.inf)
+        return torch.cat((self.draw(logits, generator), spoilt[None]))
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Logits float32 (B, V), not NaN, to token ids int64 (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         # Shifts the largest logit to 0 first. Then a tiny temperature sends the others to -inf and none to inf.
@@ -55,10 +75,12 @@ class Sampler:
             # A token is removed if the likelier ones reach top_p without it. So the likeliest token always stays.
             enough = p.cumsum(-1) - p >= self.top_p
             logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+        p = logits.softmax(-1)
+        if p.is_cuda:  # as multinomial draws, but that waits for the device to check p
+            return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+        return torch.multinomial(p, 1, generator=generator).squeeze(-1)
 
 
-@torch.inference_mode()
 def generate(
     model: GPT,
     prompts: Tensor | Sequence[Tensor],
@@ -69,7 +91,8 @@ def generate(
     cache: bool = True,
     past_context: str = "slide",
 ) -> Iterator[Tensor]:
-    """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen.
+    """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen. On a CUDA
+    GPU the tensors are on the host, and each comes when the GPU has begun the next one.
 
     prompts: int64 (B, T), or B tensors (T,) of different lengths, at least 1. The model sees the last context_length
     tokens of a prompt. The caller puts the model in eval mode: an iterator that is abandoned half-way could not restore
@@ -82,23 +105,69 @@ def generate(
     """
     assert not model.training, "call model.eval() first: dropout would garble the text"
     assert past_context in PAST_CONTEXT
+    made = each_token(model, prompts, max_new_tokens, sampler, generator, cache, past_context)
+    return to_host(made) if model.embedding.weight.is_cuda else made
+
+
+@torch.inference_mode()
+def each_token(
+    model: GPT,
+    prompts: Tensor | Sequence[Tensor],
+    max_new_tokens: int,
+    sampler: Sampler,
+    generator: torch.Generator | None,
+    cache: bool,
+    past_context: str,
+) -> Iterator[Tensor]:
+    """generate(), as the device makes the tokens. On a CUDA GPU it yields what choose_unseen() returns."""
     context = model.config.context_length
     texts = [prompt[-context:] for prompt in prompts]  # what the model may see: never more than the context
     lengths = [len(text) for text in texts]
     if past_context == "stop":
         max_new_tokens = min(max_new_tokens, context - max(lengths) + 1)
     kept = model.new_cache(len(texts)) if cache and model.cache_refusal() is None else None
-    token: Tensor | None = None
+    cuda = model.embedding.weight.is_cuda
+    choose = partial(sampler.choose_unseen if cuda else sampler.choose, generator=generator)
+    recorded = NextToken(model, kept, choose, generator) if cuda and kept is not None and kept.at is not None else None
+    tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet
     for made in range(max_new_tokens):
         sees = [tokens_seen(length + made, context, past_context) for length in lengths]
-        if kept is not None and token is not None and sees == [length + 1 for length in kept.lengths]:
-            kept.advance()
-            logits = model.next_logits(token[:, None], kept)  # (B, V)
+        if kept is None or not tokens or sees != [length + 1 for length in kept.lengths]:
+            if tokens:
+                new = torch.stack(tokens, dim=1)  # (B, T)
+                texts = [torch.cat((text, row))[-context:] for text, row in zip(texts, new, strict=True)]
+                tokens.clear()
+            found = choose(run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept))
+        elif recorded is not None:
+            found = recorded(tokens[-1])
         else:
-            logits = run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept)
-        token = sampler.choose(logits, generator)
-        yield token
-        texts = [torch.cat((text, token[b : b + 1]))[-context:] for b, text in enumerate(texts)]
+            kept.advance()
+            found = choose(model.next_logits(tokens[-1][:, None], kept))
+        yield found
+        tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place
+
+
+def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The tokens on the host, each when the next one has been enqueued. So the GPU has work while the host reads."""
+    sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    for found in made:
+        arrival = torch.empty_like(found, device="cpu", pin_memory=True)
+        arrival.copy_(found, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        sent.append((arrival, event))
+        if len(sent) > 1:
+            yield arrived(*sent.popleft())
+    while sent:
+        yield arrived(*sent.popleft())
+
+
+def arrived(made: Tensor, event: torch.cuda.Event) -> Tensor:
+    """Waits for the tokens int64 (B,). Raises NotFinite if choose_unseen() found that the logits were not finite."""
+    event.synchronize()
+    if made[-1]:
+        raise NotFinite(SPOILT)
+    return made[:-1]
 
 
 def tokens_seen(length: int, context: int, past_context: str) -> int:
