@@ -148,9 +148,8 @@ def decode_kernel(
             if tl.atomic_add(tickets + n, 1, sem="acq_rel") == parts - 1:
                 tl.store(tickets + n, 0)
                 first = n * splits * G
-                merge(
-                    o + n * G * D, acc_of + first * D, m_of + first, l_of + first, parts, G, D, GROUP, BLOCK_D, BLOCK_S
-                )
+                states = acc_of + first * D, m_of + first, l_of + first
+                merge(o + n * G * D, states, parts, G, D, GROUP, BLOCK_D, BLOCK_S)
 
 
 @triton.jit
@@ -210,13 +209,14 @@ def one_split(q_i, keys, values, start, stop, h, is_head, slot, S, slopes, scale
 
 
 @triton.jit
-def merge(o, acc_of, m_of, l_of, parts, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+def merge(o, states, parts, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
           BLOCK_S: tl.constexpr):  # fmt: skip
     """Step 3 once more, over the states of all splits, BLOCK_S at a time; then step 6."""
     m = tl.full([GROUP], LOWEST, tl.float32)
     l = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, BLOCK_D], tl.float32)
     g, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
+    acc_of, m_of, l_of = states
     for first in range(0, parts, BLOCK_S):
         i = first + tl.arange(0, BLOCK_S)
         seen = (i < parts)[:, None] & (g < G)[None, :]

@@ -295,15 +295,16 @@ class GPT(nn.Module):
         """
         return self.logits(self.hidden(idx, cache=cache)[:, -1])
 
-    def new_cache(self, B: int, splits: int | None = None) -> KVCache:
+    def new_cache(self, B: int, splits: int | None = None, kernel: bool = True) -> KVCache:
         """An empty cache for B sequences. splits: into how many parts the keys are cut; None: as suits the device.
-        Raises ValueError as cache_refusal() says."""
+        kernel: compute the tokens with kernels/decode.py where it can run. Raises ValueError as cache_refusal() says.
+        """
         if (refused := self.cache_refusal()) is not None:
             raise ValueError(refused)
         config, weight = self.config, self.embedding.weight
         device = weight.device
         layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
-        kernel = runs_kernel(self.attention_config, weight.dtype, config.head_size, device)
+        kernel = kernel and runs_kernel(self.attention_config, weight.dtype, config.head_size, device)
         cache = KVCache(layers, B, config.context_length, device, splits, kernel)
         if config.position == "rope":
             cache.rope = rope_table(config.context_length, config.head_size, config.rope_base, device)
