@@ -47,8 +47,8 @@ what the kernels of a profile are for (on a CPU torch's ops), and the time in wh
 
 mode=decode. Times attention of one new token against T_k cached keys: GB/s of keys and values, and the share of what a
 copy of as many bytes reaches. plain is decode() of model/cache.py, kernel that of kernels/decode.py. On a GPU it then
-times whole tokens of GPT-2 124M with random weights: recorded as sample.py has them, and launched from Python with plain
-(eager). Rows go to decode.csv.
+times whole tokens of GPT-2 124M with random weights: recorded, as sample.py has them, and eager, launched from Python
+with plain. Rows go to decode.csv.
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -183,8 +183,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Races, draws, counts, trains or decodes. Raises ValueError for mistakes that the user can correct, RuntimeError if one of
-    ours is wrong."""
+    """Runs the mode. Raises ValueError for mistakes that the user can correct, RuntimeError if one of ours is wrong."""
     out = Path(cfg.out)
     match cfg.mode:
         case "race":

@@ -86,7 +86,7 @@ def attention_rows(
         position = torch.full((B,), T_k - 1, device=device)
         tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=device)
         actions["kernel"] = lambda: kernel(q, *last, keys, values, position, problem, tickets)
-        check(actions["kernel"](), actions["plain"](), decode(*(x.double() for x in (q, keys, values)), problem))
+        check(actions["kernel"](), actions["plain"](), decode(q.double(), keys.double(), values.double(), problem))
     copy_speed = 0.0
     for name, action in actions.items():
         ms = median_ms(action, device)
