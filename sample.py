@@ -31,9 +31,10 @@ from data.tokenizer import END_OF_TEXT, TextStream, encode, from_json
 from model.attention import AttentionConfig
 from model.generate import PAST_CONTEXT, Sampler, generate
 from training import checkpoint, config, exchange
-from training.machine import pick_device
+from training.machine import pick_device, pick_dtype
 from training.metrics import printable, stamp
 
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_WORDS = {  # past_context=, once it has come to that
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
     "half": "each time the context of {} tokens was full, the model went on from its last half",
@@ -60,6 +61,7 @@ class Config:
     top_p: float = 1.0  # sample from the most likely tokens that add up to this probability; 1: from all
     seed: int = 1337  # random seed of the first sample; each further sample adds 1 to it
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
+    dtype: str = "auto"  # of the weights: auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16
     impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
     cache: bool = True  # keep the keys and values of past tokens; false: run the whole context again for each token
     past_context: str = "slide"  # slide (last tokens, run again for each new one) | half (fast: forgets half) | stop
@@ -81,6 +83,8 @@ class Config:
             raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
         if self.past_context not in PAST_CONTEXT:
             raise ValueError(f"past_context={self.past_context} is not known; choose slide, half or stop")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype={self.dtype} is not known; choose auto or {', '.join(DTYPES)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
         Sampler(self.temperature, self.top_k, self.top_p)  # checks these three before the first job of a sweep starts
@@ -101,7 +105,7 @@ def main(cfg: Config) -> None:
     attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
     if cfg.impl is not None:
         attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # others than tiled refuse `order`
-    model = trained.network(attention, device).eval()
+    model = trained.network(attention, device).to(DTYPES[pick_dtype(cfg.dtype, device)]).eval()
 
     broken = trained.state["broken"]
     loss = trained.state["val_loss"]

@@ -58,7 +58,8 @@ class NextToken:
         self.graph, lengths = torch.cuda.CUDAGraph(), self.cache.lengths
         if self.generator is not None:
             self.graph.register_generator_state(self.generator)
-        with torch.cuda.graph(self.graph):
+        # Thread-local: another thread, such as the one that writes checkpoints, may use the GPU meanwhile.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.run()
         self.cache.lengths = lengths
 

@@ -432,6 +432,15 @@ def test_the_attention_of_a_sample_can_be_chosen(call, tmp_path):
     assert (ended.code, ended.out) == (0, "text\n"), ended.err
 
 
+@pytest.mark.parametrize(("given", "dtype"), [("auto", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_the_weights_have_the_dtype_that_was_asked_for(call, runs, monkeypatch, given, dtype):
+    """On a CPU auto is float32."""
+    found = []
+    monkeypatch.setattr(sample, "generate", lambda model, *_, **__: found.extend(model.parameters()) or iter(()))
+    assert call(sample, f"runs={runs}", "device=cpu", f"dtype={given}").code == 0
+    assert {weight.dtype for weight in found} == {getattr(torch, dtype)}
+
+
 @pytest.mark.parametrize("text", ["\u3000", "\u00a0", "\U0001f469\u200d\U0001f4bb", "a\u00adb", "\u0645\u06cc\u200c"])
 def test_characters_that_str_isprintable_does_not_like_are_written(call, tmp_path, text):
     """Ideographic space, no-break space, the joiners of emoji and Persian: ordinary text, printed as U+FFFD."""
