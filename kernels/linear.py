@@ -53,11 +53,12 @@ def linear(
     BLOCK_N, BLOCK_K = tile_for(B, K, N)
     second = (None, None) if gate is None else (gate.weight, gate.bias)
     by = (None, None, 0.0) if norm is None else (norm.weight, getattr(norm, "bias", None), norm.eps)
+    stages = 2 if weight.dtype == torch.float32 else STAGES if B == 1 else STAGES - 1  # as shared memory allows
     kind = "none" if norm is None else "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm"
     with on(x.device):
         linear_kernel[(triton.cdiv(N, BLOCK_N),)](
             x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
-            triton.next_power_of_2(K), BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS, precision(weight.dtype), STAGES,
+            triton.next_power_of_2(K), BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS, precision(weight.dtype), stages,
             num_warps=4,
         )  # fmt: skip
     return y
