@@ -85,6 +85,7 @@ def decode(
     o = q.new_empty(B, 1, H, D).transpose(1, 2)
     acc, sums = q.new_empty(N, splits, G, D, dtype=torch.float32), q.new_empty(2, N, splits, G, dtype=torch.float32)
     cos, sin = rope or (None, None)
+    early = {"launch_pdl": True} if sizes.starts_early(q.device) else {}
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
     with on(q.device):
         decode_kernel[(N, splits)](
@@ -92,7 +93,8 @@ def decode(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, N // B,
             problem.scale, problem.scale * math.log2(math.e), problem.softcap,
             G, D, rows, BLOCK_D, tile.BLOCK_N, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
-            triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, num_warps=tile.num_warps,
+            triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), num_warps=tile.num_warps,
+            **early,
         )  # fmt: skip
     return o
 
@@ -111,8 +113,12 @@ def decode_kernel(
     q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, scale, scale2, softcap,
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (n, split). acc_of (N, splits, G, D), m_of and l_of (N, splits, G), float32: the state of each split."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin; it waits for the results of this one
+        tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
     n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h_kv = n // H_kv, n % H_kv
     at = tl.load(position + b)

@@ -6,11 +6,14 @@
 Shapes: B rows, at most 16; K elements of a row, N elements of the result.
     x (B, K)    weight (N, K)    y (B, N)
 
-In sampling a layer has one row for each sequence. Then reading the weights takes all of the time, and a kernel takes 1
-to 3 us to begin and to end. So norm, bias, activation and residual are computed here, without a kernel of their own.
+In sampling a layer has one row for each sequence. Then reading the weights takes all of the time, and a kernel takes
+1 to 3 us to begin and to end. So norm, bias, activation and residual are computed here, without a kernel of their own.
 Each program reads some rows of the weight once, and computes the norm of x again, which is little work. With one row
 the product is a multiplication and a sum in float32. With more it is a matrix product, and x is rounded to the weight's
 dtype, as torch does. Sums, norm, activation and residual are float32.
+
+From Hopper on a program begins before the kernel ahead of it has ended. It loads its weights, which nobody writes, and
+then waits for x. So the weights are on their way while the GPU would stand still.
 """
 
 import math
@@ -21,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from kernels import sizes
 from kernels.flash import LOG2E, tanh
 from kernels.op import on
 from kernels.task import precision
 
 ROWS = 16  # at most this many
-STAGES = 4  # steps whose weights are on their way
 PROGRAMS = 132  # at least this many, where BLOCK_N allows it: an H200 has as many processors
 SQRT_2_BY_PI, SQRT_HALF = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(math.sqrt(0.5))
 
@@ -50,36 +53,43 @@ def linear(
     """
     (B, K), N, weight = x.shape, outputs or layer.weight.shape[0], layer.weight
     y = x.new_empty(B, N, dtype=dtype or weight.dtype)
-    BLOCK_N, BLOCK_K = tile_for(B, K, N)
+    BLOCK_N, BLOCK_K, num_warps = tile_for(B, K, N)
     second = (None, None) if gate is None else (gate.weight, gate.bias)
     by = (None, None, 0.0) if norm is None else (norm.weight, getattr(norm, "bias", None), norm.eps)
-    stages = 2 if weight.dtype == torch.float32 else STAGES if B == 1 else STAGES - 1  # as shared memory allows
+    early = {"launch_pdl": True} if sizes.starts_early(x.device) else {}
     kind = "none" if norm is None else "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm"
     with on(x.device):
         linear_kernel[(triton.cdiv(N, BLOCK_N),)](
             x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
-            triton.next_power_of_2(K), BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS, precision(weight.dtype), stages,
-            num_warps=4,
+            triton.next_power_of_2(K), BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS, precision(weight.dtype), bool(early),
+            num_warps=num_warps, num_stages=2, **early,
         )  # fmt: skip
     return y
 
 
 @cache
-def tile_for(B: int, K: int, N: int) -> tuple[int, int]:
-    """BLOCK_N outputs, as few as let PROGRAMS programs run, and BLOCK_K elements of x in one step."""
-    least, most = (4, 32) if B == 1 else (16, 32)  # a matrix product has at least 16
-    BLOCK_N = min(most, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
-    return BLOCK_N, min(4096 // BLOCK_N, max(16, triton.next_power_of_2(K)))
+def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
+    """BLOCK_N outputs, as few as let PROGRAMS programs run; BLOCK_K elements of x in one step; and warps."""
+    least, elements = (4, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
+    BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
+    BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))
+    return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 4096 else 4
 
 
 @triton.jit
 def linear_kernel(
     x, weight, bias, gate, gate_bias, norm_weight, norm_bias, eps, add, y, B, N, K: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of every row. x (B, K), y and add (B, N)."""
-    row = tl.arange(0, ROWS)
+    n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    w = weights(weight, n, 0, N, K, BLOCK_K)
+    w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
+        tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
+
     mean, rstd = tl.zeros([ROWS], tl.float32), tl.full([ROWS], 1.0, tl.float32)
     if NORM != "none":
         i = tl.arange(0, WIDTH)[None, :]
@@ -89,18 +99,9 @@ def linear_kernel(
             whole = tl.where(i < K, whole - mean[:, None], 0.0)
         rstd = 1 / tl.sqrt_rn(tl.sum(whole * whole, 1) / K + eps)
 
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if ROWS == 1:  # sums of (BLOCK_N, BLOCK_K) products, added up after the last step
-        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        acc_gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    else:
-        acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        acc_gate = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    acc, acc_gate = tl.zeros([ROWS, BLOCK_N], tl.float32), tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        at = n.to(tl.int64)[:, None] * K + k[None, :]
-        inside = (n < N)[:, None] & (k < K)[None, :]
-        w = tl.load(weight + at, mask=inside, other=0.0)
         x_k = tl.load(x + row[:, None] * K + k[None, :], mask=(row < B)[:, None] & (k < K)[None, :], other=0.0)
         x_k = x_k.to(tl.float32)
         if NORM != "none":
@@ -108,14 +109,15 @@ def linear_kernel(
             x_k *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
             if norm_bias is not None:
                 x_k += tl.load(norm_bias + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        acc = add_products(acc, x_k, w, ROWS, PRECISION)
+        acc = add_product(acc, x_k, w, ROWS, PRECISION)
+        w = weights(weight, n, first + BLOCK_K, N, K, BLOCK_K)  # of the next step
         if gate is not None:
-            w = tl.load(gate + at, mask=inside, other=0.0)
-            acc_gate = add_products(acc_gate, x_k, w, ROWS, PRECISION)
+            acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION)
+            w_gate = weights(gate, n, first + BLOCK_K, N, K, BLOCK_K)
 
-    value = whole_sum(acc, bias, n, N, ROWS)
+    value = with_bias(acc, bias, n, N)
     if gate is not None:
-        value *= activated(whole_sum(acc_gate, gate_bias, n, N, ROWS), ACTIVATION)
+        value *= activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)
     else:
         value = activated(value, ACTIVATION)
     at = row[:, None] * N + n[None, :]
@@ -126,20 +128,27 @@ def linear_kernel(
 
 
 @triton.jit
-def add_products(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + x w^T for x float32 (ROWS, BLOCK_K) and w (BLOCK_N, BLOCK_K); of one row the products alone."""
+def weights(weight, n, first, N, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The rows n of a weight from column `first` on, (BLOCK_N, BLOCK_K). Zeros past its end."""
+    k = first + tl.arange(0, BLOCK_K)
+    return tl.load(
+        weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x w^T, for x float32 (ROWS, BLOCK_K) and w (BLOCK_N, BLOCK_K)."""
     if ROWS == 1:
-        acc += x * w.to(tl.float32)
+        acc += tl.sum(x * w.to(tl.float32), 1)[None, :]
     else:
         acc = tl.dot(x.to(w.dtype), w.T, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def whole_sum(acc, bias, n, N, ROWS: tl.constexpr):
+def with_bias(acc, bias, n, N):
     """The layer's outputs (ROWS, BLOCK_N)."""
-    if ROWS == 1:
-        acc = tl.sum(acc, 1)[None, :]
     if bias is not None:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     return acc

@@ -4,8 +4,8 @@
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, and [dtype,
-B, "linear"] that of a linear layer with B rows. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list:
-for each kernel what came out of it.
+B, "linear"] that of a linear layer with B rows. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
+list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -50,16 +50,14 @@ def compile_only(self, *args, grid, warmup, **options):
     with redirect_stdout(StringIO()) as log:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
     ptx, log = kernel.asm["ptx"], log.getvalue()
-    assembled = dtype != "float32"
+    assembled, of_flash = dtype != "float32", not isinstance(dropout, str)
     found.append(
         {
             "kernel": self.__name__,
             "dtype": dtype,
             "D": D,
             "dropout": dropout,
-            "tiles": []
-            if isinstance(dropout, str)
-            else [how.BLOCK_M.value, how.BLOCK_N.value, *map(options.get, TILES)],
+            "tiles": [how.BLOCK_M.value, how.BLOCK_N.value, *map(options.get, TILES)] if of_flash else [],
             "shared": kernel.metadata.shared,
             "registers": int(re.search(r"Used (\d+) registers", log)[1]) if assembled else None,
             "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]) if assembled else None,
@@ -99,6 +97,7 @@ from kernels.problem import Problem  # noqa: E402
 
 sizes.INTERPRETED = True  # or it refuses tensors of the CPU
 sizes.has_descriptors = lambda device: ARCH >= 90
+sizes.starts_early = lambda device: ARCH >= 90
 sizes.is_hopper = lambda device: ARCH == 90
 sizes.shared_memory = lambda device: SHARED
 TILES = sizes.Tiles._fields[2:]
