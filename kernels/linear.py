@@ -30,7 +30,7 @@ from kernels.op import on
 from kernels.task import precision
 
 ROWS = 16  # at most this many
-PROGRAMS = 132  # at least this many, where BLOCK_N allows it: an H200 has as many processors
+PROGRAMS = 264  # at least this many, where BLOCK_N allows it: two for each processor of an H200
 SQRT_2_BY_PI, SQRT_HALF = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(math.sqrt(0.5))
 
 
@@ -70,10 +70,32 @@ def linear(
 @cache
 def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
     """BLOCK_N outputs, as few as let PROGRAMS programs run; BLOCK_K elements of x in one step; and warps."""
-    least, elements = (4, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
+    least, elements = (2, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
     BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
     BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))
     return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 4096 else 4
+
+
+def embed(token: Tensor, weight: Tensor, positions: Tensor | None, at: Tensor) -> Tensor:
+    """The embeddings of the tokens int64 (B,), with those of their positions at, int64 (B,), added: float32 (B, C).
+
+    weight (V, C), positions (context_length, C), contiguous, any float dtype.
+    """
+    C = weight.shape[1]
+    x = weight.new_empty(len(token), C, dtype=torch.float32)
+    with on(weight.device):
+        embed_kernel[(len(token),)](token.contiguous(), weight, positions, at, x, C, triton.next_power_of_2(C))
+    return x
+
+
+@triton.jit
+def embed_kernel(token, weight, positions, at, x, C, WIDTH: tl.constexpr):
+    """One program: one sequence."""
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
+    row = tl.load(weight + tl.load(token + b) * C + i, mask=i < C, other=0.0).to(tl.float32)
+    if positions is not None:
+        row += tl.load(positions + tl.load(at + b) * C + i, mask=i < C, other=0.0).to(tl.float32)
+    tl.store(x + b.to(tl.int64) * C + i, row, mask=i < C)
 
 
 @triton.jit

@@ -52,19 +52,19 @@ class Sampler:
         logits = logits.float()
         if logits.isnan().any():
             raise NotFinite(SPOILT)
-        return self.draw(logits, generator)
+        return self.draw(logits, generator)[1]
 
     def choose_unseen(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """choose() that does not wait for the device: int64 (B + 1,), the token ids, and 1 after them if the logits are
         not finite, else 0."""
-        logits = logits.float()
-        spoilt = ~(logits.amax() < torch.inf)
-        return torch.cat((self.draw(logits, generator), spoilt[None]))
+        largest, token = self.draw(logits.float(), generator)
+        return torch.cat((token, largest.isnan().any()[None]))
 
-    def draw(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Logits float32 (B, V), not NaN, to token ids int64 (B,)."""
+    def draw(self, logits: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Logits float32 (B, V) to token ids int64 (B,), and before them numbers (B,), NaN where the logits are not
+        finite."""
         if self.temperature == 0:
-            return logits.argmax(-1)
+            return logits.max(-1)
         # Shifts the largest logit to 0 first. Then a tiny temperature sends the others to -inf and none to inf.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)  # so it is never 0
         if self.top_k is not None and self.top_k < logits.shape[-1]:
@@ -77,8 +77,8 @@ class Sampler:
             logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
         p = logits.softmax(-1)
         if p.is_cuda:  # as multinomial draws, but that waits for the device to check p
-            return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
-        return torch.multinomial(p, 1, generator=generator).squeeze(-1)
+            return (p / torch.empty_like(p).exponential_(generator=generator)).max(-1)
+        return p[:, 0], torch.multinomial(p, 1, generator=generator).squeeze(-1)
 
 
 def generate(
@@ -130,21 +130,23 @@ def each_token(
     choose = partial(sampler.choose_unseen if cuda else sampler.choose, generator=generator)
     recorded = NextToken(model, kept, choose, generator) if cuda and kept is not None and kept.at is not None else None
     tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet
+    found: Tensor | None = None
     for made in range(max_new_tokens):
         sees = [tokens_seen(length + made, context, past_context) for length in lengths]
-        if kept is None or not tokens or sees != [length + 1 for length in kept.lengths]:
+        if kept is None or found is None or sees != [length + 1 for length in kept.lengths]:
             if tokens:
                 new = torch.stack(tokens, dim=1)  # (B, T)
                 texts = [torch.cat((text, row))[-context:] for text, row in zip(texts, new, strict=True)]
                 tokens.clear()
             found = choose(run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept))
         elif recorded is not None:
-            found = recorded(tokens[-1])
+            found = recorded(found[: len(texts)])
         else:
             kept.advance()
-            found = choose(model.next_logits(tokens[-1][:, None], kept))
+            found = choose(model.next_logits(found[: len(texts), None], kept))
         yield found
-        tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place
+        if kept is None or max(lengths) + max_new_tokens > context:  # or the texts are not needed again
+            tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place
 
 
 def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -39,9 +39,10 @@ class NextToken:
         self.count = 0
 
     def __call__(self, token: Tensor) -> Tensor:
-        """Enqueues the model's run on `token`, int64 (B,), and returns what `choose` makes of the logits. The next call
-        overwrites it."""
-        self.made[:-1].copy_(token)
+        """Enqueues the model's run on `token`, int64 (B,), which may be what the last call made. Returns what `choose`
+        makes of the logits; the next call overwrites it."""
+        if token.data_ptr() != self.made.data_ptr():
+            self.made[:-1].copy_(token)
         # Autocast would cast the weights again in each replay, or use casts that are gone by then.
         if self.graph is None and self.count >= WARM_UP and not torch.is_autocast_enabled("cuda"):
             self.record()
@@ -75,14 +76,13 @@ def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
 
     In 16 bits it is more exact than the modules: the residual stream and the logits are float32.
     """
-    from kernels.linear import ROWS, linear  # imported here: triton is not installed everywhere
+    from kernels.linear import ROWS, embed, linear  # imported here: triton is not installed everywhere
 
     assert cache.at is not None
     if len(token) > ROWS or torch.is_autocast_enabled(token.device.type):
         return model.next_logits(token[:, None], cache)
-    x = model.embedding.weight[token].float()  # (B, C)
-    if model.config.position == "learned":
-        x += model.positions.weight[cache.at]
+    positions = model.positions.weight if model.config.position == "learned" else None
+    x = embed(token, model.embedding.weight, positions, cache.at)  # (B, C)
     for block, past in zip(model.blocks, cache.layers, strict=True):
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
