@@ -49,18 +49,25 @@ class LayerCache:
         # Under a window a new key takes the slot of the one that has just left the window.
         self.size = min(config.window or context_length, context_length)
         self.rows = slice(B)  # the sequences whose prompts run now
+        self.past = 0  # how many tokens these have before that
         self.step: Step | None = None  # None: prompts run now
 
-    def fill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keeps the last S keys and values of prompts. q, k, v as in attention(), of the sequences `rows` alone."""
+    def fill(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the last S keys and values of prompts, and returns all that their queries see: after earlier tokens
+        those too, in the order of their positions. q, k, v as in attention(), of the sequences `rows` alone."""
         T, T_kept = k.shape[2], min(k.shape[2], self.size)
         if not hasattr(self, "k"):
             # Zeros, because a hidden slot has weight 0, and 0 times what new memory holds may be NaN.
             self.k, self.v = (k.new_zeros(self.B * k.shape[1], self.size, k.shape[3]) for _ in "kv")
             self.problem = problem_of(q, k, self.config, {}, True, None, None, UNBROKEN)
-        slots = torch.arange(T - T_kept, T, device=k.device) % self.size
+        before = torch.arange(max(0, self.past - self.size), self.past, device=k.device) % self.size
+        slots = torch.arange(self.past + T - T_kept, self.past + T, device=k.device) % self.size
+        seen = []
         for kept, x in ((self.k, k), (self.v, v)):
-            kept.view(self.B, -1, *kept.shape[1:])[self.rows][:, :, slots] = x[:, :, T - T_kept :]
+            rows = kept.view(self.B, -1, *kept.shape[1:])[self.rows]
+            seen.append(torch.cat((rows[:, :, before], x), dim=2) if self.past else x)
+            rows[:, :, slots] = x[:, :, T - T_kept :]
+        return seen[0], seen[1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keeps the key and value of one new token of every sequence, and returns its o. All are (B, heads, 1, D)."""
@@ -95,7 +102,24 @@ class KVCache:
         self.lengths[rows] = [T] * len(self.lengths[rows])
         self.positions = slice(T)
         for layer in self.layers:
-            layer.rows, layer.step = rows, None
+            layer.rows, layer.past, layer.step = rows, 0, None
+
+    def extend(self, T: int) -> None:
+        """Next, the model runs T more tokens of every sequence. All sequences have as many tokens."""
+        past, B = self.lengths[0], len(self.lengths)
+        assert self.lengths == [past] * B, "sequences of different lengths"
+        assert past + T <= self.context_length, "more tokens than the context has"
+        self.lengths, self.positions = [past + T] * B, slice(past, past + T)
+        for layer in self.layers:
+            layer.rows, layer.past, layer.step = slice(B), past, None
+
+    def cut(self, T: int) -> bool:
+        """Forgets all but the first T tokens of every sequence, and returns True. Returns False, and forgets nothing,
+        if a window's buffer has lost keys that the next token sees."""
+        kept = all(max(self.lengths) <= layer.size for layer in self.layers)
+        if possible := T == 0 or kept or self.lengths == [T] * len(self.lengths):
+            self.lengths = [min(T, length) for length in self.lengths]
+        return possible
 
     def advance(self) -> None:
         """Next, the model runs one token of every sequence."""
