@@ -133,6 +133,13 @@ TABLE = [
     ("no text begins with a stop string",
      "for i in range(len(self.kept)) if", "for i in range(1, len(self.kept)) if", "talk"),
     ("generation sees the beginning of a long text", "prompt[-context:] for", "prompt[:context] for", "cache"),
+    # --- a model of transformers ---
+    ("a model of transformers loses its window", "window=sliding_window or own.window", "window=own.window", "adapter"),
+    ("a model of transformers loses its scale", "softmax_scale=scaling, seed=seed", "seed=seed", "adapter"),
+    ("a model of transformers loses its dropout", "own.softcap, dropout_p=dropout)", "own.softcap)", "adapter"),
+    ("a mask of transformers is not compared",
+     "torch.equal(attention_mask, seen.expand_as(attention_mask))", "True", "adapter"),
+    ("a cache of fixed size is taken for a text", "plain = T in (1, T_k)", "plain = True", "adapter"),
     # --- the cache ---
     ("a token is a position late", "slice(at[0], at[0] + 1)", "slice(at[0] - 1, at[0])", "cache"),
     ("sequences of different lengths have one position", "torch.tensor(at, device=self.device)[:, None]",
@@ -148,7 +155,8 @@ TABLE = [
      "torch.arange(self.past + T - T_kept, self.past + T,", "torch.arange(T - T_kept, T,", "cache"),
     ("what follows a prompt does not see it", "dim=2) if self.past else x", "dim=2) if False else x", "cache"),
     ("a cut passes over what a window has lost", "max(self.lengths) <= layer.size", "True or layer.size", "cache"),
-    ("a session takes any text for the one it knows", "strict=False)) if new != old)", "strict=False)) if False)", "cache"),
+    ("a session takes any text for the one it knows",
+     "strict=False)) if new != old)", "strict=False)) if False)", "cache"),
     ("splits are not rescaled", "(alpha * acc_i).sum(0)", "acc_i.sum(0)", "cache"),
     ("the sum of splits is not rescaled", "(alpha * l_i).sum(0)", "l_i.sum(0)", "cache"),
     ("a hidden split is NaN", "m.clamp_(min=LOWEST)", "pass", "cache"),
