@@ -60,24 +60,21 @@ class Sampler:
         logits = logits.float()
         if logits.isnan().any():
             raise NotFinite("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
+        return self.draw(logits, generator, used)
+
+    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None) -> Tensor:
+        """choose() for logits that are float32 and not NaN. On a GPU nothing in it makes the host wait."""
         if used is not None:
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
             logits = torch.where(used, penalized, logits)
-        token = logits.argmax(-1) if self.temperature == 0 else self.draw(self.probabilities(logits), generator)
+        if self.temperature == 0:
+            token = logits.argmax(-1)
+        else:
+            p = self.probabilities(logits)
+            token = (p / waiting_times(p, generator)).argmax(-1)
         if used is not None:
             used.scatter_(1, token[:, None], True)
         return token
-
-    def draw(self, p: Tensor, generator: Generators) -> Tensor:
-        """Probabilities (B, V) to token ids int64 (B,)."""
-        # These are the draws of torch.multinomial, bit for bit. On a GPU that function makes the host wait.
-        draws = torch.empty_like(p)
-        if generator is None or isinstance(generator, torch.Generator):
-            draws.exponential_(generator=generator)
-        else:
-            for row, own in zip(draws, generator, strict=True):
-                row.exponential_(generator=own)
-        return (p / draws).argmax(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits float32 (B, V) to the probabilities (B, V) of being drawn, for a temperature above 0."""
@@ -103,6 +100,17 @@ class Sampler:
         for row, text in zip(used, texts, strict=True):
             row[text] = True
         return used
+
+
+def waiting_times(p: Tensor, generator: Generators) -> Tensor:
+    """Exponential draws (B, V). The token with the largest p / draw is a draw from p. It is that of torch.multinomial,
+    bit for bit, but that function makes the host wait for a GPU."""
+    draws = torch.empty_like(p)
+    if generator is None or isinstance(generator, torch.Generator):
+        return draws.exponential_(generator=generator)
+    for row, own in zip(draws, generator, strict=True):
+        row.exponential_(generator=own)
+    return draws
 
 
 @torch.inference_mode()
@@ -219,7 +227,11 @@ class Session:
     @torch.inference_mode()
     def catch_up(self, cache: KVCache, text: list[int]) -> None:
         """Makes the cache hold `text`. What it holds of it already does not run again."""
-        held = self.ran[:-1][-cache.lengths[0] :] if cache.lengths[0] else []
+        # The last token may have run already, because generate() may be a token ahead of what it yields. In a text that
+        # slides this cannot be told, but there no key can be kept.
+        n, context, T = cache.lengths[0], self.model.config.context_length, len(self.ran)
+        ends = [end for end in (T - 1, T) if n > 0 and tokens_seen(end, context, self.past_context) == n]
+        held: list[int] = self.ran[ends[0] - n : ends[0]] if len(ends) == 1 else []
         differ = (i for i, (new, old) in enumerate(zip(text, held, strict=False)) if new != old)
         same = next(differ, min(len(text), len(held)))
         if not cache.cut(same):

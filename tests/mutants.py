@@ -133,6 +133,7 @@ TABLE = [
     ("no text begins with a stop string",
      "for i in range(len(self.kept)) if", "for i in range(1, len(self.kept)) if", "talk"),
     ("generation sees the beginning of a long text", "prompt[-context:] for", "prompt[:context] for", "cache"),
+    ("a session knows the end of a text that slides", "if len(ends) == 1 else []", "if ends else []", "cache"),
     # --- a model of transformers ---
     ("a model of transformers loses its window", "window=sliding_window or own.window", "window=own.window", "adapter"),
     ("a model of transformers loses its scale", "softmax_scale=scaling, seed=seed", "seed=seed", "adapter"),

@@ -1,11 +1,14 @@
 """A model of transformers on our attention: it computes what it computes on its own."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from model.attention import AttentionConfig
 from model.families import offer_to_transformers
-from tests.test_exchange import LLAMA, V, transformers  # noqa: F401 (a fixture)
+from tests.test_exchange import LLAMA, V, bpe, theirs, transformers  # noqa: F401 (fixtures)
 
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 MODELS = {
@@ -111,3 +114,14 @@ def test_a_cache_of_fixed_size_is_refused(made, transformers):  # noqa: F811
     cache = transformers.StaticCache(config=model.config, max_cache_len=48)
     with pytest.raises(ValueError, match="attention of 40 tokens over 48"):
         model(IDX, past_key_values=cache)
+
+
+def test_the_lines_of_the_page_run(theirs):  # noqa: F811
+    expected, folder = theirs("gpt2")
+    page = (Path(__file__).resolve().parents[1] / "docs/training.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code.replace("FOLDER", str(folder)), names)
+    assert names["model"].config._attn_implementation == "tilegpt"
+    with torch.no_grad():
+        torch.testing.assert_close(names["model"](IDX).logits, expected(IDX).logits, rtol=1e-4, atol=1e-4)

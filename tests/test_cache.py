@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -330,6 +331,36 @@ def test_a_session_answers_as_the_whole_text_does(changes, past_context):
         text += answer[:kept]
         found |= set(answer)
     assert len(found) > 5
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half"])
+def test_a_session_may_be_a_token_ahead(past_context, monkeypatch):
+    """As on a GPU, where the model runs on a token before it is read. Answers are left after each length."""
+
+    def ahead(*arguments, **options):
+        made = generate(*arguments, **options)
+        last = next(made)
+        for token in made:
+            yield last
+            last = token
+        yield last
+
+    monkeypatch.setattr("model.generate.generate", ahead)
+    model, text, sampler = made(), [7], Sampler(0)
+    session = Session(model, sampler, one_generator(0), past_context=past_context)
+    for count in (1, 3, 2, 5, 8, 1, 9, 4):
+        text += texts(3)[0].tolist()
+        seen = torch.tensor([text[-tokens_seen(len(text), CONTEXT, past_context) :]])
+        expected = list(generate(model, seen, count, sampler, cache=False, past_context=past_context))
+        answer = list(islice(session.answer(text, 20), count))
+        assert answer == expected
+        text += answer
+    # Texts that are the same two tokens on: if the place of what the cache holds were wrong by one, it would fit.
+    for token in range(20):
+        text = [token, token + 20] * CONTEXT
+        expected = list(generate(model, torch.tensor([text]), 1, sampler, cache=False))
+        for _ in range(2):
+            assert list(islice(session.answer(text, 20), 1)) == expected
 
 
 def test_a_turn_runs_only_what_is_new(monkeypatch):

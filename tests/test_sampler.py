@@ -85,7 +85,7 @@ def test_min_p_keeps_what_has_that_share_of_the_largest_probability():
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [*product((None, 5), (1.0, 0.7), (0.0, 0.1, 0.6))], ids=str)
 @pytest.mark.parametrize("repetition_penalty", [1.0, 1.3, 0.7])
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_probabilities_are_transformers(temperature, repetition_penalty, top_k, top_p, min_p):
+def test_probabilities_are_transformers(temperature, repetition_penalty, top_k, top_p, min_p, monkeypatch):
     """All of its processors in the order of its generate(), over texts that use some tokens several times."""
     from transformers.generation import logits_process as theirs
 
@@ -100,7 +100,7 @@ def test_probabilities_are_transformers(temperature, repetition_penalty, top_k, 
     expected = theirs.MinPLogitsWarper(min_p)(texts, expected).softmax(-1)
     drawn = []
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    sampler.draw = lambda p, generator: drawn.append(p) or p.argmax(-1)
+    monkeypatch.setattr("model.generate.waiting_times", lambda p, generator: drawn.append(p) or p)
     sampler.choose(logits, None, sampler.tokens_used(list(texts), 50))
     torch.testing.assert_close(drawn[0], expected, rtol=1e-5, atol=1e-7)
 
@@ -118,7 +118,8 @@ def test_draws_are_torch_multinomials():
     p = random_logits(0).softmax(-1)
     for seed in range(50):
         one, other = (torch.Generator().manual_seed(seed) for _ in range(2))
-        assert torch.equal(Sampler().draw(p, one), torch.multinomial(p, 1, generator=other)[:, 0])
+        found = Sampler(1.0).choose(p.log(), one)
+        assert torch.equal(found, torch.multinomial(p.log().softmax(-1), 1, generator=other)[:, 0])
 
 
 def test_a_row_with_its_own_generator_draws_what_it_draws_alone():
