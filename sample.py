@@ -209,7 +209,11 @@ def talk(writer: Writer) -> None:
     cfg, model, encoding, prompt, text, label = writer
     generator = torch.Generator(model.embedding.weight.device).manual_seed(cfg.seed)
     session = Session(model, cfg.sampler(), generator, cache=cfg.cache, past_context=cfg.past_context)
+    if sys.stdin is None:
+        raise ValueError("interactive=true reads standard input, which is closed; use prompt=")
     mark = "> " if sys.stdin.isatty() else ""
+    if mark:
+        print("type a line, or Enter alone to go on; Ctrl-C ends an answer, Ctrl-D the program", file=sys.stderr)
     print(label + printable(text), end="" if text else mark, flush=True)
     ids, between = prompt, ""  # the whole text; what parts its last answer from the next line
     made, first, seconds, past, full = 0, 0.0, 0.0, False, False
@@ -309,7 +313,7 @@ class Screen:
 def read_prompt(path: str) -> str:
     """The text of a file with its line ends, without a byte order mark; of standard input for "-". ValueError if it
     cannot be read as UTF-8."""
-    if path == "-" and sys.stdin.isatty():
+    if path == "-" and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError(
             "prompt_file=- reads standard input, and nothing is piped into it; use prompt= for a short one"
         )

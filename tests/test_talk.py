@@ -260,6 +260,14 @@ def test_a_second_ctrl_c_ends_the_program(speak, monkeypatch):
     assert speak("interactive=true", typed="a\n").code == 130
 
 
+@pytest.mark.parametrize("key", ["interactive=true", "prompt_file=-"])
+def test_without_standard_input_there_is_one_line(speak, call, tmp_path, monkeypatch, key):
+    monkeypatch.setattr(sys, "stdin", None)
+    ended = call(sample, f"runs={tmp_path}", "device=cpu", key)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines()[-1].startswith(f"sample: {key} reads standard input, ")
+
+
 def test_without_a_line_nothing_is_written(speak):
     ended = speak("interactive=true", "prompt=abc")
     assert (ended.code, ended.out) == (0, "abc")
