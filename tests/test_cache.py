@@ -285,13 +285,15 @@ def test_several_tokens_after_a_prompt_see_what_the_cache_holds(changes):
 def test_every_implementation_extends_the_cache(impl):
     if impl == "triton":
         pytest.importorskip("triton")
-    (text,) = texts(15)
-    model = made(torch.float32, impl=impl, n_kv_head=2, position="rope")
-    cache = model.new_cache(1)
-    for T, part in ((6, text[:6]), (9, text[6:])):
-        cache.extend(T)
-        found = model.next_logits(part[None], cache)
-    torch.testing.assert_close(found, model.next_logits(text[None]), rtol=1e-4, atol=1e-4)
+    """And a token alone follows; after a cut too."""
+    text, model = texts(17)[0], made(torch.float32, impl=impl, n_kv_head=2, position="rope")
+    cache, at = model.new_cache(1), 0
+    for T in (6, 9, 1, 1):
+        if T == 1 and at == 15:
+            assert cache.cut(at := 14)
+        cache.extend(T) if T > 1 else cache.advance()
+        found, at = model.next_logits(text[None, at : at + T], cache), at + T
+        torch.testing.assert_close(found, model.next_logits(text[None, :at]), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
