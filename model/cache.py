@@ -52,20 +52,27 @@ class LayerCache:
         # Under a window a new key takes the slot of the one that has just left the window.
         self.size = min(config.window or context_length, context_length)
         self.rows = slice(B)  # the sequences whose prompts run now
+        self.past = 0  # how many tokens these have before that
         # None: prompts run now. With the kernel: the position of each sequence's token, int64 (B,) on the device.
         self.step: Step | Tensor | None = None
 
-    def fill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keeps the last S keys and values of prompts. q, k, v as in attention(), of the sequences `rows` alone."""
+    def fill(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the last S keys and values of prompts, and returns all that their queries see: after earlier tokens
+        those too, in the order of their positions. q, k, v as in attention(), of the sequences `rows` alone."""
         T, T_kept = k.shape[2], min(k.shape[2], self.size)
         if not hasattr(self, "k"):
             # Zeros, because a hidden slot has weight 0, and 0 times what new memory holds may be NaN.
             self.k, self.v = (k.new_zeros(self.B * k.shape[1], self.size, k.shape[3]) for _ in "kv")
             self.tickets = k.new_zeros(self.B * k.shape[1], dtype=torch.int32)
             self.problem = problem_of(q, k, self.config, {}, True, None, None, UNBROKEN)
-        slots = torch.arange(T - T_kept, T, device=k.device) % self.size
+        before = torch.arange(max(0, self.past - self.size), self.past, device=k.device) % self.size
+        slots = torch.arange(self.past + T - T_kept, self.past + T, device=k.device) % self.size
+        seen = []
         for kept, x in ((self.k, k), (self.v, v)):
-            kept.view(self.B, -1, *kept.shape[1:])[self.rows][:, :, slots] = x[:, :, T - T_kept :]
+            rows = kept.view(self.B, -1, *kept.shape[1:])[self.rows]
+            seen.append(torch.cat((rows[:, :, before], x), dim=2) if self.past else x)
+            rows[:, :, slots] = x[:, :, T - T_kept :]
+        return seen[0], seen[1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Keeps the key and value of one new token of every sequence, and returns its o. All are (B, heads, 1, D).
@@ -122,7 +129,28 @@ class KVCache:
         if self.at is not None:
             self.at[rows] = T - 1
         for layer in self.layers:
-            layer.rows, layer.step = rows, None
+            layer.rows, layer.past, layer.step = rows, 0, None
+
+    def extend(self, T: int) -> None:
+        """Next, the model runs T more tokens of every sequence. All sequences have as many tokens."""
+        past, B = self.lengths[0], len(self.lengths)
+        assert self.lengths == [past] * B, "sequences of different lengths"
+        assert past + T <= self.context_length, "more tokens than the context has"
+        self.lengths, self.positions = [past + T] * B, slice(past, past + T)
+        if self.at is not None:
+            self.at.fill_(past + T - 1)
+        for layer in self.layers:
+            layer.rows, layer.past, layer.step = slice(B), past, None
+
+    def cut(self, T: int) -> bool:
+        """Forgets all but the first T tokens of every sequence, and returns True. Returns False, and forgets nothing,
+        if a window's buffer has lost keys that the next token sees."""
+        kept = all(max(self.lengths) <= layer.size for layer in self.layers)
+        if possible := T == 0 or kept or self.lengths == [T] * len(self.lengths):
+            self.lengths = [min(T, length) for length in self.lengths]
+            if self.at is not None:
+                self.at.clamp_(max=T - 1)
+        return possible
 
     def advance(self) -> None:
         """Next, the model runs one token of every sequence."""

@@ -147,7 +147,7 @@ class CausalSelfAttention(nn.Module):
             o = past.attend(q, k, v)  # one token, which sees what the cache holds
         else:
             if past is not None:
-                past.fill(q, k, v)
+                k, v = past.fill(q, k, v)
             o = attention(
                 q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
             )  # (B, H, T, D)

@@ -10,7 +10,7 @@ ten times as long. Recorded once, they are launched all together. Then the numbe
 1 to 3 us to begin and to end. next_logits() has five kernels a block; the modules of model/gpt.py have 13.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from model.cache import KVCache
 from model.gpt import GPT, Block
 
+Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all rows, or one for each; None: torch's own
 WARM_UP = 2  # tokens before the recording: in them kernels are compiled
 
 
@@ -27,10 +28,8 @@ class NextToken:
     A recorded token computes the same bits as the ones before.
     """
 
-    def __init__(
-        self, model: GPT, cache: KVCache, choose: Callable[[Tensor], Tensor], generator: torch.Generator | None
-    ) -> None:
-        """choose: logits (B, V) to int64 (B + 1,), the token ids and one number more. It may use `generator`."""
+    def __init__(self, model: GPT, cache: KVCache, choose: Callable[[Tensor], Tensor], generator: Generators) -> None:
+        """choose: logits (B, V) to int64 (B + 1,), the token ids and one number more. It draws from `generator`."""
         assert cache.at is not None
         self.model, self.cache, self.choose, self.generator = model, cache, choose, generator
         # What a token reads and writes stays at one place in memory, because a recorded token has its address.
@@ -57,8 +56,8 @@ class NextToken:
     def record(self) -> None:
         """Records run(). It computes nothing: the first replay is the token."""
         self.graph, lengths = torch.cuda.CUDAGraph(), self.cache.lengths
-        if self.generator is not None:
-            self.graph.register_generator_state(self.generator)
+        for generator in [self.generator] if isinstance(self.generator, torch.Generator) else self.generator or []:
+            self.graph.register_generator_state(generator)
         # Thread-local: another thread, such as the one that writes checkpoints, may use the GPU meanwhile.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.run()

@@ -856,7 +856,7 @@ def test_a_draw_without_a_wait_is_multinomials():
     from model.generate import Sampler
 
     logits = torch.randn(5, 1000, device="cuda") * 3
-    _, found = Sampler(1.0).draw(logits, torch.Generator("cuda").manual_seed(5))
+    found = Sampler(1.0).choose(logits, torch.Generator("cuda").manual_seed(5))
     assert torch.equal(
         found, torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator("cuda").manual_seed(5))[:, 0]
     )
