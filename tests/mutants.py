@@ -3,8 +3,8 @@
     make mutants                       every fault, one to a core at a time: about seven minutes on two cores
     make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
 
-A fault is a text that stands exactly once in train.py, training/, model/, data/ and kernels/loss.py together, so it is
-found wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
+A fault is a text that stands exactly once in train.py, training/, model/, data/ and SOURCES together, so it is found
+wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
 the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
 
 Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py"]
 SECONDS = 600  # that the tests of one fault may take
 
 
@@ -167,7 +168,33 @@ TABLE = [
     ("a block mask is lost in the cache", "if self.attention_config.block_mask is not None:", "if False:", "cache"),
     ("half keeps everything", "(context - context // 2)", "1", "cache"),
     ("stop is a token early", "context - max(lengths) + 1", "context - max(lengths)", "cache"),
-    ("every token runs the whole text", "kept is not None and token is not None", "False", "cache"),
+    ("every token runs the whole text", "found is None or sees !=", "True or sees !=", "cache"),
+    # --- a token's kernels ---
+    ("the new token is not kept", "if (slot >= start) & (slot < stop):", "if slot < 0:", "decode"),
+    ("the last key is not seen", "stop = tl.minimum(start + share, T_k)", "stop = tl.minimum(start + share, T_k - 1)",
+     "decode"),
+    ("a window's buffer grows on", "T_k = tl.minimum(at + 1, S)", "T_k = tl.minimum(at + 1, S + 1)", "decode"),
+    ("alibi counts slots in the kernel", "((slot - j + S) % S)", "tl.abs(slot - j)", "decode"),
+    ("the program that merges is not the last", "== parts - 1:", "== parts - 2:", "decode"),
+    ("tickets are not given back", "tl.store(tickets + n, 0)", "pass", "decode"),
+    ("a tile's sums are not rescaled", "l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", "decode"),
+    ("merged sums are not rescaled", "tl.sum(alpha_i * l_i, 0)", "tl.sum(l_i, 0)", "decode"),
+    ("all heads of a group write one state",
+     "mine = (n * splits + split) * G + g", "mine = (n * splits + split) * G + 0 * g", "decode"),
+    ("rotary halves have one sign", "tl.where(d < half, -s, s)", "s", "decode"),
+    ("scores are not scaled to the softcap again", "s = softcap * tanh(s / softcap)", "s = tanh(s / softcap)", "decode"),
+    ("padding counts in the norm", "tl.where(i < K, whole - mean[:, None], 0.0)", "whole - mean[:, None]", "decode"),
+    ("the norm has no epsilon", "tl.sum(whole * whole, 1) / K + eps", "tl.sum(whole * whole, 1) / K", "decode"),
+    ("a step's weights are those of the last", "first + BLOCK_K, N, K, BLOCK_K)  # of the next step",
+     "first, N, K, BLOCK_K)", "decode"),
+    ("the gate is not activated", "activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)",
+     "with_bias(acc_gate, gate_bias, n, N)", "decode"),
+    ("a token is embedded without its position",
+     "row += tl.load(positions", "row += 0 * tl.load(positions", "decode"),
+    ("sequences share a position", "tl.load(at + b) * C", "tl.load(at) * C", "decode"),
+    ("a prompt's length is not its token's position", "self.at[rows] = T - 1", "self.at[rows] = T", "cache"),
+    ("what follows a prompt does not move the position", "self.at.fill_(past + T - 1)", "pass", "cache"),
+    ("a cut does not move the position", "self.at.clamp_(max=T - 1)", "pass", "cache"),
     # --- attention ---
     ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", "attention"),
     ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=cap_gradient)", "cap_gradient.copy_(s)", "attention"),
@@ -229,7 +256,7 @@ def copy_of_the_tree(to: Path) -> Path:
 
 def sources(tree: Path) -> list[Path]:
     folders = [file for part in ("training", "model", "data") for file in (tree / part).glob("*.py")]
-    return [tree / "train.py", tree / "kernels" / "loss.py", *folders]
+    return [tree / "train.py", *(tree / source for source in SOURCES), *folders]
 
 
 def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:
