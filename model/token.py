@@ -59,8 +59,10 @@ class NextToken:
         self.graph, lengths = torch.cuda.CUDAGraph(), self.cache.lengths
         if self.generator is not None:
             self.graph.register_generator_state(self.generator)
+        # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
         # Thread-local: another thread, such as the one that writes checkpoints, may use the GPU meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        stream = torch.cuda.Stream(self.cache.device)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.run()
         self.cache.lengths = lengths
 
