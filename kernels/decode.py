@@ -54,6 +54,9 @@ class DecodeTiles(NamedTuple):
 # BLOCK_D up to -> tiles for 16-bit inputs.
 TILES = {64: DecodeTiles(64, 4, 3), 128: DecodeTiles(64, 4, 3), 256: DecodeTiles(32, 4, 3)}
 FLOAT32 = DecodeTiles(16, 8, 2)
+# Bytes of keys up to which the kernel begins before the one ahead of it ends. That saves 1 to 2 us. But its programs
+# then get the places that others leave, and with many keys the processor that has most of them decides.
+SHORT = 8 << 20
 PROGRAMS = 2  # programs for each of the GPU's processors; so all of them run at once
 
 
@@ -81,20 +84,23 @@ def decode(
     (B, H, _, D), (N, S, _) = q.shape, keys.shape
     G, BLOCK_D = B * H // N, block_d(D)
     tile = FLOAT32 if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
+    rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
+    if rows > 16:  # more rows take more shared memory
+        tile = tile._replace(num_stages=2)
     splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
     o = q.new_empty(B, 1, H, D).transpose(1, 2)
     acc, sums = q.new_empty(N, splits, G, D, dtype=torch.float32), q.new_empty(2, N, splits, G, dtype=torch.float32)
     cos, sin = rope or (None, None)
-    early = {"launch_pdl": True} if sizes.starts_early(q.device) else {}
-    rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
+    overlap = sizes.starts_early(q.device)
+    early = {"launch_pdl": True} if overlap and keys.nbytes <= SHORT else {}
     with on(q.device):
         decode_kernel[(N, splits)](
             q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.slopes, cos, sin,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, N // B,
             problem.scale, problem.scale * math.log2(math.e), problem.softcap,
             G, D, rows, BLOCK_D, tile.BLOCK_N, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
-            triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), num_warps=tile.num_warps,
-            **early,
+            triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
+            num_warps=tile.num_warps, **early,
         )  # fmt: skip
     return o
 
@@ -113,12 +119,12 @@ def decode_kernel(
     q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, scale, scale2, softcap,
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (n, split). acc_of (N, splits, G, D), m_of and l_of (N, splits, G), float32: the state of each split."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin; it waits for the results of this one
-        tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
+        tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write: the position above all
     n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h_kv = n // H_kv, n % H_kv
     at = tl.load(position + b)
@@ -143,6 +149,8 @@ def decode_kernel(
         q_i = head(q + (b * q_b + h * q_h)[:, None], d[None, :], inside, at, cos, sin, D)
         m, l, acc = one_split(q_i, keys + kept, values + kept, start, stop, h, g < G, slot, S, slopes, scale, scale2,
                               softcap, D, ROWS, BLOCK_D, BLOCK_N, PRECISION, STAGES)  # fmt: skip
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()  # at the latest now
         if parts == 1:
             write(o + n * G * D, acc, l, G, D)
         else:
@@ -193,18 +201,17 @@ def one_split(q_i, keys, values, start, stop, h, is_head, slot, S, slopes, scale
             seen = seen & (d < D)
         k_j = tl.load(keys + at, mask=seen, other=0.0)
         s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
+        factor = scale2
         if (softcap is not None) or (slopes is not None):
             s = s * scale
             if softcap is not None:
                 s = softcap * tanh(s / softcap)
             if slopes is not None:
                 s -= slope * ((slot - j + S) % S).to(tl.float32)[None, :]
-            s = s * LOG2E
-        else:
-            s = s * scale2
+            factor = LOG2E
         s = tl.where((j < stop)[None, :], s, -float("inf"))  # 2
-        m_new = tl.maximum(m, tl.max(s, 1))  # 3
-        p = tl.exp2(s - m_new[:, None])
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # 3
+        p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)
         m = m_new

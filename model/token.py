@@ -58,8 +58,10 @@ class NextToken:
         self.graph, lengths = torch.cuda.CUDAGraph(), self.cache.lengths
         for generator in [self.generator] if isinstance(self.generator, torch.Generator) else self.generator or []:
             self.graph.register_generator_state(generator)
+        # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
         # Thread-local: another thread, such as the one that writes checkpoints, may use the GPU meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        stream = torch.cuda.Stream(self.cache.device)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.run()
         self.cache.lengths = lengths
 

@@ -794,7 +794,7 @@ def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, s
     monkeypatch.setattr(token, "WARM_UP", 1000)
     assert torch.equal(sampled(model, prompts, Sampler(**sampler), 400, "half"), found)
     assert len(recordings) == 1
-    assert len(found.unique()) > 20
+    assert len(found.unique()) > (2 if sampler.get("temperature") == 0 else 20)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
