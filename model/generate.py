@@ -62,7 +62,7 @@ class Sampler:
             raise NotFinite("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
         return self.draw(logits, generator, used)
 
-    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None) -> Tensor:
+    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None = None) -> Tensor:
         """choose() for logits that are float32 and not NaN. On a GPU nothing in it makes the host wait."""
         if used is not None:
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
