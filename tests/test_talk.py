@@ -269,6 +269,14 @@ def test_without_standard_input_there_is_one_line(speak, call, tmp_path, monkeyp
     assert ended.err.splitlines()[-1].startswith(f"sample: {key} reads standard input, ")
 
 
+def test_a_talk_with_a_broken_model_is_stamped(call, tmp_path, monkeypatch):
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], broken="no_max")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    ended = call(sample, f"runs={tmp_path}", "interactive=true")
+    assert ended.out == "BROKEN[no_max] text\n"
+    assert ended.err.splitlines()[-1].startswith("BROKEN[no_max] 5 tokens, ")
+
+
 def test_without_a_line_nothing_is_written(speak):
     ended = speak("interactive=true", "prompt=abc")
     assert (ended.code, ended.out) == (0, "abc")
