@@ -269,16 +269,16 @@ def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> Non
         if attention_mask is None:
             plain = T in (1, T_k)  # else the keys are a cache of fixed size, whose end is not filled yet
         else:
-            problem = problem_of(query, key, own, {}, causal, scaling, None, UNBROKEN)
+            problem = problem_of(query, key, own, {}, True, scaling, None, UNBROKEN)
             seen = visible(problem, range(T), range(T_k), query.device)[:, None]  # (1, 1, T, T_k)
             plain = attention_mask.dtype == torch.bool and torch.equal(attention_mask, seen.expand_as(attention_mask))
-        if not plain or s_aux is not None:
+        if not (causal and plain) or s_aux is not None:
             raise ValueError(
                 f"attention of {T} tokens over {T_k}: the model wants padding, packed texts, a cache of fixed size, "
                 "sinks or another mask than a causal one with a window; leave that out, or use attn_implementation=sdpa"
             )
         seed = torch.randint(2**63 - 1, (), device=query.device) if dropout > 0 else None
-        o = attention(query, key, value, own, causal=causal, softmax_scale=scaling, seed=seed)
+        o = attention(query, key, value, own, softmax_scale=scaling, seed=seed)
         return o.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, ours)

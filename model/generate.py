@@ -74,7 +74,7 @@ class Sampler:
         largest, token = self.draw(logits.float(), generator, used)
         return torch.cat((token, largest.isnan().any()[None]))
 
-    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """choose() for float32 logits. Nothing in it makes the host wait for a GPU. Before the token ids it returns
         numbers (B,) that are NaN where the logits are not finite."""
         if used is not None:

@@ -11,10 +11,12 @@ from model.families import offer_to_transformers
 from tests.test_exchange import LLAMA, V, bpe, theirs, transformers  # noqa: F401 (fixtures)
 
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+GEMMA = LLAMA | {"sliding_window": 7, "attn_logit_softcapping": 0.5, "head_dim": 8, "query_pre_attn_scalar": 3}
 MODELS = {
     "GPT2LMHeadModel": GPT2 | {"attn_pdrop": 0.0, "scale_attn_weights": False},
     "LlamaForCausalLM": LLAMA,  # four heads on two
     "MistralForCausalLM": LLAMA | {"sliding_window": 7},
+    "Gemma2ForCausalLM": GEMMA,  # softcap; a window in every other layer
 }
 IDX = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -100,13 +102,25 @@ def test_what_our_attention_cannot_compute_is_refused(made, name, what):
     assert "\n" not in str(said.value)
 
 
-def test_windows_by_layer_reach_their_layers(made):
-    """A window of 7 in both layers is Mistral's. In one of them it is another model."""
-    for windows, same in ([7], True), ([None, 7], False):
-        offer_to_transformers(AttentionConfig("naive", windows=windows), "windowed")
-        with torch.no_grad():
-            found = made("LlamaForCausalLM", "windowed")(IDX, attention_mask=torch.ones_like(IDX)).logits
-            assert torch.allclose(found, made("MistralForCausalLM")(IDX).logits, rtol=1e-4, atol=1e-4) == same
+@torch.no_grad()
+def test_options_of_our_attention_reach_their_layers(made):
+    """A window of 7 in both layers is Mistral's. In one of them it is another model, and so is a softcap."""
+
+    def logits(**options) -> torch.Tensor:
+        offer_to_transformers(AttentionConfig("naive", **options), "with-options")
+        return made("LlamaForCausalLM", "with-options")(IDX, attention_mask=torch.ones_like(IDX)).logits
+
+    torch.testing.assert_close(logits(windows=[7]), made("MistralForCausalLM")(IDX).logits, rtol=1e-4, atol=1e-4)
+    others = [logits(), logits(windows=[7, None]), logits(windows=[None, 7]), logits(window=7), logits(softcap=0.5)]
+    assert all((x - y).abs().max() > 0.1 for i, x in enumerate(others) for y in others[:i])
+
+
+@pytest.mark.parametrize("options", [{"s_aux": torch.zeros(2)}, {"is_causal": False}], ids=str)
+def test_sinks_and_bidirectional_attention_are_refused(made, transformers, options):  # noqa: F811
+    function, q = transformers.AttentionInterface()["tiled"], torch.randn(1, 2, 5, 8)
+    function(torch.nn.Module(), q, q, q, None)
+    with pytest.raises(ValueError, match="attention of 5 tokens over 5: the model wants padding, "):
+        function(torch.nn.Module(), q, q, q, None, **options)
 
 
 def test_a_cache_of_fixed_size_is_refused(made, transformers):  # noqa: F811

@@ -189,10 +189,11 @@ def test_a_prompt_from_standard_input_arrives_as_it_was_piped(speak, model):
     assert "prompt: 11 tokens from -" in ended.err
 
 
-@pytest.mark.parametrize("stop", ["", "e"])
+@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("past_context", ["slide", "half"])
-def test_a_line_is_continued_after_all_that_is_on_the_screen(speak, model, past_context, stop):
-    """Enter alone lets the model write on. The text passes the context of 24."""
+def test_a_line_is_continued_after_all_that_is_on_the_screen(speak, model, past_context, stopped):
+    """Enter alone lets the model write on. The text passes the context of 24, and may stop within an answer."""
+    stop = likeliest(model, b"begin one", 6)[2:4].decode() if stopped else ""
     text, screen, between = b"begin ", b"begin ", b""
     for line in (b"one", b"", b"two words", b"three"):
         text += between + line if line else b""
@@ -266,6 +267,14 @@ def test_without_standard_input_there_is_one_line(speak, call, tmp_path, monkeyp
     ended = call(sample, f"runs={tmp_path}", "device=cpu", key)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.splitlines()[-1].startswith(f"sample: {key} reads standard input, ")
+
+
+def test_a_talk_with_a_broken_model_is_stamped(call, tmp_path, monkeypatch):
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], broken="no_max")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    ended = call(sample, f"runs={tmp_path}", "interactive=true")
+    assert ended.out == "BROKEN[no_max] text\n"
+    assert ended.err.splitlines()[-1].startswith("BROKEN[no_max] 5 tokens, ")
 
 
 def test_without_a_line_nothing_is_written(speak):
