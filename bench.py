@@ -1,4 +1,4 @@
-"""Races the attentions after a check, weighs their memory, counts the words that they move; or times training steps.
+"""Races the attentions after a check, weighs their memory, counts their traffic; or times training steps or new tokens.
 
     python bench.py                                    on this machine, small enough for two CPU cores
     python bench.py impls=[naive,tiled] lengths=[512,1024,2048,4096,8192] patience=10
@@ -9,6 +9,7 @@
     python bench.py mode=traffic causal=[true] window=256 backward=true lengths=[512,1024,2048]
     python bench.py mode=train                         whole training steps, beside a plain GPT-2 in torch
     python bench.py mode=train cases=[nano,shakespeare,gpt2-1k] peer=MODEL_PY_OF_NANOGPT
+    python bench.py mode=decode                        one new token in sampling, beside torch's SDPA and a copy
 
 mode=race. Runs ours (naive, tiled, triton) and the peers that are installed (torch's kernels one by one, FlexAttention,
 FlashAttention-4), with and without a causal mask and dropout. First it compares each with naive in float64. If one of
@@ -43,6 +44,11 @@ what the kernels of a profile are for (on a CPU torch's ops), and the time in wh
     nano         the same with B=64
     shakespeare  6 layers, C=384, T=256, B=64, dropout 0.2: the model of experiment=shakespeare_gpu
     gpt2-1k      GPT-2 124M with T=1,024 and 65,536 tokens a step; also gpt2-8k, gpt2-32k, gpt2-64k
+
+mode=decode. Times attention of one new token against T_k cached keys: GB/s of keys and values, and the share of what a
+copy of as many bytes reaches. plain is decode() of model/cache.py, kernel that of kernels/decode.py. On a GPU it then
+times whole tokens of GPT-2 124M with random weights: recorded, as sample.py has them, and eager, launched from Python
+with plain. Rows go to decode.csv.
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -54,6 +60,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from itertools import product
 from pathlib import Path
 
+from lab.decode import race_decode
 from lab.race import DTYPES, IMPLS, Case, pictures, race
 from lab.steps import CASES, train
 from lab.traffic import traffic
@@ -64,6 +71,7 @@ from training.machine import pick_device
 
 TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
 TRAIN_READS = ("mode", "cases", "impl", "bias", "peer", "device", "out")
+DECODE_READS = ("mode", "device", "out")
 NOT_IN_RACE = ("on_chip", "backward", "cases", "impl", "bias", "peer")
 NOT_IN_PICTURES = (*NOT_IN_RACE, "block", "patience", "device")
 
@@ -73,7 +81,8 @@ class Config:
     """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
     read."""
 
-    mode: str = "race"  # race | pictures (of a race) | traffic (words moved) | train (whole steps)
+    # race | pictures (of a race) | traffic (words moved) | train (whole steps) | decode (new tokens in sampling)
+    mode: str = "race"
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
@@ -98,8 +107,8 @@ class Config:
     out: str = "runs/bench"  # the folder for tables and pictures
 
     def __post_init__(self):
-        if self.mode not in ("race", "pictures", "traffic", "train"):
-            raise ValueError(f"mode={self.mode} is not known; choose race, pictures, traffic or train")
+        if self.mode not in ("race", "pictures", "traffic", "train", "decode"):
+            raise ValueError(f"mode={self.mode} is not known; choose race, pictures, traffic, train or decode")
         if not self.out:
             raise ValueError("out= is empty; give a folder or leave it out")
         if self.dtype not in DTYPES:
@@ -111,6 +120,7 @@ class Config:
                 "pictures": key.name not in NOT_IN_PICTURES,
                 "traffic": key.name in TRAFFIC_READS,
                 "train": key.name in TRAIN_READS,
+                "decode": key.name in DECODE_READS,
             }
             if not read[self.mode] and getattr(self, key.name) != usual:
                 raise ValueError(
@@ -173,8 +183,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Races, draws, counts or trains. Raises ValueError for mistakes that the user can correct, RuntimeError if one of
-    ours is wrong."""
+    """Runs the mode. Raises ValueError for mistakes that the user can correct, RuntimeError if one of ours is wrong."""
     out = Path(cfg.out)
     match cfg.mode:
         case "race":
@@ -195,6 +204,8 @@ def main(cfg: Config) -> None:
         case "train":
             device = pick_device(cfg.device)
             train(cfg.cases, impl=cfg.impl, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
+        case "decode":
+            race_decode(pick_device(cfg.device), out)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
     python sample.py                                      from the newest run
     python sample.py run=NAME prompt='def ' num_samples=3
-    python sample.py run=NAME prompt_file=start.txt       a long prompt
-    python sample.py run=NAME temperature=0 top_p=0.9 top_k=50 max_new_tokens=1000
+    python sample.py run=NAME prompt_file=start.txt       a long prompt; prompt_file=- reads standard input
+    python sample.py run=NAME temperature=1 min_p=0.05 repetition_penalty=1.1 max_new_tokens=1000
+    python sample.py run=NAME stop='["\\n\\n", "def "]'       ends before one of these
+    python sample.py run=NAME interactive=true            talk to it: each line that you type is continued
     python sample.py run=NAME checkpoint=last impl=naive
     python sample.py init_from=gpt2                       from a model of Hugging Face, or a folder of safetensors
     python sample.py run=NAME export=FOLDER               writes the model for transformers, instead of text
@@ -17,23 +19,31 @@ if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import json
 import os
 import re
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from tiktoken import Encoding
 
 from data.prepare import DataConfig
-from data.tokenizer import END_OF_TEXT, TextStream, encode, from_json
+from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
-from model.generate import PAST_CONTEXT, Sampler, generate
+from model.generate import PAST_CONTEXT, Sampler, Session, generate
+from model.gpt import GPT
 from training import checkpoint, config, exchange
-from training.machine import pick_device
+from training.machine import is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_WORDS = {  # past_context=, once it has come to that
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
     "half": "each time the context of {} tokens was full, the model went on from its last half",
@@ -52,14 +62,19 @@ class Config:
     init_from: str | None = None
     export: str | None = None  # folder to write the model into, as transformers loads it; None: write text
     prompt: str = ""  # text to continue; empty: start a new document
-    prompt_file: str | None = None  # UTF-8 file with the prompt; None: use prompt=
-    num_samples: int = 1  # number of samples, each with its own seed
+    prompt_file: str | None = None  # UTF-8 file with the prompt, - for standard input; None: use prompt=
+    interactive: bool = False  # continue each line that is typed, and keep the cache; Ctrl-D ends, Enter alone goes on
+    num_samples: int = 1  # number of samples, each with its own seed; they are one batch
     max_new_tokens: int = 300  # maximum length of a sample in tokens; it ends earlier if the model ends the document
+    stop: str | None = None  # a sample ends before this text, or before the first of a list: ["\n\n", "User:"]
     temperature: float = 0.8  # divides the logits; lower is less random, 0 always takes the most likely token
     top_k: int | None = None  # sample from the k most likely tokens only; None: from all
     top_p: float = 1.0  # sample from the most likely tokens that add up to this probability; 1: from all
+    min_p: float = 0.0  # sample from tokens with at least this share of the likeliest one's probability; 0: from all
+    repetition_penalty: float = 1.0  # above 1: tokens that the text has become less likely; 1: none
     seed: int = 1337  # random seed of the first sample; each further sample adds 1 to it
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
+    dtype: str = "auto"  # of the weights: auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16
     impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
     cache: bool = True  # keep the keys and values of past tokens; false: run the whole context again for each token
     past_context: str = "slide"  # slide (last tokens, run again for each new one) | half (fast: forgets half) | stop
@@ -81,14 +96,45 @@ class Config:
             raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
         if self.past_context not in PAST_CONTEXT:
             raise ValueError(f"past_context={self.past_context} is not known; choose slide, half or stop")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype={self.dtype} is not known; choose auto or {', '.join(DTYPES)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
-        Sampler(self.temperature, self.top_k, self.top_p)  # checks these three before the first job of a sweep starts
+        if self.interactive and self.num_samples > 1:
+            raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
+        if self.interactive and self.prompt_file == "-":
+            raise ValueError("interactive=true and prompt_file=- both read standard input; leave one out")
+        self.sampler(), self.stops()  # check their fields before the first job of a sweep starts
+
+    def sampler(self) -> Sampler:
+        return Sampler(**{field.name: getattr(self, field.name) for field in fields(Sampler)})
+
+    def stops(self) -> list[str]:
+        """The texts of stop=. It is a list in JSON if it begins as one of texts does."""
+        if self.stop is None:
+            return []
+        try:
+            listed = json.loads(self.stop) if re.match(r'\[\s*"', self.stop) else [self.stop]
+        except ValueError as error:
+            raise ValueError(f'stop={self.stop} is no list ({error}); write it as ["one", "two"]') from error
+        if not all(isinstance(text, str) and text for text in listed):
+            raise ValueError(f"stop={self.stop} has an empty text or none; give texts of at least one character")
+        return listed
+
+
+class Writer(NamedTuple):
+    """What write() and talk() need."""
+
+    cfg: Config
+    model: GPT
+    encoding: Encoding
+    prompt: list[int]  # the tokens of the prompt, after the one that begins a text
+    text: str  # the prompt
+    label: str  # says that the model is broken on purpose; "" if it is whole
 
 
 def main(cfg: Config) -> None:
     """Prints the samples on stdout and the checkpoint's name on stderr. ValueError for a user's mistake."""
-    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     text = cfg.prompt if cfg.prompt_file is None else read_prompt(cfg.prompt_file)
     device = pick_device(cfg.device)
     trained = exchange.read(find(cfg), cfg.init_from or "")
@@ -101,7 +147,7 @@ def main(cfg: Config) -> None:
     attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
     if cfg.impl is not None:
         attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # others than tiled refuse `order`
-    model = trained.network(attention, device).eval()
+    model = trained.network(attention, device).to(DTYPES[pick_dtype(cfg.dtype, device)]).eval()
 
     broken = trained.state["broken"]
     loss = trained.state["val_loss"]
@@ -110,8 +156,7 @@ def main(cfg: Config) -> None:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
 
     # As in training, a document begins after an end-of-text token.
-    end = encoding.encode_single_token(END_OF_TEXT)
-    prompt = [trained.state.get("begin", end), *encode(encoding, text).tolist()]
+    prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
         print(f"prompt: {len(prompt) - 1} tokens from {cfg.prompt_file}", file=sys.stderr)
     if len(prompt) > (context := model.config.context_length):
@@ -123,36 +168,162 @@ def main(cfg: Config) -> None:
         print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
     if cfg.cache and (refused := model.cache_refusal()) is not None:
         print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
-    started, made, first, past = time.perf_counter(), 0, 0.0, False
-    for number in range(cfg.num_samples):
-        if cfg.num_samples > 1 or broken:
-            print(f"{stamp(broken)}--- sample {number + 1} of {cfg.num_samples}", flush=True)
-        generator = torch.Generator(device).manual_seed(cfg.seed + number)  # each sample can be repeated alone
-        stream = TextStream(encoding)
-        print(printable(text), end="", flush=True)
-        idx = torch.tensor([prompt], device=device)  # (1, T)
-        new = generate(
-            model, idx, cfg.max_new_tokens, sampler, generator, cache=cfg.cache, past_context=cfg.past_context
-        )
-        length, ended = len(prompt), False
-        for token in map(int, new):
-            past |= length > context
-            made, length, first = made + 1, length + 1, first or time.perf_counter() - started
-            if ended := token == end:
-                break
-            print(printable(stream.feed(token)), end="", flush=True)
-        past |= cfg.past_context == "stop" and not ended and length < len(prompt) + cfg.max_new_tokens
-        print(printable(stream.flush()), flush=True)
+    writer = Writer(cfg, model, encoding, prompt, text, stamp(broken))
+    try:
+        talk(writer) if cfg.interactive else write(writer)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fewer = f"num_samples={cfg.num_samples // 2}" if cfg.num_samples > 1 else "a smaller model or device=cpu"
+        raise ValueError(f"out of memory with num_samples={cfg.num_samples} in one batch; use {fewer}") from error
+
+
+def write(writer: Writer) -> None:
+    """Writes num_samples texts after the same prompt, as rows of one batch. A text that has ended runs on unseen."""
+    cfg, model, encoding, prompt, text, label = writer
+    device, count, stops = model.embedding.weight.device, cfg.num_samples, cfg.stops()
+    heads = [f"{label}--- sample {number + 1} of {count}\n" if count > 1 or label else "" for number in range(count)]
+    screen = Screen([head + printable(text) for head in heads])
+    streams = [TextStream(encoding, stops) for _ in heads]
+    # With one for each sample, a sample can be had again alone.
+    generators = [torch.Generator(device).manual_seed(cfg.seed + number) for number in range(count)]
+    idx = torch.tensor([prompt], device=device).expand(count, -1)  # (B, T)
+    started, made, first, length = time.perf_counter(), 0, 0.0, len(prompt)
+    new = generate(
+        model, idx, cfg.max_new_tokens, cfg.sampler(), generators, cache=cfg.cache, past_context=cfg.past_context
+    )
+    for tokens in new:
+        made, length, first = made + len(screen.going), length + 1, first or time.perf_counter() - started
+        for row, token in enumerate(tokens.tolist()):
+            screen.add(row, streams[row].flush() if token == encoding.eot_token else streams[row].feed(token))
+            if token == encoding.eot_token or streams[row].stopped:
+                screen.end(row)
+        if not screen.going:
+            break
+    stopped = cfg.past_context == "stop" and bool(screen.going) and length < len(prompt) + cfg.max_new_tokens
+    for row, stream in enumerate(streams):
+        screen.add(row, stream.flush())
+        screen.end(row)
+    say_the_end(writer, made, first, time.perf_counter() - started, stopped or length - 1 > model.config.context_length)
+
+
+def talk(writer: Writer) -> None:
+    """Reads a line, continues the text with it, and so on until the input ends. What the model sees is what the screen
+    shows. Ctrl-C ends the present answer; where a line is read, and when it comes twice, it ends the program."""
+    cfg, model, encoding, prompt, text, label = writer
+    generator = torch.Generator(model.embedding.weight.device).manual_seed(cfg.seed)
+    session = Session(model, cfg.sampler(), generator, cache=cfg.cache, past_context=cfg.past_context)
+    if sys.stdin is None:
+        raise ValueError("interactive=true reads standard input, which is closed; use prompt=")
+    mark = "> " if sys.stdin.isatty() else ""
+    if mark:
+        print("type a line, or Enter alone to go on; Ctrl-C ends an answer, Ctrl-D the program", file=sys.stderr)
+    print(label + printable(text), end="" if text else mark, flush=True)
+    ids, between = prompt, ""  # the whole text; what parts its last answer from the next line
+    made, first, seconds, past, full = 0, 0.0, 0.0, False, False
+    while not full and (line := read_line()) is not None:
+        ids = ids + encode(encoding, between + line if line else "").tolist()
+        stream, shown, answer, started = TextStream(encoding, cfg.stops()), "", list[int](), time.perf_counter()
+        with interruptible() as interrupted:
+            for token in session.answer(ids, cfg.max_new_tokens):
+                first = first or time.perf_counter() - started
+                answer.append(token)
+                if token != encoding.eot_token:
+                    shown += (piece := stream.feed(token))
+                    print(printable(piece), end="", flush=True)
+                if token == encoding.eot_token or stream.stopped or interrupted:
+                    break
+            else:
+                full = len(answer) < cfg.max_new_tokens
+        shown += (piece := stream.flush())
+        between = "" if shown.endswith("\n") else "\n"
+        print(printable(piece), end=between, flush=True)
+        made, seconds = made + len(answer), seconds + time.perf_counter() - started
+        past |= full or len(ids) + len(answer) - 1 > model.config.context_length
+        if stream.stopped:  # the tokens go past the end of the text
+            answer = encode(encoding, shown).tolist()
+        ids = ids + answer
+        if answer[-1:] == [encoding.eot_token]:  # the next line begins a document
+            ids, between = prompt[:1] if model.attention_config.documents else ids, ""
+        print(mark * (not full), end="", flush=True)
+    print(end="\n" if mark else "", flush=True)
+    say_the_end(writer, made, first, seconds, past)
+
+
+def say_the_end(writer: Writer, made: int, first: float, seconds: float, past: bool) -> None:
+    """Prints how many tokens were made and how fast. past: the text was longer than the context."""
     if past:
-        print(stamp(broken) + IN_WORDS[cfg.past_context].format(context), file=sys.stderr)
-    speed = made / (time.perf_counter() - started)
-    print(f"{stamp(broken)}{made} tokens, {speed:,.0f} tokens/s, the first after {first:.3f} s", file=sys.stderr)
+        context = writer.model.config.context_length
+        print(writer.label + IN_WORDS[writer.cfg.past_context].format(context), file=sys.stderr)
+    speed = made / max(seconds, 1e-9)
+    print(f"{writer.label}{made} tokens, {speed:,.0f} tokens/s, the first after {first:.3f} s", file=sys.stderr)
+
+
+def read_line() -> str | None:
+    """A line of standard input without its end; None at the end of the input."""
+    line = sys.stdin.buffer.readline()
+    return line.decode(errors="replace").rstrip("\r\n") if line else None
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Yields a list, to which Ctrl-C adds something. So a token is always completed, and with it the cache. A second
+    Ctrl-C raises KeyboardInterrupt."""
+    pressed: list[int] = []
+
+    def on_signal(number, frame):
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Screen:
+    """Prints several texts one after the other: each as it is made, once those before it have ended."""
+
+    def __init__(self, heads: list[str]):
+        """heads: what each text begins with."""
+        self.waiting = heads  # what of each text is not printed yet
+        self.going = set(range(len(heads)))  # the texts that have not ended
+        self.turn = 0  # the text that is printed now
+        self.show()
+
+    def add(self, row: int, text: str) -> None:
+        """Appends to a text, if it has not ended."""
+        if row in self.going:
+            self.waiting[row] += printable(text)
+            self.show()
+
+    def end(self, row: int) -> None:
+        if row in self.going:
+            self.waiting[row] += "\n"
+            self.going.remove(row)
+            self.show()
+
+    def show(self) -> None:
+        while self.turn < len(self.waiting):
+            print(self.waiting[self.turn], end="", flush=True)
+            self.waiting[self.turn] = ""
+            if self.turn in self.going:
+                return
+            self.turn += 1
 
 
 def read_prompt(path: str) -> str:
-    """The text of a file with its line ends, without a byte order mark. ValueError if it cannot be read as UTF-8."""
+    """The text of a file with its line ends, without a byte order mark; of standard input for "-". ValueError if it
+    cannot be read as UTF-8."""
+    if path == "-" and (sys.stdin is None or sys.stdin.isatty()):
+        raise ValueError(
+            "prompt_file=- reads standard input, and nothing is piped into it; use prompt= for a short one"
+        )
     try:
-        return Path(os.path.expanduser(path)).read_bytes().decode("utf-8-sig")
+        read = sys.stdin.buffer.read if path == "-" else Path(os.path.expanduser(path)).read_bytes
+        return read().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"prompt_file={path} cannot be read ({error.strerror}); give a text file") from error
     except UnicodeDecodeError as error:

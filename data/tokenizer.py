@@ -18,7 +18,7 @@ import codecs
 import hashlib
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -158,22 +158,42 @@ class TextStream:
 
     A character of several bytes may be split over several tokens. Decoding each token alone would print a replacement
     character for every part. This class keeps the parts until the character is complete.
+
+    stop: the text ends before the first of these strings to be complete. What may become one of them is kept too.
     """
 
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        self.encoding = encoding
+    def __init__(self, encoding: tiktoken.Encoding, stop: Sequence[str] = ()) -> None:
+        self.encoding, self.stop = encoding, stop
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.kept = ""  # the beginning of a stop string
+        self.stopped = False  # whether a stop string was complete; the text has ended
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, often "". Raises ValueError for an id outside the vocabulary."""
         try:
-            return self.decoder.decode(self.encoding.decode_single_token_bytes(token))
+            return self.before_stop(self.decoder.decode(self.encoding.decode_single_token_bytes(token)))
         except (KeyError, OverflowError) as error:
             raise ValueError(f"token {token} is not in the vocabulary of tokenizer {self.encoding.name}") from error
 
     def flush(self) -> str:
-        """The rest of the text: "", or a replacement character if the last character is incomplete."""
-        return self.decoder.decode(b"", final=True)
+        """The rest of the text: what was kept, and a replacement character if the last character is incomplete."""
+        rest = self.before_stop(self.decoder.decode(b"", final=True)) + self.kept
+        self.kept = ""
+        return rest
+
+    def before_stop(self, text: str) -> str:
+        """What can be shown of self.kept + text."""
+        if self.stopped:
+            return ""
+        for character in text:
+            self.kept += character
+            if found := [string for string in self.stop if self.kept.endswith(string)]:
+                shown, self.kept, self.stopped = self.kept.removesuffix(max(found, key=len)), "", True
+                return shown
+        begun = (i for i in range(len(self.kept)) if any(string.startswith(self.kept[i:]) for string in self.stop))
+        at = next(begun, len(self.kept))
+        shown, self.kept = self.kept[:at], self.kept[at:]
+        return shown
 
 
 def to_json(encoding: tiktoken.Encoding) -> str:

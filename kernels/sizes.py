@@ -135,6 +135,12 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can begin before the one ahead of it ends (programmatic dependent launch): from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
 def has_descriptors(device: torch.device) -> bool:
     """Whether the hardware loads tiles through tensor descriptors: sm_90 and later. The interpreter on a CPU does."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9

@@ -8,11 +8,13 @@ As in model/tiled.py the G = H / H_kv query heads of a key head are rows of one 
 No token sees a later one, so the keys and values of a token stay as they are. A prompt runs through attention() as in
 training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it. It is
 Flash-Decoding in plain PyTorch: it cuts the keys into splits, computes each alone, and merges them by lse. The steps
-have the numbers of model/attention.py; docs/attention.md has the formulas under "Merging by lse".
+have the numbers of model/attention.py; docs/attention.md has the formulas under "Merging by lse". On a GPU the kernel
+of kernels/decode.py does the same. It reads the sequences' positions from the device, where they are counted too.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -42,36 +44,54 @@ class LayerCache:
     k: Tensor  # (N, S, D), made by the first fill()
     v: Tensor
     problem: Problem  # the scale, softcap and slopes of the layer
+    tickets: Tensor  # for the kernel
 
-    def __init__(self, config: AttentionConfig, B: int, context_length: int, splits: int):
+    def __init__(self, config: AttentionConfig, B: int, context_length: int, splits: int | None):
         """config: the layer's own."""
         self.config, self.B, self.splits = config, B, splits
         # Under a window a new key takes the slot of the one that has just left the window.
         self.size = min(config.window or context_length, context_length)
         self.rows = slice(B)  # the sequences whose prompts run now
-        self.step: Step | None = None  # None: prompts run now
+        self.past = 0  # how many tokens these have before that
+        # None: prompts run now. With the kernel: the position of each sequence's token, int64 (B,) on the device.
+        self.step: Step | Tensor | None = None
 
-    def fill(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keeps the last S keys and values of prompts. q, k, v as in attention(), of the sequences `rows` alone."""
+    def fill(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the last S keys and values of prompts, and returns all that their queries see: after earlier tokens
+        those too, in the order of their positions. q, k, v as in attention(), of the sequences `rows` alone."""
         T, T_kept = k.shape[2], min(k.shape[2], self.size)
         if not hasattr(self, "k"):
             # Zeros, because a hidden slot has weight 0, and 0 times what new memory holds may be NaN.
             self.k, self.v = (k.new_zeros(self.B * k.shape[1], self.size, k.shape[3]) for _ in "kv")
+            self.tickets = k.new_zeros(self.B * k.shape[1], dtype=torch.int32)
             self.problem = problem_of(q, k, self.config, {}, True, None, None, UNBROKEN)
-        slots = torch.arange(T - T_kept, T, device=k.device) % self.size
+        before = torch.arange(max(0, self.past - self.size), self.past, device=k.device) % self.size
+        slots = torch.arange(self.past + T - T_kept, self.past + T, device=k.device) % self.size
+        seen = []
         for kept, x in ((self.k, k), (self.v, v)):
-            kept.view(self.B, -1, *kept.shape[1:])[self.rows][:, :, slots] = x[:, :, T - T_kept :]
+            rows = kept.view(self.B, -1, *kept.shape[1:])[self.rows]
+            seen.append(torch.cat((rows[:, :, before], x), dim=2) if self.past else x)
+            rows[:, :, slots] = x[:, :, T - T_kept :]
+        return seen[0], seen[1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keeps the key and value of one new token of every sequence, and returns its o. All are (B, heads, 1, D)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Keeps the key and value of one new token of every sequence, and returns its o. All are (B, heads, 1, D).
+
+        rope: cos and sin of every position, if q and k are not yet rotated; only with the kernel.
+        """
         assert self.step is not None
+        if isinstance(self.step, Tensor):
+            from kernels import decode as kernel  # imported here: triton is not installed everywhere
+
+            at = self.k, self.v, self.step
+            return kernel.decode(q, k, v, *at, self.problem, self.tickets, self.splits, rope)
         slots, T_k, back, hidden = self.step
         for kept, x in ((self.k, k), (self.v, v)):
             if isinstance(slots, int):
                 kept.select(1, slots).copy_(x.reshape(len(kept), -1))
             else:
                 kept.view(self.B, -1, *kept.shape[1:])[torch.arange(self.B, device=x.device), :, slots] = x[:, :, 0]
-        return decode(q, self.k[:, :T_k], self.v[:, :T_k], self.problem, back, hidden, self.splits)
+        return decode(q, self.k[:, :T_k], self.v[:, :T_k], self.problem, back, hidden, self.splits or 1)
 
 
 class KVCache:
@@ -80,33 +100,78 @@ class KVCache:
     model.new_cache(B) makes one. Before each model.next_logits(idx, cache), begin() or advance() says what idx is.
     """
 
-    rope: tuple[Tensor, Tensor]  # cos, sin of every position; the model sets it, with model.position=rope
+    rope: tuple[Tensor, Tensor] | None = None  # cos, sin of every position; the model sets it, with model.position=rope
     positions: slice | Tensor  # of the tokens that run now: the same for all sequences, or int64 (B, 1)
 
-    def __init__(self, configs: list[AttentionConfig], B: int, context_length: int, device: torch.device, splits: int):
-        """configs: one per layer. splits: into how many parts decode() cuts the keys."""
+    def __init__(
+        self,
+        configs: list[AttentionConfig],
+        B: int,
+        context_length: int,
+        device: torch.device,
+        splits: int | None,
+        kernel: bool,
+    ):
+        """configs: one per layer. splits: into how many parts the keys are cut; None: as suits the device. kernel:
+        whether kernels/decode.py computes the tokens after the prompts."""
         self.layers = [LayerCache(config, B, context_length, splits) for config in configs]
         self.lengths = [0] * B  # the number of tokens of each sequence
         self.context_length, self.device = context_length, device
         self.alibi = configs[0].alibi
+        # With the kernel: the position of each sequence's last token. It stays at one place in memory, because a
+        # recorded token has its address.
+        self.at = torch.zeros(B, dtype=torch.int64, device=device) if kernel else None
 
     def begin(self, T: int, rows: slice) -> None:
         """Next, the model runs the prompts of the sequences `rows`, of T tokens each. What they had is forgotten."""
         self.lengths[rows] = [T] * len(self.lengths[rows])
         self.positions = slice(T)
+        if self.at is not None:
+            self.at[rows] = T - 1
         for layer in self.layers:
-            layer.rows, layer.step = rows, None
+            layer.rows, layer.past, layer.step = rows, 0, None
+
+    def extend(self, T: int) -> None:
+        """Next, the model runs T more tokens of every sequence. All sequences have as many tokens."""
+        past, B = self.lengths[0], len(self.lengths)
+        assert self.lengths == [past] * B, "sequences of different lengths"
+        assert past + T <= self.context_length, "more tokens than the context has"
+        self.lengths, self.positions = [past + T] * B, slice(past, past + T)
+        if self.at is not None:
+            self.at.fill_(past + T - 1)
+        for layer in self.layers:
+            layer.rows, layer.past, layer.step = slice(B), past, None
+
+    def cut(self, T: int) -> bool:
+        """Forgets all but the first T tokens of every sequence, and returns True. Returns False, and forgets nothing,
+        if a window's buffer has lost keys that the next token sees."""
+        kept = all(max(self.lengths) <= layer.size for layer in self.layers)
+        if possible := T == 0 or kept or self.lengths == [T] * len(self.lengths):
+            self.lengths = [min(T, length) for length in self.lengths]
+            if self.at is not None:
+                self.at.clamp_(max=T - 1)
+        return possible
 
     def advance(self) -> None:
         """Next, the model runs one token of every sequence."""
-        assert max(self.lengths) < self.context_length, "a sequence is full: begin() it again with a shorter prompt"
         at = self.lengths
-        self.lengths = [p + 1 for p in at]
+        self.grow()
+        if self.at is not None:
+            self.at += 1
+            self.positions = self.at[:, None]
+            for layer in self.layers:
+                layer.step = self.at
+            return
         together = len(set(at)) == 1
         self.positions = slice(at[0], at[0] + 1) if together else torch.tensor(at, device=self.device)[:, None]
         steps = {size: self.step(at, together, size) for size in {layer.size for layer in self.layers}}
         for layer in self.layers:
             layer.step = steps[layer.size]
+
+    def grow(self) -> None:
+        """The host's part of advance(). A recorded token does the device's part itself."""
+        assert max(self.lengths) < self.context_length, "a sequence is full: begin() it again with a shorter prompt"
+        self.lengths = [length + 1 for length in self.lengths]
 
     def step(self, at: list[int], together: bool, size: int) -> Step:
         """For tokens at the positions `at`, in buffers of `size` slots."""
@@ -118,6 +183,15 @@ class KVCache:
         if together:
             return Step(at[0] % size, T_k, back)
         return Step(position[:, 0] % size, T_k, back, back > position)
+
+
+def runs_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
+    """Whether kernels/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
+    if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or find_spec("triton") is None:
+        return False
+    from kernels.op import refusal  # imported here: triton is not installed everywhere
+
+    return refusal(dtype, D, device) is None
 
 
 def decode(

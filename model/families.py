@@ -3,6 +3,7 @@
     configuration(theirs)         config.json as our GPTConfig and AttentionConfig
     huggingface_config(...)       the inverse
     layout(config)                where each of our weights is in their files
+    offer_to_transformers(config) lets a model of transformers run on our attention
 
 What has no counterpart is refused with its key and its value, never ignored. training/exchange.py reads and writes the
 files.
@@ -13,12 +14,16 @@ Llama's as ours, (out, in).
 
 import json
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from model.attention import AttentionConfig
+from model.attention import AttentionConfig, attention, problem_of
+from model.break_it import UNBROKEN
 from model.gpt import GPT, GPTConfig
+from model.mask import visible
 
 # {our module: theirs}. Theirs in a block begin with transformer.h.3. or model.layers.3.
 GPT2 = {
@@ -231,3 +236,50 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
         "attention_dropout": attention.dropout_p,
         **both,
     }
+
+
+def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> None:
+    """Registers our attention with transformers. model.set_attn_implementation(name) then makes a model run on it.
+
+    config: a resolved AttentionConfig. Its options are the model's, where the model has none of its own; the model's
+    window, softcap and dropout replace those of config. Dropout's mask is drawn from a seed, which torch draws.
+    Raises ValueError, one line, in the model's forward for what our attention cannot compute: padding, packed texts and
+    any other mask than a causal one with a window. If transformers builds a mask, each layer compares it, (B, T, T_k).
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface  # imported here: only the tests need them
+    from transformers.masking_utils import sdpa_mask
+
+    def ours(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, None]:
+        """q (B, H, T, D), k and v (B, H_kv, T_k, D) to o (B, T, H, D), and None for the weights."""
+        T, T_k, own = query.shape[2], key.shape[2], config.layer(getattr(module, "layer_idx", 0))
+        own = replace(own, window=sliding_window or own.window, softcap=softcap or own.softcap, dropout_p=dropout)
+        causal = getattr(module, "is_causal", True) and rest.get("is_causal") is not False
+        if attention_mask is None:
+            plain = T in (1, T_k)  # else the keys are a cache of fixed size, whose end is not filled yet
+        else:
+            problem = problem_of(query, key, own, {}, True, scaling, None, UNBROKEN)
+            seen = visible(problem, range(T), range(T_k), query.device)[:, None]  # (1, 1, T, T_k)
+            plain = attention_mask.dtype == torch.bool and torch.equal(attention_mask, seen.expand_as(attention_mask))
+        if not (causal and plain) or s_aux is not None:
+            raise ValueError(
+                f"attention of {T} tokens over {T_k}: the model wants padding, packed texts, a cache of fixed size, "
+                "sinks or another mask than a causal one with a window; leave that out, or use attn_implementation=sdpa"
+            )
+        seed = torch.randint(2**63 - 1, (), device=query.device) if dropout > 0 else None
+        o = attention(query, key, value, own, softmax_scale=scaling, seed=seed)
+        return o.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, ours)
+    AttentionMaskInterface.register(name, sdpa_mask)

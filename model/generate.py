@@ -4,18 +4,26 @@ Shapes: B sequences at a time, T tokens so far, V vocabulary.
 
 With a cache (model/cache.py) the prompt runs once, and then each token alone. Without one every new token runs the
 whole context through the model again. Both compute the same logits, up to rounding.
+
+On a CUDA GPU a token with a cache is recorded (model/token.py), and the caller reads each token while the GPU already
+makes the next one.
 """
 
+import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from model.cache import KVCache
 from model.gpt import GPT
+from model.token import Generators, NextToken
 
 PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
+SPOILT = "the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one"
 
 
 class NotFinite(ValueError):
@@ -24,11 +32,18 @@ class NotFinite(ValueError):
 
 @dataclass
 class Sampler:
-    """How the next token is chosen. The temperature applies first, then top_k, then top_p."""
+    """How the next token is chosen.
+
+    As in transformers, repetition_penalty applies first, then the temperature, top_k, top_p and min_p.
+    """
 
     temperature: float = 0.8  # below 1: more predictable; 0: always the likeliest token
     top_k: int | None = None  # only the k likeliest tokens; None: all
     top_p: float = 1.0  # only the likeliest tokens that together reach this probability; 1: all (arXiv 1904.09751)
+    min_p: float = 0.0  # only tokens with at least this share of the likeliest one's probability (arXiv 2407.01082)
+    # the logits of tokens that the text has: positive ones are divided by it, negative ones multiplied; 1: none (CTRL,
+    # arXiv 1909.05858)
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         if not self.temperature >= 0:
@@ -37,14 +52,45 @@ class Sampler:
             raise ValueError(f"top_k={self.top_k} must be at least 1; null looks at every token")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} is outside (0, 1]; 1 looks at every token")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} is outside [0, 1]; 0 looks at every token")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 and finite; 1 is none")
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Logits float (B, V) to token ids int64 (B,). generator: on their device. Raises NotFinite for NaN logits."""
+    def choose(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
+        """Logits float (B, V) to token ids int64 (B,). Raises NotFinite for NaN logits.
+
+        generator: on their device. With one for each row, a row draws what it would draw alone.
+        used: bool (B, V), the tokens that each text has, as tokens_used() gives it. The chosen ones are added to it.
+        """
         logits = logits.float()
         if logits.isnan().any():
-            raise NotFinite("the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one")
+            raise NotFinite(SPOILT)
+        return self.draw(logits, generator, used)[1]
+
+    def choose_unseen(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
+        """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 if logits are not
+        finite, else 0."""
+        largest, token = self.draw(logits.float(), generator, used)
+        return torch.cat((token, largest.isnan().any()[None]))
+
+    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """choose() for float32 logits. Nothing in it makes the host wait for a GPU. Before the token ids it returns
+        numbers (B,) that are NaN where the logits are not finite."""
+        if used is not None:
+            penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = torch.where(used, penalized, logits)
         if self.temperature == 0:
-            return logits.argmax(-1)
+            largest, token = logits.max(-1)
+        else:
+            p = self.probabilities(logits)
+            largest, token = (p / waiting_times(p, generator)).max(-1)
+        if used is not None:
+            used.scatter_(1, token[:, None], True)
+        return largest, token
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Logits float32 (B, V) to the probabilities (B, V) of being drawn, for a temperature above 0."""
         # Shifts the largest logit to 0 first. Then a tiny temperature sends the others to -inf and none to inf.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)  # so it is never 0
         if self.top_k is not None and self.top_k < logits.shape[-1]:
@@ -55,26 +101,50 @@ class Sampler:
             # A token is removed if the likelier ones reach top_p without it. So the likeliest token always stays.
             enough = p.cumsum(-1) - p >= self.top_p
             logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+        if self.min_p > 0:
+            logits = logits.masked_fill(logits < math.log(self.min_p), -torch.inf)  # the largest is 0
+        return logits.softmax(-1)
+
+    def tokens_used(self, texts: Sequence[Tensor], vocab_size: int) -> Tensor | None:
+        """bool (B, vocab_size): which tokens B texts of ids int64 (T,) have. None if no penalty needs it."""
+        if self.repetition_penalty == 1:
+            return None
+        used = torch.zeros(len(texts), vocab_size, dtype=torch.bool, device=texts[0].device)
+        for row, text in zip(used, texts, strict=True):
+            row[text] = True
+        return used
 
 
-@torch.inference_mode()
+def waiting_times(p: Tensor, generator: Generators) -> Tensor:
+    """Exponential draws (B, V). The token with the largest p / draw is a draw from p. It is that of torch.multinomial,
+    bit for bit, but that function makes the host wait for a GPU."""
+    draws = torch.empty_like(p)
+    if generator is None or isinstance(generator, torch.Generator):
+        return draws.exponential_(generator=generator)
+    for row, own in zip(draws, generator, strict=True):
+        row.exponential_(generator=own)
+    return draws
+
+
 def generate(
     model: GPT,
     prompts: Tensor | Sequence[Tensor],
     max_new_tokens: int,
     sampler: Sampler,
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
     *,
-    cache: bool = True,
+    cache: bool | KVCache = True,
     past_context: str = "slide",
 ) -> Iterator[Tensor]:
-    """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen.
+    """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen. On a CUDA
+    GPU the tensors are on the host, and each comes when the next token has been enqueued. So a cache may hold one token
+    more than was yielded.
 
     prompts: int64 (B, T), or B tensors (T,) of different lengths, at least 1. The model sees the last context_length
     tokens of a prompt. The caller puts the model in eval mode: an iterator that is abandoned half-way could not restore
     it.
-    cache: keep keys and values, where model.cache_refusal() is None. It changes the time, and logits by rounding.
+    cache: keep keys and values, where model.cache_refusal() is None. It changes the time, and logits by rounding. It
+    may be a KVCache that holds all that the model sees of the prompts but their last tokens, or nothing.
     past_context: what the model sees of a text longer than its context.
         slide   the last context_length tokens. Each then has another position, so all of them run again at every token.
         half    when the context is full, its last half. That runs again as a new prompt, and the context fills up.
@@ -82,23 +152,77 @@ def generate(
     """
     assert not model.training, "call model.eval() first: dropout would garble the text"
     assert past_context in PAST_CONTEXT
+    made = each_token(model, prompts, max_new_tokens, sampler, generator, cache, past_context)
+    return to_host(made) if model.embedding.weight.is_cuda else made
+
+
+@torch.inference_mode()
+def each_token(
+    model: GPT,
+    prompts: Tensor | Sequence[Tensor],
+    max_new_tokens: int,
+    sampler: Sampler,
+    generator: Generators,
+    cache: bool | KVCache,
+    past_context: str,
+) -> Iterator[Tensor]:
+    """generate(), as the device makes the tokens. On a CUDA GPU it yields what choose_unseen() returns."""
     context = model.config.context_length
     texts = [prompt[-context:] for prompt in prompts]  # what the model may see: never more than the context
     lengths = [len(text) for text in texts]
     if past_context == "stop":
         max_new_tokens = min(max_new_tokens, context - max(lengths) + 1)
-    kept = model.new_cache(len(texts)) if cache and model.cache_refusal() is None else None
-    token: Tensor | None = None
+    assert model.config.vocab_size is not None
+    used = sampler.tokens_used(list(prompts), model.config.vocab_size)
+    found: Tensor | None = None  # what the last token's choice gave
+    if isinstance(cache, KVCache):
+        kept: KVCache | None = cache
+        found = torch.stack([text[-1] for text in texts]) if any(cache.lengths) else None
+    else:
+        kept = model.new_cache(len(texts)) if cache and model.cache_refusal() is None else None
+    cuda = model.embedding.weight.is_cuda
+    choose = partial(sampler.choose_unseen if cuda else sampler.choose, generator=generator, used=used)
+    recorded = NextToken(model, kept, choose, generator) if cuda and kept is not None and kept.at is not None else None
+    tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet
     for made in range(max_new_tokens):
         sees = [tokens_seen(length + made, context, past_context) for length in lengths]
-        if kept is not None and token is not None and sees == [length + 1 for length in kept.lengths]:
-            kept.advance()
-            logits = model.next_logits(token[:, None], kept)  # (B, V)
+        if kept is None or found is None or sees != [length + 1 for length in kept.lengths]:
+            if tokens:
+                new = torch.stack(tokens, dim=1)  # (B, T)
+                texts = [torch.cat((text, row))[-context:] for text, row in zip(texts, new, strict=True)]
+                tokens.clear()
+            found = choose(run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept))
+        elif recorded is not None:
+            found = recorded(found[: len(texts)])
         else:
-            logits = run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept)
-        token = sampler.choose(logits, generator)
-        yield token
-        texts = [torch.cat((text, token[b : b + 1]))[-context:] for b, text in enumerate(texts)]
+            kept.advance()
+            found = choose(model.next_logits(found[: len(texts), None], kept))
+        yield found
+        if kept is None or max(lengths) + max_new_tokens > context:  # or the texts are not needed again
+            tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place
+
+
+def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The tokens on the host, each when the next one has been enqueued. So the GPU has work while the host reads."""
+    sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    for found in made:
+        arrival = torch.empty_like(found, device="cpu", pin_memory=True)
+        arrival.copy_(found, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        sent.append((arrival, event))
+        if len(sent) > 1:
+            yield arrived(*sent.popleft())
+    while sent:
+        yield arrived(*sent.popleft())
+
+
+def arrived(made: Tensor, event: torch.cuda.Event) -> Tensor:
+    """Waits for the tokens int64 (B,). Raises NotFinite if choose_unseen() found that the logits were not finite."""
+    event.synchronize()
+    if made[-1]:
+        raise NotFinite(SPOILT)
+    return made[:-1].clone()  # pageable, so that the pinned memory is used again
 
 
 def tokens_seen(length: int, context: int, past_context: str) -> int:
@@ -109,8 +233,12 @@ def tokens_seen(length: int, context: int, past_context: str) -> int:
 
 
 def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tensor:
-    """The logits (B, V) of the token after each text. Texts of different lengths run one by one, so that each gives
-    what it gives alone."""
+    """The logits (B, V) of the token after each text. If all texts are the same, one of them runs. Texts of different
+    lengths run one by one, so that each gives what it gives alone."""
+    if all(torch.equal(text, texts[0]) for text in texts[1:]):
+        if cache is not None:
+            cache.begin(len(texts[0]), slice(len(texts)))
+        return model.next_logits(texts[0][None], cache).expand(len(texts), -1)
     together = len({len(text) for text in texts}) == 1
     logits = []
     for start, stop in [(0, len(texts))] if together else [(b, b + 1) for b in range(len(texts))]:
@@ -119,3 +247,57 @@ def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tenso
             cache.begin(idx.shape[1], slice(start, stop))
         logits.append(model.next_logits(idx, cache))
     return torch.cat(logits)
+
+
+class Session:
+    """Continues one text again and again. The cache is kept, and only tokens that are new run."""
+
+    def __init__(
+        self,
+        model: GPT,
+        sampler: Sampler,
+        generator: torch.Generator,
+        *,
+        cache: bool = True,
+        past_context: str = "slide",
+    ):
+        """The arguments of generate(). generator: all answers are drawn from it, one after the other."""
+        self.model, self.sampler, self.generator, self.past_context = model, sampler, generator, past_context
+        self.kept = model.new_cache(1) if cache and model.cache_refusal() is None else None
+        self.ran: list[int] = []  # what the model has seen, and the last token, which it has not
+
+    def answer(self, text: list[int], max_new_tokens: int) -> Iterator[int]:
+        """Yields the tokens that follow `text`, the whole of it. With past_context=stop, none if the text is too long.
+
+        The answers are those that generate() gives without a cache, up to rounding.
+        """
+        context = self.model.config.context_length
+        if self.past_context == "stop" and len(text) > context:
+            return
+        text = text[-tokens_seen(len(text), context, self.past_context) :]
+        if self.kept is not None:
+            self.catch_up(self.kept, text[:-1])
+        self.ran = text.copy()
+        idx = torch.tensor([text], device=self.model.embedding.weight.device)
+        cache, past_context = self.kept or False, self.past_context
+        for token in generate(
+            self.model, idx, max_new_tokens, self.sampler, self.generator, cache=cache, past_context=past_context
+        ):
+            self.ran.append(int(token))
+            yield self.ran[-1]
+
+    @torch.inference_mode()
+    def catch_up(self, cache: KVCache, text: list[int]) -> None:
+        """Makes the cache hold `text`. What it holds of it already does not run again."""
+        # The last token may have run already, because generate() may be a token ahead of what it yields. In a text that
+        # slides this cannot be told, but there no key can be kept.
+        n, context, T = cache.lengths[0], self.model.config.context_length, len(self.ran)
+        ends = [end for end in (T - 1, T) if n > 0 and tokens_seen(end, context, self.past_context) == n]
+        held: list[int] = self.ran[ends[0] - n : ends[0]] if len(ends) == 1 else []
+        differ = (i for i, (new, old) in enumerate(zip(text, held, strict=False)) if new != old)
+        same = next(differ, min(len(text), len(held)))
+        if not cache.cut(same):
+            cache.cut(same := 0)
+        if text[same:]:
+            cache.extend(len(text) - same)
+            self.model.hidden(torch.tensor([text[same:]], device=cache.device), cache=cache)

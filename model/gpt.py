@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
-from model.cache import KVCache, LayerCache
+from model.cache import KVCache, LayerCache, runs_kernel
 from model.loss import next_token_loss
 
 
@@ -164,7 +164,7 @@ class CausalSelfAttention(nn.Module):
             o = past.attend(q, k, v)  # one token, which sees what the cache holds
         else:
             if past is not None:
-                past.fill(q, k, v)
+                k, v = past.fill(q, k, v)
             o = attention(
                 q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
             )  # (B, H, T, D)
@@ -269,6 +269,7 @@ class GPT(nn.Module):
             if cache is None:
                 rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
             else:
+                assert cache.rope is not None
                 cos, sin = cache.rope
                 rope = cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)  # (1 or B, 1, T, D / 2)
         # One seed per layer, drawn here and passed down as tensors. So the backward gets the same mask and the next
@@ -314,14 +315,17 @@ class GPT(nn.Module):
         """
         return self.logits(self.hidden(idx, cache=cache)[:, -1])
 
-    def new_cache(self, B: int, splits: int = 1) -> KVCache:
-        """An empty cache for B sequences. splits: as in decode() of model/cache.py. Raises ValueError as
-        cache_refusal() says."""
+    def new_cache(self, B: int, splits: int | None = None, kernel: bool = True) -> KVCache:
+        """An empty cache for B sequences. splits: into how many parts the keys are cut; None: as suits the device.
+        kernel: compute the tokens with kernels/decode.py where it can run. Raises ValueError as cache_refusal() says.
+        """
         if (refused := self.cache_refusal()) is not None:
             raise ValueError(refused)
-        config, device = self.config, self.embedding.weight.device
+        config, weight = self.config, self.embedding.weight
+        device = weight.device
         layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
-        cache = KVCache(layers, B, config.context_length, device, splits)
+        kernel = kernel and runs_kernel(self.attention_config, weight.dtype, config.head_size, device)
+        cache = KVCache(layers, B, config.context_length, device, splits, kernel)
         if config.position == "rope":
             cache.rope = rope_table(config.context_length, config.head_size, config.rope_base, device)
         return cache

@@ -3,7 +3,8 @@
     python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
-JSON; [dtype, V, "loss"] is the kernel of the loss. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
+JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, and [dtype,
+B, "linear"] that of a linear layer with B rows. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
 list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
@@ -49,14 +50,14 @@ def compile_only(self, *args, grid, warmup, **options):
     with redirect_stdout(StringIO()) as log:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
     ptx, log = kernel.asm["ptx"], log.getvalue()
-    assembled = dtype != "float32"
+    assembled, of_flash = dtype != "float32", not isinstance(dropout, str)
     found.append(
         {
             "kernel": self.__name__,
             "dtype": dtype,
             "D": D,
             "dropout": dropout,
-            "tiles": [] if dropout == "loss" else [how.BLOCK_M.value, how.BLOCK_N.value, *map(options.get, TILES)],
+            "tiles": [how.BLOCK_M.value, how.BLOCK_N.value, *map(options.get, TILES)] if of_flash else [],
             "shared": kernel.metadata.shared,
             "registers": int(re.search(r"Used (\d+) registers", log)[1]) if assembled else None,
             "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]) if assembled else None,
@@ -89,11 +90,14 @@ flash = importlib.util.module_from_spec(spec)
 sys.modules["kernels.flash"] = flash
 spec.loader.exec_module(flash)
 from kernels import op, sizes  # noqa: E402  (now, that the kernels are those of SOURCE)
+from kernels.decode import decode  # noqa: E402
+from kernels.linear import linear  # noqa: E402
 from kernels.loss import loss_in_place  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
 
 sizes.INTERPRETED = True  # or it refuses tensors of the CPU
 sizes.has_descriptors = lambda device: ARCH >= 90
+sizes.starts_early = lambda device: ARCH >= 90
 sizes.is_hopper = lambda device: ARCH == 90
 sizes.shared_memory = lambda device: SHARED
 TILES = sizes.Tiles._fields[2:]
@@ -102,6 +106,19 @@ found = []
 for dtype, D, dropout in CASES:
     if dropout == "loss":
         loss_in_place(torch.empty(2, D, dtype=getattr(torch, dtype)), torch.zeros(2, dtype=torch.int64), -1, 0.0, True)
+        continue
+    if dropout == "decode":  # four query heads a key head, and all that the scores can have
+        heads = (torch.empty(1, H, 1, D, dtype=getattr(torch, dtype)) for H in (8, 2, 2))
+        kept = torch.empty(2, 2, 4096, D, dtype=getattr(torch, dtype))
+        zeros, problem = torch.zeros(2, dtype=torch.int64), Problem(1, 4096, softcap=2.0, slopes=torch.ones(8))
+        rope = torch.zeros(2, 4096, D // 2).unbind()
+        decode(*heads, *kept, zeros[:1], problem, zeros.int(), 8, rope)
+        continue
+    if dropout == "linear":  # all that may stand before and after it
+        layer, norm = torch.nn.Linear(768, 3072), torch.nn.LayerNorm(768)
+        for module in (layer, norm):
+            module.to(getattr(torch, dtype))
+        linear(torch.empty(D, 768), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

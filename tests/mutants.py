@@ -3,8 +3,8 @@
     make mutants                       every fault, one to a core at a time: about seven minutes on two cores
     make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
 
-A fault is a text that stands exactly once in train.py, training/, model/, data/ and kernels/loss.py together, so it is
-found wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
+A fault is a text that stands exactly once in train.py, training/, model/, data/ and SOURCES together, so it is found
+wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
 the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
 
 Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py"]
 SECONDS = 600  # that the tests of one fault may take
 
 
@@ -120,9 +121,27 @@ TABLE = [
     ("the loss's running sum is not rescaled", "l * tl.exp2((m - m_new) * LOG2E)", "l", "loss"),
     ("two chunks of logits at a time", "del dlogits", "pass", "loss"),
     ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss"),
-    ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sample"),
-    ("top_k keeps one too few", "logits < smallest", "logits <= smallest", "sample"),
+    ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sampler"),
+    ("top_k keeps one too few", "logits < smallest", "logits <= smallest", "sampler"),
+    ("min_p is a share of 1", "logits < math.log(self.min_p)", "logits.softmax(-1) < self.min_p", "sampler"),
+    ("the penalty makes negative logits likelier",
+     "logits < 0, logits * self.rep", "logits < 0, logits / self.rep", "sampler"),
+    ("new tokens are not penalized", "used.scatter_(1, token[:, None], True)", "used.clone()", "sampler cache"),
+    ("all rows draw from the first one's generator",
+     "row.exponential_(generator=own)", "row.exponential_(generator=generator[0])", "sampler"),
+    ("of two stop strings the shorter is cut off", "max(found, key=len)", "min(found, key=len)", "talk"),
+    ("the beginning of a stop string is shown", "at = next(begun, len(self.kept))", "at = len(self.kept)", "talk"),
+    ("no text begins with a stop string",
+     "for i in range(len(self.kept)) if", "for i in range(1, len(self.kept)) if", "talk"),
     ("generation sees the beginning of a long text", "prompt[-context:] for", "prompt[:context] for", "cache"),
+    ("a session knows the end of a text that slides", "if len(ends) == 1 else []", "if ends else []", "cache"),
+    # --- a model of transformers ---
+    ("a model of transformers loses its window", "window=sliding_window or own.window", "window=own.window", "adapter"),
+    ("a model of transformers loses its scale", "softmax_scale=scaling, seed=seed", "seed=seed", "adapter"),
+    ("a model of transformers loses its dropout", "own.softcap, dropout_p=dropout)", "own.softcap)", "adapter"),
+    ("a mask of transformers is not compared",
+     "torch.equal(attention_mask, seen.expand_as(attention_mask))", "True", "adapter"),
+    ("a cache of fixed size is taken for a text", "plain = T in (1, T_k)", "plain = True", "adapter"),
     # --- the cache ---
     ("a token is a position late", "slice(at[0], at[0] + 1)", "slice(at[0] - 1, at[0])", "cache"),
     ("sequences of different lengths have one position", "torch.tensor(at, device=self.device)[:, None]",
@@ -133,7 +152,13 @@ TABLE = [
     ("a window's buffer has a slot too few", "min(config.window or context_length, context_length)",
      "min(config.window - 1 or 1 if config.window else context_length, context_length)", "cache"),
     ("a long prompt leaves its first keys", "x[:, :, T - T_kept :]", "x[:, :, :T_kept]", "cache"),
-    ("every sequence's prompt goes to the first rows", "[self.rows][:, :, slots]", "[: len(x)][:, :, slots]", "cache"),
+    ("every sequence's prompt goes to the first rows", "[self.rows]", "[: len(x)]", "cache"),
+    ("what follows a prompt is kept in the first slots",
+     "torch.arange(self.past + T - T_kept, self.past + T,", "torch.arange(T - T_kept, T,", "cache"),
+    ("what follows a prompt does not see it", "dim=2) if self.past else x", "dim=2) if False else x", "cache"),
+    ("a cut passes over what a window has lost", "max(self.lengths) <= layer.size", "True or layer.size", "cache"),
+    ("a session takes any text for the one it knows",
+     "strict=False)) if new != old)", "strict=False)) if False)", "cache"),
     ("splits are not rescaled", "(alpha * acc_i).sum(0)", "acc_i.sum(0)", "cache"),
     ("the sum of splits is not rescaled", "(alpha * l_i).sum(0)", "l_i.sum(0)", "cache"),
     ("a hidden split is NaN", "m.clamp_(min=LOWEST)", "pass", "cache"),
@@ -143,7 +168,34 @@ TABLE = [
     ("a block mask is lost in the cache", "if self.attention_config.block_mask is not None:", "if False:", "cache"),
     ("half keeps everything", "(context - context // 2)", "1", "cache"),
     ("stop is a token early", "context - max(lengths) + 1", "context - max(lengths)", "cache"),
-    ("every token runs the whole text", "kept is not None and token is not None", "False", "cache"),
+    ("every token runs the whole text", "found is None or sees !=", "True or sees !=", "cache"),
+    # --- a token's kernels ---
+    ("the new token is not kept", "if (slot >= start) & (slot < stop):", "if slot < 0:", "decode"),
+    ("the last key is not seen", "stop = tl.minimum(start + share, T_k)", "stop = tl.minimum(start + share, T_k - 1)",
+     "decode"),
+    ("a window's buffer grows on", "T_k = tl.minimum(at + 1, S)", "T_k = tl.minimum(at + 1, S + 1)", "decode"),
+    ("alibi counts slots in the kernel", "((slot - j + S) % S)", "tl.abs(slot - j)", "decode"),
+    ("the program that merges is not the last", "== parts - 1:", "== parts - 2:", "decode"),
+    ("tickets are not given back", "tl.store(tickets + n, 0)", "pass", "decode"),
+    ("a tile's sums are not rescaled", "l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", "decode"),
+    ("merged sums are not rescaled", "tl.sum(alpha_i * l_i, 0)", "tl.sum(l_i, 0)", "decode"),
+    ("all heads of a group write one state",
+     "mine = (n * splits + split) * G + g", "mine = (n * splits + split) * G + 0 * g", "decode"),
+    ("rotary halves have one sign", "tl.where(d < half, -s, s)", "s", "decode"),
+    ("scores are not scaled to the softcap again",
+     "s = softcap * tanh(s / softcap)", "s = tanh(s / softcap)", "decode"),
+    ("padding counts in the norm", "tl.where(i < K, whole - mean[:, None], 0.0)", "whole - mean[:, None]", "decode"),
+    ("the norm has no epsilon", "tl.sum(whole * whole, 1) / K + eps", "tl.sum(whole * whole, 1) / K", "decode"),
+    ("a step's weights are those of the last", "first + BLOCK_K, N, K, BLOCK_K)  # of the next step",
+     "first, N, K, BLOCK_K)", "decode"),
+    ("the gate is not activated", "activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)",
+     "with_bias(acc_gate, gate_bias, n, N)", "decode"),
+    ("a token is embedded without its position",
+     "row += tl.load(positions", "row += 0 * tl.load(positions", "decode"),
+    ("sequences share a position", "tl.load(at + b) * C", "tl.load(at) * C", "decode"),
+    ("a prompt's length is not its token's position", "self.at[rows] = T - 1", "self.at[rows] = T", "cache"),
+    ("what follows a prompt does not move the position", "self.at.fill_(past + T - 1)", "pass", "cache"),
+    ("a cut does not move the position", "self.at.clamp_(max=T - 1)", "pass", "cache"),
     # --- attention ---
     ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", "attention"),
     ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=cap_gradient)", "cap_gradient.copy_(s)", "attention"),
@@ -205,7 +257,7 @@ def copy_of_the_tree(to: Path) -> Path:
 
 def sources(tree: Path) -> list[Path]:
     folders = [file for part in ("training", "model", "data") for file in (tree / part).glob("*.py")]
-    return [tree / "train.py", tree / "kernels" / "loss.py", *folders]
+    return [tree / "train.py", *(tree / source for source in SOURCES), *folders]
 
 
 def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:

@@ -713,6 +713,7 @@ def test_a_resume_that_cannot_be(refused_training, typed, answer):
     top_p=1.5                               top_p=1.5 is outside
     num_samples=0                           num_samples=0 must be at least 1
     max_new_tokens=-1                       max_new_tokens=-1 must be at least 1
+    dtype=float64                           dtype=float64 is not known; choose auto or float32, bf16, fp16
     seed=-1                                 seed=-1 is outside [0, 2**63)
     seed=9223372036854775808                seed=9223372036854775808 is outside
     device=gpu                              device=gpu cannot be used here
@@ -726,7 +727,7 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
 
 
 @table(r"""
-    mode=speed                      mode=speed is not known; choose race, pictures, traffic or train
+    mode=speed                      mode=speed is not known; choose race, pictures, traffic, train or decode
     impls=[]                        impls=[]: nothing to measure
     impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
     impls=naive                     impls=naive: the value must be of type

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from kernels.problem import Problem
 from model.attention import AttentionConfig, alibi_slopes, attention
 from model.break_it import BreakIt
 from model.cache import decode, merge
-from model.generate import Sampler, generate, run_prompts, tokens_seen
+from model.generate import Sampler, Session, generate, run_prompts, tokens_seen
 from model.gpt import GPT, GPTConfig
 from model.tiled import LOG2E
 from tests.reference import CASES, DTYPES, Case, case_name, error, largest, oracle, run, visible
@@ -210,6 +211,176 @@ def test_what_has_no_cache_is_sampled_without(changes, said):
         model.new_cache(1)
     with_cache, without = (list(generate(model, texts(4), 12, Sampler(0), cache=cache)) for cache in (True, False))
     assert with_cache == without
+
+
+# --- several samples of one prompt; a text that grows by turns -------------------------------------------------------
+
+
+def one_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half", "stop"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_row_writes_what_it_writes_alone(cache, past_context):
+    """Past the context too. The prompt is one row, seen from each."""
+    model, (prompt,), count = made(), texts(9), 50
+    options = {"cache": cache, "past_context": past_context}
+    rows = generate(model, prompt.expand(3, -1), count, Sampler(1.0), [*map(one_generator, (5, 6, 7))], **options)
+    rows = torch.stack(list(rows)).T
+    assert len({*map(tuple, rows.tolist())}) == 3
+    for row, seed in zip(rows, (5, 6, 7), strict=True):
+        alone = generate(model, prompt[None], count, Sampler(1.0), one_generator(seed), **options)
+        assert row.tolist() == [int(token) for token in alone]
+
+
+def test_a_prompt_that_rows_share_runs_once(monkeypatch):
+    model, shapes = made(), []
+    next_logits = model.next_logits
+    monkeypatch.setattr(
+        model, "next_logits", lambda idx, cache: shapes.append(tuple(idx.shape)) or next_logits(idx, cache)
+    )
+    list(generate(model, texts(9)[0].expand(3, -1), 4, Sampler(), one_generator(0)))
+    assert shapes == [(1, 9), (3, 1), (3, 1), (3, 1)]
+
+
+def test_the_penalty_counts_the_prompt_and_the_new_tokens():
+    """So large that no token comes a second time."""
+    (prompt,) = texts(20)
+    with_cache, without = (
+        torch.stack(list(generate(made(), prompt[None], 30, Sampler(0, repetition_penalty=1e9), cache=cache)))
+        for cache in (True, False)
+    )
+    whole = [*prompt.unique().tolist(), *with_cache[:, 0].tolist()]
+    assert len(set(whole)) == len(whole)
+    assert torch.equal(with_cache, without)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+def test_several_tokens_after_a_prompt_see_what_the_cache_holds(changes):
+    """Chunks of one, several and as many tokens as fill the context, then single ones; within the budget."""
+    idx = torch.stack(texts(CONTEXT, CONTEXT))
+    right = made(**changes | {"impl": "naive"})
+    naive = made(torch.float32, **changes | {"impl": "naive"})
+    model = made(torch.float32, **changes)
+    cache, at = model.new_cache(2), 0
+    for T in (4, 6, 1, 8):
+        cache.extend(T)
+        found = model.next_logits(idx[:, at : at + T], cache)
+        at += T
+        expected = right.next_logits(idx[:, :at])
+        budget = 2 * (
+            error(naive.next_logits(idx[:, :at]), expected) + torch.finfo(torch.float32).eps * largest(expected)
+        )
+        assert error(found, expected) <= budget
+        if at == 10:  # a token alone, as after a prompt
+            cache.advance()
+            assert error(model.next_logits(idx[:, at : at + 1], cache), right.next_logits(idx[:, : at + 1])) <= budget
+            at += 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("impl", ["tiled", "sdpa", "triton"])
+def test_every_implementation_extends_the_cache(impl):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    """And a token alone follows; after a cut too."""
+    text, model = texts(17)[0], made(torch.float32, impl=impl, n_kv_head=2, position="rope")
+    cache, at = model.new_cache(1), 0
+    for T in (6, 9, 1, 1):
+        if (T, at) == (1, 15):
+            at = 13
+            assert cache.cut(at)
+        cache.extend(T) if T > 1 else cache.advance()
+        found, at = model.next_logits(text[None, at : at + T], cache), at + T
+        torch.testing.assert_close(found, model.next_logits(text[None, :at]), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cut_forgets_the_end_and_refuses_where_a_window_has_lost_keys():
+    (text, other), model = texts(12, 5), made(windows=[8, None])
+    for length, possible in ((7, True), (12, False)):
+        cache = model.new_cache(1)
+        cache.extend(length)
+        model.next_logits(text[None, :length], cache)
+        assert cache.cut(5) == possible
+        if possible:
+            cache.extend(5)
+            expected = model.next_logits(torch.cat((text[:5], other))[None])
+            torch.testing.assert_close(model.next_logits(other[None], cache), expected)
+        assert cache.cut(0)
+        assert cache.lengths == [0]
+
+
+TALKS = [OPTIONS[name] for name in ("own_head", "windows", "alibi")] + [{"block_mask": ["x"]}]
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half", "stop"])
+@pytest.mark.parametrize("changes", TALKS, ids=str)
+def test_a_session_answers_as_the_whole_text_does(changes, past_context):
+    """Turns of several lengths, one cut short and one whose end is taken back, to beyond the context."""
+    model, text, found, sampler = made(**changes), [7], set(), Sampler(2.0)
+    session, draws = Session(model, sampler, one_generator(0), past_context=past_context), one_generator(0)
+    turns = [(0, 3, 3), (4, 4, 2), (1, 1, 1), (3, 6, 4), (0, 2, 2), (9, 8, 8), (2, 20, 20), (5, 3, 3)]
+    for typed, count, kept in turns:
+        text += texts(10)[0].tolist()[:typed]
+        answer = list(session.answer(text, count))
+        seen = torch.tensor([text[-tokens_seen(len(text), CONTEXT, past_context) :]])
+        too_long = past_context == "stop" and len(text) > CONTEXT
+        options = {"cache": False, "past_context": past_context}
+        expected = [] if too_long else list(generate(model, seen, count, sampler, draws, **options))
+        assert answer == expected
+        text += answer[:kept]
+        found |= set(answer)
+    assert len(found) > 5
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half"])
+def test_a_session_may_be_a_token_ahead(past_context, monkeypatch):
+    """As on a GPU, where the model runs on a token before it is read. Answers are left after each length."""
+
+    def ahead(*arguments, **options):
+        made = generate(*arguments, **options)
+        last = next(made)
+        for token in made:
+            yield last
+            last = token
+        yield last
+
+    monkeypatch.setattr("model.generate.generate", ahead)
+    model, text, sampler = made(), [7], Sampler(0)
+    session = Session(model, sampler, one_generator(0), past_context=past_context)
+    for count in (1, 3, 2, 5, 8, 1, 9, 4):
+        text += texts(3)[0].tolist()
+        seen = torch.tensor([text[-tokens_seen(len(text), CONTEXT, past_context) :]])
+        expected = list(generate(model, seen, count, sampler, cache=False, past_context=past_context))
+        answer = list(islice(session.answer(text, 20), count))
+        assert answer == expected
+        text += answer
+    # Texts that are the same two tokens on: if the place of what the cache holds were wrong by one, it would fit.
+    for token in range(20):
+        text = [token, token + 20] * CONTEXT
+        expected = list(generate(model, torch.tensor([text]), 1, sampler, cache=False))
+        for _ in range(2):
+            assert list(islice(session.answer(text, 20), 1)) == expected
+
+
+def test_a_turn_runs_only_what_is_new(monkeypatch):
+    model, ran = made(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda idx, **more: ran.append(idx.shape[1]) or hidden(idx, **more))
+    session = Session(model, Sampler(0), one_generator(0), past_context="half")
+    text = texts(6)[0].tolist()
+    text += session.answer(text, 3)
+    assert ran == [5, 1, 1, 1]
+    text += [1, 2, 3]
+    text += session.answer(text, 2)
+    assert ran[4:] == [3, 1, 1]  # the last token of the answer, and two that are new; then one by one
+    list(session.answer([*text[:-2], 4], 1))  # another end
+    assert ran[7:] == [1]
+    list(session.answer([9, *text], 1))  # another beginning
+    assert ran[8:] == [len(text), 1]
 
 
 # --- decode() and merge() -------------------------------------------------------------------------------------------

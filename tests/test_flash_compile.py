@@ -1,7 +1,7 @@
 """The Triton kernels compiled for GPUs that are not here: what they take of registers and shared memory, and from what.
 
-Every tile size of kernels/flash.py's tables, as Triton and its ptxas would compile it at the first call; and the kernel
-of the loss.
+Every tile size of kernels/flash.py's tables, as Triton and its ptxas would compile it at the first call; the kernel of
+the loss; and those of a new token.
 """
 
 import json
@@ -31,6 +31,9 @@ CASES = {
     100: [D64, D128_DROPOUT, D256],
 }
 LOSS = [["bfloat16", 50_304, "loss"], ["bfloat16", 257, "loss"]]  # GPT-2's vocabulary as it is padded; bytes
+# Attention of one row by head size, and a linear layer by rows.
+TOKEN = [["bfloat16", D, "decode"] for D in (64, 128, 256)] + [["bfloat16", B, "linear"] for B in (1, 16)]
+TOKEN += [["float32", 256, "decode"], ["float32", 16, "linear"]]
 
 
 def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
@@ -54,14 +57,16 @@ def result(process: subprocess.Popen) -> list[dict]:
 @pytest.fixture(scope="module")
 def all_compiled(tmp_path_factory):
     """What came out of every kernel, by architecture; they are compiled side by side."""
-    processes = {arch: start(arch, cases + LOSS, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()}
+    processes = {
+        arch: start(arch, cases + LOSS + TOKEN, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()
+    }
     return {arch: result(process) for arch, process in processes.items()}
 
 
 @pytest.fixture(scope="module")
 def compiled(all_compiled):
-    """Without the loss."""
-    return {arch: kernels[: -len(LOSS)] for arch, kernels in all_compiled.items()}
+    """Without the loss and the token's."""
+    return {arch: kernels[: -len(LOSS + TOKEN)] for arch, kernels in all_compiled.items()}
 
 
 def beyond(kernels: list[dict], limit) -> list[dict]:
@@ -90,13 +95,25 @@ def test_16_bit_kernels_keep_next_to_everything_in_registers(compiled, arch):
 @pytest.mark.parametrize("arch", CASES)
 def test_two_programs_of_the_loss_share_a_processor(all_compiled, arch):
     """What tiles_for of kernels/loss.py reckons with: 16 warps with 64 registers a thread are half of the registers."""
-    large, small = all_compiled[arch][-len(LOSS) :]
+    large, small = all_compiled[arch][-len(LOSS + TOKEN) : -len(TOKEN)]
     assert [(found["kernel"], found["dropout"], found["D"]) for found in (large, small)] == [
         ("loss_kernel", "loss", V) for _, V, _ in LOSS
     ]
     assert large["registers"] <= 64
     assert large["spills"] == small["spills"] == 0
     assert large["shared"] <= SHARED[arch] // 2
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_a_tokens_kernels_fit_and_two_programs_share_a_processor(all_compiled, arch):
+    """Of attention at least two, because one cannot keep enough keys on their way to it."""
+    found = all_compiled[arch][-len(TOKEN) :]
+    assert [(kernel["kernel"], kernel["D"]) for kernel in found] == [
+        (f"{name}_kernel", number) for _, number, name in TOKEN
+    ]
+    assert not beyond(found, lambda kernel: kernel["shared"] <= SHARED[arch])
+    assert not beyond(found[:5], lambda kernel: kernel["spills"] == 0 and not kernel["warnings"])
+    assert not beyond(found[:3], lambda kernel: 2 * kernel["shared"] <= SHARED[90] and kernel["registers"] <= 255)
 
 
 def test_heads_of_64_spill_nothing_on_hopper(compiled):

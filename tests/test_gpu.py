@@ -731,3 +731,167 @@ def test_no_step_waits_for_the_device(way, kind):
         torch.cuda.set_sync_debug_mode("default")
     assert report.numbers().loss < losses[0]
     assert report.seconds() > 0
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+# One query row; windows are buffers that are as long as the window, in tests/test_decode.py and below.
+DECODED = {
+    "plain": Case(1, 1500, H=3, D=64),
+    "one": Case(1, 1, B=16),
+    "two": Case(1, 2, B=16),
+    "grouped": Case(1, 1300, H=8, H_kv=2, D=128),
+    "71-heads-one-key-head": Case(1, 900, B=1, H=71, H_kv=1, D=64),
+    "alibi": Case(1, 700, H=6, H_kv=2, D=32, alibi=True),
+    "softcap": Case(1, 700, H=4, D=64, softcap=0.7, softmax_scale=0.5),
+    "large-scores": Case(1, 2000, H=4, D=64, sigma=4.0),
+    **{f"D={D}": Case(1, 777, H=4, H_kv=2, D=D) for D in (16, 24, 80, 96, 160, 256)},
+}
+
+
+@pytest.mark.parametrize("splits", [None, 1, 2, 7, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", DECODED.values(), ids=DECODED)
+def test_one_row_of_the_kernel_is_within_twice_naives_error(case, dtype, splits):
+    """As in tests/test_decode.py: buffers that are longer than the keys, of which what lies past them is NaN."""
+    from tests.test_decode import decoded
+
+    inputs = case.inputs(dtype, "cuda")
+    right, naive = oracle(inputs, case), run(inputs, case, NAIVE)
+    for _ in range(3):  # tickets are drawn again, and the last program is another one
+        found = decoded(inputs, case, splits=splits)
+        assert_within_budget({"o": found}, {"o": naive["o"]}, {"o": right["o"]})
+
+
+def test_the_decode_kernel_gives_the_same_bits_two_hundred_times():
+    from tests.test_decode import decoded
+
+    case = Case(1, 5000, B=3, H=8, H_kv=2, D=128)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    first = decoded(inputs, case, splits=40)
+    assert all(torch.equal(decoded(inputs, case, splits=40), first) for _ in range(200))
+
+
+def test_keys_past_two_to_the_31_numbers_are_found():
+    """The last key head of a buffer of 2**31 numbers and more has one key that has all the weight."""
+    from kernels.decode import decode
+
+    N, S, D = 9, 2**21, 128
+    keys, values = torch.zeros(2, N, S, D, device="cuda", dtype=torch.bfloat16)
+    q, k, v = torch.zeros(3, 1, N, 1, D, device="cuda", dtype=torch.bfloat16)
+    q[..., 0], keys[-1, S - 2, 0], values[-1, S - 2, 3] = 1, 100, 7
+    v[:, -1, :, 5] = 3
+    tickets = torch.zeros(N, dtype=torch.int32, device="cuda")
+    o = decode(q, k, v, keys, values, torch.tensor([S - 1], device="cuda"), Problem(1, S), tickets)
+    assert (o[0, -1, 0, 3], values[-1, S - 1, 5]) == (7, 3)
+
+
+SAMPLED = {
+    "learned": {},
+    "rope-grouped": {"position": "rope", "n_kv_head": 2, "norm": "rmsnorm", "mlp": "swiglu", "bias": False},
+    "windows-alibi-softcap": {"windows": [100, None], "position": "none", "alibi": True, "softcap": 5.0},
+}
+SAMPLE_SIZE = GPTConfig(n_layer=2, n_head=4, n_embd=256, context_length=256, vocab_size=1000)
+
+
+def sampled_model(changes: dict, dtype: torch.dtype = torch.bfloat16) -> GPT:
+    torch.manual_seed(0)
+    of_model = {name: value for name, value in changes.items() if hasattr(SAMPLE_SIZE, name)}
+    attention = replace(TRITON, **{name: value for name, value in changes.items() if name not in of_model})
+    model = GPT(replace(SAMPLE_SIZE, **of_model), attention).cuda().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+    return model.to(dtype)
+
+
+def sampled(model: GPT, prompts, sampler, count=200, past_context="slide") -> torch.Tensor:
+    from model.generate import generate
+
+    generator = torch.Generator("cuda").manual_seed(3)
+    return torch.stack(list(generate(model, prompts, count, sampler, generator, past_context=past_context)))
+
+
+@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}, {"top_k": 50, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("lengths", [(20,), (3, 50, 20), (5,) * 20], ids=["one", "three", "twenty"])
+@pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
+def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, sampler, monkeypatch):
+    """The likeliest ones and those that a seed draws; the context of 256 fills up, and its last half runs again."""
+    from model import token
+    from model.generate import Sampler
+
+    model = sampled_model(changes)
+    prompts = [torch.randint(1000, (length,), device="cuda") for length in lengths]
+    recordings, record = [], token.NextToken.record
+    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
+    found = sampled(model, prompts, Sampler(**sampler), 400, "half")
+    assert len(recordings) == 1
+    monkeypatch.setattr(token, "WARM_UP", 1000)
+    assert torch.equal(sampled(model, prompts, Sampler(**sampler), 400, "half"), found)
+    assert len(recordings) == 1
+    assert len(found.unique()) > (2 if sampler.get("temperature") == 0 else 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16, 20])
+@pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
+def test_logits_of_single_tokens_are_within_twice_the_models_error(changes, rows, dtype):
+    """Of the fused kernels (up to 16 sequences) and of the modules with the decode kernel."""
+    from model.generate import run_prompts
+    from model.token import next_logits
+
+    text = torch.randint(1000, (rows, 120), device="cuda")
+    with torch.no_grad():
+        naive = sampled_model({**changes, "impl": "naive"}, dtype).next_logits(text)
+        right = sampled_model({**changes, "impl": "naive"}, torch.float64).next_logits(text)
+        model = sampled_model(changes, dtype)
+        cache = model.new_cache(rows)
+        run_prompts(model, list(text[:, :100]), cache)
+        for t in range(100, 120):
+            cache.advance()
+            found = next_logits(model, text[:, t], cache)
+    right = right.cpu()
+    difference, allowed = ((x.cpu().double() - right).abs().max() for x in (found, naive))
+    assert difference <= 2 * (allowed + torch.finfo(dtype).eps * right.abs().max())
+
+
+@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}, {"top_k": 50, "top_p": 0.9}], ids=str)
+def test_no_recorded_token_waits_for_the_device(sampler):
+    """torch raises an error at anything that would. What is read of a token has arrived with an event."""
+    from model.generate import Sampler, generate
+
+    model = sampled_model({})
+    tokens = generate(model, torch.randint(1000, (2, 20), device="cuda"), 100, Sampler(**sampler))
+    for _ in range(10):
+        next(tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [next(tokens) for _ in range(50)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(token.device.type == "cpu" and token.shape == (2,) for token in found)
+
+
+@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}], ids=str)
+def test_logits_that_become_nan_in_a_recorded_token_end_the_sample(sampler):
+    from model.generate import NotFinite, Sampler, generate
+
+    model = sampled_model({})
+    tokens = generate(model, torch.randint(1000, (1, 20), device="cuda"), 100, Sampler(**sampler))
+    for _ in range(10):
+        next(tokens)
+    with torch.no_grad():
+        model.norm.weight.fill_(math.nan)
+    next(tokens)  # chosen before
+    with pytest.raises(NotFinite, match="the logits are NaN"):
+        next(tokens)
+
+
+def test_a_draw_without_a_wait_is_multinomials():
+    from model.generate import Sampler
+
+    logits = torch.randn(5, 1000, device="cuda") * 3
+    found = Sampler(1.0).choose(logits, torch.Generator("cuda").manual_seed(5))
+    assert torch.equal(
+        found, torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator("cuda").manual_seed(5))[:, 0]
+    )

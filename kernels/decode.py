@@ -1,0 +1,257 @@
+"""Attention of one new token against the keys and values of past ones, in Triton (Flash-Decoding).
+
+    o = decode(q, k, v, keys, values, position, problem, tickets, splits)
+
+Shapes: B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a key head, D head size, S slots,
+n = b * H_kv + h_kv the number of a key head.
+    q, o (B, H, 1, D)    k, v (B, H_kv, 1, D), the new token's    keys, values (B * H_kv, S, D)
+
+Reading the keys and values takes the time. One query row gives too little work for one program a head: the GPU would
+stand still. So the keys are cut into splits, with a program for each, and all G query heads of a key head are rows of
+one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of model/cache.py
+is the same in plain PyTorch, and docs/attention.md has the formulas under "Merging by lse".
+
+    decode_kernel   one program per key head and split
+        0     the program that has the new token's slot writes its key and value
+        1-5   m, l and acc over its own keys
+        6     the last program of a key head merges all splits
+
+The kernel reads the position of each sequence from device memory, and cuts the keys that are there into equal parts.
+So a CUDA graph can be replayed while the sequences grow. Programs for which no keys are left end at once.
+
+Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding. There a second kernel merges. Here the programs of a
+key head draw tickets, and the one with the last ticket merges. That saves a launch, which at short lengths takes as
+long as the rest.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import sizes
+from kernels.flash import LOG2E, tanh
+from kernels.op import on
+from kernels.problem import Problem
+from kernels.sizes import block_d
+from kernels.task import precision
+
+LOWEST = tl.constexpr(-torch.finfo(torch.float32).max)  # finite: -inf - -inf is NaN
+
+
+class DecodeTiles(NamedTuple):
+    """BLOCK_N keys in a tile, and Triton's options."""
+
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+# BLOCK_D up to -> tiles for 16-bit inputs.
+TILES = {64: DecodeTiles(64, 4, 3), 128: DecodeTiles(64, 4, 3), 256: DecodeTiles(32, 4, 3)}
+FLOAT32 = DecodeTiles(16, 8, 2)
+# Bytes of keys up to which the kernel begins before the one ahead of it ends. That saves 1 to 2 us. But its programs
+# then get the places that others leave, and with many keys the processor that has most of them decides.
+SHORT = 8 << 20
+PROGRAMS = 2  # programs for each of the GPU's processors; so all of them run at once
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    problem: Problem,
+    tickets: Tensor,
+    splits: int | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Keeps k and v in slot position % S of keys and values. Returns o (B, H, 1, D) in q's dtype, (B, 1, H, D) in
+    memory: attention to all slots that are filled.
+
+    q (B, H, 1, D), k, v (B, H_kv, 1, D): float32, float16 or bfloat16, rows contiguous. keys, values (B * H_kv, S, D),
+    contiguous. position: int64 (B,), the new token's; the tokens before it are in the slots of their positions % S.
+    problem: its scale, softcap and slopes count. tickets: int32 (B * H_kv,), zeros, and zeros again after the call.
+    splits: into how many parts the keys are cut, at most; None: as many as fill the GPU. It changes o by rounding.
+    rope: cos and sin, float32 (positions, D / 2), by which q and k are rotated first; None: they stay as they are.
+    """
+    (B, H, _, D), (N, S, _) = q.shape, keys.shape
+    G, BLOCK_D = B * H // N, block_d(D)
+    tile = FLOAT32 if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
+    rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
+    if rows > 16:  # more rows take more shared memory
+        tile = tile._replace(num_stages=2)
+    splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
+    o = q.new_empty(B, 1, H, D).transpose(1, 2)
+    acc, sums = q.new_empty(N, splits, G, D, dtype=torch.float32), q.new_empty(2, N, splits, G, dtype=torch.float32)
+    cos, sin = rope or (None, None)
+    overlap = sizes.starts_early(q.device)
+    early = {"launch_pdl": True} if overlap and keys.nbytes <= SHORT else {}
+    with on(q.device):
+        decode_kernel[(N, splits)](
+            q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.slopes, cos, sin,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, N // B,
+            problem.scale, problem.scale * math.log2(math.e), problem.softcap,
+            G, D, rows, BLOCK_D, tile.BLOCK_N, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
+            triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
+            num_warps=tile.num_warps, **early,
+        )  # fmt: skip
+    return o
+
+
+@cache
+def splits_for(N: int, device: torch.device) -> int:
+    """As many splits as give each of the GPU's processors PROGRAMS programs. In the interpreter: a few."""
+    if sizes.INTERPRETED:
+        return 3
+    return max(1, round(PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count / N))
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, keys, values, position, o, acc_of, m_of, l_of, tickets, slopes, cos, sin,
+    q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, scale, scale2, softcap,
+    G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (n, split). acc_of (N, splits, G, D), m_of and l_of (N, splits, G), float32: the state of each split."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin; it waits for the results of this one
+        tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write: the position above all
+    n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    b, h_kv = n // H_kv, n % H_kv
+    at = tl.load(position + b)
+    T_k = tl.minimum(at + 1, S).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(T_k, splits), BLOCK_N) * BLOCK_N  # keys of a split
+    parts = tl.cdiv(T_k, share)  # splits that have keys
+    if split < parts:
+        start = split * share
+        stop = tl.minimum(start + share, T_k)
+        d = tl.arange(0, BLOCK_D)
+        kept = n * S * D
+        slot = (at % S).to(tl.int32)
+        if (slot >= start) & (slot < stop):  # 0
+            row = kept + slot.to(tl.int64) * D + d
+            tl.store(keys + row, head(k + b * k_b + h_kv * k_h, d, d < D, at, cos, sin, D), mask=d < D)
+            tl.store(values + row, tl.load(v + b * v_b + h_kv * v_h + d, mask=d < D), mask=d < D)
+        tl.debug_barrier()  # the threads that load the row below are not those that stored it
+
+        g = tl.arange(0, ROWS)
+        h = h_kv * G + g
+        inside = (g < G)[:, None] & (d < D)[None, :]
+        q_i = head(q + (b * q_b + h * q_h)[:, None], d[None, :], inside, at, cos, sin, D)
+        m, l, acc = one_split(q_i, keys + kept, values + kept, start, stop, h, g < G, slot, S, slopes, scale, scale2,
+                              softcap, D, ROWS, BLOCK_D, BLOCK_N, PRECISION, STAGES)  # fmt: skip
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()  # at the latest now
+        if parts == 1:
+            write(o + n * G * D, acc, l, G, D)
+        else:
+            mine = (n * splits + split) * G + g
+            tl.store(m_of + mine, m, mask=g < G)
+            tl.store(l_of + mine, l, mask=g < G)
+            tl.store(acc_of + mine[:, None] * D + d[None, :], acc, mask=inside)
+            tl.debug_barrier()  # one thread draws the ticket, and all have stored before
+            if tl.atomic_add(tickets + n, 1, sem="acq_rel") == parts - 1:
+                tl.store(tickets + n, 0)
+                first = n * splits * G
+                states = acc_of + first * D, m_of + first, l_of + first
+                merge(o + n * G * D, states, parts, G, D, GROUP, BLOCK_D, BLOCK_S)
+
+
+@triton.jit
+def head(x, d, inside, at, cos, sin, D: tl.constexpr):
+    """The elements d of rows of q or k, rotated as rotate() of model/gpt.py does."""
+    row = tl.load(x + d, mask=inside, other=0.0)
+    if cos is not None:
+        half: tl.constexpr = D // 2
+        other = tl.load(x + (d + half) % D, mask=inside, other=0.0)
+        angle = at * half + d % half
+        c = tl.load(cos + angle, mask=d < D, other=0.0)
+        s = tl.load(sin + angle, mask=d < D, other=0.0)
+        row = (row.to(tl.float32) * c + other.to(tl.float32) * tl.where(d < half, -s, s)).to(row.dtype)
+    return row
+
+
+@triton.jit
+def one_split(q_i, keys, values, start, stop, h, is_head, slot, S, slopes, scale, scale2, softcap, D: tl.constexpr,
+              ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+              STAGES: tl.constexpr):  # fmt: skip
+    """Steps 1 to 5 over the keys from start to stop: m in base 2, l (ROWS,) and acc (ROWS, BLOCK_D)."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    within = tl.arange(0, BLOCK_N)
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + h, mask=is_head, other=0.0)[:, None]
+    place = start.to(tl.int64) * D
+    for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
+        j = first + within
+        at = place + within[:, None] * D + d
+        seen = (j < stop)[:, None]
+        if D < BLOCK_D:
+            seen = seen & (d < D)
+        k_j = tl.load(keys + at, mask=seen, other=0.0)
+        s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
+        factor = scale2
+        if (softcap is not None) or (slopes is not None):
+            s = s * scale
+            if softcap is not None:
+                s = softcap * tanh(s / softcap)
+            if slopes is not None:
+                s -= slope * ((slot - j + S) % S).to(tl.float32)[None, :]
+            factor = LOG2E
+        s = tl.where((j < stop)[None, :], s, -float("inf"))  # 2
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # 3
+        p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+        v_j = tl.load(values + at, mask=seen, other=0.0)
+        if v_j.dtype == tl.float32:  # the sum of a tile first; fma, because Triton would turn a sum into the line below
+            acc = tl.fma(acc, alpha[:, None], tl.dot(p, v_j, input_precision=PRECISION))  # 5
+        else:
+            acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None])  # 5
+        place += BLOCK_N * D
+    return m, l, acc
+
+
+@triton.jit
+def merge(o, states, parts, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+          BLOCK_S: tl.constexpr):  # fmt: skip
+    """Step 3 once more, over the states of all splits, BLOCK_S at a time; then step 6."""
+    m = tl.full([GROUP], LOWEST, tl.float32)
+    l = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    g, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
+    acc_of, m_of, l_of = states
+    for first in range(0, parts, BLOCK_S):
+        i = first + tl.arange(0, BLOCK_S)
+        seen = (i < parts)[:, None] & (g < G)[None, :]
+        at = i[:, None] * G + g[None, :]
+        # .cg reads from L2, where the other programs' results are. This processor's L1 may have older ones.
+        m_i = tl.load(m_of + at, mask=seen, other=-float("inf"), cache_modifier=".cg")
+        l_i = tl.load(l_of + at, mask=seen, other=0.0, cache_modifier=".cg")
+        inside = seen[:, :, None] & (d < D)[None, None, :]
+        acc_i = tl.load(acc_of + at[:, :, None] * D + d[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        alpha, alpha_i = tl.exp2(m - m_new), tl.exp2(m_i - m_new[None, :])
+        l = l * alpha + tl.sum(alpha_i * l_i, 0)
+        acc = acc * alpha[:, None] + tl.sum(alpha_i[:, :, None] * acc_i, 0)
+        m = m_new
+    write(o, acc, l, G, D)
+
+
+@triton.jit
+def write(o, acc, l, G: tl.constexpr, D: tl.constexpr):
+    """Step 6: the G rows of o that share a key head."""
+    g, d = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+    tl.store(o + g * D + d, (acc / l[:, None]).to(o.dtype.element_ty), mask=(g < G) & (d < D))

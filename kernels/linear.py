@@ -1,0 +1,188 @@
+"""A linear layer for a few rows in Triton, together with what stands before and after it.
+
+    y = linear(x, layer, norm=norm, activation="gelu_tanh")      y = gelu(layer(norm(x)))
+    x = linear(y, layer, add=x)                                  x = x + layer(y)
+
+Shapes: B rows, at most 16; K elements of a row, N elements of the result.
+    x (B, K)    weight (N, K)    y (B, N)
+
+In sampling a layer has one row for each sequence. Then reading the weights takes all of the time, and a kernel takes
+1 to 3 us to begin and to end. So norm, bias, activation and residual are computed here, without a kernel of their own.
+Each program reads some rows of the weight once, and computes the norm of x again, which is little work. With one row
+the product is a multiplication and a sum in float32. With more it is a matrix product, and x is rounded to the weight's
+dtype, as torch does. Sums, norm, activation and residual are float32.
+
+From Hopper on a program begins before the kernel ahead of it has ended. It loads its weights, which nobody writes, and
+then waits for x. So the weights are on their way while the GPU would stand still.
+"""
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from kernels import sizes
+from kernels.flash import LOG2E, tanh
+from kernels.op import on
+from kernels.task import precision
+
+ROWS = 16  # at most this many
+PROGRAMS = 264  # at least this many, where BLOCK_N allows it: two for each processor of an H200
+SQRT_2_BY_PI, SQRT_HALF = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(math.sqrt(0.5))
+
+
+def linear(
+    x: Tensor,
+    layer: nn.Linear,
+    *,
+    norm: nn.Module | None = None,
+    activation: str = "none",
+    gate: nn.Linear | None = None,
+    add: Tensor | None = None,
+    outputs: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """activation(layer(norm(x))); with gate, activation(gate(norm(x))) * layer(norm(x)); with add, that + add.
+
+    x (B, K), contiguous, B at most ROWS, any float dtype. layer, gate: float32, float16 or bfloat16. norm: LayerNorm or
+    RMSNorm. activation: none | gelu | gelu_tanh | silu. add (B, N), contiguous. outputs: N, if the layer has more.
+    Returns y (B, N) in `dtype`; None: that of the weights.
+    """
+    (B, K), N, weight = x.shape, outputs or layer.weight.shape[0], layer.weight
+    y = x.new_empty(B, N, dtype=dtype or weight.dtype)
+    BLOCK_N, BLOCK_K, num_warps = tile_for(B, K, N)
+    second = (None, None) if gate is None else (gate.weight, gate.bias)
+    by = (None, None, 0.0) if norm is None else (norm.weight, getattr(norm, "bias", None), norm.eps)
+    early = {"launch_pdl": True} if sizes.starts_early(x.device) else {}
+    kind = "none" if norm is None else "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm"
+    with on(x.device):
+        linear_kernel[(triton.cdiv(N, BLOCK_N),)](
+            x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
+            triton.next_power_of_2(K), BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS, precision(weight.dtype), bool(early),
+            num_warps=num_warps, num_stages=2, **early,
+        )  # fmt: skip
+    return y
+
+
+@cache
+def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
+    """BLOCK_N outputs, as few as let PROGRAMS programs run; BLOCK_K elements of x in one step; and warps."""
+    least, elements = (2, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
+    BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
+    BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))
+    return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 4096 else 4
+
+
+def embed(token: Tensor, weight: Tensor, positions: Tensor | None, at: Tensor) -> Tensor:
+    """The embeddings of the tokens int64 (B,), with those of their positions at, int64 (B,), added: float32 (B, C).
+
+    weight (V, C), positions (context_length, C), contiguous, any float dtype.
+    """
+    C = weight.shape[1]
+    x = weight.new_empty(len(token), C, dtype=torch.float32)
+    with on(weight.device):
+        embed_kernel[(len(token),)](token.contiguous(), weight, positions, at, x, C, triton.next_power_of_2(C))
+    return x
+
+
+@triton.jit
+def embed_kernel(token, weight, positions, at, x, C, WIDTH: tl.constexpr):
+    """One program: one sequence."""
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
+    row = tl.load(weight + tl.load(token + b) * C + i, mask=i < C, other=0.0).to(tl.float32)
+    if positions is not None:
+        row += tl.load(positions + tl.load(at + b) * C + i, mask=i < C, other=0.0).to(tl.float32)
+    tl.store(x + b.to(tl.int64) * C + i, row, mask=i < C)
+
+
+@triton.jit
+def linear_kernel(
+    x, weight, bias, gate, gate_bias, norm_weight, norm_bias, eps, add, y, B, N, K: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of every row. x (B, K), y and add (B, N)."""
+    n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    w = weights(weight, n, 0, N, K, BLOCK_K)
+    w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
+        tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
+
+    mean, rstd = tl.zeros([ROWS], tl.float32), tl.full([ROWS], 1.0, tl.float32)
+    if NORM != "none":
+        i = tl.arange(0, WIDTH)[None, :]
+        whole = tl.load(x + row[:, None] * K + i, mask=(row < B)[:, None] & (i < K), other=0.0).to(tl.float32)
+        if NORM == "layernorm":
+            mean = tl.sum(whole, 1) / K
+            whole = tl.where(i < K, whole - mean[:, None], 0.0)
+        rstd = 1 / tl.sqrt_rn(tl.sum(whole * whole, 1) / K + eps)
+
+    acc, acc_gate = tl.zeros([ROWS, BLOCK_N], tl.float32), tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        x_k = tl.load(x + row[:, None] * K + k[None, :], mask=(row < B)[:, None] & (k < K)[None, :], other=0.0)
+        x_k = x_k.to(tl.float32)
+        if NORM != "none":
+            x_k = (x_k - mean[:, None]) * rstd[:, None]
+            x_k *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+            if norm_bias is not None:
+                x_k += tl.load(norm_bias + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        acc = add_product(acc, x_k, w, ROWS, PRECISION)
+        w = weights(weight, n, first + BLOCK_K, N, K, BLOCK_K)  # of the next step
+        if gate is not None:
+            acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION)
+            w_gate = weights(gate, n, first + BLOCK_K, N, K, BLOCK_K)
+
+    value = with_bias(acc, bias, n, N)
+    if gate is not None:
+        value *= activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)
+    else:
+        value = activated(value, ACTIVATION)
+    at = row[:, None] * N + n[None, :]
+    inside = (row < B)[:, None] & (n < N)[None, :]
+    if add is not None:
+        value += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weights(weight, n, first, N, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The rows n of a weight from column `first` on, (BLOCK_N, BLOCK_K). Zeros past its end."""
+    k = first + tl.arange(0, BLOCK_K)
+    return tl.load(
+        weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x w^T, for x float32 (ROWS, BLOCK_K) and w (BLOCK_N, BLOCK_K)."""
+    if ROWS == 1:
+        acc += tl.sum(x * w.to(tl.float32), 1)[None, :]
+    else:
+        acc = tl.dot(x.to(w.dtype), w.T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def with_bias(acc, bias, n, N):
+    """The layer's outputs (ROWS, BLOCK_N)."""
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation, elementwise, float32."""
+    if ACTIVATION == "gelu_tanh":
+        x = 0.5 * x * (1 + tanh((x + 0.044715 * x * x * x) * SQRT_2_BY_PI))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
+    elif ACTIVATION == "silu":
+        x = x / (1 + tl.exp2(-x * LOG2E))
+    return x

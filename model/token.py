@@ -1,0 +1,98 @@
+"""One token of every sequence on a GPU: the model in few kernels, recorded as a CUDA graph.
+
+    next_token = NextToken(model, cache, choose, generator)
+    made = next_token(token)                 enqueues the next token of every sequence; nothing waits for the device
+
+Shapes: B sequences, C model width, V vocabulary, H query heads, H_kv key/value heads, D head size.
+
+A token is little work for a GPU: it reads GPT-2's weights in 60 us. Launching a token's operations from Python takes
+ten times as long. Recorded once, they are launched all together. Then the number of kernels decides, because each takes
+1 to 3 us to begin and to end. next_logits() has five kernels a block; the modules of model/gpt.py have 13.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from model.cache import KVCache
+from model.gpt import GPT, Block
+
+Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all rows, or one for each; None: torch's own
+WARM_UP = 2  # tokens before the recording: in them kernels are compiled
+
+
+class NextToken:
+    """Makes one token of every sequence after another. After WARM_UP tokens it records one, and replays that.
+
+    A recorded token computes the same bits as the ones before.
+    """
+
+    def __init__(self, model: GPT, cache: KVCache, choose: Callable[[Tensor], Tensor], generator: Generators) -> None:
+        """choose: logits (B, V) to int64 (B + 1,), the token ids and one number more. It draws from `generator`."""
+        assert cache.at is not None
+        self.model, self.cache, self.choose, self.generator = model, cache, choose, generator
+        # What a token reads and writes stays at one place in memory, because a recorded token has its address.
+        self.made = torch.zeros(len(cache.lengths) + 1, dtype=torch.int64, device=cache.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.count = 0
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Enqueues the model's run on `token`, int64 (B,), which may be what the last call made. Returns what `choose`
+        makes of the logits; the next call overwrites it."""
+        if token.data_ptr() != self.made.data_ptr():
+            self.made[:-1].copy_(token)
+        # Autocast would cast the weights again in each replay, or use casts that are gone by then.
+        if self.graph is None and self.count >= WARM_UP and not torch.is_autocast_enabled("cuda"):
+            self.record()
+        self.count += 1
+        if self.graph is None:
+            self.run()
+        else:
+            self.cache.grow()
+            self.graph.replay()
+        return self.made
+
+    def record(self) -> None:
+        """Records run(). It computes nothing: the first replay is the token."""
+        self.graph, lengths = torch.cuda.CUDAGraph(), self.cache.lengths
+        for generator in [self.generator] if isinstance(self.generator, torch.Generator) else self.generator or []:
+            self.graph.register_generator_state(generator)
+        # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
+        # Thread-local: another thread, such as the one that writes checkpoints, may use the GPU meanwhile.
+        stream = torch.cuda.Stream(self.cache.device)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            self.run()
+        self.cache.lengths = lengths
+
+    def run(self) -> None:
+        """Everything that the device does for a token."""
+        self.cache.advance()
+        self.made.copy_(self.choose(next_logits(self.model, self.made[:-1], self.cache)))
+
+
+def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
+    """What model.next_logits() computes after cache.advance(), in few kernels where kernels/linear.py can: the logits
+    (B, V) after the tokens int64 (B,).
+
+    In 16 bits it is more exact than the modules: the residual stream and the logits are float32.
+    """
+    from kernels.linear import ROWS, embed, linear  # imported here: triton is not installed everywhere
+
+    assert cache.at is not None
+    if len(token) > ROWS or torch.is_autocast_enabled(token.device.type):
+        return model.next_logits(token[:, None], cache)
+    positions = model.positions.weight if model.config.position == "learned" else None
+    x = embed(token, model.embedding.weight, positions, cache.at)  # (B, C)
+    for block, past in zip(model.blocks, cache.layers, strict=True):
+        assert isinstance(block, Block)
+        attention, mlp = block.attention, block.mlp
+        qkv = linear(x, attention.qkv, norm=block.attention_norm).split(attention.widths, dim=-1)
+        q, k, v = (y.unflatten(-1, (-1, 1, attention.head_size)) for y in qkv)  # (B, heads, 1, D)
+        x = linear(past.attend(q, k, v, cache.rope).flatten(1), attention.out, add=x, dtype=x.dtype)
+        if mlp.gated:
+            y = linear(x, mlp.up, norm=block.mlp_norm, gate=mlp.gate, activation="silu")
+        else:
+            y = linear(x, mlp.up, norm=block.mlp_norm, activation=model.config.mlp)
+        x = linear(y, mlp.down, add=x, dtype=x.dtype)
+    return linear(x, model.head, norm=model.norm, outputs=model.config.vocab_size, dtype=x.dtype)

@@ -1,0 +1,206 @@
+"""The kernels of one new token, in Triton's interpreter: attention of one row (kernels/decode.py), linear layers of a
+few rows (kernels/linear.py), and the model's token that is made of them (model/token.py)."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("triton", reason="triton is made for Linux")
+
+from kernels import linear as of_linear
+from kernels.decode import decode
+from kernels.linear import linear
+from kernels.problem import Problem
+from model.attention import AttentionConfig, alibi_slopes
+from model.cache import runs_kernel
+from model.generate import run_prompts
+from model.gpt import rope_table, rotate
+from model.token import next_logits
+from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
+from tests.test_cache import OPTIONS, logits_of, made, texts
+
+NAIVE = AttentionConfig("naive")
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """The interpreter takes as long for a small tile as for a large one."""
+    monkeypatch.setattr(of_linear, "PROGRAMS", 2)
+    of_linear.tile_for.cache_clear()
+    yield
+    of_linear.tile_for.cache_clear()
+
+
+def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40, rope=None) -> torch.Tensor:
+    """o of the case's last token through the kernel. The buffers have `room` more slots, with NaN in them, and the new
+    token's slot is empty."""
+    q, k, v = (inputs[name] for name in "qkv")
+    B, H_kv, T_k, D = k.shape
+    keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, room + 1), value=float("nan")).flatten(0, 1) for x in (k, v))
+    slopes = alibi_slopes(case.H, q.device) if case.alibi else None
+    scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
+    problem = Problem(1, T_k, scale, softcap=case.softcap, slopes=slopes)
+    tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)
+    position = torch.full((B,), T_k - 1, device=q.device)
+    o = decode(q, k[:, :, -1:], v[:, :, -1:], keys, values, position, problem, tickets, splits, rope)
+    assert o.dtype == q.dtype
+    assert not tickets.any()
+    if rope is None:
+        assert torch.equal(keys.view(B, H_kv, -1, D)[:, :, :T_k], k)
+    assert torch.equal(values.view(B, H_kv, -1, D)[:, :, :T_k], v)
+    assert keys[:, T_k:].isnan().all()
+    return o
+
+
+# Odd on purpose, as in tests/reference.py. One sequence has few keys, so that most splits have none.
+DECODED = [
+    Case(1, 1, B=16),
+    Case(1, 2, B=16),
+    Case(1, 97, B=4),
+    Case(1, 203, D=64, B=1, H=8),
+    Case(1, 130, B=1, H=20, H_kv=1, D=16),
+    Case(1, 97, H=6, H_kv=2, D=24),
+    Case(1, 150, H=6, H_kv=2, D=16, alibi=True),
+    Case(1, 113, softcap=0.7, softmax_scale=0.5, D=40, H_kv=1),
+    Case(1, 150, sigma=4.0, B=4),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", DECODED, ids=case_name)
+def test_one_row_is_within_twice_naives_error_however_the_keys_are_split(case, dtype, splits):
+    """In bf16 tiles of 64 keys and in float32 of 16, so that a split has several tiles or none."""
+    inputs = case.inputs(dtype)
+    naive, right = run(inputs, case, NAIVE), oracle(inputs, case)
+    assert_within_budget({"o": decoded(inputs, case, splits)}, {"o": naive["o"]}, {"o": right["o"]})
+
+
+def test_each_sequence_has_its_own_position_and_its_own_place_in_a_window():
+    """Buffers of 40 slots, as with a window of 40: before they are full, exactly full, and long after."""
+    torch.manual_seed(0)
+    S, positions = 40, [3, 39, 40, 1017]
+    q, k, v = torch.randn(3, len(positions), 2, 1, 32)
+    keys, values = torch.randn(2, len(positions) * 2, S, 32)
+    problem = Problem(1, S, 0.2, slopes=torch.tensor([0.3, 0.01]))
+    tickets = torch.zeros(len(positions) * 2, dtype=torch.int32)
+    o = decode(q, k, v, keys, values, torch.tensor(positions), problem, tickets, 3)
+    for b, at in enumerate(positions):
+        past = range(max(0, at + 1 - S), at + 1)
+        k_b, v_b = (x.unflatten(0, (-1, 2))[b, :, [p % S for p in past]].double() for x in (keys, values))
+        assert torch.equal(k_b[:, -1], k[b, :, 0].double())
+        far = at - torch.tensor(past)
+        s = (k_b @ q[b].double().mT)[..., 0] * 0.2 - problem.slopes[:, None] * far
+        right = (s.softmax(-1)[:, None] @ v_b).float()
+        torch.testing.assert_close(o[b], right)
+
+
+@pytest.mark.parametrize("D", [16, 24])
+def test_the_rotary_embedding_is_the_models(D):
+    case = Case(1, 70, H=4, H_kv=2, D=D)
+    inputs, (cos, sin) = case.inputs(torch.float32), rope_table(100, D, 50.0, torch.device("cpu"))
+    rotated = {name: rotate(inputs[name][:, :, -1:], cos[69:70], sin[69:70]) for name in "qk"}
+    rotated["k"] = torch.cat((inputs["k"][:, :, :-1], rotated["k"]), dim=2)
+    found = decoded(inputs, case, rope=(cos, sin))
+    naive, right = (f({**inputs, **rotated}, case, *rest)["o"] for f, *rest in ((run, NAIVE), (oracle,)))
+    assert_within_budget({"o": found}, {"o": naive}, {"o": right})
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def layers(K: int, N: int, norm, gate: bool, bias: bool, dtype: torch.dtype) -> dict:
+    """A linear layer and what goes with it, all with random weights."""
+    found = {"layer": nn.Linear(K, N, bias=bias), "gate": nn.Linear(K, N, bias=bias) if gate else None, "norm": norm}
+    for module in found.values():
+        for weight in [] if module is None else module.to(dtype).parameters():
+            nn.init.normal_(weight, std=0.3)
+    return found
+
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def by_modules(x, layer, norm, gate, activation, add):
+    """The same by torch's modules."""
+    h = x if norm is None else norm(x.to(norm.weight.dtype))
+    h = h.to(layer.weight.dtype)
+    y = ACTIVATIONS[activation](layer(h)) if gate is None else ACTIVATIONS[activation](gate(h)) * layer(h)
+    return y if add is None else y + add
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("K", "N", "norm", "activation", "gate", "add", "bias"),
+    [
+        (40, 70, nn.LayerNorm(40), "none", False, False, True),
+        (40, 33, nn.LayerNorm(40, bias=False), "gelu_tanh", False, False, False),
+        (130, 50, nn.RMSNorm(130, eps=1e-5), "silu", True, False, False),
+        (300, 9, None, "none", False, True, True),
+        (64, 300, nn.RMSNorm(64, eps=1e-5), "gelu", False, False, True),
+    ],
+    ids=["norm", "gelu", "gated", "add", "wide"],
+)
+@pytest.mark.usefixtures("few_programs")
+def test_a_linear_layer_is_within_twice_the_modules_error(K, N, norm, activation, gate, add, bias, B, dtype):
+    given = layers(K, N, deepcopy(norm), gate, bias, dtype)
+    x = torch.randn(B, K) + 0.5
+    x = x.to(dtype) if norm is None else x
+    residual = torch.randn(B, N) if add else None
+    found = linear(x, **given, activation=activation, add=residual)
+    assert found.dtype == dtype
+    modules = by_modules(x, **given, activation=activation, add=residual).to(dtype)
+    wide = {name: module and deepcopy(module).double() for name, module in given.items()}
+    right = by_modules(x.double(), **wide, activation=activation, add=residual)
+    assert_within_budget({"y": found}, {"y": modules.detach()}, {"y": right.detach()})
+
+
+def test_only_the_outputs_that_are_asked_for_are_computed():
+    layer, x = nn.Linear(20, 40), torch.randn(1, 20)
+    assert torch.equal(linear(x, layer, outputs=33), linear(x, layer)[:, :33])
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(6,), (3, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["learned", "none", "rope-grouped", "windows_alibi_softcap", "own_head"])
+@pytest.mark.usefixtures("few_programs")
+def test_a_token_has_the_logits_of_the_whole_text(name, dtype, lengths):
+    """Past the end of a window of 3; within twice the error of naive without a cache in the same dtype."""
+    changes = OPTIONS.get(name) or {"n_kv_head": 2, "position": "rope", "mlp": "swiglu", "norm": "rmsnorm"}
+    prompts, follow = texts(*lengths), torch.stack(texts(*[2] * len(lengths)))
+    right, naive = (logits_of(made(kind, **changes), prompts, follow) for kind in (torch.float64, dtype))
+    model = made(dtype, **{**changes, "impl": "triton"})
+    cache, found = model.new_cache(len(prompts)), []
+    with torch.no_grad():
+        run_prompts(model, prompts, cache)
+        for token in follow.T:
+            cache.advance()
+            found.append(next_logits(model, token, cache))
+    found, naive, right = torch.stack(found), naive[1:], right[1:]
+    assert found.dtype == torch.float32
+    assert error(found, right) <= 2 * (error(naive, right) + torch.finfo(dtype).eps * largest(right))
+
+
+def test_the_kernel_runs_where_triton_does():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert runs_kernel(AttentionConfig("triton"), torch.bfloat16, 64, cpu)  # in the interpreter, as here
+    for impl in ("naive", "tiled", "sdpa"):
+        assert not runs_kernel(AttentionConfig(impl), torch.bfloat16, 64, cpu)
+    for impl in ("naive", "tiled"):
+        assert not runs_kernel(AttentionConfig(impl), torch.bfloat16, 64, gpu)
+    assert not runs_kernel(AttentionConfig("triton"), torch.float64, 64, cpu)
+    assert not runs_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
+    assert made(torch.float32, impl="triton").new_cache(1).at is not None
+    assert made(torch.float32, impl="triton").new_cache(1, kernel=False).at is None
