@@ -40,10 +40,9 @@ from model.attention import AttentionConfig
 from model.generate import PAST_CONTEXT, Sampler, Session, generate
 from model.gpt import GPT
 from training import checkpoint, config, exchange
-from training.machine import is_out_of_memory, pick_device, pick_dtype
+from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_WORDS = {  # past_context=, once it has come to that
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
     "half": "each time the context of {} tokens was full, the model went on from its last half",

@@ -45,6 +45,7 @@ from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
 from training import awake, checkpoint, config
 from training.machine import (
+    DTYPES,
     about,
     is_out_of_memory,
     keep_memory,
@@ -243,8 +244,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     keep_memory()
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
-    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
-    autocast = torch.autocast(device.type, low) if low else nullcontext()
+    low = dtype != "float32"
+    autocast = torch.autocast(device.type, DTYPES[dtype]) if low else nullcontext()
     torch.set_float32_matmul_precision("high" if low else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     way, why = choose_way(cfg.compile, device, attention, cfg.model)
@@ -390,8 +391,7 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     if attention.impl == "tiled":
         detail = f", tiles of {attention.block_m} x {attention.block_n}"
     elif attention.impl == "sdpa":
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(run.facts["dtype"]), torch.float32)
-        detail = f", PyTorch's {sdpa_kernel(cfg.model, dtype, run.device, attention.dropout_p)} kernel"
+        detail = f", PyTorch's {sdpa_kernel(cfg.model, DTYPES[str(run.facts['dtype'])], run.device, attention.dropout_p)} kernel"
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
@@ -623,7 +623,10 @@ def write_sample(run: Run) -> str:
     end = encoding.encode_single_token(END_OF_TEXT)
     idx = torch.tensor([[end]], device=run.device)
     stream = TextStream(encoding)
-    with evaluation_mode(run.averaged) as model, run.autocast:
+    # With its weights in the dtype of the products a token casts nothing, and a GPU can record it.
+    dtype = DTYPES[str(run.facts["dtype"])]
+    cast = run.averaged if dtype == torch.float32 else copy.deepcopy(run.averaged).to(dtype)
+    with evaluation_mode(cast) as model:
         tokens = map(int, generate(model, idx, run.cfg.sample_tokens, Sampler(), generator))
         # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
         return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()

@@ -24,7 +24,7 @@ from model.attention import AttentionConfig, resolve
 from model.cache import decode, runs_kernel
 from model.generate import Sampler, generate, run_prompts
 from model.gpt import GPT, GPTConfig
-from training.machine import about, pick_dtype
+from training.machine import DTYPES, about, pick_dtype
 
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "B", "H", "H_kv", "D", "T_k", "name", "ms"]
 COLUMNS += ["gb_per_s", "of_copy", "tokens_per_s"]
@@ -45,7 +45,7 @@ def race_decode(device: torch.device, out: Path) -> None:
 
     Raises ValueError for a decode.csv of other columns, RuntimeError if the kernel is wrong.
     """
-    dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[pick_dtype("auto", device)]
+    dtype = DTYPES[pick_dtype("auto", device)]
     results = results_in(out, "decode.csv", COLUMNS)
     facts = {key: value for key, value in about(device).items() if key in COLUMNS} | {"dtype": str(dtype)[6:]}
     print(f"{facts['device']}, {facts['dtype']}, torch {facts['torch']}, triton {facts['triton']}", flush=True)

@@ -23,14 +23,13 @@ from lab.meter import median_ms, peak_bytes
 from lab.traffic import redraw
 from model.attention import AttentionConfig, attention, blocks_of, resolve
 from model.mask import WHOLE, Tiling, visible
-from training.machine import about, peak_flops
+from training.machine import DTYPES, about, peak_flops
 
 # H_kv is empty if it equals H; window, documents and block_mask are empty if there is none.
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D"]
 COLUMNS += ["causal", "window", "documents", "block_mask", "share", "dropout_p", "tile"]
 MEASURED = ("ms", "tflops", "peak_mib")
 COLUMNS += ["pass", *MEASURED]
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # FLOPs, in those of a forward
 OURS = ("naive", "tiled", "triton")
 # One backend at a time. If torch could choose, it might run another backend than the figure names.

@@ -99,6 +99,9 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def pick_dtype(dtype: str, device: torch.device) -> str:
     """auto: bf16 on a GPU that supports it, else float32. Any other name is returned unchanged."""
     if dtype != "auto":
