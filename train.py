@@ -391,7 +391,8 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     if attention.impl == "tiled":
         detail = f", tiles of {attention.block_m} x {attention.block_n}"
     elif attention.impl == "sdpa":
-        detail = f", PyTorch's {sdpa_kernel(cfg.model, DTYPES[str(run.facts['dtype'])], run.device, attention.dropout_p)} kernel"
+        kernel = sdpa_kernel(cfg.model, DTYPES[str(run.facts["dtype"])], run.device, attention.dropout_p)
+        detail = f", PyTorch's {kernel} kernel"
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")

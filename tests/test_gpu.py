@@ -895,3 +895,39 @@ def test_a_draw_without_a_wait_is_multinomials():
     assert torch.equal(
         found, torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator("cuda").manual_seed(5))[:, 0]
     )
+
+
+def test_recorded_rows_draw_from_their_own_generators(monkeypatch):
+    """With what a penalty remembers, too: the same bits as without recording."""
+    from model import token
+    from model.generate import Sampler, generate
+
+    model, found = sampled_model({}), []
+    prompt = torch.randint(1000, (1, 20), device="cuda").expand(3, -1)
+    sampler = Sampler(1.0, min_p=0.01, repetition_penalty=1.3)
+    for warm_up in (token.WARM_UP, 1000):
+        monkeypatch.setattr(token, "WARM_UP", warm_up)
+        generators = [torch.Generator("cuda").manual_seed(seed) for seed in (1, 2, 3)]
+        found.append(torch.stack(list(generate(model, prompt, 200, sampler, generators))))
+    assert torch.equal(*found)
+    assert len({tuple(row) for row in found[0].T.tolist()}) == 3
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half"])
+def test_a_session_answers_as_without_a_cache(past_context):
+    """Each turn records its own token; answers are cut short, when the GPU is a token ahead. To past the context."""
+    from itertools import islice
+
+    from model.generate import Sampler, Session
+
+    model, answers = sampled_model(SAMPLED["rope-grouped"], torch.float32), []
+    for cache in (True, False):
+        generator = torch.Generator("cuda").manual_seed(1)
+        session = Session(model, Sampler(0), generator, cache=cache, past_context=past_context)
+        text, said = list(range(30)), []
+        for count in (5, 40, 1, 90, 60, 90, 30):
+            answer = list(islice(session.answer(text, 100), count))
+            said.append(answer)
+            text += [*answer[: count - count // 3], 7, 8, 9]
+        answers.append(said)
+    assert answers[0] == answers[1]
