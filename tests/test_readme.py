@@ -4,6 +4,7 @@ import importlib
 import re
 import shlex
 import subprocess
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,13 @@ def test_the_tour_is_the_tree():
     tour = next(block for block in blocks() if block.startswith("train.py"))
     folder, named = "", set()
     for line in tour.splitlines():
-        name = line.split()[0]
+        first, *rest = line.split()
         folder = "" if not line.startswith(" ") else folder
-        if name.endswith("/"):
-            folder = name
-            named.add(name)
+        if first.endswith("/"):
+            folder = first
+            named.add(first)
         else:
-            named.add(folder + name)
+            named |= {folder + name for name in (first, *takewhile(lambda word: word.endswith(".py"), rest))}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     code = {f for f in tracked if f.endswith(".py") and not f.startswith("tests/") and not f.endswith("__init__.py")}
     assert code == {name for name in named if name.endswith(".py")}
