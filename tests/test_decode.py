@@ -1,6 +1,7 @@
 """The kernels of one new token, in Triton's interpreter: attention of one row (kernels/decode.py), linear layers of a
 few rows (kernels/linear.py), and the model's token that is made of them (model/token.py)."""
 
+import csv
 from copy import deepcopy
 
 import pytest
@@ -10,14 +11,16 @@ from torch import nn
 
 pytest.importorskip("triton", reason="triton is made for Linux")
 
+import bench
 from kernels import linear as of_linear
 from kernels.decode import decode
 from kernels.linear import linear
 from kernels.problem import Problem
+from lab import decode as race
 from model.attention import AttentionConfig, alibi_slopes
 from model.cache import runs_kernel
 from model.generate import run_prompts
-from model.gpt import rope_table, rotate
+from model.gpt import GPTConfig, rope_table, rotate
 from model.token import next_logits
 from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
 from tests.test_cache import OPTIONS, logits_of, made, texts
@@ -69,7 +72,7 @@ DECODED = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("splits", [1, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DECODED, ids=case_name)
 def test_one_row_is_within_twice_naives_error_however_the_keys_are_split(case, dtype, splits):
@@ -172,8 +175,7 @@ def test_only_the_outputs_that_are_asked_for_are_computed():
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [(6,), (3, 6)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "lengths"), [(torch.float32, (6,)), (torch.bfloat16, (3, 6))], ids=str)
 @pytest.mark.parametrize("name", ["learned", "none", "rope-grouped", "windows_alibi_softcap", "own_head"])
 @pytest.mark.usefixtures("few_programs")
 def test_a_token_has_the_logits_of_the_whole_text(name, dtype, lengths):
@@ -204,3 +206,36 @@ def test_the_kernel_runs_where_triton_does():
     assert not runs_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
     assert made(torch.float32, impl="triton").new_cache(1).at is not None
     assert made(torch.float32, impl="triton").new_cache(1, kernel=False).at is None
+
+
+# --- the bench --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bench_of_a_token_writes_its_rows(tmp_path, monkeypatch, capsys):
+    """As many bytes are copied as keys and values have, so its share is 1."""
+    monkeypatch.setattr(race, "SMALL", {"small": (2, 50, 4, 2, 16)})
+    monkeypatch.setattr(race, "median_ms", lambda action, device: action().numel() and 2.0)
+    bench.main(bench.Config(mode="decode", device="cpu", out=str(tmp_path)))
+    with open(tmp_path / "decode.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ["copy", "sdpa", "plain"]
+    assert {(row["case"], row["T_k"], row["of_copy"]) for row in rows} == {("small", "50", "1.0")}
+    assert float(rows[0]["gb_per_s"]) == round(2 * (2 * 2 * 50 * 16) * 4 / 2e-3 / 1e9, 1)
+    assert "plain" in capsys.readouterr().out
+
+
+def test_whole_tokens_are_timed_on_both_sides(monkeypatch):
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 16}
+    monkeypatch.setattr(race, "GPTConfig", lambda **options: GPTConfig(**options, **small))
+    monkeypatch.setattr(race, "WARM_UP", 2)
+    monkeypatch.setattr(race, "TOKENS", 3)
+    rows = list(race.token_rows("small", 5, torch.float32, torch.device("cpu")))
+    assert [(row["name"], row["T_k"], row["D"]) for row in rows] == [("recorded", 5, 8), ("eager", 5, 8)]
+    assert all(row["tokens_per_s"] == round(1e3 / row["ms"]) for row in rows)
+
+
+def test_a_kernel_that_is_wrong_is_not_timed():
+    right = torch.randn(4, dtype=torch.float64)
+    race.check(right.float(), right.float(), right)
+    with pytest.raises(RuntimeError, match="further from float64"):
+        race.check(right.float() + 1e-3, right.float(), right)
