@@ -3,8 +3,8 @@
     python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
-JSON; [dtype, V, "loss"] is the kernel of the loss. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
-list: for each kernel what came out of it.
+JSON; [dtype, V, "loss"] is the kernel of the loss, ["bool", C, "table"] that of whole dropout masks. SOURCE: a text to
+take for kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -56,7 +56,9 @@ def compile_only(self, *args, grid, warmup, **options):
             "dtype": dtype,
             "D": D,
             "dropout": dropout,
-            "tiles": [] if dropout == "loss" else [how.BLOCK_M.value, how.BLOCK_N.value, *map(options.get, TILES)],
+            "tiles": []
+            if isinstance(dropout, str)
+            else [how.BLOCK_M.value, how.BLOCK_N.value, *map(options.get, TILES)],
             "shared": kernel.metadata.shared,
             "registers": int(re.search(r"Used (\d+) registers", log)[1]) if assembled else None,
             "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]) if assembled else None,
@@ -89,6 +91,7 @@ flash = importlib.util.module_from_spec(spec)
 sys.modules["kernels.flash"] = flash
 spec.loader.exec_module(flash)
 from kernels import op, sizes  # noqa: E402  (now, that the kernels are those of SOURCE)
+from kernels.dropout import keep_table  # noqa: E402
 from kernels.loss import loss_in_place  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
 
@@ -102,6 +105,9 @@ found = []
 for dtype, D, dropout in CASES:
     if dropout == "loss":
         loss_in_place(torch.empty(2, D, dtype=getattr(torch, dtype)), torch.zeros(2, dtype=torch.int64), -1, 0.0, True)
+        continue
+    if dropout == "table":
+        keep_table(torch.tensor(1), 128, 256, D, 51)
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

@@ -31,6 +31,7 @@ CASES = {
     100: [D64, D128_DROPOUT, D256],
 }
 LOSS = [["bfloat16", 50_304, "loss"], ["bfloat16", 257, "loss"]]  # GPT-2's vocabulary as it is padded; bytes
+OTHERS = [*LOSS, ["bool", 384, "table"]]
 
 
 def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
@@ -54,14 +55,14 @@ def result(process: subprocess.Popen) -> list[dict]:
 @pytest.fixture(scope="module")
 def all_compiled(tmp_path_factory):
     """What came out of every kernel, by architecture; they are compiled side by side."""
-    processes = {arch: start(arch, cases + LOSS, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()}
+    processes = {arch: start(arch, cases + OTHERS, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()}
     return {arch: result(process) for arch, process in processes.items()}
 
 
 @pytest.fixture(scope="module")
 def compiled(all_compiled):
-    """Without the loss."""
-    return {arch: kernels[: -len(LOSS)] for arch, kernels in all_compiled.items()}
+    """The kernels of attention."""
+    return {arch: kernels[: -len(OTHERS)] for arch, kernels in all_compiled.items()}
 
 
 def beyond(kernels: list[dict], limit) -> list[dict]:
@@ -90,13 +91,20 @@ def test_16_bit_kernels_keep_next_to_everything_in_registers(compiled, arch):
 @pytest.mark.parametrize("arch", CASES)
 def test_two_programs_of_the_loss_share_a_processor(all_compiled, arch):
     """What tiles_for of kernels/loss.py reckons with: 16 warps with 64 registers a thread are half of the registers."""
-    large, small = all_compiled[arch][-len(LOSS) :]
+    large, small = all_compiled[arch][-len(OTHERS) :][: len(LOSS)]
     assert [(found["kernel"], found["dropout"], found["D"]) for found in (large, small)] == [
         ("loss_kernel", "loss", V) for _, V, _ in LOSS
     ]
     assert large["registers"] <= 64
     assert large["spills"] == small["spills"] == 0
     assert large["shared"] <= SHARED[arch] // 2
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_whole_masks_are_written_from_registers(all_compiled, arch):
+    found = all_compiled[arch][-1]
+    assert (found["kernel"], found["spills"], found["warnings"]) == ("keep_kernel", 0, [])
+    assert found["registers"] <= 128  # four programs of 128 threads share a processor
 
 
 def test_heads_of_64_spill_nothing_on_hopper(compiled):
