@@ -3,10 +3,14 @@
 Shapes: B batch, T query rows, T_k key rows, H query heads.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+
+HAS_TRITON = find_spec("triton") is not None  # it is made for Linux only; importing it takes a while
 
 
 class Problem(NamedTuple):
@@ -36,6 +40,13 @@ class Problem(NamedTuple):
     def dropout_p(self) -> float:
         """The share of weights that is dropped: attention.dropout_p rounded to steps of 1/256."""
         return self.drop_threshold / 256
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there: Triton is installed, and it is an NVIDIA GPU from Ampere on."""
+    if device.type != "cuda" or torch.version.hip or not HAS_TRITON:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def refuse_tangents(impl: str, *gradients: Tensor | None) -> None:

@@ -1,11 +1,15 @@
-"""The dropout mask of attention, drawn from a seed instead of stored. Every implementation matches this definition.
+"""The dropout mask, drawn from a seed. Attention's and the residual stream's have this one definition.
 
-Shapes: N = B*H batch-heads, T query rows, T_k key columns.
+    keep(seed, n, row, column) -> bool
 
-A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
-function, and the backward computes it again:
+                  n                                row      column       the mask
+    attention     b*H + h                          query    key          drawn in tiles where it is used: keep_mask()
+    the stream    b; B + b for what the MLP adds   token    channel      drawn whole: keep_table()
 
-    keep(seed, n, row, column) -> bool        n = b*H + h; row and column count from 0 in the whole sequence
+Shapes: N masks, of T rows. In attention N = B*H batch-heads, T query rows, T_k key columns. In the stream C columns.
+
+A stored mask of attention would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the
+mask is a function, and the backward computes it again. row and column count from 0 in the whole sequence.
 
 The mask does not depend on tiles, launches or ranks. A 16 x 16 tile in the forward and a 128 x 64 tile in the backward
 get the same bits. The counter is four separate 32-bit words. A single 32-bit number (n*T + row)*T_k + column would
@@ -32,22 +36,24 @@ the share that is actually kept, so the expectation is exact.
 import torch
 from torch import Tensor
 
+from kernels.problem import runs_kernels
+
 ROUNDS = 7
 M0, M1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32  # the multipliers minus 2**32: see philox()
 W0, W1 = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
 LOW = 0xFFFFFFFF
 
 
-def drop_threshold(dropout_p: float) -> int:
+def drop_threshold(dropout_p: float, name: str = "dropout_p") -> int:
     """How many of the 256 values of a byte drop an element: round(256 * dropout_p).
 
-    Raises ValueError outside [0, 1), and if a positive dropout_p rounds to 0 or to 256.
+    Raises ValueError outside [0, 1), and if a positive dropout_p rounds to 0 or to 256. name: of the option, for it.
     """
     if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p={dropout_p} is outside [0, 1); 0 switches dropout off")
+        raise ValueError(f"{name}={dropout_p} is outside [0, 1); 0 switches dropout off")
     threshold = round(256 * dropout_p)
     if threshold == 256 or (threshold == 0 and dropout_p > 0):
-        raise ValueError(f"dropout_p={dropout_p} is finer than the mask's steps of 1/256; use 0 or 0.002 to 0.998")
+        raise ValueError(f"{name}={dropout_p} is finer than the mask's steps of 1/256; use 0 or 0.002 to 0.998")
     return threshold
 
 
@@ -100,3 +106,43 @@ def keep_mask(seed: Tensor, n: int, rows: range, columns: range, dropout_p: floa
     bits = bits.reshape(n, (row1 - row0) * 32, (column1 - column0) * 32)
     bits = bits[:, rows.start - row0 * 32 : rows.stop - row0 * 32]
     return bits[:, :, columns.start - column0 * 32 : columns.stop - column0 * 32] >= drop_threshold(dropout_p)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model uses. torch.compile would draw other seeds from the same random state, and one Philox call for each
+# element of a table. So it gets ops, which it does not look into. Elsewhere they would only cost their dispatch.
+
+
+def draw_seeds(n: int, device: torch.device) -> Tensor:
+    """n seeds from torch's generator, int64 (n,): the same from the same random state, compiled or not."""
+    return (seeds_op if torch.compiler.is_compiling() else random_seeds)(n, device)
+
+
+def keep_table(seed: Tensor, N: int, T: int, C: int, dropout_p: float) -> Tensor:
+    """keep_mask() of whole masks: bool (N, T, C) on the seed's device. On a GPU with Triton a kernel writes it."""
+    return (table_op if torch.compiler.is_compiling() else whole_masks)(seed, N, T, C, dropout_p)
+
+
+def dropped(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
+    """x / (share kept) where keep is True, else 0; keep: bool, like x. None: no dropout."""
+    return x if keep is None else torch.where(keep, x, 0.0) * keep_scale(dropout_p)
+
+
+def random_seeds(n: int, device: torch.device) -> Tensor:
+    return torch.randint(2**63 - 1, (n,), device=device)
+
+
+def whole_masks(seed: Tensor, N: int, T: int, C: int, dropout_p: float) -> Tensor:
+    if not runs_kernels(seed.device):
+        return keep_mask(seed, N, range(T), range(C), dropout_p)
+    from kernels.dropout import keep_table  # imported here: triton is not installed everywhere
+
+    return keep_table(seed, N, T, C, drop_threshold(dropout_p))
+
+
+seeds_op = torch.library.custom_op(
+    "tilegpt::draw_seeds", random_seeds, mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+)
+seeds_op.register_fake(lambda n, device: torch.empty(n, dtype=torch.int64, device=device))
+table_op = torch.library.custom_op("tilegpt::keep_table", whole_masks, mutates_args=())
+table_op.register_fake(lambda seed, N, T, C, dropout_p: seed.new_empty((N, T, C), dtype=torch.bool))

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import AttentionConfig, attention
+from model.attention import AttentionConfig, attention, draws_itself
 from model.break_it import UNBROKEN, BreakIt
 from model.cache import KVCache, LayerCache, runs_kernel
+from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 
 
@@ -47,7 +48,7 @@ class GPTConfig:
     tie_head: bool = True  # the head uses the embedding's weight
     # dtype of the residual stream: float32 | autocast, which is bf16 with dtype=bf16. It moves less and rounds more.
     residual_dtype: str = "float32"
-    dropout_p: float = 0.0  # dropout in training: of the embedding, and of what each block adds
+    dropout_p: float = 0.0  # dropout in training: of the embedding, and of what each block adds; in steps of 1/256
     rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
     activation_checkpointing: bool = False  # compute blocks again in the backward: less memory, a longer step
@@ -80,8 +81,7 @@ class GPTConfig:
                 raise ValueError(f"model.{name}={getattr(self, name)} is not known; choose {' or '.join(known)}")
         if self.position == "rope" and self.head_size % 2:
             raise ValueError(f"model.n_embd / model.n_head = {self.head_size} is odd; rope turns pairs: make it even")
-        if not 0.0 <= self.dropout_p < 1.0:
-            raise ValueError(f"model.dropout_p={self.dropout_p} is outside [0, 1); 0 switches dropout off")
+        drop_threshold(self.dropout_p, "model.dropout_p")
 
     @property
     def head_size(self) -> int:
@@ -136,6 +136,7 @@ class Context(NamedTuple):
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin of rope_table()
     seed: Tensor | None  # seed of the layer's attention dropout, int64 scalar; None: no dropout
+    stream_seed: Tensor | None  # the same for the dropout of what the layer adds to the stream
     documents: Tensor | None  # (B, T) integers; None: one document
     past: LayerCache | None = None  # the layer's keys and values, in sampling with a cache
 
@@ -201,12 +202,16 @@ class Block(nn.Module):
         self.attention = CausalSelfAttention(config, attention_config, break_it)
         self.mlp_norm = norm(config)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout_p)
+        self.dropout_p = config.dropout_p
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, C) to (B, T, C)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), context))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        keep: Sequence[Tensor | None] = (None, None)  # of what attention adds and of what the MLP adds
+        if context.stream_seed is not None:
+            B, T, C = x.shape
+            keep = keep_table(context.stream_seed, 2 * B, T, C, self.dropout_p).split(B)
+        x = x + dropped(self.attention(self.attention_norm(x), context), keep[0], self.dropout_p)
+        return x + dropped(self.mlp(self.mlp_norm(x)), keep[1], self.dropout_p)
 
 
 def draw_and_run(block: Block, x: Tensor, context: Context) -> Tensor:
@@ -233,7 +238,6 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(rows, config.n_embd)
         if config.position == "learned":
             self.positions = nn.Embedding(config.context_length, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout_p)
         self.blocks = nn.ModuleList(Block(config, attention_config.layer(i), break_it) for i in range(config.n_layer))
         self.norm = norm(config)
         self.head = nn.Linear(config.n_embd, rows, bias=False)
@@ -272,12 +276,10 @@ class GPT(nn.Module):
                 assert cache.rope is not None
                 cos, sin = cache.rope
                 rope = cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)  # (1 or B, 1, T, D / 2)
-        # One seed per layer, drawn here and passed down as tensors. So the backward gets the same mask and the next
-        # step a new one, also with activation checkpointing and with CUDA graphs.
-        seeds: Sequence[Tensor | None] = [None] * self.config.n_layer
-        if self.training and self.attention_config.dropout_p > 0 and self.break_it.restore_seed:
-            seeds = torch.randint(2**63 - 1, (self.config.n_layer,), device=idx.device).unbind()
-        x = self.dropout(x)
+        seeds, stream_seeds = self.seeds(idx.device)
+        if stream_seeds[-1] is not None:
+            keep = keep_table(stream_seeds[-1], x.shape[0], T, x.shape[2], self.config.dropout_p)
+            x = dropped(x, keep, self.config.dropout_p)
         device = x.device.type
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
@@ -285,15 +287,29 @@ class GPT(nn.Module):
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
         layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
-        for block, seed, past in zip(self.blocks, seeds, layers, strict=True):
-            context = Context(rope, seed, documents, past)
+        for block, seed, stream_seed, past in zip(self.blocks, seeds, stream_seeds[:-1], layers, strict=True):
+            context = Context(rope, seed, stream_seed, documents, past)
             if self.training and self.config.activation_checkpointing:
-                restore = self.break_it.restore_seed  # torch's own draws too: model.dropout_p, sdpa's mask
+                restore = self.break_it.restore_seed
                 again = block if restore else partial(self.draw_and_run, block)
+                restore = restore and draws_itself(self.attention_config)
                 x = checkpoint(again, x, context, use_reentrant=False, preserve_rng_state=restore)
             else:
                 x = block(x, context)
         return self.norm(x)
+
+    def seeds(self, device: torch.device) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """The seeds of this forward's dropout: of each layer's attention; of each layer's stream and, last, of the
+        embedding. Each is an int64 scalar on the device, or None where nothing is dropped.
+
+        They are drawn here and passed down as tensors. So the backward gets the same mask and the next step a new one,
+        also with activation checkpointing and with CUDA graphs.
+        """
+        L = self.config.n_layer
+        attention = L if self.training and self.attention_config.dropout_p > 0 and self.break_it.restore_seed else 0
+        stream = L + 1 if self.training and self.config.dropout_p > 0 else 0
+        drawn = draw_seeds(attention + stream, device).unbind() if attention + stream else ()
+        return drawn[:attention] or [None] * L, drawn[attention:] or [None] * (L + 1)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, z_loss: float = 0.0

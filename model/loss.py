@@ -16,16 +16,15 @@ gradient scaler would come too late: its scale arrives with the backward. So the
 with entries up to 1, and the backward multiplies it by scale / count in float32.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.problem import runs_kernels
+
 CHUNK = 8192  # tokens; 4,096 to 16,384 are equally fast on an H200
 KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits take no more than CHUNK's in float32
 IGNORE = -1  # tokens with this target do not count
-HAS_TRITON = find_spec("triton") is not None  # it is made for Linux only; importing it takes a while
 
 
 def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -77,10 +76,8 @@ class NextTokenLoss(torch.autograd.Function):
 
 
 def runs_kernel(x: Tensor) -> bool:
-    """Whether kernels/loss.py can do this: Triton, an NVIDIA GPU from Ampere on, no float64."""
-    if not (x.is_cuda and HAS_TRITON) or torch.version.hip or x.dtype == torch.float64:
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] >= 8
+    """Whether kernels/loss.py can do this."""
+    return runs_kernels(x.device) and x.dtype != torch.float64
 
 
 def unit_of(dtype: torch.dtype) -> float:

@@ -3,9 +3,9 @@
     python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
-JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, and [dtype,
-B, "linear"] that of a linear layer with B rows. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
-list: for each kernel what came out of it.
+JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype, B,
+"linear"] that of a linear layer with B rows, ["bool", C, "table"] that of whole dropout masks. SOURCE: a text to take
+for kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -91,6 +91,7 @@ sys.modules["kernels.flash"] = flash
 spec.loader.exec_module(flash)
 from kernels import op, sizes  # noqa: E402  (now, that the kernels are those of SOURCE)
 from kernels.decode import decode  # noqa: E402
+from kernels.dropout import keep_table  # noqa: E402
 from kernels.linear import linear  # noqa: E402
 from kernels.loss import loss_in_place  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
@@ -119,6 +120,9 @@ for dtype, D, dropout in CASES:
         for module in (layer, norm):
             module.to(getattr(torch, dtype))
         linear(torch.empty(D, 768), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
+        continue
+    if dropout == "table":
+        keep_table(torch.tensor(1), 128, 256, D, 51)
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

@@ -350,7 +350,6 @@ def test_the_first_ten_losses_are_those_on_record(run, family):
     A fixed number of ulps is not robust: two processors round differently, and ten steps of AdamW magnify that. So the
     test measures the rounding where it runs, as the difference between `plain` in float32 and in float64; that allows
     about 1.5e-6. Processors without AVX2 draw first weights that differ in the last bit, which moves a loss by 3e-8.
-    Dropout is attention's, whose bits this project makes itself. Torch's own, of model.dropout_p, depend on MKL.
     """
     rate = ["optimizer.lr=5e-3", "optimizer.warmup_steps=2"]
     ran = run("steps=10", *rate, "attention.dropout_p=0.25", *RUNS[family])

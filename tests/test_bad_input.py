@@ -309,6 +309,7 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.bias=maybe                        model.bias=maybe: the value must be of type
     model.dropout_p=1                       model.dropout_p=1.0 is outside [0, 1)
     model.dropout_p=nan                     model.dropout_p=nan is outside
+    model.dropout_p=0.001                   model.dropout_p=0.001 is finer than the mask's steps of 1/256
     model.rope_base=nan                     model.rope_base=nan must be above 1
     model.rope_base=inf                     model.rope_base=inf must be above 1 and finite
     model.nlayer=3                          did you mean model.n_layer?

@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from model.dropout import drop_threshold, keep_mask, keep_scale, philox
+from model import dropout
+from model.dropout import draw_seeds, drop_threshold, dropped, keep_mask, keep_scale, keep_table, philox
 from tests import reference
 
 
@@ -89,3 +90,50 @@ def test_a_compiled_mask_has_the_same_bits():
     """Products past 2**63 are undefined in C++, and a compiled mask once had other bits than the plain one."""
     tile = (torch.tensor(0x123456789ABCDEF), 6, range(3, 100), range(2**20, 2**20 + 130), 0.3)
     assert torch.equal(torch.compile(keep_mask, fullgraph=True)(*tile), keep_mask(*tile))
+
+
+# --- whole masks, of the residual stream -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("N", "T", "C"), [(1, 1, 1), (2, 64, 96), (3, 33, 70), (40, 8, 5)])
+def test_the_kernel_writes_the_definition(N, T, C, monkeypatch):
+    """In the interpreter. 40 masks are more than one program."""
+    pytest.importorskip("triton", reason="triton is made for Linux")
+    if torch.cuda.is_available():
+        pytest.skip("tests/test_gpu.py runs the kernel itself")
+    seed = torch.tensor(-(2**62) - 12345)
+    definition = keep_mask(seed, N, range(T), range(C), 0.3)
+    monkeypatch.setattr(dropout, "runs_kernels", lambda device: True)
+    assert torch.equal(keep_table(seed, N, T, C, 0.3), definition)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile wants a C++ compiler")
+def test_a_compiled_model_draws_the_seeds_and_masks_of_a_plain_one():
+    """torch.compile drew other seeds from the same random state, so a compiled step could not be looked at again."""
+
+    def draw():
+        seeds = draw_seeds(3, torch.device("cpu"))
+        return seeds + 0, keep_table(seeds[1], 2, 40, 70, 0.3), torch.rand(2)
+
+    found = []
+    for run in (draw, torch.compile(draw, fullgraph=True)):
+        torch.manual_seed(5)
+        found.append((*run()[:2], torch.get_rng_state()))
+    assert all(torch.equal(plain, compiled) for plain, compiled in zip(*found, strict=True))
+
+
+def test_the_ops_are_registered_as_torch_wants_them():
+    for op, arguments in (
+        (dropout.seeds_op, (3, torch.device("cpu"))),
+        (dropout.table_op, (torch.tensor(1), 2, 40, 70, 0.3)),
+    ):
+        checks = ["test_schema", "test_faketensor"] if op is dropout.seeds_op else None
+        torch.library.opcheck(op, arguments, **({"test_utils": checks} if checks else {}))
+
+
+def test_what_is_dropped_is_0_and_has_no_gradient_whatever_it_was():
+    x = torch.tensor([1.0, 2.0, float("nan"), float("inf")], requires_grad=True)
+    y = dropped(x, torch.tensor([True, False, False, False]), 0.5)
+    assert y.tolist() == [2, 0, 0, 0]
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 0, 0, 0]
+    assert dropped(x, None, 0.5) is x

@@ -34,6 +34,8 @@ LOSS = [["bfloat16", 50_304, "loss"], ["bfloat16", 257, "loss"]]  # GPT-2's voca
 # Attention of one row by head size, and a linear layer by rows.
 TOKEN = [["bfloat16", D, "decode"] for D in (64, 128, 256)] + [["bfloat16", B, "linear"] for B in (1, 16)]
 TOKEN += [["float32", 256, "decode"], ["float32", 16, "linear"]]
+TABLE = [["bool", 384, "table"]]
+OTHERS = LOSS + TOKEN + TABLE
 
 
 def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
@@ -57,16 +59,14 @@ def result(process: subprocess.Popen) -> list[dict]:
 @pytest.fixture(scope="module")
 def all_compiled(tmp_path_factory):
     """What came out of every kernel, by architecture; they are compiled side by side."""
-    processes = {
-        arch: start(arch, cases + LOSS + TOKEN, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()
-    }
+    processes = {arch: start(arch, cases + OTHERS, tmp_path_factory.mktemp("cache")) for arch, cases in CASES.items()}
     return {arch: result(process) for arch, process in processes.items()}
 
 
 @pytest.fixture(scope="module")
 def compiled(all_compiled):
-    """Without the loss and the token's."""
-    return {arch: kernels[: -len(LOSS + TOKEN)] for arch, kernels in all_compiled.items()}
+    """The kernels of attention."""
+    return {arch: kernels[: -len(OTHERS)] for arch, kernels in all_compiled.items()}
 
 
 def beyond(kernels: list[dict], limit) -> list[dict]:
@@ -95,7 +95,7 @@ def test_16_bit_kernels_keep_next_to_everything_in_registers(compiled, arch):
 @pytest.mark.parametrize("arch", CASES)
 def test_two_programs_of_the_loss_share_a_processor(all_compiled, arch):
     """What tiles_for of kernels/loss.py reckons with: 16 warps with 64 registers a thread are half of the registers."""
-    large, small = all_compiled[arch][-len(LOSS + TOKEN) : -len(TOKEN)]
+    large, small = all_compiled[arch][-len(OTHERS) :][: len(LOSS)]
     assert [(found["kernel"], found["dropout"], found["D"]) for found in (large, small)] == [
         ("loss_kernel", "loss", V) for _, V, _ in LOSS
     ]
@@ -107,13 +107,20 @@ def test_two_programs_of_the_loss_share_a_processor(all_compiled, arch):
 @pytest.mark.parametrize("arch", CASES)
 def test_a_tokens_kernels_fit_and_two_programs_share_a_processor(all_compiled, arch):
     """Of attention at least two, because one cannot keep enough keys on their way to it."""
-    found = all_compiled[arch][-len(TOKEN) :]
+    found = all_compiled[arch][-len(TOKEN + TABLE) : -len(TABLE)]
     assert [(kernel["kernel"], kernel["D"]) for kernel in found] == [
         (f"{name}_kernel", number) for _, number, name in TOKEN
     ]
     assert not beyond(found, lambda kernel: kernel["shared"] <= SHARED[arch])
     assert not beyond(found[:5], lambda kernel: kernel["spills"] == 0 and not kernel["warnings"])
     assert not beyond(found[:3], lambda kernel: 2 * kernel["shared"] <= SHARED[90] and kernel["registers"] <= 255)
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_whole_masks_are_written_from_registers(all_compiled, arch):
+    found = all_compiled[arch][-1]
+    assert (found["kernel"], found["spills"], found["warnings"]) == ("keep_kernel", 0, [])
+    assert found["registers"] <= 128  # four programs of 128 threads share a processor
 
 
 def test_heads_of_64_spill_nothing_on_hopper(compiled):

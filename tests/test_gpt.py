@@ -8,16 +8,19 @@ import torch
 import yaml
 
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig, rope_table, rotate
+from model.dropout import keep_mask
+from model.gpt import GPT, Context, GPTConfig, rope_table, rotate
 from tests.reference import error
 
 MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2}
 FAMILIES = {"gpt2": {}, "modern": MODERN}
 
 
-def gpt(impl: str = "naive", dropout_p: float = 0.0, **fields) -> GPT:
+def gpt(impl: str = "naive", dropout_p: float = 0.0, stream_p: float = 0.0, **fields) -> GPT:
+    """dropout_p: of attention; stream_p: of the residual stream."""
     torch.manual_seed(0)
     fields = {"n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": 64, "vocab_size": 50} | fields
+    fields["dropout_p"] = stream_p
     return GPT(GPTConfig(**fields), AttentionConfig(impl, 16, 16, dropout_p=dropout_p))
 
 
@@ -101,12 +104,35 @@ def test_autocast_does_not_round_the_angles():
         assert all(torch.equal(a, b) for a, b in zip(plain, rope_table(8193, 8, 10000.0, "cpu"), strict=True))
 
 
-def test_dropout_is_drawn_anew_each_step_and_never_in_evaluation():
-    model = gpt("tiled", dropout_p=0.5)
+@pytest.mark.parametrize("where", [{"dropout_p": 0.5}, {"stream_p": 0.5}], ids=str)
+def test_dropout_is_drawn_anew_each_step_and_never_in_evaluation(where):
+    model = gpt("tiled", **where)
     idx, targets = torch.randint(50, (2, 2, 40))
     assert model(idx, targets) != model(idx, targets)
     model.eval()
     assert torch.equal(model(idx, targets), model(idx, targets))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_the_stream_drops_what_the_definition_says(dropout_p):
+    """Bit for bit. The embedding's mask is of the last seed; a block's seed has a mask for each of its two terms."""
+    model, idx = gpt("tiled", dropout_p, stream_p=0.25), torch.randint(50, (3, 40))
+    torch.manual_seed(3)
+    found = model.hidden(idx)
+
+    torch.manual_seed(3)
+    seeds = torch.randint(2**63 - 1, (5 if dropout_p else 3,))
+    of_attention, of_stream = (seeds[:2], seeds[2:]) if dropout_p else ([None, None], seeds)
+
+    def factor(seed, n: int):
+        """Z of the sequences n to n + 2. A quarter is 64 of 256."""
+        return keep_mask(seed, n + 3, range(40), range(32), 0.25)[n:] * (256 / 192)
+
+    x = (model.embedding(idx) + model.positions.weight[:40]) * factor(of_stream[2], 0)
+    for block, seed, stream_seed in zip(model.blocks, of_attention, of_stream, strict=False):
+        x = x + block.attention(block.attention_norm(x), Context(None, seed, None, None)) * factor(stream_seed, 0)
+        x = x + block.mlp(block.mlp_norm(x)) * factor(stream_seed, 3)
+    assert torch.equal(found, model.norm(x))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +145,7 @@ def test_activation_checkpointing_changes_no_bit_with_dropout_in_attention_and_b
     found = []
     for checkpointing in (False, True):
         layers = 1 if backend else 2  # a layer takes seconds to compile
-        model = gpt(impl, dropout_p=0.3, n_layer=layers, activation_checkpointing=checkpointing, **MODERN)
-        model.dropout.p = 0.1
-        for block in model.blocks:
-            block.dropout.p = 0.1
+        model = gpt(impl, 0.3, 0.1, n_layer=layers, activation_checkpointing=checkpointing, **MODERN)
         step = torch.compile(model, backend=backend) if backend else model
         torch.manual_seed(7)
         losses = [step(idx, targets) for _ in range(2)]
@@ -135,7 +158,7 @@ def test_activation_checkpointing_keeps_little_more_than_the_input_of_each_block
     """Of a layer more, what autograd keeps: (B, T, C) and the seed."""
     kept = []
     for n_layer in (2, 3):
-        model = gpt("tiled", n_layer=n_layer, dropout_p=0.3, activation_checkpointing=True)
+        model = gpt("tiled", n_layer=n_layer, dropout_p=0.3, stream_p=0.1, activation_checkpointing=True)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         storages = {}
 

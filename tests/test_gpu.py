@@ -14,7 +14,7 @@ from kernels.problem import Problem
 from model import loss as loss_module
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
-from model.dropout import keep_mask
+from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, next_token_loss
 from model.mask import Tiling
@@ -88,6 +88,23 @@ def test_the_dropout_mask_has_the_bits_it_has_on_a_cpu():
         keep_mask(torch.tensor(11, device="cuda"), *tile).cpu(),
         keep_mask(torch.tensor(11), *tile),
     )
+
+
+@pytest.mark.parametrize(("N", "T", "C"), [(1, 1, 1), (3, 33, 70), (128, 256, 384)])
+def test_the_kernel_of_whole_masks_writes_the_bits_of_a_cpu(N, T, C):
+    seed = torch.tensor(-(2**62) - 12345)
+    definition = keep_mask(seed, N, range(T), range(C), 0.2)
+    assert torch.equal(keep_table(seed.cuda(), N, T, C, 0.2).cpu(), definition)
+    compiled = torch.compile(keep_table, fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(seed.cuda(), N, T, C, 0.2).cpu(), definition)
+
+
+def test_whole_masks_past_two_to_the_31_elements_are_found():
+    seed = torch.tensor(7)
+    keep = keep_table(seed.cuda(), 2, 2**15 + 64, 2**15 + 64, 0.2)
+    for n, i, j in ((0, 0, 0), (0, 2**15, 2**15), (1, 0, 2**15), (1, 2**15, 2**15)):
+        tile = keep_mask(seed, 2, range(i, i + 64), range(j, j + 64), 0.2)[n]
+        assert torch.equal(keep[n, i : i + 64, j : j + 64].cpu(), tile)
 
 
 def test_a_compiled_mask_has_the_same_bits():
@@ -525,6 +542,8 @@ RECIPES = {
         "impl": "triton", "dropout_p": 0.1, "documents": True, "window": 100, "kind": "muon", "ema_decay": 0.9,
         "tokens_per_step": 4096, "z_loss": 1e-3,
     },
+    "triton-recomputed": {"impl": "triton", "dropout_p": 0.1, "model_dropout": 0.1, "recomputed": True},
+    "sdpa-recomputed": {"impl": "sdpa", "model_dropout": 0.1, "recomputed": True},
     "naive-muon-fp16": {"impl": "naive", "dropout_p": 0.1, "kind": "muon", "dtype": "fp16"},
 }  # fmt: skip
 
@@ -545,7 +564,11 @@ def small_run(tmp_path: Path, name: str, way: str, steps: int, recipe: dict, **k
     of_attention = {key: recipe.pop(key) for key in ("impl", "dropout_p", "documents", "window")}
     size = {"n_layer": 2, "n_head": 2, "n_embd": 128, "context_length": 128}
     cfg = train.Config(
-        model=GPTConfig(**size, dropout_p=recipe.pop("model_dropout", 0.0)),
+        model=GPTConfig(
+            **size,
+            dropout_p=recipe.pop("model_dropout", 0.0),
+            activation_checkpointing=recipe.pop("recomputed", False),
+        ),
         attention=AttentionConfig(**of_attention),
         optimizer=train.OptimizerConfig(kind=recipe.pop("kind"), warmup_steps=10),
         name=name,

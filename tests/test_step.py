@@ -33,6 +33,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(
     ("wanted", "device", "impl", "recomputed", "way"),
     [
+        ("auto", CUDA, "triton", True, "recorded"),
         ("auto", CUDA, "sdpa", False, "recorded"),
         ("auto", CUDA, "triton", False, "recorded"),
         ("graph", CUDA, "naive", False, "recorded"),
@@ -46,7 +47,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_the_way_is_the_one_that_was_asked_for_or_the_fastest_there_is(wanted, device, impl, recomputed, way):
     model = GPTConfig(activation_checkpointing=recomputed)
-    found, why = choose_way(wanted, device, AttentionConfig(impl), model)
+    found, why = choose_way(wanted, device, AttentionConfig(impl, dropout_p=0.1), model)
     assert found == way
     assert bool(why) == (way != "recorded")
 
@@ -56,12 +57,23 @@ def test_the_way_is_the_one_that_was_asked_for_or_the_fastest_there_is(wanted, d
     [
         (CPU, "sdpa", False, "CUDA graphs need a CUDA GPU, not cpu"),
         (CUDA, "tiled", False, "attention=tiled chooses its tiles in Python"),
-        (CUDA, "sdpa", True, "model.activation_checkpointing=true reads the random state in Python"),
+        (CUDA, "sdpa", True, "attention=sdpa with attention.dropout_p and model.activation_checkpointing reads the"),
     ],
 )
 def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed, why):
-    with pytest.raises(ValueError, match=f"compile=graph: {why}; use compile=auto"):
-        choose_way("graph", device, AttentionConfig(impl), GPTConfig(activation_checkpointing=recomputed))
+    with pytest.raises(ValueError, match=f"compile=graph: {why}.*; use compile=auto"):
+        choose_way(
+            "graph", device, AttentionConfig(impl, dropout_p=0.1), GPTConfig(activation_checkpointing=recomputed)
+        )
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_a_block_that_is_computed_again_keeps_it_from_being_recorded_only_if_sdpa_drops(dropout_p):
+    attention, model = (
+        AttentionConfig("sdpa", dropout_p=dropout_p),
+        GPTConfig(activation_checkpointing=True, dropout_p=0.1),
+    )
+    assert choose_way("auto", CUDA, attention, model)[0] == ("compiled" if dropout_p else "recorded")
 
 
 def test_a_step_that_cannot_be_recorded_is_one_line(monkeypatch):

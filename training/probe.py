@@ -248,7 +248,7 @@ def search(
     the random state from before the batch. None if find() finds no such tile. The gradients of the parameters stay as
     they are.
     """
-    checkpoint.set_rng_state(rng)  # so the dropout is that of the step, unless the step was compiled
+    checkpoint.set_rng_state(rng)  # so the dropout is that of the step
     for batch in batches:
         before = checkpoint.rng_state()
         batch = batch.to(device)

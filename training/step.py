@@ -11,7 +11,7 @@ update() is the step. There are three ways to run it:
     compiled   torch.compile has fused the model's operations into fewer kernels
     recorded   the compiled step is recorded once, as a CUDA graph. The host then launches the whole step at once.
 
-Recorded and compiled steps compute the same bits. An eager one rounds elsewhere, and model.dropout_p drops others.
+Recorded and compiled steps compute the same bits. An eager one drops the same elements, but rounds elsewhere.
 A small model's operations take less time on a GPU than their launches from Python. Recorded, the GPU never waits.
 
 A bad update is never made, and no step waits to find out. The device itself looks at the loss and the gradient, and
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from model.attention import AttentionConfig
+from model.attention import AttentionConfig, draws_itself
 from model.gpt import GPT, GPTConfig
 from training.machine import is_out_of_memory
 from training.optimizer import average
@@ -54,8 +54,8 @@ def choose_way(wanted: str, device: torch.device, attention: AttentionConfig, mo
         obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
-    elif model.activation_checkpointing:
-        obstacle = "model.activation_checkpointing=true reads the random state in Python"
+    elif model.activation_checkpointing and draws_itself(attention):
+        obstacle = "attention=sdpa with attention.dropout_p and model.activation_checkpointing reads the random state"
     if wanted == "graph" and obstacle:
         raise ValueError(f"compile=graph: {obstacle}; use compile=auto")
     if wanted == "auto" and (device.type != "cuda" or attention.impl == "tiled"):
