@@ -141,7 +141,7 @@ def whole_masks(seed: Tensor, N: int, T: int, C: int, dropout_p: float) -> Tenso
 
 
 seeds_op = torch.library.custom_op(
-    "tilegpt::draw_seeds", random_seeds, mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    "tilegpt::draw_seeds", random_seeds, mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
 seeds_op.register_fake(lambda n, device: torch.empty(n, dtype=torch.int64, device=device))
 table_op = torch.library.custom_op("tilegpt::keep_table", whole_masks, mutates_args=())
