@@ -248,7 +248,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     autocast = torch.autocast(device.type, DTYPES[dtype]) if low else nullcontext()
     torch.set_float32_matmul_precision("high" if low else "highest")
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    way, why = choose_way(cfg.compile, device, attention, cfg.model)
+    way, why = choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
 
@@ -343,7 +343,7 @@ def check(cfg: Config) -> None:
     need no data and no memory. A sweep makes them for every job before the first one starts."""
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    choose_way(cfg.compile, device, attention, cfg.model)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
     refuse_another_parent(cfg)
     passes(cfg)
     cfg = copy.deepcopy(cfg)

@@ -254,4 +254,4 @@ def merge(o, states, parts, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexp
 def write(o, acc, l, G: tl.constexpr, D: tl.constexpr):
     """Step 6: the G rows of o that share a key head."""
     g, d = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
-    tl.store(o + g * D + d, (acc / l[:, None]).to(o.dtype.element_ty), mask=(g < G) & (d < D))
+    tl.store(o + g * D + d, tl.div_rn(acc, l[:, None]).to(o.dtype.element_ty), mask=(g < G) & (d < D))

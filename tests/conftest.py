@@ -58,8 +58,10 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Which tests ran before on the same core, and what random numbers they left, depends on how fast each of them was.
-    So every test begins with the same ones, and what it draws is drawn each time."""
+    So every test begins with the same ones, and what it draws is drawn each time. The precision of float32 products is
+    another thing that a run of train.py leaves behind."""
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="session", autouse=True)

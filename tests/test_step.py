@@ -17,6 +17,7 @@ import train
 import training.step
 from data.loader import Batch, Loader, Prefetch
 from model.attention import AttentionConfig
+from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.reference import assert_float64_right
 from training import checkpoint
@@ -57,7 +58,7 @@ def test_the_way_is_the_one_that_was_asked_for_or_the_fastest_there_is(wanted, d
     [
         (CPU, "sdpa", False, "CUDA graphs need a CUDA GPU, not cpu"),
         (CUDA, "tiled", False, "attention=tiled chooses its tiles in Python"),
-        (CUDA, "sdpa", True, "attention=sdpa with attention.dropout_p and model.activation_checkpointing reads the"),
+        (CUDA, "sdpa", True, "attention=sdpa with model.activation_checkpointing=true reads the random state"),
     ],
 )
 def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed, why):
@@ -67,13 +68,11 @@ def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed,
         )
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_a_block_that_is_computed_again_keeps_it_from_being_recorded_only_if_sdpa_drops(dropout_p):
-    attention, model = (
-        AttentionConfig("sdpa", dropout_p=dropout_p),
-        GPTConfig(activation_checkpointing=True, dropout_p=0.1),
-    )
-    assert choose_way("auto", CUDA, attention, model)[0] == ("compiled" if dropout_p else "recorded")
+def test_a_seed_that_is_drawn_again_in_python_keeps_a_step_from_being_recorded():
+    model, broken = GPTConfig(activation_checkpointing=True), BreakIt(restore_seed=False)
+    way, why = choose_way("auto", CUDA, AttentionConfig("triton", dropout_p=0.1), model, broken)
+    assert way == "compiled"
+    assert why.startswith("break_it=unrestored_seed with model.activation_checkpointing=true")
 
 
 def test_a_step_that_cannot_be_recorded_is_one_line(monkeypatch):

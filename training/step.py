@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from model.attention import AttentionConfig, draws_itself
+from model.attention import AttentionConfig
+from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from training.machine import is_out_of_memory
 from training.optimizer import average
@@ -43,7 +44,9 @@ COMPILE_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction": False}
 WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
 
 
-def choose_way(wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig) -> tuple[str, str]:
+def choose_way(
+    wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, break_it: BreakIt = UNBROKEN
+) -> tuple[str, str]:
     """How the steps of a run are made: eager, compiled or recorded; and why they are not recorded, or "".
 
     wanted: train.py's compile=, auto | true | false | graph. attention: resolved. ValueError for graph where a step
@@ -54,8 +57,10 @@ def choose_way(wanted: str, device: torch.device, attention: AttentionConfig, mo
         obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
-    elif model.activation_checkpointing and draws_itself(attention):
-        obstacle = "attention=sdpa with attention.dropout_p and model.activation_checkpointing reads the random state"
+    elif model.activation_checkpointing and (attention.impl == "sdpa" or not break_it.restore_seed):
+        # PyTorch keeps the random state for any sdpa that is computed again, also for one that drops nothing.
+        who = f"attention={attention.impl}" if break_it.restore_seed else f"break_it={break_it.label}"
+        obstacle = f"{who} with model.activation_checkpointing=true reads the random state in Python"
     if wanted == "graph" and obstacle:
         raise ValueError(f"compile=graph: {obstacle}; use compile=auto")
     if wanted == "auto" and (device.type != "cuda" or attention.impl == "tiled"):
