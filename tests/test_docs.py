@@ -561,3 +561,28 @@ def test_a_command_of_the_pages_is_one_that_runs(command):
     module = importlib.import_module(script.removesuffix(".py"))
     jobs = config.compose(arguments, module.Config, SCRIPTS[script], ROOT / "conf", module.__name__)
     assert jobs or "--cfg" in arguments or "--help" in arguments
+
+
+def test_the_page_has_the_tokens_that_were_measured():
+    """The tables of docs/results.md under "Sampling", from docs/decode.csv."""
+    with open(DOCS / "decode.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    cases: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], {})[row["name"]] = row
+    lines = []
+    for sides in cases.values():
+        any_side = next(iter(sides.values()))
+        B, H, H_kv, D, T_k = (int(any_side[key]) for key in ("B", "H", "H_kv", "D", "T_k"))
+        if "copy" in sides:
+            heads = f"{H} heads" if H == H_kv else f"{H} query and {H_kv} key heads"
+            shares = [f"{float(sides[name]['of_copy']):.0%}"[:-1] + " %" for name in ("kernel", "sdpa", "plain")]
+            copy = f"{float(sides['copy']['gb_per_s']):,.0f}"
+            lines.append([f"{B} x {T_k // 1024}k, {heads}, head size {D}", copy, *shares])
+        else:
+            lines.append(
+                [f"{T_k // 1024}k", *(f"{int(sides[way]['tokens_per_s']):,}" for way in ("recorded", "eager"))]
+            )
+    section = PAGES["results.md"].split("## Sampling", 1)[1].split("\n## ", 1)[0]
+    assert len(lines) == 6
+    assert [line for line in lines if f"| {' | '.join(line)} |" not in section] == []

@@ -21,6 +21,7 @@ from lab import meter, peer, race, steps
 from lab.peer import PlainGPT
 from lab.steps import Case, Side
 from model.attention import AttentionConfig
+from model.dropout import dropped
 from model.gpt import GPT, GPTConfig
 from tests.reference import assert_float64_right
 from tests.test_bench import CPU, read
@@ -49,18 +50,22 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_the_plain_gpt_computes_what_ours_does(changes):
-    """Dropout too: both draw the same random numbers, in the same order."""
+def test_the_plain_gpt_computes_what_ours_does(changes, monkeypatch):
+    """It drops at the same places: ours hands its masks over, in their order."""
     own, plain = both(**changes)
+    masks: list[torch.Tensor | None] = []
+    monkeypatch.setattr("model.gpt.dropped", lambda x, keep, p: masks.append(keep) or dropped(x, keep, p))
+    for module in (plain, *plain.blocks) if plain.dropout.p else ():
+        monkeypatch.setattr(module.dropout, "forward", lambda x: dropped(x, masks.pop(0), plain.dropout.p))
     x, y, _ = batch()
     found, reference = {}, {}
-    for model, results in ((plain, found), (own, reference)):
-        torch.manual_seed(1)
+    for model, results in ((own, reference), (plain, found)):
         loss = model(x, y)
         loss = loss[1] if model is plain else loss
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         results |= dict(zip(dict(own.named_parameters()), gradients, strict=True)) | {"loss": loss.detach()}
+    assert not any(mask is not None for mask in masks)
     assert all(float(result.abs().max()) > 0 for result in reference.values())
     # Sums of at most 64 products, one behind the other through two blocks and back.
     assert_float64_right(found, reference, terms=64 * 2 * 8)
