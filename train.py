@@ -102,7 +102,7 @@ class Config:
     # resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path. The run takes its
     # configuration from the checkpoint. Keys on the command line override it.
     resume: str | None = None
-    eval_only: bool = False  # only measure what the context is worth, at the best checkpoint of the run in resume=
+    eval_only: bool = False  # only measure what the context is worth to the best checkpoint of the run in resume=
     # weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run. The model and the tokenizer are
     # then those of the weights.
     init_from: str | None = None
@@ -121,7 +121,7 @@ class Config:
     ema_decay: float = 0.0
     eval_every: int = 100  # steps between evaluations
     eval_tokens: int = 65536  # approximate number of validation tokens per evaluation; always the same tokens
-    context_every: int = 0  # steps between measurements of what the context is worth (training/context.py); 0: none
+    context_every: int = 0  # steps between measurements of what the context is worth; 0: none
     sample_every: int = 200  # steps between samples; 0: no samples
     sample_tokens: int = 200  # maximum length of a sample in tokens; it ends earlier if the model ends the document
     checkpoint_every: int = 100  # steps between checkpoints; the best is chosen among those that were evaluated

@@ -75,7 +75,7 @@ TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 class DataConfig:
     """Which text, and how much of it is for validation. READS has the keys of each source."""
 
-    # pystdlib | text | bin | shakespeare | fineweb | recall | passkey; data=NAME sets the related keys too
+    # pystdlib | text | bin | shakespeare | fineweb | recall | passkey. data=NAME sets the related keys too.
     source: str = "pystdlib"
     path: str | None = None  # data=text or bin: a file, a folder or a glob; data=text also: - (standard input)
     field: str = "text"  # data=text: field of a .jsonl line that holds the text

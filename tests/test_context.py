@@ -395,6 +395,27 @@ def test_a_checkpoint_outside_a_run_has_no_place_for_the_measurement(call, train
     assert "lies in no run's folder" in ended.err
 
 
+def test_eval_only_refuses_tokens_of_another_tokenizer(call, small, tmp_path):
+    """A token id that the model lacks would be an IndexError, or worse on a GPU."""
+    own = [*small, f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "steps=1"]
+    for kind in ("byte", "bpe tokenizer.vocab_size=300"):
+        assert call(train, *own, *f"tokenizer={kind}".split(), f"name={kind[:4]}").code == 0
+    (ours,), (theirs,) = ((tmp_path / "cache").glob(f"text-{kind}-*") for kind in ("byte", "bpe300"))
+    assert call(train, *own[5:], "data=bin", f"data.path={ours}", "name=x").code == 0
+    typed = ["eval_only=true", "resume=x", f"runs={tmp_path}", "device=cpu", f"data.path={theirs}"]
+    ended = call(train, *typed)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert f"{theirs} has tokens of another tokenizer" in ended.err
+
+
+def test_a_loss_that_is_not_a_number_is_drawn_and_printed(tmp_path, recwarn):
+    record = context.worth(small_gpt(64), windows(64), BYTES, nullcontext())
+    lost = {key: math.nan if key.startswith("loss") else x for key, x in record.items()} | {"context_gain": math.nan}
+    assert context.draw(lost, tmp_path, "x", "no_max") == [tmp_path / "context.png"]
+    assert "nan" in context.table(lost)
+    assert not [w for w in recwarn if "posx" in str(w.message)]
+
+
 def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')

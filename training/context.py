@@ -34,7 +34,7 @@ from torch import Tensor
 
 from data.loader import Batch, Dataset, open_data, validation_batches
 from data.made import SHORTEST, answer, passkey, second_half
-from data.tokenizer import encode
+from data.tokenizer import encode, same
 from model.gpt import GPT
 from model.loss import loss_of_each
 from training import checkpoint
@@ -231,7 +231,7 @@ def curves(record: dict[str, float]):
         points = [(spans(key)[-1], x) for key, x in record.items() if key.startswith(f"loss_{kind}")]
         axes.plot(*zip(*points, strict=True), marker="o", lw=2, color="#005ab5")
         axes.set_xscale("log", base=2)
-        ticks = [n for n, _ in points][:: 2 if len(points) > 6 else 1]
+        ticks = [n for n, _ in points][:: -2 if len(points) > 6 else -1]
         axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks], fontsize=11)
         axes.set_xlabel(labels[kind], fontsize=12)
         axes.set_title(titles[kind], fontsize=13)
@@ -241,8 +241,9 @@ def curves(record: dict[str, float]):
         if math.isfinite(low + high):  # a flat curve looks flat, and numbers have room above the points
             middle, half = (low + high) / 2, max(high - low, 0.1) / 2
             axes.set_ylim(middle - 1.2 * half, middle + 1.35 * half)
-        for n, x in (points[0], points[-1]):
-            axes.annotate(f"{x:.3f}", (n, x), (0, 8), textcoords="offset points", ha="center", fontsize=11)
+        for n, x in (point for point in (points[0], points[-1]) if math.isfinite(point[1])):
+            words = {"ha": "center", "fontsize": 11, "bbox": {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.5}}
+            axes.annotate(f"{x:.3f}", (n, x), (0, 8), textcoords="offset points", **words)
         axes.set_ylabel("nats a token", fontsize=12)
     return figure
 
@@ -284,7 +285,12 @@ def evaluate(cfg: Any) -> int:
         raise ValueError(
             f"resume={trained.path} lies in no run's folder, and the measurement is written there; name a run"
         )
-    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(trained), cfg.model.context_length)
+    kept = tokenizer_of(trained)
+    dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length)
+    if kept is None or not same(dataset.encoding, kept):
+        raise ValueError(
+            f"{dataset.folder} has tokens of another tokenizer than {trained.path}: name a text of the same"
+        )
     size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
     numbered = cfg.attention.documents
     batches = validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered)
