@@ -160,8 +160,8 @@ class Config:
             raise ValueError("eval_only=true has no run to measure; name one with resume=NAME, or resume=auto")
         if (self.eval_only or self.context_every) and self.model.context_length < context.FEWEST:
             raise ValueError(
-                f"model.context_length={self.model.context_length} is too short to measure what the context is worth; "
-                f"it takes {context.FEWEST} tokens; leave out context_every= and eval_only="
+                f"model.context_length={self.model.context_length} is too short for context_every= and eval_only=, "
+                f"which measure contexts of {context.FEWEST} tokens and more; leave them out"
             )
         for name in ("context_every", "sample_every", "sample_tokens"):
             if getattr(self, name) < 0:

@@ -65,13 +65,10 @@ def log_line(record: dict, total_steps: int) -> str:
         if record.get("best"):
             fields.append("best {:.4f} at {}".format(*record["best"]))
     elif "context_gain" in record:
-        given = sorted(key for key in record if key.startswith("loss_given_"))
+        given = sorted(key.removeprefix("loss_given_") for key in record if key.startswith("loss_given_"))
         fields = [
             f"context step {step}/{total_steps}",
-            *(
-                f"given {key.removeprefix('loss_given_')} {record[key]:.4f}"
-                for key in dict.fromkeys((given[0], given[-1]))
-            ),
+            *(f"given {tokens} {record[f'loss_given_{tokens}']:.4f}" for tokens in sorted({given[0], given[-1]})),
             f"worth {record['context_gain']:.4f}",
             f"{record['context_ms']:.0f} ms",
         ]
@@ -188,9 +185,8 @@ def _json_line(record: dict) -> str:
 def append(path: Path, record: dict) -> None:
     """Adds a record to a metrics.jsonl, in one write, whether a run has it open or not."""
     with open(path, "ab+") as file:
-        cut = (
-            file.tell() > 0 and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n"
-        )  # a killed run's line
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        cut = file.read(1) not in (b"", b"\n")  # the last line, when a run was killed
         file.write(b"\n" * cut + _json_line(record).encode())
 
 

@@ -15,6 +15,7 @@ changes something. A run with init_from= is a new run: it takes the weights, the
 tokenizer and break_it from its parent, and nothing else.
 """
 
+import re
 import shlex
 from dataclasses import asdict
 from itertools import count
@@ -83,7 +84,8 @@ def open_checkpoint(cfg: Any) -> checkpoint.Checkpoint | None:
 
 def find(cfg: Any) -> Path:
     """The checkpoint that cfg.resume names: its path, or a run's last one, with eval_only the run's best one."""
-    named = (Path(cfg.resume) / "state.json").is_file()
+    path = Path(cfg.resume)
+    named = re.fullmatch(r"step_\d+", path.name) or (path / "state.json").is_file()
     which = checkpoint.find_best if cfg.eval_only and not named else checkpoint.find_resume
     return which(cfg.resume, Path(cfg.runs), cfg.name, option="resume")
 
