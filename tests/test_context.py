@@ -65,6 +65,7 @@ def test_the_loss_of_each_token_is_cross_entropys(dtype, monkeypatch):
     x, weight = torch.randn(20, 8, dtype=dtype), torch.randn(V, 8, dtype=dtype)
     targets = torch.randint(V, (20,))
     targets[[0, 9]] = IGNORE
+    x[0] = 10 * weight[0]  # its largest logit is that of symbol 0
     logits = (x @ weight.T).to(torch.promote_types(dtype, torch.float32))
     losses, right = loss_of_each(x, weight, targets)
     expected = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")

@@ -241,7 +241,7 @@ def curves(record: dict[str, float]):
         if math.isfinite(low + high):  # a flat curve looks flat, and numbers have room above the points
             middle, half = (low + high) / 2, max(high - low, 0.1) / 2
             axes.set_ylim(middle - 1.2 * half, middle + 1.35 * half)
-        for n, x in (point for point in (points[0], points[-1]) if math.isfinite(point[1])):
+        for n, x in (points[0], points[-1]):
             words = {"ha": "center", "fontsize": 11, "bbox": {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.5}}
             axes.annotate(f"{x:.3f}", (n, x), (0, 8), textcoords="offset points", **words)
         axes.set_ylabel("nats a token", fontsize=12)
@@ -301,7 +301,7 @@ def evaluate(cfg: Any) -> int:
     record = {"step": trained.step, **measure(model, batches, dataset, cfg.data.source, autocast)}
     append(folder / "metrics.jsonl", record | ({"broken": broken} if broken else {}))
     show(f"{stamp(broken)}{record['context_tokens']:,} tokens in {record['context_ms'] / 1e3:.1f} s\n{table(record)}")
-    for path in draw(record, folder, f"{folder.name}, step {trained.step}", broken):
+    for path in draw(record, folder, f"{folder.name}, step {trained.step}, data={cfg.data.source}", broken):
         show(encodable(f"  picture      {path}"))
     show(encodable(f"  metrics      {folder / 'metrics.jsonl'}"))
     return 0
