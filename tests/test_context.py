@@ -104,6 +104,29 @@ def test_the_loss_by_position_is_that_of_a_plain_computation():
     assert (record["context_tokens"], record["context_same_tokens"]) == (5 * 48, 5 * 16)
 
 
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize(
+    ("device", "impl"),
+    [
+        ("cpu", "tiled"),
+        pytest.param("cuda", "sdpa", marks=NEEDS_GPU),
+        pytest.param("cuda", "triton", marks=NEEDS_GPU),
+    ],
+)
+def test_the_losses_by_position_have_the_models_own_loss_as_their_mean(device, impl):
+    T = 100
+    net = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, context_length=T, vocab_size=V), AttentionConfig(impl))
+    net.to(device).eval()
+    (batch,) = windows(T, (4,))
+    record = context.worth(net, [batch], BYTES, nullcontext())
+    sizes = {f"loss_at_{low:04}_{high:04}": high - low + 1 for low, high in context.buckets(T)}
+    mean = sum(record[key] * size for key, size in sizes.items()) / T
+    with torch.no_grad():
+        assert mean == pytest.approx(float(net(batch.x.to(device), batch.y.to(device))), rel=1e-5)
+
+
 @pytest.mark.parametrize("T", [32, 33, 64, 100, 128, 1000])
 def test_every_context_given_predicts_the_same_tokens(T):
     tokens = torch.arange(2 * T).view(2, T)

@@ -260,7 +260,7 @@ def heat_map(record: dict[str, float]):
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=11)
     axes.set_yticks(range(len(DEPTHS)), map(str, DEPTHS), fontsize=11)
     for (row, column), share in np.ndenumerate(image):
-        ink = "white" if share > 0.5 else "black"
+        ink = "white" if share > 0.6 else "black"
         axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=ink, fontsize=12)
     axes.set_title(f"pass keys told, of {PROMPTS} in each cell", fontsize=13)
     return figure
