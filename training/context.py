@@ -90,14 +90,14 @@ def worth(
             else:
                 cut, _ = each_token(model, batch.each(partial(pieces, n=n)), autocast)
                 given[n] += float(cut[:, n // 2 :].sum())
-    same = windows * (tail.stop - tail.start)
-    record: dict[str, float] = {"context_tokens": windows * T, "context_same_tokens": same}
+    same_tokens = windows * (tail.stop - tail.start)
+    record: dict[str, float] = {"context_tokens": windows * T, "context_same_tokens": same_tokens}
     digits = max(4, len(str(T)))
     for low, high in buckets(T):
         span, name = slice(low - 1, high), f"at_{low:0{digits}}_{high:0{digits}}"
         record |= losses_of(name, float(nats[span].sum()), windows * (high - low + 1), float(sizes[span].sum()))
     for n, total in given.items():
-        record |= losses_of(f"given_{n:0{digits}}", total, same, float(sizes[tail].sum()))
+        record |= losses_of(f"given_{n:0{digits}}", total, same_tokens, float(sizes[tail].sum()))
     record["context_gain"] = record[f"loss_given_{min(given):0{digits}}"] - record[f"loss_given_{T:0{digits}}"]
     if part is not None:
         span = part(T)
