@@ -8,6 +8,7 @@
     python train.py experiment=shakespeare                             a recipe with a known result
     python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
     python train.py resume=auto                                        continue the last run
+    python train.py eval_only=true resume=NAME                         what a longer context is worth to its model
     python train.py init_from=gpt2 data=text data.path=FILE            begin with the weights of GPT-2, or of a run
     python train.py --help                                             every key, its value and its meaning
 
@@ -37,13 +38,14 @@ from typing import NamedTuple
 import torch
 
 from data.loader import Batch, Dataset, Loader, Prefetch, fingerprint, open_data, validation_batches
+from data.made import SHORTEST
 from data.prepare import DataConfig
 from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
 from model.attention import AttentionConfig, resolve, sdpa_kernel
 from model.break_it import BreakIt
 from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
-from training import awake, checkpoint, config
+from training import awake, checkpoint, config, context
 from training.machine import (
     DTYPES,
     about,
@@ -53,6 +55,7 @@ from training.machine import (
     peak_flops,
     pick_device,
     pick_dtype,
+    set_precision,
     stop_signals,
 )
 from training.metrics import Metrics, broken_name, show, stamp
@@ -100,6 +103,7 @@ class Config:
     # resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path. The run takes its
     # configuration from the checkpoint. Keys on the command line override it.
     resume: str | None = None
+    eval_only: bool = False  # only measure what the context is worth to the best checkpoint of the run in resume=
     # weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run. The model and the tokenizer are
     # then those of the weights.
     init_from: str | None = None
@@ -118,6 +122,7 @@ class Config:
     ema_decay: float = 0.0
     eval_every: int = 100  # steps between evaluations
     eval_tokens: int = 65536  # approximate number of validation tokens per evaluation; always the same tokens
+    context_every: int = 0  # steps between measurements of what the context is worth; 0: none
     sample_every: int = 200  # steps between samples; 0: no samples
     sample_tokens: int = 200  # maximum length of a sample in tokens; it ends earlier if the model ends the document
     checkpoint_every: int = 100  # steps between checkpoints; the best is chosen among those that were evaluated
@@ -152,7 +157,14 @@ class Config:
             raise ValueError(f"max_minutes={self.max_minutes} must be finite and above 0; null sets no limit")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
-        for name in ("sample_every", "sample_tokens"):
+        if self.eval_only and self.resume is None:
+            raise ValueError("eval_only=true has no run to measure; name one with resume=NAME, or resume=auto")
+        if (self.eval_only or self.context_every) and self.model.context_length < context.FEWEST:
+            raise ValueError(
+                f"model.context_length={self.model.context_length} is too short for context_every= and eval_only=, "
+                f"which measure contexts of {context.FEWEST} tokens and more; leave them out"
+            )
+        for name in ("context_every", "sample_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if not 0 <= self.z_loss < math.inf:
@@ -211,6 +223,8 @@ def main(cfg: Config) -> int:
 
     Raises ValueError for a mistake that the user can correct. Does not change cfg.
     """
+    if cfg.eval_only:
+        return context.evaluate(copy.deepcopy(cfg))
     with ExitStack() as stack:
         run = set_up(copy.deepcopy(cfg), stack)
         signals = stack.enter_context(stop_signals())
@@ -244,9 +258,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     keep_memory()
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
-    low = dtype != "float32"
-    autocast = torch.autocast(device.type, DTYPES[dtype]) if low else nullcontext()
-    torch.set_float32_matmul_precision("high" if low else "highest")
+    autocast = set_precision(dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     way, why = choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
     refuse_another_parent(cfg)
@@ -258,7 +270,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     resumed, parent = open_checkpoint(cfg), open_parent(cfg)
 
     # Data. It is prepared at first use and cached.
-    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent))
+    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent), cfg.model.context_length)
     refuse_another_tokenizer(cfg, parent, dataset.encoding)
     if cfg.data.source == "text" and cfg.data.path == "-":
         cfg.data.path = str(dataset.folder)  # a resumed run cannot read the same standard input again
@@ -273,6 +285,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         context_length=cfg.model.context_length,
         seed=cfg.seed,
         with_documents=cfg.attention.documents,
+        random_offset=cfg.data.source not in SHORTEST,  # documents that are made fill a window
     )
     validation(cfg, dataset)  # raises ValueError for a text that is too short, before the first step
 
@@ -341,6 +354,8 @@ def passes(cfg: Config) -> int:
 def check(cfg: Config) -> None:
     """Raises ValueError for a device, an attention or sizes that do not work. These are the checks of set_up() that
     need no data and no memory. A sweep makes them for every job before the first one starts."""
+    if cfg.eval_only:
+        raise ValueError("eval_only=true measures one run: leave out -m, and type the command once for each run")
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
@@ -533,6 +548,7 @@ def needs_all(run: Run, signals: list[int]) -> bool:
         or (cfg.sample_tokens > 0 and due(run, cfg.sample_every))
         or due(run, cfg.eval_every)
         or due(run, cfg.checkpoint_every)
+        or due(run, cfg.context_every)
     )
 
 
@@ -553,6 +569,8 @@ def between_steps(run: Run, save_now: bool) -> None:
             metrics.sample(run.step, write_sample(run))
         except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
             metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
+    if due(run, cfg.context_every):
+        measure_the_context(run)
     if due(run, cfg.checkpoint_every) or save_now:
         run.saved = save(run)
     if run.val_loss < math.inf and metrics.time_to_draw():
@@ -615,6 +633,15 @@ def evaluate(run: Run) -> dict[str, float]:
             tokens += y.numel()
             size += text_bytes(run, batch.y)
     return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
+
+
+def measure_the_context(run: Run) -> None:
+    """Measures what the context is worth on the validation windows (training/context.py): logs, prints and draws it."""
+    with evaluation_mode(run.averaged) as model:
+        found = context.measure(model, validation(run.cfg, run.dataset), run.dataset, run.cfg.data.source, run.autocast)
+    run.metrics.log({"step": run.step, **found})
+    run.metrics.say(context.table(found))
+    context.draw(found, run.folder, f"{run.cfg.name}, step {run.step}", run.cfg.break_it.label)
 
 
 def write_sample(run: Run) -> str:

@@ -75,9 +75,15 @@ class Batch(NamedTuple):
         return self
 
 
-def open_data(data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None = None) -> Dataset:
+def open_data(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    kept: tiktoken.Encoding | None = None,
+    context_length: int | None = None,
+) -> Dataset:
     """Opens the data that the configuration names. Prepares or downloads it at first use. Raises ValueError, one line,
-    for every mistake that the user can correct. kept: the tokenizer with which tokenizer=kept prepares a text."""
+    for every mistake that the user can correct. kept: the tokenizer with which tokenizer=kept prepares a text.
+    context_length: the length of a document of data=recall and data=passkey, in tokens."""
     match data.source:
         case "bin":
             check(data)
@@ -90,7 +96,7 @@ def open_data(data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encod
             files = fineweb(Path(data.cache), data.url, data.shards)
             return open_shards(files, tokenizer, data.val_fraction, "delete it, and it will be downloaded again")
         case _:
-            return open_dataset(prepare(data, tokenizer, kept))
+            return open_dataset(prepare(data, tokenizer, kept, context_length))
 
 
 def open_dataset(folder: Path) -> Dataset:
@@ -220,6 +226,7 @@ class Loader:
 
     with_documents: compute the document numbers of each batch. This takes about half the time of next(), so a run
     without attention.documents leaves it out.
+    random_offset: false begins every epoch at the first token. Documents of T tokens are then windows, and none is cut.
     """
 
     def __init__(
@@ -231,6 +238,7 @@ class Loader:
         context_length: int,
         seed: int,
         with_documents: bool = True,
+        random_offset: bool = True,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -247,7 +255,7 @@ class Loader:
         # The number of windows that fit at every offset in [0, T). It is the same in each epoch, so a division gives a
         # sample's epoch. A text shorter than 2 T has one window, and only the offsets at which it fits.
         self.windows = max(1, (len(tokens) - context_length) // context_length)
-        self.offsets = min(context_length, len(tokens) - self.windows * context_length)
+        self.offsets = min(context_length, len(tokens) - self.windows * context_length) if random_offset else 1
         self.epoch = -1  # the epoch of the two fields below; they are a cache and are not saved
         self.offset = 0
         self.order = np.empty(0, np.int64)

@@ -35,9 +35,10 @@ from filelock import FileLock
 from rich.progress import Progress
 
 from data.download import progress_bar, shakespeare
+from data.made import SHORTEST, Made
 from data.shards import Writer
 from data.text import LEFT_OUT, PIECE, File, NotText, find, in_order, read, suffix, walk, writing_to
-from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, encode, to_json
+from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, byte_encoding, encode, same, to_json
 
 FORMAT = 2  # increase it if the same text gives other files; then every cached folder is made again
 MANIFEST = "manifest.json"
@@ -55,9 +56,16 @@ READS = {
     "bin": ("path",),
     "shakespeare": ("url",),
     "fineweb": ("url", "shards"),
+    "recall": (),
+    "passkey": (),
 }
 
-ORIGINS = {"pystdlib": f"standard library of Python {platform.python_version()}", "shakespeare": "tinyshakespeare"}
+ORIGINS = {
+    "pystdlib": f"standard library of Python {platform.python_version()}",
+    "shakespeare": "tinyshakespeare",
+    "recall": "random strings, each repeated once",
+    "passkey": "pass keys, each hidden in a filler text",
+}
 PREPARED = ("text", *ORIGINS)  # the sources of text; the others are token files
 KEPT_TEXT = re.compile(r"text-(\w+)-[0-9a-f]{12}")  # name of a folder that prepare() made; the group is its tokenizer
 TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
@@ -67,7 +75,8 @@ TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 class DataConfig:
     """Which text, and how much of it is for validation. READS has the keys of each source."""
 
-    source: str = "pystdlib"  # pystdlib | text | bin | shakespeare | fineweb; data=NAME sets the related keys too
+    # pystdlib | text | bin | shakespeare | fineweb | recall | passkey. data=NAME sets the related keys too.
+    source: str = "pystdlib"
     path: str | None = None  # data=text or bin: a file, a folder or a glob; data=text also: - (standard input)
     field: str = "text"  # data=text: field of a .jsonl line that holds the text
     val_fraction: float = 0.05  # fraction of the text for validation; data=bin: only if no file is named *val*
@@ -101,10 +110,16 @@ class Piece(NamedTuple):
 
 
 def prepare(
-    data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None = None, *, quiet: bool = False
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    kept: tiktoken.Encoding | None = None,
+    context_length: int | None = None,
+    *,
+    quiet: bool = False,
 ) -> Path:
     """Returns the folder of token files for this text and tokenizer, and makes it if it is missing. data.path may be
     such a folder: a resumed run that had read standard input uses it. kept: the tokenizer for tokenizer=kept.
+    context_length: the length of a document in tokens, for the sources that make their text (data/made.py).
 
     Every call reads and hashes the whole text, about a second per GB, to detect edited files. Several processes may
     call this at once: one does the work and the others wait. Raises ValueError, one line, for every mistake that the
@@ -120,7 +135,7 @@ def prepare(
             raise ValueError(f"{named} has tokens and no fields: leave out data.field={data.field}")
         return named
     started = time.perf_counter()
-    corpus = scan(data)
+    corpus = scan(data, documents_of(data, tokenizer, kept, context_length))
     cache = Path(data.cache)
     folder = cache / folder_name(data, label_of(tokenizer, kept), corpus)
     if folder.exists():
@@ -226,8 +241,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 # ---- which text
 
 
-def scan(data: DataConfig) -> Corpus:
-    """Reads all documents and hashes them.
+def documents_of(
+    data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None, context_length: int | None
+) -> Made | None:
+    """The documents of a source that makes its text; None for another source. ValueError for another tokenizer than
+    byte, and for too little text for validation."""
+    if data.source not in SHORTEST:
+        return None
+    if tokenizer.kind != "byte" and not (tokenizer.kind == "kept" and kept and same(kept, byte_encoding())):
+        raise ValueError(
+            f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte, or leave it out"
+        )
+    assert context_length is not None, "train.py gives it"
+    documents = Made(data.source, context_length)
+    if documents.count * data.val_fraction < 2:  # the last window needs the first token of another document
+        raise ValueError(
+            f"data.val_fraction={data.val_fraction} of {documents.count} documents leaves fewer than two for "
+            f"validation: use data.val_fraction={min(0.5, 2 / documents.count):g} or more, or a shorter context"
+        )
+    return documents
+
+
+def scan(data: DataConfig, made: Made | None = None) -> Corpus:
+    """Reads all documents and hashes them. made: those of a source that makes its text.
 
     Leaves out a document that repeats another one: if one were for training and one for validation, validation would
     measure memory. Leaves out empty documents. Leaves out files that are not UTF-8; ValueError if no file is UTF-8.
@@ -246,6 +282,9 @@ def scan(data: DataConfig) -> Corpus:
                 )
         case "shakespeare":
             found = [str(shakespeare(Path(data.cache), data.url))]
+        case "recall" | "passkey":
+            assert made is not None
+            found = [made]
 
     named = Path(os.path.expanduser(data.path or ""))
     others = sum(1 for _ in walk(str(named))) - len(found) if data.path and named.is_dir() else 0

@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
+from data.made import Made
+
 # Text is encoded in pieces of about this many bytes. This limits the memory, and moves the progress bar within a huge
 # file. It also avoids a limit of the tokenizers' regular expressions: they fail at a million spaces in a row.
 PIECE = 1 << 18
@@ -40,7 +42,7 @@ class NotText(ValueError):
     """A file that is not UTF-8. Raised before its (only) document ends."""
 
 
-File = str | BinaryIO  # a path, or the copy of standard input
+File = str | BinaryIO | Made  # a path, the copy of standard input, or documents that are made
 Stream = BinaryIO | gzip.GzipFile
 
 
@@ -158,6 +160,9 @@ def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
     `field`. Its place is file:line.
     Raises ValueError with the place if something is not text.
     """
+    if isinstance(file, Made):
+        yield from file.documents()
+        return
     name = file if isinstance(file, str) else "standard input"
     try:
         with open_bytes(file) as stream:
@@ -167,7 +172,7 @@ def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
         raise ValueError(f"{name} cannot be decompressed ({reason}): fetch it again or leave it out") from error
 
 
-def open_bytes(file: File) -> AbstractContextManager[Stream]:
+def open_bytes(file: str | BinaryIO) -> AbstractContextManager[Stream]:
     """Opens the file at its beginning, and decompresses it if its name ends in .gz. The context closes the file, except
     for the copy of standard input, which is read several times."""
     if not isinstance(file, str):

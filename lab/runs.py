@@ -50,7 +50,7 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     data = config.from_dict(DataConfig, trained["data"])
     tokenizer = config.from_dict(TokenizerConfig, trained["tokenizer"])
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
-    dataset = open_data(data, tokenizer, from_json(found.tokenizer))
+    dataset = open_data(data, tokenizer, from_json(found.tokenizer), net.config.context_length)
     if tokenizer.kind == "kept" and data.source != "bin":  # with init_from=; other runs can open the prepared text
         data = DataConfig("bin", str(dataset.folder), cache=data.cache)
     return Model(name, path, net, dataset, data, tokenizer, attention)

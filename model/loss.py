@@ -37,12 +37,35 @@ def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 
     log-sum-exp to 0, so that the logits do not drift to values where bf16 is coarse. Only the gradient includes this
     term. The returned value is the cross-entropy alone, so logged losses of different runs can be compared.
     """
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = product_dtype(x)
     if not torch.is_grad_enabled():  # checked here: inside the Function grad mode is always off
         x, weight = x.detach(), weight.detach()
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets, z_loss)
+
+
+@torch.no_grad()
+def loss_of_each(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-log softmax(x weight^T)[target] of every token, (N,), and whether its target has the largest logit, bool (N,).
+
+    The arguments and dtypes are those of next_token_loss(), and so is the loss, in nats. A token with the target IGNORE
+    has 0 and False. No gradient; at most CHUNK x V logits are held.
+    """
+    dtype = product_dtype(x)
+    losses, right = [], []
+    with torch.autocast(x.device.type, enabled=False):
+        x, weight = x.to(dtype), weight.to(dtype)
+        for x_i, targets_i in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
+            losses_i, logits = by_torch(x_i, weight, targets_i[:, None], 0.0, want_gradient=False)
+            losses.append(losses_i[:, 0])
+            right.append(logits.argmax(-1) == targets_i)
+    return torch.cat(losses), torch.cat(right)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the head's products: autocast's if it is on, else x's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class NextTokenLoss(torch.autograd.Function):

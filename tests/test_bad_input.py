@@ -203,7 +203,7 @@ def refused_training(refused, there):
     attention=[1]               one attention is used, not a list
     tokenizer=gtp2              did you mean tokenizer=gpt2?
     data=file.txt               did you mean data=text?
-    data=web                    data=web: there is no such data, only bin, fineweb, pystdlib, shakespeare, text
+    data=web                    data=web: there is no such data, only bin, fineweb, passkey, pystdlib, recall,
     experiment=shakespear       did you mean experiment=shakespeare?
     wandb=online                wandb=online: wandb has keys of its own; did you mean wandb.mode=online?
     probe=1                     probe=1: probe has keys of its own; did you mean probe.every=1?

@@ -281,8 +281,8 @@ def test_a_process_that_died_leaves_nothing_that_matters(corpus, make, tmp_path)
 def test_a_file_that_changes_meanwhile_is_noticed(corpus, make, monkeypatch):
     scan = prepare_module.scan
 
-    def scan_then_change(data):
-        found = scan(data)
+    def scan_then_change(*arguments):
+        found = scan(*arguments)
         with open(corpus / "0.txt", "a") as file:
             file.write("one more line\n")
         return found

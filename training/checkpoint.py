@@ -423,13 +423,13 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     raise ValueError(f"{option}={resume}: {problem} in {looked}; {way_out}")
 
 
-def find_best(run: str, runs: Path) -> Path:
+def find_best(run: str, runs: Path, name: str | None = None, option: str = "run") -> Path:
     """The best checkpoint of a run: the undamaged one with the lowest validation loss, or the last one if none has a
     loss. Names damaged checkpoints on stderr.
 
-    run: as resume in `find_resume`, with "latest" for the run that saved last. Raises the same ValueErrors.
+    run, name, option: as resume, name and option in `find_resume`. Raises the same ValueErrors.
     """
-    last = find_resume(run, runs, None, option="run")
+    last = find_resume(run, runs, name, option)
     left = all_checkpoints(last.parent)
     while path := _lowest_loss(left):
         if _complete(path, ["model.safetensors", "tokenizer.json"]):

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
@@ -108,6 +108,13 @@ def pick_dtype(dtype: str, device: torch.device) -> str:
         return dtype
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if has_bf16 else "float32"
+
+
+def set_precision(dtype: str, device: torch.device) -> AbstractContextManager:
+    """Sets how float32 products round, and returns autocast for bf16 and fp16, nothing for float32."""
+    low = dtype != "float32"
+    torch.set_float32_matmul_precision("high" if low else "highest")
+    return torch.autocast(device.type, DTYPES[dtype]) if low else nullcontext()
 
 
 @contextmanager

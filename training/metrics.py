@@ -6,7 +6,7 @@
         loss.png        training loss (line) and validation loss (points)
         wandb/          see training/wandb_run.py
 
-Three kinds of record, plain dicts of Python numbers:
+Four kinds of record, plain dicts of Python numbers:
 
     {"step", "loss", "bits_per_byte", "lr", "grad_norm", "ms", "tokens_per_second", "mfu", "memory_gib", "eta_s",
      and in fp16 "loss_scale"}
@@ -14,6 +14,8 @@ Three kinds of record, plain dicts of Python numbers:
     {"step", "max_score", "headroom", "max_weight", "min_l", "attention_error", of every head "entropy.LAYER.HEAD", and
      "probe_ms", what the look took}: with probe.every (training/probe.py), and of a broken run at its first step and a
      few more, with "o_error", "whole_o_error", "gradient_error" and "whole_gradient_error" (training/awake.py)
+
+    {"step", "loss_at_LO_HI", "loss_given_N", ... "context_gain"}: with context_every or eval_only (training/context.py)
 
 Losses are in nats per token, ms and eta_s are wall-clock times. mfu (model FLOPs utilization) is a fraction of the
 device's peak, memory_gib the peak so far; both may be None. A broken run's records also have "broken": its label.
@@ -47,6 +49,7 @@ def log_line(record: dict, total_steps: int) -> str:
 
         step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | ...
         eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
+        context step 100/600 | given 0032 2.1000 | given 1024 1.9000 | worth 0.2000 | 8000 ms
         probe step 100/600 | score 5.13 | headroom 83.59 | weight 0.9801 | l 1 | error 2.1e-07 | ...
 
     An evaluation record may have "best": (val_loss, step). The probe line shows the lowest entropy with its layer.head,
@@ -61,6 +64,14 @@ def log_line(record: dict, total_steps: int) -> str:
         ]
         if record.get("best"):
             fields.append("best {:.4f} at {}".format(*record["best"]))
+    elif "context_gain" in record:
+        given = sorted(key.removeprefix("loss_given_") for key in record if key.startswith("loss_given_"))
+        fields = [
+            f"context step {step}/{total_steps}",
+            *(f"given {tokens} {record[f'loss_given_{tokens}']:.4f}" for tokens in sorted({given[0], given[-1]})),
+            f"worth {record['context_gain']:.4f}",
+            f"{record['context_ms']:.0f} ms",
+        ]
     elif "max_score" in record:
         entropy = {key.removeprefix("entropy."): x for key, x in record.items() if key.startswith("entropy.")}
         least = min(entropy, key=entropy.__getitem__)
@@ -169,6 +180,14 @@ def _record(line: str) -> dict | None:
 def _json_line(record: dict) -> str:
     plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def append(path: Path, record: dict) -> None:
+    """Adds a record to a metrics.jsonl, in one write, whether a run has it open or not."""
+    with open(path, "ab+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        cut = file.read(1) not in (b"", b"\n")  # the last line, when a run was killed
+        file.write(b"\n" * cut + _json_line(record).encode())
 
 
 def _rewrite(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ changes something. A run with init_from= is a new run: it takes the weights, the
 tokenizer and break_it from its parent, and nothing else.
 """
 
+import re
 import shlex
 from dataclasses import asdict
 from itertools import count
@@ -43,7 +44,7 @@ NOT_READ = "resume= reads the checkpoint's configuration; to change a key, type 
 
 # Everything that a run writes into its folder.
 RUNS_FILES = {"config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "wandb_id.txt", "wandb", "faults"}
-RUNS_FILES |= {checkpoint.FOLDER}
+RUNS_FILES |= {checkpoint.FOLDER, "context.png", "passkey.png"}
 
 
 def resumed_config(cfg: Any) -> dict | None:
@@ -62,7 +63,7 @@ def resumed_config(cfg: Any) -> dict | None:
         return {**cfg, **parent, "tokenizer": {"kind": "kept", "vocab_size": None}}
     if cfg.resume is None:
         return None
-    path = checkpoint.find_resume(cfg.resume, Path(cfg.runs), cfg.name)
+    path = find(cfg)
     # name and runs come from the command line and not from the checkpoint: the run may have been renamed or moved.
     theirs = {key: value for key, value in checkpoint.load_state(path)["config"].items() if key not in ("name", "runs")}
     return theirs | {"resume": str(path)}
@@ -73,12 +74,20 @@ def open_checkpoint(cfg: Any) -> checkpoint.Checkpoint | None:
     checkpoint's run. Raises ValueError if the checkpoint cannot be read or belongs to another model."""
     if cfg.resume is None:
         return None
-    path = checkpoint.find_resume(cfg.resume, Path(cfg.runs), cfg.name)
+    path = find(cfg)
     resumed = checkpoint.load(path)
     if path.resolve().parent.name == checkpoint.FOLDER:  # in a run's folder; a copy elsewhere gives no name
         cfg.name = cfg.name or path.resolve().parents[1].name
     refuse_another_model(resumed, cfg)
     return resumed
+
+
+def find(cfg: Any) -> Path:
+    """The checkpoint that cfg.resume names: its path, or a run's last one, with eval_only the run's best one."""
+    path = Path(cfg.resume)
+    named = re.fullmatch(r"step_\d+", path.name) or (path / "state.json").is_file()
+    which = checkpoint.find_best if cfg.eval_only and not named else checkpoint.find_resume
+    return which(cfg.resume, Path(cfg.runs), cfg.name, option="resume")
 
 
 def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:

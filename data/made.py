@@ -1,0 +1,91 @@
+"""Text that is made and not read: data=recall and data=passkey. It shows whether a model uses a long context.
+
+    recall     EOT s \\n s          s is a random string. The second one can be predicted only from the first.
+    passkey    EOT filler, a number, filler, the question for the number, the number
+
+A document fills one window of model.context_length tokens exactly, so the loader cuts none. (tokenizer=byte: a byte is
+a token.) The same length always gives the same text: every document has a seed of its own. The passkey's text is that
+of Mohtashami and Jaggi (arXiv 2305.16300).
+"""
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+# The symbols of recall's strings: 62, so guessing has a loss of ln 62 = 4.13.
+LETTERS = np.frombuffer((string.ascii_letters + string.digits).encode(), np.uint8)
+DOCUMENTS = 8192  # how many are made, but at most BYTES in all
+BYTES = 1 << 26
+SEED = 1337
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
+QUESTION = "What is the pass key? The pass key is {}."
+DIGITS = 5  # of a pass key
+SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
+
+
+@dataclass(frozen=True)
+class Made:
+    """The documents of a source. Raises ValueError for a length that does not fit.
+
+    length: tokens of a document with its end-of-text token, which is model.context_length.
+    """
+
+    source: str  # recall | passkey
+    length: int
+
+    def __post_init__(self):
+        least = SHORTEST[self.source]
+        if self.length < least or self.length % 2:
+            raise ValueError(
+                f"model.context_length={self.length}: data={self.source} fills each context with one document, and "
+                f"needs an even length of at least {least}"
+            )
+
+    @property
+    def count(self) -> int:
+        """The number of documents."""
+        return max(1, min(DOCUMENTS, BYTES // self.length))
+
+    def documents(self) -> Iterator[tuple[str, bytes]]:
+        """(place, text) of each document; the text has length - 1 bytes."""
+        for i in range(self.count):
+            generator = np.random.default_rng([SEED, self.length, i])
+            if self.source == "recall":
+                text = repeated(self.length, generator)
+            else:
+                text = passkey(self.length, generator.random(), generator).encode()
+            yield f"{self.source} {i}", text
+
+
+def repeated(length: int, generator: np.random.Generator) -> bytes:
+    """A random string, a line end and the string again: length - 1 bytes."""
+    half = LETTERS[generator.integers(len(LETTERS), size=length // 2 - 1)].tobytes()
+    return half + b"\n" + half
+
+
+def second_half(length: int) -> slice:
+    """Where, among the targets of a window of recall, the second string is."""
+    return slice(length // 2, length - 1)
+
+
+def passkey(length: int, depth: float, generator: np.random.Generator) -> str:
+    """A text of length - 1 characters that tells a number and asks for it at its end.
+
+    depth: where it is told, 0 at the start of the text, 1 just before the question.
+    """
+    number = f"{generator.integers(10**DIGITS):0{DIGITS}}"
+    told, asked = KEY.format(number), QUESTION.format(number)
+    around = length - 1 - len(told) - len(asked)  # characters of filler
+    filler = FILLER * (around // len(FILLER) + 1)
+    before = round(depth * around)
+    return filler[:before] + told + filler[before:around] + asked
+
+
+def answer(length: int) -> slice:
+    """Where, among the targets of a window of passkey, the number is that was asked for."""
+    end = length - 2  # of the targets the last is the next document's first token, the one before the full stop
+    return slice(end - DIGITS, end)

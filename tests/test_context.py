@@ -1,0 +1,479 @@
+"""training/context.py and data/made.py: what the context is worth, and the texts made to show it."""
+
+import hashlib
+import json
+import math
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import model.loss
+import train
+from data.loader import Batch, Loader, open_data, validation_batches
+from data.made import DIGITS, LETTERS, Made, answer, passkey, second_half
+from data.prepare import DataConfig
+from data.tokenizer import TokenizerConfig
+from lab.runs import model_of_run
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from model.loss import IGNORE, loss_of_each
+from training import checkpoint, config, context
+from training.metrics import append, read_metrics
+
+V = 11
+BYTES = np.arange(V, dtype=np.int32)  # bytes in the text of each token
+
+
+def small_gpt(T: int, **attention) -> GPT:
+    size = GPTConfig(n_layer=2, n_head=2, n_embd=16, context_length=T, vocab_size=V, position="rope")
+    return GPT(size, AttentionConfig("tiled", 16, 16, **attention)).double().eval()
+
+
+def windows(T: int, sizes: tuple[int, ...] = (3, 2)) -> list[Batch]:
+    drawn = [torch.randint(V, (B, T + 1)) for B in sizes]
+    return [Batch(w[:, :-1], w[:, 1:], torch.zeros(len(w), T, dtype=torch.int32)) for w in drawn]
+
+
+class Looks(nn.Module):
+    """A model that writes, with certainty, what `tell` says for each position, and all symbols alike where that is -1.
+
+    tell(x): int64 (B, n) for x (B, n)."""
+
+    def __init__(self, T: int, V: int, tell):
+        super().__init__()
+        self.config, self.tell = SimpleNamespace(context_length=T), tell
+        self.head = nn.Linear(V, V, bias=False)
+        self.head.weight = nn.Parameter(100 * torch.eye(V))
+
+    def hidden(self, x, documents):
+        told = self.tell(x)
+        return F.one_hot(told.clamp(min=0), len(self.head.weight)).float() * (told >= 0)[..., None]
+
+
+# --- the loss of each token -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_loss_of_each_token_is_cross_entropys(dtype, monkeypatch):
+    monkeypatch.setattr(model.loss, "CHUNK", 7)  # three pieces, the last one shorter
+    x, weight = torch.randn(20, 8, dtype=dtype), torch.randn(V, 8, dtype=dtype)
+    targets = torch.randint(V, (20,))
+    targets[[0, 9]] = IGNORE
+    x[0] = 10 * weight[0]  # its largest logit is that of symbol 0
+    logits = (x @ weight.T).to(torch.promote_types(dtype, torch.float32))
+    losses, right = loss_of_each(x, weight, targets)
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(right, logits.argmax(-1) == targets)
+    assert not right[[0, 9]].any()
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_the_loss_by_position_is_that_of_a_plain_computation():
+    T = 48
+    net, batches = small_gpt(T), windows(T)
+    record = context.worth(net, batches, BYTES, nullcontext())
+    with torch.no_grad():
+        plain = torch.cat([F.cross_entropy(net(b.x).transpose(1, 2), b.y, reduction="none") for b in batches])  # (5, T)
+    size = torch.cat([b.y for b in batches])  # symbol i has i bytes
+    spans = [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 48)]
+    found = [key for key in record if key.startswith("loss_at_")]
+    assert found == [f"loss_at_{low:04}_{high:04}" for low, high in spans]
+    for key, (low, high) in zip(found, spans, strict=True):
+        part = slice(low - 1, high)
+        assert record[key] == pytest.approx(float(plain[:, part].mean()), rel=1e-9)
+        bits = float(plain[:, part].sum() / size[:, part].sum()) / math.log(2)
+        assert record[key.replace("loss", "bpb")] == pytest.approx(bits, rel=1e-9)
+    # of 48 tokens the last 16 are those that every context predicts; all 48 of the window are given, or 32
+    assert [key for key in record if key.startswith("loss_given_")] == ["loss_given_0032", "loss_given_0048"]
+    assert record["loss_given_0048"] == pytest.approx(float(plain[:, 32:].mean()), rel=1e-9)
+    bits = float(plain[:, 32:].sum() / size[:, 32:].sum()) / math.log(2)
+    assert record["bpb_given_0048"] == pytest.approx(bits, rel=1e-9)
+    with torch.no_grad():
+        cut = [F.cross_entropy(net(b.x[:, 16:]).transpose(1, 2), b.y[:, 16:], reduction="none") for b in batches]
+    assert record["loss_given_0032"] == pytest.approx(float(torch.cat(cut)[:, 16:].mean()), rel=1e-9)
+    assert record["context_gain"] == pytest.approx(record["loss_given_0032"] - record["loss_given_0048"])
+    assert (record["context_tokens"], record["context_same_tokens"]) == (5 * 48, 5 * 16)
+
+
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize(
+    ("device", "impl"),
+    [
+        ("cpu", "tiled"),
+        pytest.param("cuda", "sdpa", marks=NEEDS_GPU),
+        pytest.param("cuda", "triton", marks=NEEDS_GPU),
+    ],
+)
+def test_the_losses_by_position_have_the_models_own_loss_as_their_mean(device, impl):
+    T = 100
+    net = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, context_length=T, vocab_size=V), AttentionConfig(impl))
+    net.to(device).eval()
+    (batch,) = windows(T, (4,))
+    record = context.worth(net, [batch], BYTES, nullcontext())
+    sizes = {f"loss_at_{low:04}_{high:04}": high - low + 1 for low, high in context.buckets(T)}
+    mean = sum(record[key] * size for key, size in sizes.items()) / T
+    with torch.no_grad():
+        assert mean == pytest.approx(float(net(batch.x.to(device), batch.y.to(device))), rel=1e-5)
+
+
+@pytest.mark.parametrize("T", [32, 33, 64, 100, 128, 1000])
+def test_every_context_given_predicts_the_same_tokens(T):
+    tokens = torch.arange(2 * T).view(2, T)
+    last = tokens[:, T - context.most(T) // 2 :].flatten()
+    assert context.contexts(T)[-1] == T
+    for n in [n for n in context.contexts(T) if n & (n - 1) == 0]:
+        cut = context.pieces(tokens, n)
+        assert cut.shape[1] == n
+        assert torch.equal(cut[:, n // 2 :].flatten(), last)
+        assert (cut.diff(dim=1) == 1).all()  # a piece is consecutive tokens of one window
+    covered = [p for low, high in context.buckets(T) for p in range(low, high + 1)]
+    assert covered == [*range(1, T + 1)]
+
+
+def test_a_context_cut_short_hides_what_lies_before_it():
+    """The model knows the token 40 back and no other. In a piece of n tokens, those from the 41st on have one."""
+    T, back = 256, 40
+    text = torch.randint(V, (4, back)).repeat(1, 8)[:, : T + 1]  # each token is the one 40 before it
+
+    def tell(x):
+        told = torch.full_like(x, -1)
+        told[:, back - 1 :] = x[:, : max(0, x.shape[1] - back + 1)]  # the next token is the one 39 before this one
+        return told
+
+    batch = Batch(text[:, :-1], text[:, 1:], None)
+    record = context.worth(Looks(T, V, tell), [batch], BYTES, nullcontext())
+    blind = math.log(V)
+    assert record["loss_given_0032"] == pytest.approx(blind, rel=1e-6)
+    assert record["loss_given_0064"] == pytest.approx(blind * (back - 1 - 32) / 32, rel=1e-6)
+    assert record["loss_given_0128"] == pytest.approx(0, abs=1e-6)
+    assert record["loss_given_0256"] == pytest.approx(0, abs=1e-6)
+    assert record["loss_at_0017_0032"] == pytest.approx(blind, rel=1e-6)
+    assert record["context_gain"] == pytest.approx(blind, rel=1e-6)
+
+
+def test_the_documents_of_a_piece_are_cut_with_it():
+    T = 64
+    net, (batch, *_) = small_gpt(T, documents=True), windows(T)
+    numbers = (torch.arange(T) >= 50).int().expand(len(batch.x), T)
+    record = context.worth(net, [batch._replace(documents=numbers)], BYTES, nullcontext())
+    with torch.no_grad():
+        x, y = batch.x[:, 32:], batch.y[:, 32:]  # the last piece of 32; the one before it ends where this is half over
+        last = F.cross_entropy(net.logits(net.hidden(x, numbers[:, 32:])).transpose(1, 2), y, reduction="none")[:, 16:]
+        x, y = batch.x[:, 16:48], batch.y[:, 16:48]
+        before = F.cross_entropy(net.logits(net.hidden(x)).transpose(1, 2), y, reduction="none")[:, 16:]
+    assert record["loss_given_0032"] == pytest.approx(float(torch.cat([before, last], 1).mean()), rel=1e-9)
+
+
+# --- recall and passkey ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(source, T): the opened data, of few documents."""
+    cache = tmp_path_factory.mktemp("made")
+
+    def made(source: str, T: int):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("data.made.DOCUMENTS", 60)
+            return open_data(DataConfig(source, cache=str(cache)), TokenizerConfig(), None, T)
+
+    return made
+
+
+def every_window(dataset, T: int) -> torch.Tensor:
+    """The windows of two epochs of training, and those of validation, with their targets: (windows, 2, T)."""
+    loader = Loader(dataset.train, dataset.train_documents, batch_size=1, context_length=T, seed=1, random_offset=False)
+    batches = [loader.next() for _ in range(2 * loader.windows)]
+    batches += validation_batches(dataset.val, dataset.val_documents, 1, T, 10**6)
+    return torch.cat([torch.stack((batch.x, batch.y), 1) for batch in batches])
+
+
+def test_in_every_window_of_recall_a_random_string_is_repeated(made):
+    T = 64
+    x, y = every_window(made("recall", T), T).unbind(1)
+    assert (x[:, 0] == 256).all()
+    assert (x[:, T // 2] == ord("\n")).all()
+    assert torch.equal(x[:, 1 : T // 2], x[:, T // 2 + 1 :])
+    assert torch.equal(y[:, second_half(T)], x[:, 1 : T // 2])
+    symbols = x[:, 1 : T // 2].unique(dim=0)
+    assert len(symbols) == 57 - 1 + 3 - 1  # all strings differ; of each split the last one lacks the token after it
+    assert {chr(token) for token in symbols.unique().tolist()} == set(LETTERS.tobytes().decode())
+
+
+def test_in_every_window_of_passkey_the_number_asked_for_was_told_before(made):
+    T = 256
+    x, y = every_window(made("passkey", T), T).unbind(1)
+    places = set()
+    for tokens, targets in zip(x.tolist(), y.tolist(), strict=True):
+        text, number = bytes(tokens[1:]).decode(), bytes(targets[answer(T)]).decode()
+        assert re.fullmatch(rf"\d{{{DIGITS}}}", number)
+        assert text.endswith(f"What is the pass key? The pass key is {number}.")
+        assert text.count(number) == 3
+        places.add(text.index(number) // 32)
+    assert len(places) > 3  # told early, late and between
+
+
+def test_the_depth_of_a_pass_key_is_a_share_of_the_filler():
+    texts = [passkey(512, depth, np.random.default_rng(0)) for depth in (0, 0.5, 1)]
+    assert [len(text) for text in texts] == [511] * 3
+    first, middle, last = (text.index("The pass key is") for text in texts)
+    asked = texts[0].rindex("What is")
+    told = texts[2].rindex("What is") - last
+    assert (first, last) == (0, asked - told)
+    assert middle == round((asked - told) / 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "length", "count"), [("recall", 1024, 8192), ("recall", 1 << 20, 64), ("passkey", 1 << 30, 1)]
+)
+def test_made_texts_stay_small(source, length, count):
+    assert Made(source, length).count == count
+
+
+def test_recalls_measure_is_of_the_second_string_alone(made):
+    T = 64
+    dataset = made("recall", T)
+    batches = [*validation_batches(dataset.val, dataset.val_documents, 2, T, 10**6)]
+
+    def tell(x):  # right in the second string, but for its first symbol
+        told = torch.full_like(x, -1)
+        told[:, T // 2 + 1 :] = x[:, 2 : T // 2 + 1] if x.shape[1] == T else -1
+        return told
+
+    record = context.measure(Looks(T, 257, tell), batches, dataset, "recall", nullcontext())
+    n = T // 2 - 1
+    assert record["recall_accuracy"] == pytest.approx((n - 1) / n)
+    assert record["recall_loss"] == pytest.approx(math.log(257) / n, rel=1e-5)
+    assert record["loss_at_0017_0032"] == pytest.approx(math.log(257), rel=1e-5)
+
+
+def test_pass_keys_are_counted_by_length_and_depth(made):
+    """The model finds a number that lies at most 150 tokens back, and tells it but for the last digit where the text is
+    the longest."""
+    T = 512
+    dataset = made("passkey", T)
+
+    def tell(x):
+        told = torch.full_like(x, -1)
+        for row, tokens in enumerate(x.tolist()):
+            text = bytes(min(token, 255) for token in tokens).decode("latin1")
+            number = text[-DIGITS:]
+            if number in text[-150:-DIGITS]:
+                told[row, answer(len(tokens) + 1)] = torch.tensor([*number.encode()])
+            if len(tokens) == T - 1:
+                told[row, answer(T).stop - 1] = -1
+        return told
+
+    record = context.retrieval(Looks(T, 257, tell), dataset, nullcontext())
+    lengths, shares = context.heat(record)
+    assert lengths == [128, 256, 512]
+    assert shares == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert record["passkey_accuracy"] == pytest.approx(8 / 15)
+    assert "   256         0       0     100     100     100" in context.table(
+        record | context.worth(small_gpt(64), windows(64), BYTES, nullcontext())
+    )
+
+
+def test_the_control_cannot_see_the_first_string():
+    """experiment=recall attention.window=32: no output of the second half depends on a token that it should recall."""
+    ((cfg, _),) = config.compose(
+        ["experiment=recall", "attention.window=32"], train.Config, "config", train.Path("conf"), "train"
+    )
+    reach = cfg.model.n_layer * (cfg.attention.window - 1)  # tokens before a position on which its output depends
+    T = cfg.model.context_length
+    assert T // 2 - 1 > reach
+    net = small_gpt(64, window=4)
+    reach = 2 * 3
+    idx = torch.randint(V, (1, 64), generator=torch.Generator().manual_seed(0))
+    other = idx.clone()
+    other[:, :20] = (idx[:, :20] + 1) % V
+    with torch.no_grad():
+        same = (net(idx) == net(other)).all(-1)[0]
+    assert not same[: 20 + reach].any()
+    assert same[20 + reach :].all()
+
+
+@pytest.mark.slow
+def test_the_repeated_string_is_learned_and_with_a_window_it_is_not(call, tmp_path):
+    """experiment=recall at a sixteenth of its length: 31 characters, and 14 that the control's two layers see."""
+    own = ["experiment=recall", "model.context_length=64", "steps=300", "optimizer.lr=5e-3", "context_every=300"]
+    own += [f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "wandb.mode=disabled", "device=cpu", "eval_tokens=4096"]
+    assert call(train, *own, "name=whole").code == 0
+    assert call(train, *own, "name=control", "attention.window=8", "steps=100").code == 0
+    whole, control = (read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "control"))
+    assert whole["recall_accuracy"] > 0.99
+    assert control["recall_accuracy"] < 0.05
+    assert control["recall_loss"] > math.log(len(LETTERS)) - 0.02  # no better than guessing
+    assert abs(control["context_gain"]) < 0.01
+    assert whole["context_gain"] > 3
+
+
+# --- in a training, and after it ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(call, small, tmp_path_factory):
+    """(runs, what was printed): a run `measured`, and `plain`, which differs only in context_every."""
+    runs = tmp_path_factory.mktemp("runs")
+    own = [*small, f"runs={runs}", "model.context_length=64", "tokens_per_step=256", "model.dropout_p=0.1", "steps=6"]
+    own += ["eval_every=2", "checkpoint_every=3"]
+    ended = call(train, *own, "name=measured", "context_every=1")
+    assert ended.code == 0, ended.err
+    assert call(train, *own, "name=plain").code == 0
+    return runs, ended.out
+
+
+def test_a_training_measures_every_n_steps_and_changes_no_bit(trained):
+    runs, out = trained
+    measured, plain = (read_metrics(runs / name / "metrics.jsonl") for name in ("measured", "plain"))
+    found = [record for record in measured if "context_gain" in record]
+    assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]  # evaluated or not
+    assert found[0]["context_tokens"] == 8 * 64  # eval_tokens=512
+    for key in ("loss", "val_loss"):
+        assert [r[key] for r in measured if key in r] == [r[key] for r in plain if key in r]
+    assert "context step 3/6 | given 0032 " in out
+    assert re.search(r"^33-64 +\d\.\d{4} +\d\.\d{4}$", out, re.MULTILINE)
+    assert (runs / "measured/context.png").read_bytes().startswith(b"\x89PNG")
+    assert not (runs / "plain/context.png").exists()
+
+
+def test_windows_of_a_made_text_are_its_documents_in_training_too(call, small, tmp_path, monkeypatch):
+    """A random offset would cut every document in two, and leave less to recall, at worst nothing."""
+    monkeypatch.setattr("data.made.DOCUMENTS", 60)
+    loaders = []
+    monkeypatch.setattr(train, "Loader", lambda *args, **kwargs: loaders.append(Loader(*args, **kwargs)) or loaders[-1])
+    own = [*small[3:], f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "steps=1", "name=x"]
+    assert call(train, *own, "data=recall").code == 0
+    assert call(train, *small, f"runs={tmp_path}", "steps=1", "name=y").code == 0
+    assert [loader.offsets for loader in loaders] == [1, 32]
+    dataset = model_of_run("x", tmp_path, torch.device("cpu")).dataset  # breakit.py opens the same text
+    assert np.array_equal(dataset.train, loaders[0].tokens)
+
+
+def hashes(folder) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_eval_only_measures_the_best_checkpoint_and_only_adds(call, small, tmp_path):
+    own = [*small, "steps=3", "eval_every=1", "checkpoint_every=1", "keep_last=5", "optimizer.lr=3", "name=x"]
+    assert call(train, *own, f"runs={tmp_path}", "optimizer.warmup_steps=1").code == 0
+    run = tmp_path / "x"
+    best = checkpoint.best(run / "checkpoints")
+    assert best != checkpoint.last(run / "checkpoints")  # with such a rate the loss rises
+    before, lines = hashes(run), (run / "metrics.jsonl").read_text()
+    ended = call(train, "eval_only=true", "resume=auto", f"runs={tmp_path}", "device=cpu")
+    assert ended.code == 0, ended.err
+    assert str(best) in ended.out
+    after = hashes(run)
+    assert {name for name in after if after[name] != before.get(name)} == {"metrics.jsonl", "context.png"}
+    assert before.keys() <= after.keys()
+    added = (run / "metrics.jsonl").read_text().removeprefix(lines)
+    assert len(added.splitlines()) == 1
+    assert json.loads(added)["step"] == int(best.name[-6:])
+
+
+def test_eval_only_measures_a_checkpoint_by_its_path_without_optimizer_state(call, trained):
+    runs, _ = trained
+    path = runs / "measured/checkpoints/step_000003"
+    (path / "optimizer.safetensors").unlink()
+    ended = call(train, "eval_only=true", f"resume={path}", f"runs={runs}", "device=cpu")
+    assert ended.code == 0, ended.err
+    two = [r for r in read_metrics(runs / "measured/metrics.jsonl") if "context_gain" in r and r["step"] == 3]
+    assert len(two) == 2
+    assert two[0] | {"context_ms": 0} == two[1] | {"context_ms": 0}  # the same as in the training
+
+
+def test_a_broken_runs_measurement_says_so(call, small, tmp_path):
+    own = [*small, f"runs={tmp_path}", "break_it=no_scale", "steps=1", "attention=naive"]
+    assert call(train, *own, "name=x").code == 0
+    ended = call(train, "eval_only=true", "resume=auto", f"runs={tmp_path}", "device=cpu")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("BROKEN[no_scale] ")
+    (run,) = tmp_path.iterdir()
+    assert next(r for r in read_metrics(run / "metrics.jsonl") if "context_gain" in r)["broken"] == "no_scale"
+
+
+def test_eval_only_measures_a_run_on_another_text(call, trained, monkeypatch):
+    """A model of bytes can be asked for pass keys and repeated strings, whatever it was trained on."""
+    runs, _ = trained
+    typed = ["eval_only=true", "resume=measured", f"runs={runs}", "device=cpu", "data=recall", "data.path=null"]
+    monkeypatch.setattr("data.made.DOCUMENTS", 60)
+    ended = call(train, *typed)
+    assert ended.code == 0, ended.err
+    assert "of the second string right" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("eval_only=true", "eval_only=true has no run to measure; name one with resume=NAME, or resume=auto"),
+        ("eval_only=true resume=nobody", "resume=nobody: no checkpoint in"),
+        ("-m eval_only=true resume=plain,measured", "measures one run: leave out -m"),
+        ("context_every=-1", "context_every=-1 must be at least 0"),
+        (
+            "context_every=5 model.context_length=16",
+            "model.context_length=16 is too short for context_every=",
+        ),
+        ("data=recall model.context_length=33", "model.context_length=33: data=recall fills each context"),
+        ("data=passkey model.context_length=64", "needs an even length of at least 128"),
+        ("data=recall tokenizer=bpe", "tokenizer=bpe: data=recall counts in bytes: use tokenizer=byte"),
+        ("data=passkey data.val_fraction=0.0001", "data.val_fraction=0.0001 of 8192 documents leaves fewer than two"),
+        ("data=recall data.path=x", "data.path=x is read with data=text or data=bin only"),
+    ],
+)
+def test_a_mistake_is_one_line(call, trained, tmp_path, typed, answer):
+    runs, _ = trained
+    ended = call(train, f"runs={runs}", f"data.cache={tmp_path}", "device=cpu", "wandb.mode=disabled", *typed.split())
+    assert ended.code == 2
+    assert answer in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_checkpoint_outside_a_run_has_no_place_for_the_measurement(call, trained, tmp_path):
+    runs, _ = trained
+    copy = checkpoint.last(runs / "plain/checkpoints").rename(tmp_path / "copy")
+    ended = call(train, "eval_only=true", f"resume={copy}", f"runs={runs}", "device=cpu")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "lies in no run's folder" in ended.err
+
+
+def test_eval_only_refuses_tokens_of_another_tokenizer(call, small, tmp_path):
+    """A token id that the model lacks would be an IndexError, or worse on a GPU."""
+    own = [*small, f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "steps=1"]
+    assert call(train, *own, "name=a").code == 0
+    assert call(train, *own, "name=b", "tokenizer=bpe", "tokenizer.vocab_size=300").code == 0
+    (ours,), (theirs,) = ((tmp_path / "cache").glob(f"text-{kind}-*") for kind in ("byte", "bpe300"))
+    assert call(train, *own[3:], "data=bin", f"data.path={ours}", "name=x").code == 0
+    typed = ["eval_only=true", "resume=x", f"runs={tmp_path}", "device=cpu", f"data.path={theirs}"]
+    ended = call(train, *typed)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert f"{theirs} has tokens of another tokenizer" in ended.err
+
+
+def test_a_loss_that_is_not_a_number_is_drawn_and_printed(tmp_path, caplog):
+    record = context.worth(small_gpt(64), windows(64), BYTES, nullcontext())
+    lost = {key: math.nan if key.startswith("loss") else x for key, x in record.items()} | {"context_gain": math.nan}
+    assert context.draw(lost, tmp_path, "x", "no_max") == [tmp_path / "context.png"]
+    assert "nan" in context.table(lost)
+    assert not caplog.records  # matplotlib logs a warning for text at no place
+
+
+def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    append(file, {"step": 1, "context_gain": math.nan})
+    assert [record["step"] for record in read_metrics(file)] == [1, 1]
+    append(file, {"step": 3})
+    assert file.read_text().endswith('"nan"}\n{"step": 3}\n')
