@@ -48,7 +48,7 @@ class GPTConfig:
     tie_head: bool = True  # the head uses the embedding's weight
     # dtype of the residual stream: float32 | autocast, which is bf16 with dtype=bf16. It moves less and rounds more.
     residual_dtype: str = "float32"
-    dropout_p: float = 0.0  # dropout in training, of the embedding and of what a block adds; in steps of 1/256
+    dropout_p: float = 0.0  # dropout in training, of the embedding and what a block adds; in steps of 1/256
     rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
     activation_checkpointing: bool = False  # compute blocks again in the backward: less memory, a longer step
