@@ -9,7 +9,7 @@ n = b * H_kv + h_kv the number of a key head.
 Reading the keys and values takes the time. One query row gives too little work for one program a head: the GPU would
 stand still. So the keys are cut into splits, with a program for each, and all G query heads of a key head are rows of
 one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of model/cache.py
-is the same in plain PyTorch, and docs/attention.md has the formulas under "Merging by lse".
+is the same in plain PyTorch, and docs/attention.md has the formulas under "The cache, and decoding in splits".
 
     decode_kernel   one program per key head and split
         0     the program that has the new token's slot writes its key and value

@@ -8,8 +8,9 @@ As in model/tiled.py the G = H / H_kv query heads of a key head are rows of one 
 No token sees a later one, so the keys and values of a token stay as they are. A prompt runs through attention() as in
 training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it. It is
 Flash-Decoding in plain PyTorch: it cuts the keys into splits, computes each alone, and merges them by lse. The steps
-have the numbers of model/attention.py; docs/attention.md has the formulas under "Merging by lse". On a GPU the kernel
-of kernels/decode.py does the same. It reads the sequences' positions from the device, where they are counted too.
+have the numbers of model/attention.py; docs/attention.md has the formulas under "The cache, and decoding in splits". On
+a GPU the kernel of kernels/decode.py does the same. It reads the sequences' positions from the device, where they are
+counted too.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """

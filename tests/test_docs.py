@@ -253,7 +253,7 @@ def test_the_words_that_a_tile_moves_in_the_backward(order, monkeypatch):
         o.sum().backward()
         words.append(moved[0])
     factor = round((words[1] - words[0]) / (8 * N * D))
-    outside, of = order.split("_")[0], {"keys_outside": "keys", "queries_outside": "rows"}[order]
+    outside, of = order.split("_")[0], {"keys_outside": "keys", "queries_outside": "queries"}[order]
     assert re.search(rf"- {outside} outside: [^-]*, {factor} N D words for each tile of {of}\.", section("Traffic"))
 
 
@@ -293,7 +293,7 @@ def test_the_tiles_that_the_backward_of_a_tile_loads():
     loaded = [re.findall(r"(\w+)_[ij] = load\(", kernel(name)) for name in ("dq_tiles", "dkdv_tiles")]
     assert loaded == [["k", "v"], ["q", "do"]]
     (k, v), (q, do) = loaded
-    assert f"{k} and {v} for each tile of rows, {q} and {do} for each tile of keys" in section("Traffic")
+    assert f"{k} and {v} for each tile of queries, {q} and {do} for each tile of keys" in section("Traffic")
 
 
 def test_the_tiles_that_a_causal_mask_leaves_whole():
@@ -315,7 +315,7 @@ def test_what_the_triton_forward_keeps_for_its_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda _: None):
         torch.ops.tilegpt.flash_forward(q, q, q, *problem, False)
     assert sorted(kept) == [seed.nbytes, 3 * 2**20, *[96 * 2**20] * 4]
-    assert "96 MiB for each of the four, which are there anyway, and 3 MiB for lse" in GPU
+    assert "each of these four takes 96 MiB, and lse takes 3 MiB" in GPU
 
 
 @pytest.mark.parametrize("row", tables("| forward | its derivative, if that is not 1"), ids=lambda row: row[0])
