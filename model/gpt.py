@@ -112,14 +112,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """In the weight's dtype, whatever the residual stream's."""
+    """Computes and returns in the weight's dtype, also where the residual stream has another."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 class LayerNorm(nn.LayerNorm):
-    """In the weight's dtype, whatever the residual stream's."""
+    """Computes and returns in the weight's dtype, also where the residual stream has another."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
