@@ -552,7 +552,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         try:
             metrics.sample(run.step, write_sample(run))
         except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
-            metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN or infinite")
+            metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
     if due(run, cfg.checkpoint_every) or save_now:
         run.saved = save(run)
     if run.val_loss < math.inf and metrics.time_to_draw():
