@@ -6,11 +6,10 @@ Shapes: B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a k
 n = b * H_kv + h_kv the number of a key head.
     q, o (B, H, 1, D)    k, v (B, H_kv, 1, D), the new token's    keys, values (B * H_kv, S, D)
 
-The kernel reads many keys and values and computes little with them, so the memory's speed is its limit. One program a
-key head would leave most of the GPU's processors idle. So the keys are cut into splits, with a program for each. All G
-query heads of a key head are rows of one matrix, so that each key is read once. The steps have the numbers of
-model/attention.py. decode() of model/cache.py is the same in plain PyTorch. docs/attention.md has the formulas under
-"Merging by lse".
+The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
+would leave most processors idle. So each split of the keys has a program. All G query heads of a key head are rows of
+one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of model/cache.py
+is the same in plain PyTorch, and docs/attention.md has the formulas under "Merging by lse".
 
     decode_kernel   one program per key head and split
         0     the program that has the new token's slot writes its key and value
