@@ -43,7 +43,7 @@ from training import checkpoint, config, exchange
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
-IN_WORDS = {  # past_context=, once it has come to that
+IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
     "half": "each time the context of {} tokens was full, the model went on from its last half",
     "stop": "stopped where the context of {} tokens was full; past_context=slide or past_context=half writes on",
@@ -266,8 +266,8 @@ def read_line() -> str | None:
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Yields a list, to which Ctrl-C adds something. So a token is always completed, and with it the cache. A second
-    Ctrl-C raises KeyboardInterrupt."""
+    """Yields a list that is empty until Ctrl-C is pressed. So Ctrl-C never interrupts a token, and the cache stays
+    right. A second Ctrl-C raises KeyboardInterrupt."""
     pressed: list[int] = []
 
     def on_signal(number, frame):

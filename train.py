@@ -645,16 +645,17 @@ def measure_the_context(run: Run) -> None:
 
 
 def write_sample(run: Run) -> str:
-    """A sample: the model's text after an end-of-text token, where documents begin. NotFinite if its logits are NaN."""
+    """A sample: the model's text after an end-of-text token, where documents begin. NotFinite as Sampler.choose()."""
     encoding = run.dataset.encoding
     generator = torch.Generator(run.device).manual_seed(run.cfg.seed)  # leaves training's random numbers as they are
     end = encoding.encode_single_token(END_OF_TEXT)
     idx = torch.tensor([[end]], device=run.device)
     stream = TextStream(encoding)
-    # With its weights in the dtype of the products a token casts nothing, and a GPU can record it.
+    # With weights in the dtype of the products, no token casts them, and a GPU can record it. deepcopy() takes these
+    # weights for the model's own, and so makes no copy in float32.
     dtype = DTYPES[str(run.facts["dtype"])]
-    cast = run.averaged if dtype == torch.float32 else copy.deepcopy(run.averaged).to(dtype)
-    with evaluation_mode(cast) as model:
+    weights = {id(p): torch.nn.Parameter(p.detach().to(dtype)) for p in run.averaged.parameters()}
+    with evaluation_mode(copy.deepcopy(run.averaged, weights)) as model:
         tokens = map(int, generate(model, idx, run.cfg.sample_tokens, Sampler(), generator))
         # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
         return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
@@ -777,7 +778,8 @@ def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor])
 
 
 def close(run: Run) -> None:
-    """Draws the last picture and closes the metrics. Called at the end of every run, also after an error."""
+    """Draws the last picture, and closes the writer and the metrics. Called at the end of every run, also after an
+    error."""
     try:
         if run.code and not run.saved:
             run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
@@ -787,9 +789,10 @@ def close(run: Run) -> None:
     finally:
         try:
             run.writer.close()
-        except OSError as error:  # an earlier error ended the run, and is told
+        except OSError as error:  # another error ended the run, and is told too
             run.metrics.say(str(error))
-        run.metrics.close(run.code)
+        finally:
+            run.metrics.close(run.code)
 
 
 def say_what_is_there(run: Run) -> None:

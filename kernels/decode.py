@@ -6,8 +6,8 @@ Shapes: B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a k
 n = b * H_kv + h_kv the number of a key head.
     q, o (B, H, 1, D)    k, v (B, H_kv, 1, D), the new token's    keys, values (B * H_kv, S, D)
 
-Reading the keys and values takes the time. One query row gives too little work for one program a head: the GPU would
-stand still. So the keys are cut into splits, with a program for each, and all G query heads of a key head are rows of
+The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
+would leave most processors idle. So each split of the keys has a program. All G query heads of a key head are rows of
 one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of model/cache.py
 is the same in plain PyTorch, and docs/attention.md has the formulas under "The cache, and decoding in splits".
 
@@ -17,7 +17,7 @@ is the same in plain PyTorch, and docs/attention.md has the formulas under "The 
         6     the last program of a key head merges all splits
 
 The kernel reads the position of each sequence from device memory, and cuts the keys that are there into equal parts.
-So a CUDA graph can be replayed while the sequences grow. Programs for which no keys are left end at once.
+So one CUDA graph serves while the sequences grow. A program whose part is empty ends at once.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding. There a second kernel merges. Here the programs of a
 key head draw tickets, and the one with the last ticket merges. That saves a launch, which at short lengths takes as
@@ -54,10 +54,10 @@ class DecodeTiles(NamedTuple):
 # BLOCK_D up to -> tiles for 16-bit inputs.
 TILES = {64: DecodeTiles(64, 4, 3), 128: DecodeTiles(64, 4, 3), 256: DecodeTiles(32, 4, 3)}
 FLOAT32 = DecodeTiles(16, 8, 2)
-# Bytes of keys up to which the kernel begins before the one ahead of it ends. That saves 1 to 2 us. But its programs
-# then get the places that others leave, and with many keys the processor that has most of them decides.
+# Up to so many bytes of keys the kernel begins before the one ahead of it ends, which saves 1 to 2 us. With more keys
+# this costs time: the early programs gather on the few processors that are free, and the one with the most ends last.
 SHORT = 8 << 20
-PROGRAMS = 2  # programs for each of the GPU's processors; so all of them run at once
+PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
 
 
 def decode(

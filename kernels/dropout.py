@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash import philox
+from kernels.op import on
 
 PIECES = 128  # of 4 rows x 32 columns, in a program: a thread's
 
@@ -20,7 +21,7 @@ def keep_table(seed: Tensor, N: int, T: int, C: int, threshold: int) -> Tensor:
     """bool (N, T, C), True where an element is kept. seed: int64 scalar on the GPU. threshold: of drop_threshold()."""
     keep = torch.empty(N, T, C, dtype=torch.bool, device=seed.device)
     pieces = N * -(-T // 32) * 8 * -(-C // 32)
-    with torch.cuda.device_of(seed):  # Triton launches on the current device
+    with on(seed.device):
         keep_kernel[(-(-pieces // PIECES),)](seed, keep.view(torch.uint8), N, T, C, threshold, PIECES)
     return keep
 

@@ -7,8 +7,8 @@ Shapes: B rows, at most 16; K elements of a row, N elements of the result.
     x (B, K)    weight (N, K)    y (B, N)
 
 In sampling a layer has one row for each sequence. Then reading the weights takes all of the time, and a kernel takes
-1 to 3 us to begin and to end. So norm, bias, activation and residual are computed here, without a kernel of their own.
-Each program reads some rows of the weight once, and computes the norm of x again, which is little work. With one row
+1 to 3 us to begin and to end. So norm, bias, activation and residual have no kernels of their own.
+A program reads some rows of the weight. Every program computes the norm of x again, which is little work. With one row
 the product is a multiplication and a sum in float32. With more it is a matrix product, and x is rounded to the weight's
 dtype, as torch does. Sums, norm, activation and residual are float32.
 
@@ -29,8 +29,9 @@ from kernels.flash import LOG2E, tanh
 from kernels.op import on
 from kernels.task import precision
 
-ROWS = 16  # at most this many
-PROGRAMS = 264  # at least this many, where BLOCK_N allows it: two for each processor of an H200
+ROWS = 16  # B is at most this
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
+PROGRAMS = 264  # tile_for() lets at least so many run if it can: two for each processor of an H200
 SQRT_2_BY_PI, SQRT_HALF = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(math.sqrt(0.5))
 
 
@@ -48,10 +49,13 @@ def linear(
     """activation(layer(norm(x))); with gate, activation(gate(norm(x))) * layer(norm(x)); with add, that + add.
 
     x (B, K), contiguous, B at most ROWS, any float dtype. layer, gate: float32, float16 or bfloat16. norm: LayerNorm or
-    RMSNorm. activation: none | gelu | gelu_tanh | silu. add (B, N), contiguous. outputs: N, if the layer has more.
+    RMSNorm. activation: of ACTIVATIONS. add (B, N), contiguous. outputs: N, if the layer has more.
     Returns y (B, N) in `dtype`; None: that of the weights.
     """
     (B, K), N, weight = x.shape, outputs or layer.weight.shape[0], layer.weight
+    assert B <= ROWS, B
+    assert activation in ACTIVATIONS, activation
+    assert norm is None or isinstance(norm, (nn.LayerNorm, nn.RMSNorm)), norm
     y = x.new_empty(B, N, dtype=dtype or weight.dtype)
     BLOCK_N, BLOCK_K, num_warps = tile_for(B, K, N)
     second = (None, None) if gate is None else (gate.weight, gate.bias)
@@ -69,7 +73,10 @@ def linear(
 
 @cache
 def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
-    """BLOCK_N outputs, as few as let PROGRAMS programs run; BLOCK_K elements of x in one step; and warps."""
+    """BLOCK_N, the outputs of a program; BLOCK_K, the elements of x that it takes in one step; and its warps.
+
+    BLOCK_N is a power of 2 from 2 to 16, the largest that gives PROGRAMS programs. With several rows it is 16.
+    """
     least, elements = (2, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
     BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
     BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))

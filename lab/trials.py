@@ -12,9 +12,9 @@ from torch import Tensor
 
 from model.attention import AttentionConfig, attention, check_switches, triton_refusal
 from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
+from training.machine import DTYPES
 from training.probe import LIMIT, Call, Gauges, gauges
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The symptoms. overflow: acc, the sum of weights times v, overflows, but l does not. leak: the past depends on the
 # future.
 NAN, OVERFLOW, SILENT, LEAK, GRADIENT, NONE = "NaN", "overflow", "silent", "leak", "gradient only", "none here"

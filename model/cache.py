@@ -15,13 +15,12 @@ counted too.
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """
 
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.problem import Problem
+from kernels.problem import HAS_TRITON, Problem
 from model.attention import AttentionConfig, problem_of
 from model.break_it import UNBROKEN
 from model.mask import WHOLE, Tile
@@ -31,7 +30,7 @@ ANY = Tile(range(0), range(0), WHOLE)  # scores() uses a tile's place for alibi 
 
 
 class Step(NamedTuple):
-    """Where the next token goes, and what it sees. The same for all layers whose buffers have as many slots."""
+    """Where the next token's key goes, and what the token sees. Layers with as many slots share a Step."""
 
     slots: int | Tensor  # the slot of the new key; int64 (B,) if the sequences differ
     T_k: int  # slots 0 to T_k - 1 are looked at
@@ -53,7 +52,7 @@ class LayerCache:
         # Under a window a new key takes the slot of the one that has just left the window.
         self.size = min(config.window or context_length, context_length)
         self.rows = slice(B)  # the sequences whose prompts run now
-        self.past = 0  # how many tokens these have before that
+        self.past = 0  # how many tokens of these are in the cache already
         # None: prompts run now. With the kernel: the position of each sequence's token, int64 (B,) on the device.
         self.step: Step | Tensor | None = None
 
@@ -145,7 +144,7 @@ class KVCache:
 
     def cut(self, T: int) -> bool:
         """Forgets all but the first T tokens of every sequence, and returns True. Returns False, and forgets nothing,
-        if a window's buffer has lost keys that the next token sees."""
+        if keys that the next token sees may be gone, because a window's buffer has been full."""
         kept = all(max(self.lengths) <= layer.size for layer in self.layers)
         if possible := T == 0 or kept or self.lengths == [T] * len(self.lengths):
             self.lengths = [min(T, length) for length in self.lengths]
@@ -188,7 +187,7 @@ class KVCache:
 
 def runs_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
     """Whether kernels/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
-    if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or find_spec("triton") is None:
+    if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or not HAS_TRITON:
         return False
     from kernels.op import refusal  # imported here: triton is not installed everywhere
 

@@ -241,11 +241,15 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
 def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> None:
     """Registers our attention with transformers. model.set_attn_implementation(name) then makes a model run on it.
 
-    config: a resolved AttentionConfig. Its options are the model's, where the model has none of its own; the model's
-    window, softcap and dropout replace those of config. Dropout's mask is drawn from a seed, which torch draws.
-    Raises ValueError, one line, in the model's forward for what our attention cannot compute: padding, packed texts and
-    any other mask than a causal one with a window. If transformers builds a mask, each layer compares it, (B, T, T_k).
+    config: a resolved AttentionConfig. Its window and softcap hold in layers that have none of their own. The model
+    itself has a scale and a dropout. Dropout's mask is drawn from a seed, which torch draws.
+    Raises ValueError if config has softmax_scale, dropout_p or documents. The model's forward raises ValueError, one
+    line, for what our attention cannot compute: padding, packed texts and any other mask than a causal one with a
+    window. If transformers builds a mask, each layer compares it, (B, T, T_k).
     """
+    for option, usual in (("softmax_scale", None), ("dropout_p", 0), ("documents", False)):
+        if (value := getattr(config, option)) != usual:
+            raise ValueError(f"attention.{option}={value} would be ignored: the model decides that; leave it out")
     from transformers import AttentionInterface, AttentionMaskInterface  # imported here: only the tests need them
     from transformers.masking_utils import sdpa_mask
 

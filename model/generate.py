@@ -23,11 +23,11 @@ from model.gpt import GPT
 from model.token import Generators, NextToken
 
 PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
-SPOILT = "the logits are NaN: the weights of this checkpoint are spoilt; use an earlier one"
+SPOILT = "the logits are NaN or infinite: the weights of this checkpoint are spoilt; use an earlier one"
 
 
 class NotFinite(ValueError):
-    """The logits are NaN, so no token can be chosen."""
+    """The logits are NaN or infinite, so no token can be drawn."""
 
 
 @dataclass
@@ -58,25 +58,26 @@ class Sampler:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 and finite; 1 is none")
 
     def choose(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
-        """Logits float (B, V) to token ids int64 (B,). Raises NotFinite for NaN logits.
+        """Logits float (B, V) to token ids int64 (B,). Raises NotFinite if draw() finds that it cannot draw.
 
         generator: on their device. With one for each row, a row draws what it would draw alone.
         used: bool (B, V), the tokens that each text has, as tokens_used() gives it. The chosen ones are added to it.
         """
-        logits = logits.float()
-        if logits.isnan().any():
+        largest, token = self.draw(logits.float(), generator, used)
+        if largest.isnan().any():
             raise NotFinite(SPOILT)
-        return self.draw(logits, generator, used)[1]
+        return token
 
     def choose_unseen(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
-        """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 if logits are not
-        finite, else 0."""
+        """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 where choose() raises
+        NotFinite, else 0."""
         largest, token = self.draw(logits.float(), generator, used)
         return torch.cat((token, largest.isnan().any()[None]))
 
     def draw(self, logits: Tensor, generator: Generators, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """choose() for float32 logits. Nothing in it makes the host wait for a GPU. Before the token ids it returns
-        numbers (B,) that are NaN where the logits are not finite."""
+        numbers (B,), NaN for a row without probabilities: with NaN, with inf (unless temperature=0 takes it), or with
+        -inf alone."""
         if used is not None:
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
             logits = torch.where(used, penalized, logits)
@@ -209,7 +210,7 @@ def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:
         arrival = torch.empty_like(found, device="cpu", pin_memory=True)
         arrival.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(found.device))  # the current device may be another one
         sent.append((arrival, event))
         if len(sent) > 1:
             yield arrived(*sent.popleft())
@@ -250,7 +251,7 @@ def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tenso
 
 
 class Session:
-    """Continues one text again and again. The cache is kept, and only tokens that are new run."""
+    """Continues a text, and again when the caller has added to it. The cache is kept, so that only new tokens run."""
 
     def __init__(
         self,
@@ -269,7 +270,8 @@ class Session:
     def answer(self, text: list[int], max_new_tokens: int) -> Iterator[int]:
         """Yields the tokens that follow `text`, the whole of it. With past_context=stop, none if the text is too long.
 
-        The answers are those that generate() gives without a cache, up to rounding.
+        The answers are those that generate() gives without a cache, up to rounding, to the last tokens of the text: as
+        many as past_context lets the model see. repetition_penalty counts those alone.
         """
         context = self.model.config.context_length
         if self.past_context == "stop" and len(text) > context:
@@ -289,8 +291,8 @@ class Session:
     @torch.inference_mode()
     def catch_up(self, cache: KVCache, text: list[int]) -> None:
         """Makes the cache hold `text`. What it holds of it already does not run again."""
-        # The last token may have run already, because generate() may be a token ahead of what it yields. In a text that
-        # slides this cannot be told, but there no key can be kept.
+        # The cache ends before the last token of `ran`, or after it if generate() was a token ahead of what it yielded.
+        # Its length tells which. In a text that slides both have the same length, but there no key can be kept.
         n, context, T = cache.lengths[0], self.model.config.context_length, len(self.ran)
         ends = [end for end in (T - 1, T) if n > 0 and tokens_seen(end, context, self.past_context) == n]
         held: list[int] = self.ran[ends[0] - n : ends[0]] if len(ends) == 1 else []

@@ -23,6 +23,13 @@ from model.cache import KVCache, LayerCache, runs_kernel
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 
+CHOICES = {
+    "position": ("learned", "rope", "none"),
+    "norm": ("layernorm", "rmsnorm"),
+    "mlp": ("gelu_tanh", "gelu", "swiglu"),
+    "residual_dtype": ("float32", "autocast"),
+}
+
 
 @dataclass
 class GPTConfig:
@@ -70,13 +77,7 @@ class GPTConfig:
                 f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}; "
                 f"set both, or model.n_kv_head=null for as many as n_head"
             )
-        choices = {
-            "position": ("learned", "rope", "none"),
-            "norm": ("layernorm", "rmsnorm"),
-            "mlp": ("gelu_tanh", "gelu", "swiglu"),
-            "residual_dtype": ("float32", "autocast"),
-        }
-        for name, known in choices.items():
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"model.{name}={getattr(self, name)} is not known; choose {' or '.join(known)}")
         if self.position == "rope" and self.head_size % 2:
@@ -111,14 +112,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """In the weight's dtype, whatever the residual stream's."""
+    """Computes and returns in the weight's dtype, also where the residual stream has another."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
 class LayerNorm(nn.LayerNorm):
-    """In the weight's dtype, whatever the residual stream's."""
+    """Computes and returns in the weight's dtype, also where the residual stream has another."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -347,7 +348,8 @@ class GPT(nn.Module):
         return cache
 
     def cache_refusal(self) -> str | None:
-        """Why this model samples without a cache, or None. decode() has no line that a switch could take out."""
+        """Why this model samples without a cache; None if it has one. decode() reads no switch of break_it: it would
+        compute whole attention."""
         if self.break_it.label:
             return f"break_it={self.break_it.label}: a cache would compute whole attention, not the broken one"
         if self.attention_config.block_mask is not None:

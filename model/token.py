@@ -6,8 +6,10 @@
 Shapes: B sequences, C model width, V vocabulary, H query heads, H_kv key/value heads, D head size.
 
 A token is little work for a GPU: it reads GPT-2's weights in 60 us. Launching a token's operations from Python takes
-ten times as long. Recorded once, they are launched all together. Then the number of kernels decides, because each takes
-1 to 3 us to begin and to end. next_logits() has five kernels a block; the modules of model/gpt.py have 13.
+ten times as long. Recorded once, they are launched all together. After that the number of kernels matters, because each
+takes 1 to 3 us to begin and to end. next_logits() has five kernels a block; the modules of model/gpt.py have 13.
+
+So a block's forward is written twice, in Block of model/gpt.py and here. tests/test_decode.py compares them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +25,11 @@ WARM_UP = 2  # tokens before the recording: in them kernels are compiled
 
 
 class NextToken:
-    """Makes one token of every sequence after another. After WARM_UP tokens it records one, and replays that.
-
-    A recorded token computes the same bits as the ones before.
-    """
+    """Each call makes the next token of every sequence. The first WARM_UP calls launch every kernel from Python. The
+    call after them records a CUDA graph. It and all later calls replay the graph. Both ways compute the same bits."""
 
     def __init__(self, model: GPT, cache: KVCache, choose: Callable[[Tensor], Tensor], generator: Generators) -> None:
-        """choose: logits (B, V) to int64 (B + 1,), the token ids and one number more. It draws from `generator`."""
+        """choose: Sampler.choose_unseen(), logits (B, V) to int64 (B + 1,). It draws from `generator`."""
         assert cache.at is not None
         self.model, self.cache, self.choose, self.generator = model, cache, choose, generator
         # What a token reads and writes stays at one place in memory, because a recorded token has its address.
@@ -42,7 +42,7 @@ class NextToken:
         makes of the logits; the next call overwrites it."""
         if token.data_ptr() != self.made.data_ptr():
             self.made[:-1].copy_(token)
-        # Autocast would cast the weights again in each replay, or use casts that are gone by then.
+        # Not under autocast: a graph would cast the weights again in each replay, or read casts that are gone by then.
         if self.graph is None and self.count >= WARM_UP and not torch.is_autocast_enabled("cuda"):
             self.record()
         self.count += 1
@@ -59,7 +59,7 @@ class NextToken:
         for generator in [self.generator] if isinstance(self.generator, torch.Generator) else self.generator or []:
             self.graph.register_generator_state(generator)
         # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
-        # Thread-local: another thread, such as the one that writes checkpoints, may use the GPU meanwhile.
+        # Thread-local: what another thread of the process does on a GPU meanwhile is no error.
         stream = torch.cuda.Stream(self.cache.device)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.run()

@@ -7,7 +7,8 @@ A fault is a text that stands exactly once in train.py, training/, model/, data/
 wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
 the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
 
-Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once.
+Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once. tests/test_mutants.py looks at
+the second at once.
 """
 
 import os
@@ -58,7 +59,12 @@ TABLE = [
     ("Muon makes bad updates", "torch.where(self.found_inf == 1, old, now)", "now", "step"),
     ("the state is that of the batches drawn", "return self.state\n", "return self.loader.state_dict()\n", "step"),
     ("an evaluation's time is the next step's",
-     "            run.train_step.restart_clock()\n    return 0", "    return 0", "step"),
+     "            run.train_step.restart_clock()\n        run.writer", "        run.writer", "step"),
+    ("a checkpoint is named before it is complete",
+     "run.writer.wait()\n                run.metrics.say", "run.metrics.say",
+     "train::test_a_checkpoint_is_complete_when_the_run_names_it"),
+    ("training goes on in a checkpoint's tensors", '.to("cpu", copy=True)', '.to("cpu")', "checkpoint"),
+    ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
     # --- the loop ---
     ("evaluated before all updates are heard of",
      "run.sent and (needs_all(run, signals) or time_to_hear(run))", "run.sent and time_to_hear(run)", "step"),
@@ -260,6 +266,11 @@ def sources(tree: Path) -> list[Path]:
     return [tree / "train.py", *(tree / source for source in SOURCES), *folders]
 
 
+def places(fault: Fault, tree: Path) -> list[Path]:
+    """The files with the fault's text, each as often as it stands there."""
+    return [file for file in sources(tree) for _ in range(file.read_text(encoding="utf-8").count(fault.old))]
+
+
 def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:
     """The names of the tests that fail. RuntimeError where pytest could not run them."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "0", *options]
@@ -275,7 +286,7 @@ def plant(fault: Fault) -> Outcome:
     noticed, problem = "", ""
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
-        files = [file for file in sources(tree) for _ in range(file.read_text(encoding="utf-8").count(fault.old))]
+        files = places(fault, tree)
         if len(files) != 1:
             problem = f"its text stands {len(files)} times in the code"
         else:

@@ -115,6 +115,13 @@ def test_options_of_our_attention_reach_their_layers(made):
     assert all((x - y).abs().max() > 0.1 for i, x in enumerate(others) for y in others[:i])
 
 
+@pytest.mark.parametrize("option", [{"softmax_scale": 0.5}, {"dropout_p": 0.1}, {"documents": True}], ids=str)
+def test_what_the_model_decides_is_no_option_of_ours(transformers, option):  # noqa: F811
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=rf"attention\.{name}={value} would be ignored"):
+        offer_to_transformers(AttentionConfig("naive", **option))
+
+
 @pytest.mark.parametrize("options", [{"s_aux": torch.zeros(2)}, {"is_causal": False}], ids=str)
 def test_sinks_and_bidirectional_attention_are_refused(made, transformers, options):  # noqa: F811
     function, q = transformers.AttentionInterface()["tiled"], torch.randn(1, 2, 5, 8)

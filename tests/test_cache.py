@@ -283,9 +283,9 @@ def test_several_tokens_after_a_prompt_see_what_the_cache_holds(changes):
 @torch.no_grad()
 @pytest.mark.parametrize("impl", ["tiled", "sdpa", "triton"])
 def test_every_implementation_extends_the_cache(impl):
+    """And a token alone follows; after a cut too."""
     if impl == "triton":
         pytest.importorskip("triton")
-    """And a token alone follows; after a cut too."""
     text, model = texts(17)[0], made(torch.float32, impl=impl, n_kv_head=2, position="rope")
     cache, at = model.new_cache(1), 0
     for T in (6, 9, 1, 1):

@@ -3,6 +3,7 @@ few rows (kernels/linear.py), and the model's token that is made of them (model/
 
 import csv
 from copy import deepcopy
+from dataclasses import fields
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from lab import decode as race
 from model.attention import AttentionConfig, alibi_slopes
 from model.cache import runs_kernel
 from model.generate import run_prompts
-from model.gpt import GPTConfig, rope_table, rotate
+from model.gpt import CHOICES, GPTConfig, rope_table, rotate
 from model.token import next_logits
 from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
-from tests.test_cache import OPTIONS, logits_of, made, texts
+from tests.test_cache import OPTIONS, SIZE, logits_of, made, texts
 
 NAIVE = AttentionConfig("naive")
 
@@ -167,6 +168,14 @@ def test_a_linear_layer_is_within_twice_the_modules_error(K, N, norm, activation
     assert_within_budget({"y": found}, {"y": modules.detach()}, {"y": right.detach()})
 
 
+def test_an_activation_or_norm_that_the_kernel_lacks_is_refused():
+    """They were taken for none and for layernorm."""
+    layer, x = nn.Linear(20, 4), torch.randn(1, 20)
+    for wrong in ({"activation": "relu"}, {"norm": nn.GroupNorm(1, 20)}):
+        with pytest.raises(AssertionError):
+            linear(x, layer, **wrong)
+
+
 def test_only_the_outputs_that_are_asked_for_are_computed():
     layer, x = nn.Linear(20, 40), torch.randn(1, 20)
     assert torch.equal(linear(x, layer, outputs=33), linear(x, layer)[:, :33])
@@ -175,12 +184,31 @@ def test_only_the_outputs_that_are_asked_for_are_computed():
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
+TOKENS = {name: OPTIONS[name] for name in ("learned", "none", "windows_alibi_softcap", "own_head")} | {
+    "modern": {
+        "n_kv_head": 2, "position": "rope", "rope_base": 50.0, "mlp": "swiglu", "norm": "rmsnorm", "bias": False,
+    },
+    "gelu_window": {"mlp": "gelu", "mlp_hidden": 40, "norm_eps": 0.5, "window": 3, "softmax_scale": 0.9},
+}  # fmt: skip
+# What changes no logits of a model in eval mode and without autocast; and what has no cache.
+NOT_IN_A_TOKEN = {"dropout_p", "residual_dtype", "activation_checkpointing"}
+NOT_IN_A_TOKEN |= {"impl", "block_m", "block_n", "order", "autotune", "documents", "block_mask", "block_mask_size"}
+
+
+def test_the_cases_of_a_token_have_every_option():
+    """A block's forward is written twice. An option that only model/gpt.py reads would be ignored on a GPU."""
+    known = {field.name for field in (*fields(GPTConfig), *fields(AttentionConfig))}
+    sizes = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
+    assert known - NOT_IN_A_TOKEN - sizes == {name for changes in TOKENS.values() for name in changes}
+    for name in CHOICES.keys() - NOT_IN_A_TOKEN:
+        assert {changes.get(name, getattr(SIZE, name)) for changes in TOKENS.values()} == set(CHOICES[name])
+
+
 @pytest.mark.parametrize(("dtype", "lengths"), [(torch.float32, (6,)), (torch.bfloat16, (3, 6))], ids=str)
-@pytest.mark.parametrize("name", ["learned", "none", "rope-grouped", "windows_alibi_softcap", "own_head"])
+@pytest.mark.parametrize("changes", TOKENS.values(), ids=TOKENS)
 @pytest.mark.usefixtures("few_programs")
-def test_a_token_has_the_logits_of_the_whole_text(name, dtype, lengths):
+def test_a_token_has_the_logits_of_the_whole_text(changes, dtype, lengths):
     """Past the end of a window of 3; within twice the error of naive without a cache in the same dtype."""
-    changes = OPTIONS.get(name) or {"n_kv_head": 2, "position": "rope", "mlp": "swiglu", "norm": "rmsnorm"}
     prompts, follow = texts(*lengths), torch.stack(texts(*[2] * len(lengths)))
     right, naive = (logits_of(made(kind, **changes), prompts, follow) for kind in (torch.float64, dtype))
     model = made(dtype, **{**changes, "impl": "triton"})

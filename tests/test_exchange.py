@@ -11,7 +11,7 @@ import random
 import re
 import shutil
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -35,8 +35,8 @@ from data.tokenizer import (
 )
 from lab.runs import model_of_run
 from model.attention import AttentionConfig
-from model.families import configuration
-from model.gpt import GPT, GPTConfig
+from model.families import configuration, huggingface_config
+from model.gpt import CHOICES, GPT, GPTConfig
 from tests.test_download import hasty, honest, serve  # noqa: F401 (fixtures)
 from training import checkpoint, config, exchange
 from training.metrics import read_metrics
@@ -230,6 +230,44 @@ def test_what_has_no_counterpart_is_not_exported(group, key, value, said, folder
     with pytest.raises(ValueError, match=re.escape(said)):
         exchange.export(trained, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def another(config, name: str):
+    """config with another value of a field."""
+    value = getattr(config, name)
+    if name in CHOICES:
+        value = next(choice for choice in CHOICES[name] if choice != value)
+    elif isinstance(value, bool):
+        value = not value
+    else:
+        value = {"n_kv_head": 2, "softcap": 5.0, "windows": [3, None], "block_mask": ["x"]}.get(name, 2 * (value or 4))
+    return replace(config, **{name: value})
+
+
+# What is not in a model of transformers: how a run trains, and how attention is computed.
+NOT_EXPORTED = {"vocab_multiple", "residual_dtype", "activation_checkpointing", "dropout_p"}
+NOT_EXPORTED |= {"impl", "block_m", "block_n", "order", "autotune", "documents", "block_mask_size"}
+
+
+@pytest.mark.parametrize(("name", "without"), [("gpt2", {"bias", "rope_base"}), ("llama", set())])
+def test_an_option_is_exported_or_refused(name, without):
+    """Each on its own. One that was forgotten would be lost without a word, and the model be another.
+
+    Without those that GPT-2 does not read: missing biases are exported as zeros, and it has no rope."""
+    modern = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "mlp_hidden": 64}
+    model = GPTConfig(2, 4, None, 32, 48, 100, **(modern if name == "llama" else {}))
+    sides = model, AttentionConfig()
+    assert configuration(huggingface_config(*sides, 0, 1)) == sides
+    for side, options in enumerate(sides):
+        for field in {field.name for field in fields(options)} - NOT_EXPORTED - without:
+            changed = [*sides]
+            changed[side] = another(options, field)
+            assert changed[side] != options
+            try:
+                exported = huggingface_config(*changed, 0, 1)
+            except ValueError:
+                continue
+            assert [*configuration(exported)] == changed, field
 
 
 def test_an_export_overwrites_nothing_and_takes_no_key_of_sampling(call, folder, tmp_path):

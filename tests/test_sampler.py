@@ -100,7 +100,7 @@ def test_probabilities_are_transformers(temperature, repetition_penalty, top_k, 
     expected = theirs.MinPLogitsWarper(min_p)(texts, expected).softmax(-1)
     drawn = []
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    monkeypatch.setattr("model.generate.waiting_times", lambda p, generator: drawn.append(p) or p)
+    monkeypatch.setattr("model.generate.waiting_times", lambda p, generator: drawn.append(p) or torch.ones_like(p))
     sampler.choose(logits, None, sampler.tokens_used(list(texts), 50))
     torch.testing.assert_close(drawn[0], expected, rtol=1e-5, atol=1e-7)
 
@@ -131,6 +131,13 @@ def test_a_row_with_its_own_generator_draws_what_it_draws_alone():
         assert torch.equal(Sampler().choose(logits, together), torch.cat(expected))
 
 
-def test_nan_is_no_choice():
-    with pytest.raises(NotFinite, match="the logits are NaN"):
-        Sampler().choose(torch.tensor([[0.0, torch.nan]]))
+@pytest.mark.parametrize("sampler", [{}, {"top_k": 1}, {"top_p": 0.5, "min_p": 0.1}, {"temperature": 0}], ids=str)
+def test_what_is_not_finite_is_no_choice(sampler):
+    """A row without probabilities once drew its first token. On a GPU the host is told one token later."""
+    rows = [[0.0, torch.nan, 1.0], [torch.inf, 1.0, torch.inf], [-torch.inf] * 3]
+    for row in rows[:1] if sampler == {"temperature": 0} else rows:
+        logits = torch.tensor([[0.0, 1.0, 2.0], row])
+        with pytest.raises(NotFinite, match="the logits are NaN or infinite"):
+            Sampler(**sampler).choose(logits)
+        assert Sampler(**sampler).choose_unseen(logits)[-1] == 1
+    assert Sampler(**sampler).choose_unseen(torch.tensor([[0.0, 1.0, -torch.inf]]))[-1] == 0

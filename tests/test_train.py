@@ -27,6 +27,7 @@ import train
 import training.step
 from data.loader import Loader, open_data, open_dataset, validation_batches
 from model.attention import AttentionConfig, attention, resolve
+from model.generate import generate
 from model.gpt import GPT
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
@@ -980,6 +981,46 @@ def test_a_full_disk_is_told_by_the_checkpoint_and_not_by_the_last_picture(call,
     monkeypatch.setattr(train.Metrics, "picture", full)
     ended = call(train, *small, "steps=1", "eval_every=1", f"runs={tmp_path}", "name=x")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "train: free some space and run again")
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), MemoryError("no memory")], ids=str)
+def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkpoint(
+    call, small, tmp_path, monkeypatch, error
+):
+    """The last checkpoint fails in its thread after another error has ended the run."""
+    codes, close = [], train.Metrics.close
+
+    def fails(folder, step, **kwargs):
+        time.sleep(0.1)
+        raise error
+
+    def spy(metrics, code):
+        codes.append(code)
+        close(metrics, code)
+
+    monkeypatch.setattr(checkpoint, "save", fails)
+    monkeypatch.setattr(checkpoint.Writer, "look", lambda writer: 1 / 0)
+    monkeypatch.setattr(train.Metrics, "close", spy)
+    with pytest.raises(Exception, match=r"division by zero|no memory"):
+        call(train, *small, "steps=3", "checkpoint_every=1", f"runs={tmp_path}", "name=x")
+    assert codes == [1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_a_sample_is_written_with_weights_in_the_dtype_of_the_products(call, small, tmp_path, monkeypatch, dtype):
+    """Each made once: a tied head stays tied, and in float32 they are the model's own."""
+    runs, models, write = [], [], train.write_sample
+    monkeypatch.setattr(train, "write_sample", lambda run: runs.append(run) or write(run))
+    monkeypatch.setattr(train, "generate", lambda model, *rest: models.append(model) or generate(model, *rest))
+    arguments = ["steps=2", "sample_every=1", "sample_tokens=3", f"dtype={dtype}", "compile=false", "ema_decay=0.5"]
+    assert call(train, *small, *arguments, f"runs={tmp_path}", "name=x").code == 0
+    wanted = {"float32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    for run, model in zip(runs, models, strict=True):
+        assert {p.dtype for p in model.parameters()} == {wanted}
+        assert (model.head.weight is model.embedding.weight) == run.cfg.model.tie_head
+        own = model.norm.weight.data_ptr() == run.averaged.norm.weight.data_ptr()
+        assert own == (dtype == "float32")
+        assert run.averaged.training
 
 
 def test_a_checkpoint_that_its_thread_cannot_write_ends_the_run(call, small, tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ from typing import TextIO
 
 import torch
 
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # name in the configuration: torch's
+
 # Dense bf16 FLOP/s with float32 accumulation, by the name from torch.cuda.get_device_name(). The first match counts.
 # Sources: NVIDIA's data sheets (half of the figure "with sparsity"); for GeForce, the architecture white papers.
 # Laptop GPUs, slices of a GPU and GPUs that are not in the list have no peak. A wrong peak would be worse: nanoGPT uses
@@ -97,9 +99,6 @@ def pick_device(device: str) -> torch.device:
     if device.startswith("cuda:"):  # kernels and the saved random generator use the current device
         torch.cuda.set_device(device)
     return torch.device(device)
-
-
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_dtype(dtype: str, device: torch.device) -> str:

@@ -138,7 +138,7 @@ def encodable(text: str) -> str:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
-DRAWING = 1 / 20  # share of a run's time, about, that may go into drawing pictures
+DRAWING = 1 / 20  # how much of a run's time may go into drawing pictures, about
 PICTURES = 20  # number of pictures that a run sends to wandb; wandb keeps all of them
 SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====$", re.MULTILINE)
 
@@ -267,7 +267,7 @@ class Metrics:
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
         self.drawn = False  # whether loss.png shows everything in metrics.jsonl
-        self.draw_again = 0.0  # when drawing will have taken less than a DRAWING of the run's time
+        self.draw_again = 0.0  # time_to_draw() is False before this time, in seconds of time.perf_counter()
         self.step = self.sent = resume_step or 0  # steps of the last record and of the last picture sent to wandb
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         mode, reason = choose_wandb_mode(wandb_config)  # may raise, so it comes before any change to files
@@ -355,7 +355,7 @@ class Metrics:
         self.wandb.samples(step, read_samples(self.folder / "samples.txt"), f"{stamp(self.broken)}newest sample first")
 
     def time_to_draw(self) -> bool:
-        """Whether a new picture costs little beside the time since the last one."""
+        """Whether the last picture took at most DRAWING of the time that has passed since then."""
         return time.perf_counter() >= self.draw_again
 
     def picture(self) -> Path:
