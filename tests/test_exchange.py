@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import tiktoken
 import torch
 
 import sample
@@ -245,7 +246,14 @@ def test_an_export_overwrites_nothing_and_takes_no_key_of_sampling(call, folder,
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2"])
+@pytest.fixture(scope="module")
+def end_first(bpe):
+    """A tokenizer whose id 0 ends a text, as SmolLM's."""
+    ranks = {token: rank + 1 for token, rank in bpe._mergeable_ranks.items()}
+    return tiktoken.Encoding("end-first", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 0})
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2", "end_first"])
 def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, folder, tmp_path):
     encoding = byte_encoding() if kind == "byte" else request.getfixturevalue(kind)
     trained = exchange.read(folder, "")
@@ -258,6 +266,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, 
     assert ids == encode(encoding, TEXT).tolist()
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token_id == encoding.eot_token
+    assert len(tokenizer) == encoding.n_vocab
     assert exchange.read(tmp_path / "out", "").tokenizer == train.to_json(
         encoding if kind == "byte" else from_huggingface(to_huggingface(encoding), None)
     )
