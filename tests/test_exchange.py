@@ -548,6 +548,11 @@ def long_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
 
 
+def escape_sequence(folder: Path) -> None:
+    text = json.dumps({"x": {"dtype": "\x1b[31mF32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+
+
 def huge(name: str):
     def change(folder: Path) -> None:
         with open(folder / name, "wb") as file:
@@ -578,12 +583,15 @@ STRANGERS = {
     "a pickle in disguise": (pickle_in_disguise, "model.safetensors cannot be read"),
     "cut": (truncated, "model.safetensors cannot be read"),
     "a terabyte": (terabyte, "model.safetensors cannot be read"),
+    "an escape sequence": (escape_sequence, "unknown variant `\ufffd[31mF32`"),
     "a header of a terabyte": (long_header, "model.safetensors cannot be read"),
     "a huge tokenizer": (huge("tokenizer.json"), "has 1,073,741,824 bytes; more than 134,217,728 are not read"),
     "a huge configuration": (huge("config.json"), "has 1,073,741,824 bytes; more than 1,048,576 are not read"),
     "an index that leads out": (index("../x.safetensors"), "names '../x.safetensors': only .safetensors in the same"),
     "an absolute index": (index("PARENT/x.safetensors"), "only .safetensors in the same folder are read"),
     "an index of a pickle": (index("x.bin"), "names 'x.bin'"),
+    "an index of a zero byte": (index("\0.safetensors"), "names '\\x00.safetensors': only .safetensors in the same"),
+    "an index of a long name": (index("x" * 5000 + ".safetensors"), "x': only .safetensors in the same folder"),
     "an index of nothing": (index("y.safetensors"), "has no file 'y.safetensors'"),
     "linked weights": (linked("model.safetensors"), "model.safetensors leads out of the folder, which is refused"),
     "a linked configuration": (linked("config.json"), "config.json leads out of the folder"),
@@ -606,6 +614,7 @@ STRANGERS = {
     "the same name twice": (weights(lambda w: w.update({"wpe.weight": torch.ones(48, 32)})), "a second time"),
     "NaN": (weights(lambda w: w["transformer.wpe.weight"][3].fill_(torch.nan)), "has NaN or infinity"),
     "more layers than fit": (edit("config.json", n_layer=10**9), "n_layer=1000000000, which is outside 1 to 1,000"),
+    "layers of many digits": (edit("config.json", n_layer=10**4000), "which is outside 1 to 1,000"),
     "a width beyond all": (edit("config.json", n_embd=2**31, n_head=1), "cannot be made"),
     "a width that is wrong": (edit("config.json", n_embd=64), "config.json says"),
     "a width of text": (edit("config.json", n_embd="32"), 'n_embd="32", where a number must be'),
@@ -630,7 +639,8 @@ def test_a_strangers_folder_is_refused_in_one_line(stranger, folder, tmp_path, m
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
         exchange.read(exchange.find(str(folder), tmp_path / "runs", tmp_path / "cache"), str(folder))
-    assert "\n" not in str(refused.value)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", str(refused.value))  # one line, and nothing for a terminal to obey
+    assert len(str(refused.value)) < 500 + 3 * len(str(folder))
     assert sorted(tmp_path.rglob("*")) == before  # nothing was run, nothing written
 
 
