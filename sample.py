@@ -138,7 +138,7 @@ def main(cfg: Config) -> None:
     device = pick_device(cfg.device)
     trained = exchange.read(find(cfg), cfg.init_from or "")
     if cfg.export is not None:
-        architecture = exchange.export(trained, Path(cfg.export))
+        architecture = exchange.export(trained, Path(os.path.expanduser(cfg.export)))
         print(f"{trained.path} is in {cfg.export} as {architecture}", file=sys.stderr)
         return
     encoding = from_json(trained.tokenizer)

@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import tiktoken
 import torch
+from safetensors import SafetensorError
 
 import sample
 import train
@@ -241,6 +242,24 @@ def test_an_export_overwrites_nothing_and_takes_no_key_of_sampling(call, folder,
     ended = call(sample, f"init_from={folder}", f"export={tmp_path / 'out'}", "prompt=x")
     assert ended.err == f"sample: export={tmp_path / 'out'} writes no text: leave out prompt=\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(call, folder, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error:\nNo space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    ended = call(sample, f"init_from={folder}", f"export={tmp_path / 'new' / 'out'}")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "out cannot be written (Error while serializing: I/O error: No space left on device): name a" in ended.err
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_an_export_goes_home(call, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert call(sample, f"init_from={folder}", "export=~/out").code == 0
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 # --- the tokenizer ---------------------------------------------------------------------------------------------------

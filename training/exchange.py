@@ -316,9 +316,9 @@ def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
     """Writes the weights as float32 in Hugging Face's format, completely or not at all, and returns the architecture.
 
     The rows that vocab_multiple added are cut. Biases that the model lacks are written as zeros, if GPT-2 has them.
-    ValueError, one line, if `folder` is there, or if an option has no counterpart there.
+    ValueError, one line, if `folder` is there or cannot be written, or if an option has no counterpart there.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ValueError(f"export={folder} exists already: give the name of a new folder")
     if trained.state["broken"]:
         raise ValueError(
@@ -353,14 +353,16 @@ def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
             **names,
         },
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     try:
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         for name, content in files.items():
             (temporary / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
         safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
         temporary.rename(folder)
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ValueError(f"export={folder} cannot be written ({why}): name a folder where there is room") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # it is still there only after an error
     return description["architectures"][0]
