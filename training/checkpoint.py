@@ -93,7 +93,8 @@ class Writer:
         """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
         are those of save()."""
         self.wait()
-        later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
+        copies = {"model": _on_host(model), "optimizer": _on_host(optimizer)}
+        later = partial(save, folder, step, **copies, **rest, parents=False)  # a deleted run's folder is not made again
         self.written = self.thread.submit(later)
         return folder / _name(step)
 
@@ -141,6 +142,7 @@ def save(
     state: dict,
     tokenizer: str,
     keep_last: int,
+    parents: bool = True,
 ) -> Path:
     """Write folder/step_000030, completely or not at all, and delete old checkpoints.
 
@@ -153,6 +155,7 @@ def save(
     optimizer: `optimizer_tensors(...) | rng_state()`.
     state: JSON's types only. Python's json can write and read NaN and infinity too.
     keep_last: at least 1.
+    parents: make the folder's parents too, if they are missing.
 
     Returns the new folder. Raises ValueError for keep_last < 1, and OSError with one clear line if the disk is full or
     cannot be written. In that case the earlier checkpoints are unchanged.
@@ -180,7 +183,8 @@ def save(
     final = folder / _name(step)
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
-        temp.mkdir(parents=True)
+        folder.mkdir(parents=parents, exist_ok=True)
+        temp.mkdir()
         for name, data in files.items():
             with open(temp / name, "wb") as file:
                 file.write(data)
