@@ -93,9 +93,8 @@ class Writer:
         """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
         are those of save()."""
         self.wait()
-        copies = {"model": _on_host(model), "optimizer": _on_host(optimizer)}
-        later = partial(save, folder, step, **copies, **rest, parents=False)  # a deleted run's folder is not made again
-        self.written = self.thread.submit(later)
+        later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
+        self.written = self.thread.submit(later, parents=False)  # a deleted run's folder is not made again
         return folder / _name(step)
 
     def look(self) -> None:
