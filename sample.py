@@ -43,6 +43,7 @@ from training import checkpoint, config, exchange
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
+MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
     "half": "each time the context of {} tokens was full, the model went on from its last half",
@@ -82,6 +83,9 @@ class Config:
         for name in ("num_samples", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_samples > MOST_SAMPLES:
+            more = f"num_samples={MOST_SAMPLES} with another seed= for more"
+            raise ValueError(f"num_samples={self.num_samples} is more than one batch of {MOST_SAMPLES:,}; use {more}")
         if self.prompt and self.prompt_file is not None:
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
@@ -138,7 +142,7 @@ def main(cfg: Config) -> None:
     device = pick_device(cfg.device)
     trained = exchange.read(find(cfg), cfg.init_from or "")
     if cfg.export is not None:
-        architecture = exchange.export(trained, Path(cfg.export))
+        architecture = exchange.export(trained, Path(os.path.expanduser(cfg.export)))
         print(f"{trained.path} is in {cfg.export} as {architecture}", file=sys.stderr)
         return
     encoding = from_json(trained.tokenizer)

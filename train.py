@@ -239,6 +239,9 @@ def main(cfg: Config) -> int:
                 f"{where} with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
                 f"use {smaller if cfg.batch_size > 1 else 'model.activation_checkpointing=true'}, which learns the same"
             ) from error
+        except OSError:
+            run.metrics.still_there()  # says so if the folder is gone
+            raise
     if run.code == 0:
         say_what_is_there(run)
     return run.code

@@ -399,7 +399,8 @@ def to_huggingface(encoding: tiktoken.Encoding) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # as tiktoken does: a piece of text that is a token is that token
-            "vocab": {text: ranks[token] for token, text in written.items()},
+            # With the special ones: the tokenizers library numbers those that are missing here from len(vocab) on.
+            "vocab": {text: ranks[token] for token, text in written.items()} | dict(special),
             "merges": merges,
         },
     }

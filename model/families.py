@@ -104,7 +104,7 @@ def number(theirs: dict, key: str, default: Any = None, kind: type = int, most: 
     if type(value) not in (int, kind):
         raise ValueError(f"config.json has {key}={said(value)}, where a number must be")
     if kind is int and not 1 <= value <= most:
-        raise ValueError(f"config.json has {key}={value}, which is outside 1 to {most:,}")
+        raise ValueError(f"config.json has {key}={said(value)}, which is outside 1 to {most:,}")
     return kind(value)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -464,3 +465,19 @@ def test_neither_data_nor_checkpoints_need_what_only_unix_has():
     code += "; from pathlib import Path; training.checkpoint.lock(Path('x')).close()"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_writer_does_not_make_a_deleted_run_again(tmp_path):
+    run, writer = tmp_path / "run", checkpoint.Writer()
+    what = {"model": {"w": torch.zeros(1)}, "optimizer": {}, "state": {}, "tokenizer": "", "keep_last": 1}
+    run.mkdir()
+    writer.save(run / "checkpoints", 1, **what)
+    writer.wait()
+    gate = threading.Event()
+    writer.thread.submit(gate.wait)
+    writer.save(run / "checkpoints", 2, **what)  # waits for its turn in the thread
+    shutil.rmtree(run)
+    gate.set()
+    with pytest.raises(OSError, match="checkpoint of step 2 could not be written"):
+        writer.close()
+    assert not run.exists()

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
@@ -559,6 +560,32 @@ def test_control_c_leaves_quietly(launch, capsys):
         launch(script=raiser(KeyboardInterrupt()))
     assert exit.value.code == 130
     assert capsys.readouterr().err == ""
+
+
+def test_control_c_ends_the_process_until_the_configuration_is_read(launch, monkeypatch):
+    """OmegaConf may lose a KeyboardInterrupt."""
+    seen, compose = [], config.compose
+
+    def look(*arguments):
+        seen.append(signal.getsignal(signal.SIGINT))
+        return compose(*arguments)
+
+    monkeypatch.setattr(config, "compose", look)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        launch(script=lambda config: seen.append(signal.getsignal(signal.SIGINT)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIG_DFL, signal.default_int_handler]
+
+
+def test_closed_outputs_lose_what_is_printed_and_nothing_else(launch, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    launch(script=lambda config: print(sys.stdout.encoding, sys.stderr.isatty(), flush=True))
+    with pytest.raises(SystemExit) as exit:
+        launch(script=raiser(ValueError("unseen")))
+    assert exit.value.code == 2
 
 
 def test_the_scripts_return_value_is_the_exit_code(launch):

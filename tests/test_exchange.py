@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import tiktoken
 import torch
+from safetensors import SafetensorError
 
 import sample
 import train
@@ -280,10 +282,35 @@ def test_an_export_overwrites_nothing_and_takes_no_key_of_sampling(call, folder,
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(call, folder, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error:\nNo space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    ended = call(sample, f"init_from={folder}", f"export={tmp_path / 'new' / 'out'}")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "out cannot be written (Error while serializing: I/O error: No space left on device): name a" in ended.err
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_an_export_goes_home(call, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert call(sample, f"init_from={folder}", "export=~/out").code == 0
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2"])
+@pytest.fixture(scope="module")
+def end_first(bpe):
+    """A tokenizer whose id 0 ends a text, as SmolLM's."""
+    ranks = {token: rank + 1 for token, rank in bpe._mergeable_ranks.items()}
+    return tiktoken.Encoding("end-first", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 0})
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "gpt2", "end_first"])
 def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, folder, tmp_path):
     encoding = byte_encoding() if kind == "byte" else request.getfixturevalue(kind)
     trained = exchange.read(folder, "")
@@ -296,6 +323,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, 
     assert ids == encode(encoding, TEXT).tolist()
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token_id == encoding.eot_token
+    assert len(tokenizer) == encoding.n_vocab
     assert exchange.read(tmp_path / "out", "").tokenizer == train.to_json(
         encoding if kind == "byte" else from_huggingface(to_huggingface(encoding), None)
     )
@@ -577,6 +605,11 @@ def long_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
 
 
+def escape_sequence(folder: Path) -> None:
+    text = json.dumps({"x": {"dtype": "\x1b[31mF32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+
+
 def huge(name: str):
     def change(folder: Path) -> None:
         with open(folder / name, "wb") as file:
@@ -607,12 +640,15 @@ STRANGERS = {
     "a pickle in disguise": (pickle_in_disguise, "model.safetensors cannot be read"),
     "cut": (truncated, "model.safetensors cannot be read"),
     "a terabyte": (terabyte, "model.safetensors cannot be read"),
+    "an escape sequence": (escape_sequence, "unknown variant `\ufffd[31mF32`"),
     "a header of a terabyte": (long_header, "model.safetensors cannot be read"),
     "a huge tokenizer": (huge("tokenizer.json"), "has 1,073,741,824 bytes; more than 134,217,728 are not read"),
     "a huge configuration": (huge("config.json"), "has 1,073,741,824 bytes; more than 1,048,576 are not read"),
     "an index that leads out": (index("../x.safetensors"), "names '../x.safetensors': only .safetensors in the same"),
     "an absolute index": (index("PARENT/x.safetensors"), "only .safetensors in the same folder are read"),
     "an index of a pickle": (index("x.bin"), "names 'x.bin'"),
+    "an index of a zero byte": (index("\0.safetensors"), "names '\\x00.safetensors': only .safetensors in the same"),
+    "an index of a long name": (index("x" * 5000 + ".safetensors"), "x': only .safetensors in the same folder"),
     "an index of nothing": (index("y.safetensors"), "has no file 'y.safetensors'"),
     "linked weights": (linked("model.safetensors"), "model.safetensors leads out of the folder, which is refused"),
     "a linked configuration": (linked("config.json"), "config.json leads out of the folder"),
@@ -635,6 +671,7 @@ STRANGERS = {
     "the same name twice": (weights(lambda w: w.update({"wpe.weight": torch.ones(48, 32)})), "a second time"),
     "NaN": (weights(lambda w: w["transformer.wpe.weight"][3].fill_(torch.nan)), "has NaN or infinity"),
     "more layers than fit": (edit("config.json", n_layer=10**9), "n_layer=1000000000, which is outside 1 to 1,000"),
+    "layers of many digits": (edit("config.json", n_layer=10**4000), "which is outside 1 to 1,000"),
     "a width beyond all": (edit("config.json", n_embd=2**31, n_head=1), "cannot be made"),
     "a width that is wrong": (edit("config.json", n_embd=64), "config.json says"),
     "a width of text": (edit("config.json", n_embd="32"), 'n_embd="32", where a number must be'),
@@ -659,7 +696,8 @@ def test_a_strangers_folder_is_refused_in_one_line(stranger, folder, tmp_path, m
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
         exchange.read(exchange.find(str(folder), tmp_path / "runs", tmp_path / "cache"), str(folder))
-    assert "\n" not in str(refused.value)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", str(refused.value))  # one line, and nothing for a terminal to obey
+    assert len(str(refused.value)) < 500 + 3 * len(str(folder))
     assert sorted(tmp_path.rglob("*")) == before  # nothing was run, nothing written
 
 

@@ -338,6 +338,7 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
         (["interactive=true", "num_samples=2"], "interactive=true continues one text", "leave out num_samples=2"),
         (["interactive=true", "prompt_file=-"], "both read standard input", "leave one out"),
         (["num_samples=0"], "num_samples=0 must be at least 1", ""),
+        (["num_samples=1000000000"], "num_samples=1000000000 is more than one batch", "with another seed= for more"),
         (["max_new_tokens=0"], "max_new_tokens=0 must be at least 1", ""),
         (["prompt_file={runs}/none"], "prompt_file={runs}/none cannot be read (No such file", "give a text file"),
         (["prompt_file={runs}"], "prompt_file={runs} cannot be read (Is a directory)", "give a text file"),

@@ -94,7 +94,7 @@ class Writer:
         are those of save()."""
         self.wait()
         later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
-        self.written = self.thread.submit(later)
+        self.written = self.thread.submit(later, parents=False)  # a deleted run's folder is not made again
         return folder / _name(step)
 
     def look(self) -> None:
@@ -141,6 +141,7 @@ def save(
     state: dict,
     tokenizer: str,
     keep_last: int,
+    parents: bool = True,
 ) -> Path:
     """Write folder/step_000030, completely or not at all, and delete old checkpoints.
 
@@ -153,6 +154,7 @@ def save(
     optimizer: `optimizer_tensors(...) | rng_state()`.
     state: JSON's types only. Python's json can write and read NaN and infinity too.
     keep_last: at least 1.
+    parents: make the folder's parents too, if they are missing.
 
     Returns the new folder. Raises ValueError for keep_last < 1, and OSError with one clear line if the disk is full or
     cannot be written. In that case the earlier checkpoints are unchanged.
@@ -180,7 +182,8 @@ def save(
     final = folder / _name(step)
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
-        temp.mkdir(parents=True)
+        folder.mkdir(parents=parents, exist_ok=True)
+        temp.mkdir()
         for name, data in files.items():
             with open(temp / name, "wb") as file:
                 file.write(data)

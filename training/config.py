@@ -119,12 +119,16 @@ def run(
     Any other exception is a bug and keeps its traceback.
     """
     file = Path(inspect.getfile(script))
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the shell's >&- has closed it
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # the scripts set it during their imports
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
+        # The scripts set it during their imports. It lasts until here, because OmegaConf may lose a KeyboardInterrupt.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if len(jobs) > 1:
             same = set.intersection(*(set(overrides) for _, overrides in jobs))
             for number, (cfg, overrides) in enumerate(jobs, start=1):

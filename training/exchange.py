@@ -37,6 +37,7 @@ from model.break_it import BreakIt
 from model.families import Part, configuration, huggingface_config, layout
 from model.gpt import GPTConfig
 from training import checkpoint, config
+from training.metrics import printable
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 LIMIT = {CONFIG: 1 << 20, "merges.txt": 1 << 25}  # bytes of a file that is parsed; OTHERS for the rest
@@ -45,6 +46,7 @@ MOST = 1 << 35  # bytes of a file of weights that is downloaded
 DTYPES = ("F32", "BF16", "F16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+FILE_NAME = re.compile(r"[\w. -]{1,200}\.safetensors", re.ASCII)
 
 NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # masks and tables in older files
 
@@ -246,8 +248,8 @@ def shards(folder: Path) -> list[str]:
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map: the file is damaged")
     for file in files.values():
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{folder / INDEX} names {file!r}: only .safetensors in the same folder are read")
+        if not FILE_NAME.fullmatch(file):
+            raise ValueError(f"{folder / INDEX} names {file[:100]!r}: only .safetensors in the same folder are read")
     return sorted(set(files.values()))
 
 
@@ -257,7 +259,7 @@ def open_file(file: Path) -> Any:
     try:
         return safe_open(file, "pt")
     except (SafetensorError, OSError) as error:
-        why = " ".join(str(error).split())[:200]  # it may have a name in it, which may have anything
+        why = printable(" ".join(str(error).split())[:200])  # it may have a name in it, which may have anything
         raise ValueError(f"{file} cannot be read ({why}): it is damaged; download or copy it again") from error
 
 
@@ -314,9 +316,9 @@ def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
     """Writes the weights as float32 in Hugging Face's format, completely or not at all, and returns the architecture.
 
     The rows that vocab_multiple added are cut. Biases that the model lacks are written as zeros, if GPT-2 has them.
-    ValueError, one line, if `folder` is there, or if an option has no counterpart there.
+    ValueError, one line, if `folder` is there or cannot be written, or if an option has no counterpart there.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ValueError(f"export={folder} exists already: give the name of a new folder")
     if trained.state["broken"]:
         raise ValueError(
@@ -351,14 +353,16 @@ def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
             **names,
         },
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     try:
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         for name, content in files.items():
             (temporary / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
         safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
         temporary.rename(folder)
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ValueError(f"export={folder} cannot be written ({why}): name a folder where there is room") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # it is still there only after an error
     return description["architectures"][0]
