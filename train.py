@@ -516,7 +516,11 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
     if run.sent and (rng := run.sent[0].rng):  # as if the later updates had drawn nothing
         checkpoint.set_rng_state(rng)
     run.sent.clear()
-    run.writer.wait()
+    try:
+        run.writer.wait()
+    except OSError as error:  # the NaN is told all the same
+        run.metrics.say(str(error))
+        run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
     if cfg.break_it.without:
         look_at_the_failure(run, list(done.batches.parts()))
     run.metrics.say(stamp(cfg.break_it.label) + what_to_try(run, numbers))

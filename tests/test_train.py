@@ -1041,6 +1041,31 @@ def test_a_checkpoint_that_its_thread_cannot_write_ends_the_run(call, small, tmp
     assert read_metrics(tmp_path / "x/metrics.jsonl")[-1]["step"] == 3
 
 
+def test_a_nan_is_told_though_the_last_checkpoint_could_not_be_written(call, small, tmp_path, monkeypatch):
+    save = checkpoint.save
+
+    def full(folder, step, **kwargs):
+        if step == 2:
+            time.sleep(0.2)  # so that the run hears of it at its stop
+            raise OSError("checkpoint of step 2 could not be written")
+        return save(folder, step, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    update, made = training.step.TrainStep.update, count(1)
+
+    def third_is_bad(step, batches):
+        if next(made) == 3:
+            next(step.model.parameters()).data.fill_(math.nan)
+        update(step, batches)
+
+    monkeypatch.setattr(training.step.TrainStep, "update", third_is_bad)
+    ended = call(train, *small, "steps=9", "checkpoint_every=1", f"runs={tmp_path}", "name=x")
+    assert ended.code == 1
+    assert "checkpoint of step 2 could not be written" in ended.out
+    assert "step 3: loss nan" in ended.out
+    assert f"the last good checkpoint is {tmp_path / 'x/checkpoints/step_000001'}" in ended.out
+
+
 @pytest.mark.parametrize("end", ["signal", "nan"])
 def test_a_checkpoint_is_complete_when_the_run_names_it(call, small, tmp_path, monkeypatch, end):
     save, say, named = checkpoint.save, train.Metrics.say, []
