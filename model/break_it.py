@@ -15,9 +15,9 @@ class BreakIt:
 
     # Without the maximum the sum of exp(s) overflows once the log-sum-exp of a row passes 88.7, the log of the largest
     # float32. If n keys have equal scores, this happens at a score of 88.7 - ln n. So long rows of equal scores fail
-    # first. Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A weight
-    # overflows at a score of 88.7. Below the limit nothing changes, so the failure can sleep for weeks. In naive, tiled
-    # and triton.
+    # first. Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A
+    # weight overflows at a score of 88.7. Below the limit nothing changes, so the failure can sleep for weeks. In
+    # naive, tiled and triton.
     subtract_max: bool = True  # false: exp(s) without subtracting the row's maximum
     # The running maximum starts at 0 and never falls below it. The result is right while each row has a score well
     # above -87. Near -87 exp(s) passes the smallest normal float32, and exp(s) v loses digits, earlier for a smaller v.
