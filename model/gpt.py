@@ -40,7 +40,7 @@ class GPTConfig:
     context_length: int = 1024  # the longest sequence, in tokens
     vocab_size: int | None = None  # size of the vocabulary; None: the tokenizer's (train.py sets it)
     vocab_multiple: int = 1  # rounds the embedding's rows up; on a GPU 50,304 rows run faster than 50,257
-    position: str = "learned"  # learned | rope | none (nothing, or attention.alibi)
+    position: str = "learned"  # learned | rope | none (no positions, or attention.alibi)
     norm: str = "layernorm"  # layernorm | rmsnorm
     mlp: str = "gelu_tanh"  # gelu_tanh (GPT-2's approximation) | gelu (exact, faster on a CPU) | swiglu
     mlp_hidden: int | None = None  # hidden width; None: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64
@@ -48,7 +48,7 @@ class GPTConfig:
     tie_head: bool = True  # the head uses the embedding's weight
     # dtype of the residual stream: float32 | autocast, which is bf16 with dtype=bf16. It moves less and rounds more.
     residual_dtype: str = "float32"
-    dropout_p: float = 0.0  # dropout in training: of the embedding, and of what each block adds; in steps of 1/256
+    dropout_p: float = 0.0  # dropout in training, of the embedding and what a block adds; in steps of 1/256
     rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
     activation_checkpointing: bool = False  # compute blocks again in the backward: less memory, a longer step
