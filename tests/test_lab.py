@@ -351,7 +351,7 @@ def test_one_failure_is_told_in_words_lines_and_pictures(one):
     assert {path.name for path in out.iterdir()} == {"table.json", "no_max.png"}
     assert (out.parent / "break-it.md").read_text() == page.page(json.loads((out / "table.json").read_text()), "new")
     assert "run taught, step_" in said
-    assert re.search(r"^no_max +a score past the limit +[\d.]+ tiled +float32 8 x 8 +NaN +NaN +0/", said, re.M)
+    assert re.search(r"^no_max +a score whose exp overflows +[\d.]+ tiled +float32 8 x 8 +NaN +NaN +0/", said, re.M)
 
 
 def test_the_file_has_the_lines_and_who_made_them(one):
