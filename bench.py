@@ -1,4 +1,4 @@
-"""Races the attentions after a check, weighs their memory, counts their traffic; or times training steps or new tokens.
+"""Checks attention, then times it and measures its memory. Or counts words moved, or times steps or new tokens.
 
     python bench.py                                    on this machine, small enough for two CPU cores
     python bench.py impls=[naive,tiled] lengths=[512,1024,2048,4096,8192] patience=10
@@ -14,12 +14,12 @@
 mode=race. Runs ours (naive, tiled, triton) and the peers that are installed (torch's kernels one by one, FlexAttention,
 FlashAttention-4), with and without a causal mask and dropout. First it compares each with naive in float64. If one of
 ours is wrong, the bench ends; a peer that is wrong is left out. Forward and backward are timed apart (medians). FLOPs
-count the visible pairs of query and key, however many were computed: 4 B H D a pair in the forward, 2.5 times that in
-the backward. A causal mask alone counts as half of T x T, as is usual.
+count the visible pairs of query and key, however many were computed: 4 B H D per pair in the forward, 2.5 times that
+in the backward. A causal mask alone counts as half of T x T, as is usual.
 
 A line of the table is one implementation at one length. It has ms and FLOP/s of each pass; their share of the peak, on
 a GPU with a known peak and in 16 bits; the time relative to the fastest; and MiB, the peak memory of one forward and
-backward beyond the inputs. Instead of numbers it may have a word:
+backward beyond the inputs. Instead of numbers the line may have a word:
     -         it cannot do this; the reason is printed once
     memory    it ran out of memory
     slow      it would have taken longer than patience
@@ -37,18 +37,19 @@ block_m = min(block_n, D).
 
 mode=train. Times whole training steps of ours and of a plain GPT-2 in turn: torch's SDPA, torch.compile on a GPU, all
 logits at once. Both have the same model, batches and optimizer settings. The plain loop reads its loss every 10 steps.
-A line is one side: ms a step (the median of five turns), tokens/s and the peak memory of its tensors. Ours also has its
-speed relative to the other side (the median, the slowest and the fastest turn). Below it stand the parts of our step:
-what the kernels of a profile are for (on a CPU torch's ops), and the time in which none ran. Rows go to steps.csv.
+A line is one side: ms per step (the median of five turns), tokens/s and the peak memory of its tensors. Our line also
+has our speed relative to the other side (the median, the slowest and the fastest turn). Below are the parts of our
+step, from a profile of three more steps: the time of its kernels (on a CPU of torch's ops) by their purpose, and the
+time in which none ran. Rows go to steps.csv.
     laptop       4 layers, C=128, T=256, B=16: for two CPU cores, and the default there
     nano         the same with B=64
     shakespeare  6 layers, C=384, T=256, B=64, dropout 0.2: the model of experiment=shakespeare_gpu
-    gpt2-1k      GPT-2 124M with T=1,024 and 65,536 tokens a step; also gpt2-8k, gpt2-32k, gpt2-64k
+    gpt2-1k      GPT-2 124M with T=1,024 and 65,536 tokens per step; also gpt2-8k, gpt2-32k and gpt2-64k, longer
 
-mode=decode. Times attention of one new token against T_k cached keys: GB/s of keys and values, and the share of what a
-copy of as many bytes reaches. plain is decode() of model/cache.py, kernel that of kernels/decode.py. On a GPU it then
-times whole tokens of GPT-2 124M with random weights: recorded, as sample.py has them, and eager, launched from Python
-with plain. Rows go to decode.csv.
+mode=decode. Times attention of one new token against T_k cached keys. A line has GB/s of keys and values, and its share
+of the speed of a copy of as many bytes. plain is decode() of model/cache.py, kernel that of kernels/decode.py. On a GPU
+it then times whole tokens of GPT-2 124M with random weights: recorded as one CUDA graph, as in sample.py, and eager,
+launched from Python with plain. Rows go to decode.csv.
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -84,24 +85,26 @@ class Config:
     # race | pictures (of a race) | traffic | train (whole steps) | decode (sampled tokens)
     mode: str = "race"
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
-    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens of a sequence
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens per sequence
     head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
     heads: list[int] = field(default_factory=lambda: [2])  # H: one number for each head size, or one for all
     kv_heads: int | None = None  # heads of k and v, a divisor of heads; None: as many as heads
-    tokens: int = 1  # tokens of a batch: B = max(1, tokens // T) sequences; 32768 fill a GPU
-    causal: list[bool] | None = None  # with a causal mask, without one, or both; None: both, in traffic without
+    tokens: int = 1  # tokens per batch: B = max(1, tokens // T) sequences; 32768 fill a GPU
+    # causal mask: [true] | [false] | [true,false] (both); None: both, in traffic [false]
+    causal: list[bool] | None = None
     window: int | None = None  # keys that a query sees, itself included
     documents: int | None = None  # mean length of a document in tokens; a token sees its own document only
     block_mask: list[str] | None = None  # as attention.block_mask, stretched over each length: [x..,xx.,.xx]
-    dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])  # probability of dropping a weight
+    dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])  # probability of dropping an attention weight
     dtype: str = "float32"  # of q, k and v: float32 | bf16 | fp16
     block: int = 128  # tile size of tiled, its block_m and block_n
     patience: float = 1.0  # seconds: a forward and backward that is expected to take longer is left out
     on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: words that the chip holds
     backward: bool = False  # traffic: count the backward too
-    cases: list[str] | None = None  # train: a list of laptop, nano, shakespeare, gpt2-1k; None: all for this device
+    # train: laptop, nano, shakespeare, gpt2-1k (-8k, -32k, -64k); None: all for the device
+    cases: list[str] | None = None
     impl: str = "auto"  # train: our attention: auto | naive | tiled | sdpa | triton
-    bias: bool | None = None  # train: biases in both models; None: as the case has them
+    bias: bool | None = None  # train: whether both models have biases; None: as in the case
     peer: str | None = None  # train: path of nanoGPT's model.py, to time instead of the plain GPT-2
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     out: str = "runs/bench"  # the folder for tables and pictures

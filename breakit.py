@@ -1,14 +1,14 @@
 """Takes lines out of attention, one at a time, and shows what each is for.
 
-    python breakit.py                                            every failure beside the whole algorithm
+    python breakit.py                                            every failure beside the unbroken algorithm
     python breakit.py failure=no_max                             one failure, with its explanation
     python breakit.py run=NAME                                   on the attention of your own run
 
 The lab takes q, k, v and do from a model on real text: a run's model, or a small one that it trains first. It tries
-each failure in every implementation and dtype, where the failure sleeps and where it acts. For each trial it prints a
-line: what theory predicts, what was observed, where it begins, and how far the results are from float64. Then it trains
-small models, whole and broken, from one seed. It writes table.json and a NAME.png for each failure to runs/breakit, and
-a page of all failures to runs/break-it.md.
+each failure in every implementation and dtype, on inputs where the failure sleeps and on inputs where it acts. For each
+trial it prints a line: what theory predicts, what was observed, where the failure begins, and how far the results are
+from float64. Then it trains small models, unbroken and broken, from one seed. It writes table.json and a NAME.png for
+each failure to runs/breakit, and a page of all failures to runs/break-it.md.
 
     python breakit.py out=docs/break                             docs/break-it.md and its pictures
 
@@ -78,19 +78,20 @@ class Config:
 
     trace: bool = False  # print one row of attention tile by tile, instead of the lab
     explorer: bool = False  # make the page docs/explorer.html, instead of the lab
-    replay: str | None = None  # PATH of a fault that a run has kept: show it again, instead of the lab
-    failure: str | None = None  # as break_it= of train.py; None: all in the lab, none in a trace
+    replay: str | None = None  # PATH in runs/NAME/faults: run the batch that gave NaN again, instead of the lab
+    failure: str | None = None  # a name as in train.py's break_it=; None: all failures in the lab, none in a trace
     steps: int = 200  # lab: updates of each short training of a failure
     seed: int = 1337  # lab: the seed of all its trainings
     device: str = "auto"  # lab, replay: auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     score_gain: float = 1.0  # trace: multiplies the scores
     dtype: str = "float64"  # trace: float64 | float32, which overflows at a log-sum-exp of 88.7
-    causal: bool | None = None  # trace; None: no mask in the worked example, causal in a run
+    causal: bool | None = None  # trace: causal mask; None: false in the worked example, true in a run
     block_m: int | None = None  # trace: query rows of a tile; None: 2 in the worked example, 8 in a run
     block_n: int | None = None  # trace: keys of a tile; None: 2 in the worked example, 8 in a run
     order: str = "queries_outside"  # trace: the outer loop, queries_outside | keys_outside
     row: int | None = None  # trace: the query row; None: "on" in the worked example, the last one in a run
-    run: str | None = None  # a name or folder, or latest; None: a small new one; in a trace, the worked example
+    # name or folder of a run, or latest; None: a new small model; in a trace, the worked example
+    run: str | None = None
     runs: str = "runs"  # the folder of all runs
     layer: int = 0  # trace of a run: which layer, from 0
     head: int = 0  # trace of a run: which head, from 0

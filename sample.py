@@ -60,24 +60,26 @@ class Config:
     runs: str = "runs"  # folder of all runs
     # weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors
     init_from: str | None = None
-    export: str | None = None  # folder to write the model into, as transformers loads it; None: write text
+    export: str | None = None  # write the model into this folder, for transformers to load; None: write text
     prompt: str = ""  # text to continue; empty: start a new document
     prompt_file: str | None = None  # UTF-8 file with the prompt, - for standard input; None: use prompt=
-    interactive: bool = False  # continue each line that is typed, and keep the cache; Ctrl-D ends, Enter alone goes on
-    num_samples: int = 1  # number of samples, each with its own seed; they are one batch
+    # continue each line that you type, and keep the cache; Enter alone: write more, Ctrl-D: end
+    interactive: bool = False
+    num_samples: int = 1  # number of samples, computed as one batch, each with its own seed
     max_new_tokens: int = 300  # maximum length of a sample in tokens; it ends earlier if the model ends the document
     stop: str | None = None  # a sample ends before this text, or before the first of a list: ["\n\n", "User:"]
     temperature: float = 0.8  # divides the logits; lower is less random, 0 always takes the most likely token
     top_k: int | None = None  # sample from the k most likely tokens only; None: from all
     top_p: float = 1.0  # sample from the most likely tokens that add up to this probability; 1: from all
-    min_p: float = 0.0  # sample from tokens with at least this share of the likeliest one's probability; 0: from all
-    repetition_penalty: float = 1.0  # above 1: tokens that the text has become less likely; 1: none
+    min_p: float = 0.0  # sample from tokens with at least this share of the largest probability; 0: from all
+    repetition_penalty: float = 1.0  # above 1: tokens that are in the text already become less likely; 1: off
     seed: int = 1337  # random seed of the first sample; each further sample adds 1 to it
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     dtype: str = "auto"  # of the weights: auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16
     impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
     cache: bool = True  # keep the keys and values of past tokens; false: run the whole context again for each token
-    past_context: str = "slide"  # slide (last tokens, run again for each new one) | half (fast: forgets half) | stop
+    # at a full context: slide (run it again for each token) | half (fast: forget half) | stop
+    past_context: str = "slide"
 
     def __post_init__(self):
         for name in ("num_samples", "max_new_tokens"):

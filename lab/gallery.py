@@ -101,6 +101,6 @@ def print_row(row: dict | None = None) -> None:
         cells += [f"{row['max_score']:.1f}", f"{row['headroom']:.1f}", f"{row['max_weight']:.3f}"]
         cells += [f"{row[f'error_{name}']:.1e}" for name in measure.RESULTS]
         cells += [row["verdict"] + ("" if row["agrees"] else ", NOT AS PREDICTED")]
-    widths = (17, 23, -5, 6, 7, 9, 13, 13, 9, -5, -8, -6, -8, -8, -8, -8, 8)  # below 0: aligned right
+    widths = (17, 27, -5, 6, 7, 9, 13, 13, 9, -5, -8, -6, -8, -8, -8, -8, 8)  # below 0: aligned right
     shown = (f"{cell:>{-width}}" if width < 0 else f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
     show(" ".join(shown).rstrip())

@@ -26,19 +26,36 @@ KINDS = {
 HEAD = """# Break it
 
 Each line of attention matters only under a condition. If you take a line out where its condition does not hold, nothing
-changes: the failure sleeps. Where the condition holds, few failures are loud. Most leave a loss that falls and a model
-that is wrong. [attention.md](attention.md) derives what each line is for.
+changes: the failure *sleeps*. Where the condition holds, the failure *acts*. Few failures are loud then. Most compute
+finite numbers that are wrong, and in most of these the loss falls at first as if nothing had happened.
+[attention.md](attention.md) derives what each line is for.
+
+The third column says how the failure shows:
+
+- **silent**: the results are finite, and wrong. (*Within the rounding*: the error is no larger than rounding explains.)
+- **loud**: a result is infinity or NaN.
+- **leak**: the results are finite, and tokens see the future.
+- **gradient only**: o is right, and dq, dk and dv are wrong.
+
+no_max shows in three ways. The scores and the dtype decide which.
 
 {table}
 
-Each failure below has a command that wakes it in the default model. **Seen** says what the first 100 steps show.
+Below, each failure has two commands. The first trains the default model with arguments that *wake* the failure: they
+make its condition hold. **Seen** says what the first 100 steps of this training show. One of these arguments,
+`break_it.score_gain=100`, multiplies the scores by 100, so that the failure shows in a short run. The second command
+tries the failure in the lab.
 
-**Pictures.** The whole algorithm is black and dashed. The broken one is in colour. A cross is a value that is not
-finite.
+**Pictures.** The unbroken algorithm (*whole* in the pictures) is black and dashed. The broken one is in colour. A cross
+is a value that is not finite.
 
-**Measured.** `python breakit.py` wrote this page (commit {commit}, torch {torch}, {device}). It takes q, k, v and
-gradients from {model}. An error is |found - right| / |right|, where right is computed in float64. The
-trainings have 2 layers, 64 channels and a context of 128 tokens. Their losses are means of the last ten steps.
+**Measured.** The lab, `python breakit.py`, wrote this page (commit {commit}, torch {torch}, {device}).
+Its figures are from small models, not from the default model:
+
+- The table takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
+  lab multiplied them by 8.48. An error is |found - right| / |right|, where right is computed in float64.
+- The line below the table is about short trainings, with and without the failure. They have 2 layers, 64 channels and a
+  context of 128 tokens. Their losses are means of the last ten steps.
 """
 
 
@@ -53,7 +70,7 @@ def write_page(folder: Path) -> Path:
 def page(kept: dict, folder: str) -> str:
     """The page as Markdown. kept: the content of table.json. folder: of the pictures, relative to the page."""
     names = list(kept["pictures"])
-    table = ["| failure | taken out | loud or silent | it acts |", "|---|---|---|---|"]
+    table = ["| failure | taken out | how it shows | it acts |", "|---|---|---|---|"]
     table += [f"| [{name}](#{name}) | {FAILURES[name].removed} | {kind(kept, name)} | {FAILURES[name].acts} |"
               for name in names]  # fmt: skip
     facts = {name: kept["about"][name] for name in ("commit", "torch", "device")}
@@ -107,8 +124,8 @@ def measured(kept: dict, name: str) -> str:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
             ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
-            lines.append(f"\nThe small model, trained with {curves['setting']}: at step {len(broken)} the broken loss "
-                         f"is {ended}; at step {len(whole)} the loss of the whole algorithm is "
+            lines.append(f"\nA short training with {curves['setting']}: at step {len(broken)} the loss of the broken "
+                         f"run is {ended}; at step {len(whole)} that of the unbroken run is "
                          f"{mean(whole):.3f} nats.")  # fmt: skip
     return "\n".join(lines)
 

@@ -38,27 +38,27 @@ class Trial(NamedTuple):
 # The last trial of a failure shows it, and its pictures show that trial. The trials before it show where it is harmless
 # or acts otherwise.
 TRIALS = [
-    Trial("none", "real scores"),
+    Trial("none", "the model's own scores"),
     Trial("none", "dropout", dropout_p=0.2),
-    Trial("no_max", "real scores"),
-    Trial("no_max", "flat rows, scores below the limit", "near", flat=True),
-    Trial("no_max", "a score past the limit", "past"),
+    Trial("no_max", "the model's own scores"),
+    Trial("no_max", "equal scores, sum overflows", "near", flat=True),
+    Trial("no_max", "a score whose exp overflows", "past"),
     *(
         trial
         for name in ("no_rescale", "no_rescale_sum", "no_rescale_output")
         for trial in (Trial(name, "one tile of keys", "raised", one_tile=True), Trial(name, "several tiles", "raised"))
     ),
-    Trial("zero_init_max", "real scores"),
-    Trial("zero_init_max", "a row below the limit", "low"),
+    Trial("zero_init_max", "the model's own scores"),
+    Trial("zero_init_max", "a row whose exps are 0", "low"),
     Trial("local_mask", "one tile of keys and rows", one_tile=True),
     Trial("local_mask", "several tiles"),
-    Trial("no_scale", "real scores", "raised"),
+    Trial("no_scale", "the model's own scores", "raised"),
     Trial("unguarded_mask", "causal alone"),
     Trial("unguarded_mask", "rows without a key", cut=True),
     Trial("unguarded_mask", "a window", window=True),
     Trial("stale_seed", "dropout", dropout_p=0.2),
     Trial("unrestored_seed", "dropout", dropout_p=0.2),
-    Trial("bf16_ties", "real scores"),
+    Trial("bf16_ties", "the model's own scores"),
 ]
 
 

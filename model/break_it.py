@@ -14,49 +14,52 @@ class BreakIt:
     """Takes a line out of the algorithm, to show what it is for. With every switch True the algorithm is whole."""
 
     # Without the maximum the sum of exp(s) overflows once the log-sum-exp of a row passes 88.7, the log of the largest
-    # float32. If n keys have equal scores, that is a score of 88.7 - ln n, so long contexts with flat rows fail first.
-    # Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A weight
-    # overflows at a score of 88.7. Below the limit nothing changes, so the failure can sleep for weeks. naive, tiled,
-    # triton.
+    # float32. If n keys have equal scores, this happens at a score of 88.7 - ln n. So long rows of equal scores fail
+    # first. Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A
+    # weight overflows at a score of 88.7. Below the limit nothing changes, so the failure can sleep for weeks. In
+    # naive, tiled and triton.
     subtract_max: bool = True  # false: exp(s) without subtracting the row's maximum
     # The running maximum starts at 0 and never falls below it. The result is right while each row has a score well
     # above -87. Near -87 exp(s) passes the smallest normal float32, and exp(s) v loses digits, earlier for a smaller v.
-    # Below -87 o shrinks. From -104 down every exp(s) is 0, so o is 0 and the row learns nothing. tiled, triton (naive
-    # has no running maximum).
+    # Below -87 o shrinks. From -104 down every exp(s) is 0, so o is 0 and the row learns nothing. In tiled and
+    # triton (naive has no running maximum).
     start_low: bool = True  # false: the running maximum starts at 0, not at the lowest number
     # Without alpha the earlier tiles keep the scale of an older, smaller maximum and weigh too much. The output is
     # finite but wrong. The error grows with the scores, and training makes the scores larger. The output is right if
-    # one tile holds all keys. tiled, triton.
+    # one tile holds all keys. In tiled and triton.
     rescale_sum: bool = True  # false: the sum of earlier tiles keeps the scale of an older maximum
     rescale_output: bool = True  # false: the output of earlier tiles keeps the scale of an older maximum
     # Without 1 / sqrt(D) the scores of normally distributed q and k have a standard deviation of sqrt(D), not 1.
     # Softmax then puts nearly all weight on one key and passes on hardly any gradient. Nothing is NaN. The loss falls
-    # more slowly; in 100 steps you see that only with a larger score_gain. All implementations.
+    # more slowly; in 100 steps you see that only with a larger score_gain. In all implementations.
     scale_scores: bool = True  # false: scores without 1 / sqrt(D), D the head size
-    # Without the tile's place the causal mask compares row and column numbers within each tile. A row then sees keys
+    # Without the tile's position the causal mask compares row and column numbers within each tile. A row then sees keys
     # of the future and misses keys of the past. Only the first tile is right, so all is right if one tile holds
     # everything. The training loss falls below what the text allows, and samples are rubbish. With block_m above
-    # block_n more rows see the future. The gradients belong to the wrong mask. tiled, triton (naive has no tiles).
+    # block_n more rows see the future. The gradients belong to the wrong mask. In tiled and triton (naive has no
+    # tiles).
     global_mask: bool = True  # false: row and column are compared within their tile, and the future leaks
     # Without the guards a row that sees no key has m = -inf, and exp(-inf - -inf) is NaN. With tiles this also happens
     # to a row that sees no key of its first tile, as under a window. The NaN spreads to dk and dv of every key in that
-    # row's tiles. Harmless if each row sees a key of its first tile, as with a causal mask alone and T = T_k. naive,
-    # tiled, triton.
+    # row's tiles. Harmless if each row sees a key of its first tile, as with a causal mask alone and T = T_k. In
+    # naive, tiled and triton.
     guard_empty_rows: bool = True  # false: a row that sees nothing computes exp(-inf - -inf), which is NaN
     # Without the same seed the backward drops other weights than the forward did. The first loss is right to the last
-    # bit, but its gradients are wrong. Training is slow or diverges. tiled, triton (naive keeps its mask).
+    # bit, but its gradients are wrong. Training is slow or diverges. In tiled and triton (naive keeps its
+    # mask).
     same_seed: bool = True  # false: the backward drops other weights than the forward did
-    # With activation checkpointing the backward computes each block again (model/gpt.py). Without restoring the seed
-    # that draws a new dropout mask. The first loss is right, but its gradients belong to another network. All
-    # implementations.
+    # With activation checkpointing the backward computes each block again (model/gpt.py). If the old seed is
+    # not restored, the block draws a new dropout mask. The first loss is right, but its gradients belong to another
+    # network. In all implementations.
     restore_seed: bool = True  # false: a block that is computed again draws another dropout mask
     # Without wide sums each tile's p v is rounded to 16 bits before it is added. Keys that tie at the maximum have a
     # weight of exactly 1. If their values have one sign, the sum of two or more often lies halfway between two 16-bit
     # numbers, and the small weights of the other keys always push the rounding the same way. On average o is off by a
     # tenth of its last digit. delta carries the error into dq and dk, and over thousands of steps the bias adds up
-    # (Qiu and Yao 2025, arXiv 2510.04212). No effect in float32. tiled, triton (naive rounds once, at the end).
+    # (Qiu and Yao 2025, arXiv 2510.04212). No effect in float32. In tiled and triton (naive rounds once, at the
+    # end).
     wide_output: bool = True  # false: each tile's p v is rounded to 16 bits before it is added
-    score_gain: float = 1.0  # multiplies the scores, to wake a failure; 1 leaves attention as it is
+    score_gain: float = 1.0  # multiplies the scores, so that a failure shows sooner; 1 leaves attention as it is
 
     def __post_init__(self):
         if not 0 < self.score_gain <= 1e30:
@@ -88,10 +91,11 @@ FAILURES = {
     "no_max": Failure(
         ("subtract_max",),
         "the maximum",
-        "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. A row of "
-        "many equal scores becomes 0 earlier, without an error",
-        "n equal scores of 88.7 - ln n overflow the sum of exp(s) in float32, and x / inf is 0. A score of 88.7 "
-        "overflows exp(s) itself, and inf / inf is NaN. In fp16 the weights of tiled and triton overflow at 11.1",
+        "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. If a row has "
+        "many equal scores, its o becomes 0 earlier, without an error",
+        "without the maximum a weight is exp(s). At n equal scores of 88.7 - ln n the sum of exp(s) overflows in "
+        "float32, and x / inf is 0. At a score of 88.7 exp(s) itself overflows, and inf / inf is NaN. In fp16 the "
+        "weights of tiled and triton overflow at 11.1",
         wakes="break_it.score_gain=100",
         acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
     ),
@@ -99,7 +103,8 @@ FAILURES = {
         ("rescale_sum", "rescale_output"),
         "the rescaling",
         "the loss falls as usual for 50 steps, then rises; the scores keep growing; never NaN",
-        "earlier tiles keep the scale of a smaller maximum and weigh too much. With one tile of keys o is right",
+        "the results of earlier tiles keep the scale of a smaller maximum, so these tiles weigh too much. With one "
+        "tile of keys o is right",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
     ),
@@ -107,7 +112,8 @@ FAILURES = {
         ("rescale_sum",),
         "the rescaling of the sum",
         "the loss falls as usual for 60 steps, then rises; the scores keep growing; never NaN",
-        "in the sum l earlier weights keep the scale of a smaller maximum, so l is too large and o too small",
+        "in the sum l the weights of earlier tiles keep the scale of a smaller maximum. So l is too large and o too "
+        "small",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, because it has one pass",
@@ -116,26 +122,29 @@ FAILURES = {
         ("rescale_output",),
         "the rescaling of the output",
         "the loss falls as usual for 30 steps, then rises; o becomes several times too large; never NaN",
-        "in acc earlier weights keep the scale of a smaller maximum, in l they do not, so o is too large",
+        "in acc, the sum of weights times v, the weights of earlier tiles keep the scale of a smaller maximum. In the "
+        "sum l they do not. So o is too large",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, because it has one pass",
     ),
     "zero_init_max": Failure(
         ("start_low",),
-        "the low start of the maximum",
-        "rows of o that are 0; at first the gradient norm is many times that of the whole run; the loss stays somewhat "
-        "higher",
-        "the running maximum stays at 0, so every exp(s) underflows in float32. fp16 weights underflow from -9.7 down",
+        "the low start of the running maximum",
+        "rows of o are 0; at first the gradient norm is many times larger than in the unbroken run; the loss stays "
+        "somewhat higher",
+        "the running maximum starts at 0 and never falls, so in such a row every exp(s - 0) underflows in float32. In "
+        "fp16 the weights underflow from -9.7 down",
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once all scores of a row are below -87 (in fp16 below -9.7)",
         not_in_naive="naive has no running maximum",
     ),
     "local_mask": Failure(
         ("global_mask",),
-        "the tile's place in the mask",
+        "the tile's position in the mask",
         "after 50 steps the training and validation loss are lower than the text allows; the samples make no sense",
-        "row and column numbers are compared within each tile, so rows see keys of the future",
+        "each tile counts its rows and columns from 0, and the causal mask compares these numbers. So rows see keys of "
+        "the future",
         wakes="attention.block_m=128 attention.block_n=32",
         acts="where the rows or the keys need several tiles",
         not_in_naive="naive has no tiles",
@@ -143,7 +152,7 @@ FAILURES = {
     "no_scale": Failure(
         ("scale_scores",),
         "1 / sqrt(D)",
-        "from step 50 on the loss is somewhat higher than in the whole run; never NaN",
+        "from step 50 on the loss is somewhat higher than in the unbroken run; never NaN",
         "scores are sqrt(D) times too large, so softmax puts nearly all weight on one key and passes on hardly any "
         "gradient",
         wakes="break_it.score_gain=10",
@@ -151,15 +160,16 @@ FAILURES = {
     ),
     "unguarded_mask": Failure(
         ("guard_empty_rows",),
-        "the guard of empty rows",
+        "the guard for rows that have seen no key",
         "NaN at the first step, before the first update",
-        "a row that has seen no key yet has m = -inf, and exp(-inf - -inf) is NaN",
+        "as long as a row has seen no key, its maximum m is -inf, and exp(-inf - -inf) is NaN. The guard puts a finite "
+        "number in place of -inf",
         wakes="attention.window=8",
         acts="where a row sees no key of the first tile that is computed for it, as under a window",
     ),
     "stale_seed": Failure(
         ("same_seed",),
-        "the dropout seed of the backward",
+        "the forward's dropout seed in the backward",
         "the first loss is right to the last bit; after 50 steps the loss and the gradient norm rise",
         "the backward drops other weights than the forward did",
         wakes="attention.dropout_p=0.5",
@@ -168,8 +178,9 @@ FAILURES = {
     ),
     "unrestored_seed": Failure(
         ("restore_seed",),
-        "the dropout seed of a block computed again",
-        "the first loss is right, and 100 steps hardly change the loss; gradient_error in metrics.jsonl shows it",
+        "the old dropout seed where the backward computes a block again",
+        "the first loss is right, and in 100 steps the loss hardly differs from that of the unbroken run; only "
+        "gradient_error in metrics.jsonl, the error of dq, dk and dv, shows the failure",
         "the backward draws a new dropout mask, so the gradients belong to another network than the loss",
         wakes="attention.dropout_p=0.5 model.activation_checkpointing=true",
         acts="in the backward, with dropout and activation checkpointing",
@@ -177,10 +188,11 @@ FAILURES = {
     "bf16_ties": Failure(
         ("wide_output",),
         "sums of 32 bits",
-        "nothing in the loss for thousands of steps; python breakit.py failure=bf16_ties shows the errors of o",
-        "each tile's p v is rounded to 16 bits. Where scores tie at the maximum, this rounding is biased to one side",
+        "nothing in the loss for thousands of steps; only the errors of o show it: python breakit.py failure=bf16_ties",
+        "each tile's product p v is rounded to 16 bits. Where several scores are equal to the maximum, this rounding "
+        "is biased to one side",
         wakes="dtype=bf16",
-        acts="in 16 bits, where several scores of a row tie at the maximum",
+        acts="in 16 bits, where several scores of a row are equal to its maximum",
         not_in_naive="naive has one product and rounds it once",
     ),
 }

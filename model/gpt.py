@@ -47,7 +47,7 @@ class GPTConfig:
     context_length: int = 1024  # the longest sequence, in tokens
     vocab_size: int | None = None  # size of the vocabulary; None: the tokenizer's (train.py sets it)
     vocab_multiple: int = 1  # rounds the embedding's rows up; on a GPU 50,304 rows run faster than 50,257
-    position: str = "learned"  # learned | rope | none (nothing, or attention.alibi)
+    position: str = "learned"  # learned | rope | none (no positions, or attention.alibi)
     norm: str = "layernorm"  # layernorm | rmsnorm
     mlp: str = "gelu_tanh"  # gelu_tanh (GPT-2's approximation) | gelu (exact, faster on a CPU) | swiglu
     mlp_hidden: int | None = None  # hidden width; None: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64

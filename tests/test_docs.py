@@ -398,7 +398,7 @@ def test_exercise_3():
     assert f"{N:,} x {N:,} x 2 bytes = {table / 2**30:g} GiB" in answer(3)
     both = m.nbytes + l.nbytes
     assert f"bytes = {both / 2**10:g} KiB, which is {table / both:,.0f} times" in answer(3)
-    assert f"one number a row, {m.nbytes / 2**10:g} KiB" in answer(3)
+    assert f"one number per row, {m.nbytes / 2**10:g} KiB" in answer(3)
 
 
 def test_exercise_4():

@@ -105,7 +105,7 @@ def test_every_failure_is_seen_in_every_implementation_that_has_it(rows):
 
 def test_sums_of_16_bits_stay_below_the_budget_and_change_nothing_in_float32(rows):
     for dtype, same in (("float32", True), ("bf16", False), ("fp16", False)):
-        (whole,) = rows(failure="none", where="real scores", impl="tiled", dtype=dtype)
+        (whole,) = rows(failure="none", where="the model's own scores", impl="tiled", dtype=dtype)
         (ties,) = rows(failure="bf16_ties", impl="tiled", dtype=dtype)
         assert ties["verdict"] == "harmless"
         assert (ties["error_o"] == whole["error_o"]) == same
@@ -126,9 +126,9 @@ def test_the_maximum_is_missed_only_past_the_limit(rows):
     for row in rows(failure="no_max", dtype="float32"):
         assert (row["observed"] == trials.NAN) == (row["max_score"] > 88.73)
         assert (row["observed"] == trials.NONE) == (row["headroom"] > 0)
-    for row in rows(failure="no_max", dtype="float32", where="flat rows, scores below the limit"):
+    for row in rows(failure="no_max", dtype="float32", where="equal scores, sum overflows"):
         assert (row["observed"], row["error_o"] > 0.1) == (trials.SILENT, True)
-    for row in rows(failure="no_max", dtype="fp16", where="a score past the limit"):
+    for row in rows(failure="no_max", dtype="fp16", where="a score whose exp overflows"):
         # naive divides before it rounds
         assert row["observed"] == (trials.NONE if row["impl"] == "naive" else trials.OVERFLOW)
 
@@ -351,7 +351,7 @@ def test_one_failure_is_told_in_words_lines_and_pictures(one):
     assert {path.name for path in out.iterdir()} == {"table.json", "no_max.png"}
     assert (out.parent / "break-it.md").read_text() == page.page(json.loads((out / "table.json").read_text()), "new")
     assert "run taught, step_" in said
-    assert re.search(r"^no_max +a score past the limit +[\d.]+ tiled +float32 8 x 8 +NaN +NaN +0/", said, re.M)
+    assert re.search(r"^no_max +a score whose exp overflows +[\d.]+ tiled +float32 8 x 8 +NaN +NaN +0/", said, re.M)
 
 
 def test_the_file_has_the_lines_and_who_made_them(one):

@@ -50,7 +50,7 @@ class ProbeConfig:
     loss or gradient that is not finite stops the run, the probe searches that step for the first bad tile and keeps its
     batch (`python breakit.py replay=PATH`). With stop_on_nan=false no step stops the run, so none is searched."""
 
-    every: int = 0  # steps between two looks at attention; 0: never
+    every: int = 0  # steps between two probes of attention; 0: never
 
     def __post_init__(self):
         if self.every < 0:

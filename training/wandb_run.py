@@ -47,7 +47,7 @@ class WandbConfig:
     mode: str = "auto"  # auto (online if an API key is set and the host answers) | online | offline | disabled
     project: str = "tilegpt"  # wandb project of the run
     entity: str | None = None  # wandb team or user; None: the default of the API key
-    tags: list[str] = field(default_factory=list)  # tags of the wandb run; a broken run gets one more, its fault
+    tags: list[str] = field(default_factory=list)  # tags of the wandb run; a broken run also gets broken:FAILURE
 
 
 def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
