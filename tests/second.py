@@ -12,6 +12,8 @@ from model.attention import AttentionConfig, attention
 # Before 2.13 PyTorch lost a second derivative through any compiled function without a word, if the function saved no
 # input that needs a gradient (pytorch/pytorch#181581).
 REFUSED_BY_PYTORCH = torch.__version__ >= (2, 13)
+# The second where the compiled backward writes into what it was handed, which depends on what was compiled before.
+PYTORCH_REFUSES = "does not currently support double backward|donated buffers which requires create_graph=False"
 
 
 def first(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, loss=Tensor.sum) -> list[Tensor]:

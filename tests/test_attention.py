@@ -266,7 +266,7 @@ def test_a_second_derivative_through_a_compiled_function_is_refused_too(way, mon
 )
 def test_a_second_derivative_is_refused_where_q_is_made_inside_of_a_compiled_graph(computed):
     """Of whatever function: the error is PyTorch's, and docs/attention.md says so."""
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(RuntimeError, match=second.PYTORCH_REFUSES):
         inside_a_graph(computed)
 
 

@@ -32,7 +32,7 @@ from tests.reference import (
     oracle,
     run,
 )
-from tests.second import FUNC, REFUSED_BY_PYTORCH, SECOND, as_heads, by_func, inside_a_graph
+from tests.second import FUNC, PYTORCH_REFUSES, REFUSED_BY_PYTORCH, SECOND, as_heads, by_func, inside_a_graph
 from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
 
 triton = pytest.importorskip("triton", reason="triton is made for Linux")
@@ -477,7 +477,7 @@ def test_a_second_derivative_through_the_op_is_refused():
 @pytest.mark.skipif(not REFUSED_BY_PYTORCH, reason="PyTorch before 2.13 lost it without a word")
 def test_a_second_derivative_is_refused_where_q_is_made_inside_of_a_compiled_graph():
     """By PyTorch, as of any function."""
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(RuntimeError, match=PYTORCH_REFUSES):
         inside_a_graph(as_heads(TRITON))
 
 
