@@ -405,6 +405,18 @@ def test_a_broken_runs_measurement_says_so(call, small, tmp_path):
     assert next(r for r in read_metrics(run / "metrics.jsonl") if "context_gain" in r)["broken"] == "no_scale"
 
 
+def test_eval_only_out_of_memory_is_one_line(call, trained, monkeypatch):
+    """It was a traceback."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(context, "measure", full)
+    ended = call(train, "eval_only=true", "resume=plain", f"runs={trained[0]}", "device=cpu")
+    assert ended.code == 2
+    assert "out of memory with batch_size=" in ended.err.splitlines()[-1]
+
+
 def test_eval_only_measures_a_run_on_another_text(call, trained, monkeypatch):
     """A model of bytes can be asked for pass keys and repeated strings, whatever it was trained on."""
     runs, _ = trained
