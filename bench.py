@@ -10,6 +10,7 @@
     python bench.py mode=train                         whole training steps, beside a plain GPT-2 in torch
     python bench.py mode=train cases=[nano,shakespeare,gpt2-1k] peer=MODEL_PY_OF_NANOGPT
     python bench.py mode=decode                        one new token in sampling, beside torch's SDPA and a copy
+    python bench.py mode=roofline lengths=[2048]       naive attention operation by operation, beside the others
 
 mode=race. Runs ours (naive, tiled, triton) and the peers that are installed (torch's kernels one by one, FlexAttention,
 FlashAttention-4), with and without a causal mask and dropout. First it compares each with naive in float64. If one of
@@ -50,6 +51,10 @@ mode=decode. Times attention of one new token against T_k cached keys. A line ha
 of the speed of a copy of as many bytes. plain is decode() of model/cache.py, kernel that of kernels/decode.py. On a GPU
 it then times whole tokens of GPT-2 124M with random weights: recorded as one CUDA graph, as in sample.py, and eager,
 launched from Python with plain. Rows go to decode.csv.
+
+mode=roofline. Times each operation of naive's forward by itself, with the bytes of its inputs and results, then naive,
+tiled, triton and sdpa whole. A copy and a matrix product measure the device's two limits. Without a mask unless
+causal=[true]. Rows go to roofline.csv; roofline.png is of the longest length.
 """
 
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
@@ -63,6 +68,7 @@ from pathlib import Path
 
 from lab.decode import race_decode
 from lab.race import DTYPES, IMPLS, Case, pictures, race
+from lab.roofline import roofline
 from lab.steps import CASES, train
 from lab.traffic import traffic
 from model.attention import AttentionConfig
@@ -70,9 +76,11 @@ from model.dropout import drop_threshold
 from training import config
 from training.machine import pick_device
 
+MODES = ("race", "pictures", "traffic", "train", "decode", "roofline")
 TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
 TRAIN_READS = ("mode", "cases", "impl", "bias", "peer", "device", "out")
 DECODE_READS = ("mode", "device", "out")
+ROOFLINE_READS = ("mode", "lengths", "head_sizes", "heads", "tokens", "causal", "dtype", "device", "out")
 NOT_IN_RACE = ("on_chip", "backward", "cases", "impl", "bias", "peer")
 NOT_IN_PICTURES = (*NOT_IN_RACE, "block", "patience", "device")
 
@@ -82,7 +90,7 @@ class Config:
     """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
     read."""
 
-    # race | pictures (of a race) | traffic | train (whole steps) | decode (sampled tokens)
+    # race | pictures (of a race) | traffic | train (whole steps) | decode (sampled tokens) | roofline
     mode: str = "race"
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens per sequence
@@ -110,8 +118,8 @@ class Config:
     out: str = "runs/bench"  # the folder for tables and pictures
 
     def __post_init__(self):
-        if self.mode not in ("race", "pictures", "traffic", "train", "decode"):
-            raise ValueError(f"mode={self.mode} is not known; choose race, pictures, traffic, train or decode")
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode} is not known; choose {', '.join(MODES)}")
         if not self.out:
             raise ValueError("out= is empty; give a folder or leave it out")
         if self.dtype not in DTYPES:
@@ -124,6 +132,7 @@ class Config:
                 "traffic": key.name in TRAFFIC_READS,
                 "train": key.name in TRAIN_READS,
                 "decode": key.name in DECODE_READS,
+                "roofline": key.name in ROOFLINE_READS,
             }
             if not read[self.mode] and getattr(self, key.name) != usual:
                 raise ValueError(
@@ -160,6 +169,10 @@ class Config:
             raise ValueError(f"patience={self.patience} must be above 0 seconds")
         for p in self.dropout_p:
             drop_threshold(p)
+        if self.mode == "roofline":
+            for name in ("head_sizes", "heads", "causal"):
+                if len(getattr(self, name) or []) > 1:
+                    raise ValueError(f"{name}={getattr(self, name)}: mode=roofline measures one; give one")
         if self.mode == "traffic":
             if len(self.head_sizes) > 1:
                 raise ValueError(f"head_sizes={self.head_sizes}: mode=traffic counts for one; give one")
@@ -209,6 +222,11 @@ def main(cfg: Config) -> None:
             train(cfg.cases, impl=cfg.impl, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
         case "decode":
             race_decode(pick_device(cfg.device), out)
+        case "roofline":
+            device, masked = pick_device(cfg.device), (cfg.causal or [False])[0]
+            for T in sorted(set(cfg.lengths)):
+                case = Case(max(1, cfg.tokens // T), cfg.heads[0], T, cfg.head_sizes[0], masked, 0.0)
+                roofline(case, dtype=cfg.dtype, device=device, out=out)
 
 
 if __name__ == "__main__":

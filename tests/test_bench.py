@@ -13,6 +13,7 @@ import torch
 
 import bench
 from lab import charts, race
+from lab import roofline as lab_roofline
 from lab.meter import PeakBytes, peak_bytes
 from lab.race import Case, attempt, attention_of, forward_and_backward, inputs
 from lab.traffic import predicted, redraw, words_of
@@ -481,6 +482,8 @@ def test_a_wrong_peer_is_left_out_with_a_line(monkeypatch, capsys, wrong):
         ({"impls": ["flash5"]}, "flash5 is not known"),
         ({"mode": "traffic", "head_sizes": [64, 128]}, "counts for one"),
         ({"mode": "speed"}, "mode=speed"),
+        ({"mode": "roofline", "heads": [2, 4], "head_sizes": [32, 64]}, r"head_sizes=\[32, 64\].*measures one"),
+        ({"mode": "roofline", "window": 4}, "window=4: mode=roofline"),
         ({"window": 0}, "^window=0 must"),
         ({"documents": 0}, "^documents=0 must"),
         ({"block_mask": ["x.", "x"]}, "^block_mask=.*no picture"),
@@ -583,3 +586,34 @@ UNREAD = [
 def test_a_key_that_the_mode_does_not_read_is_refused(options):
     with pytest.raises(ValueError, match="does not read it"):
         bench.Config(**options)
+
+
+# --- roofline --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roofline_rows(tmp_path_factory):
+    """Of N = 256, D = 16, two heads; nothing is timed."""
+    out = tmp_path_factory.mktemp("roofline")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(lab_roofline, "median_ms", lambda action, device: 1.0)
+    bench.main(bench.Config(mode="roofline", lengths=[256], head_sizes=[16], device="cpu", out=str(out)))
+    monkeypatch.undo()
+    assert (out / "roofline.png").stat().st_size > 10_000
+    with open(out / "roofline.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_naives_operations_move_their_tables(roofline_rows):
+    operations = [float(row["mb"]) for row in roofline_rows if row["part"] not in ("limit", "whole")]
+    (whole,) = [float(row["mb"]) for row in roofline_rows if row["name"] == "naive"]
+    assert sum(operations) == pytest.approx(whole, rel=1e-3)
+    # 16 of the 20 tables that mode=traffic counts are float32, one a head; 4 are the mask's, of bytes, for all heads.
+    assert 0 <= 1e6 * whole - (16 * 4 * 2 + 4) * 256**2 < 16 * 4 * 2 * 256 * 16
+
+
+def test_the_operations_flops_are_those_of_the_whole(roofline_rows):
+    operations = [float(row["gflop"]) for row in roofline_rows if row["part"] not in ("limit", "whole")]
+    (whole,) = [float(row["gflop"]) for row in roofline_rows if row["name"] == "naive"]
+    assert sum(operations) == pytest.approx(whole, rel=1e-4)
+    assert whole == pytest.approx(4 * 2 * 256**2 * 16 / 1e9, rel=1e-4)
