@@ -1,4 +1,4 @@
-"""Train a GPT. This file is the whole run, from top to bottom.
+"""Train a GPT. This file is the whole run, from top to bottom: configuration, set up, loop, finish.
 
     python train.py                                                    a small GPT on Python's standard library
     python train.py data=text data.path=FILE_OR_FOLDER tokenizer=bpe   your own text
@@ -22,32 +22,22 @@ if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits
 
 import copy
 import math
-import os
-import shlex
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from itertools import takewhile
-from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from data.loader import Batch, Dataset, Loader, Prefetch, fingerprint, open_data, validation_batches
+from data.loader import Loader, Prefetch, open_data
 from data.made import SHORTEST
 from data.prepare import DataConfig
-from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, to_json
-from model.attention import AttentionConfig, resolve, sdpa_kernel
+from data.tokenizer import TokenizerConfig
+from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
-from model.generate import NotFinite, Sampler, generate
 from model.gpt import GPT, GPTConfig
-from training import awake, checkpoint, config, context
+from training import checkpoint, config, context
 from training.machine import (
-    DTYPES,
     about,
     is_out_of_memory,
     keep_memory,
@@ -58,12 +48,12 @@ from training.machine import (
     set_precision,
     stop_signals,
 )
+from training.messages import introduce, say_what_is_there, what_to_try
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
-from training.probe import ProbeConfig, reading, record, search
+from training.probe import ProbeConfig
 from training.resume import (
     again,
-    changed,
     config_of,
     edits,
     make_room,
@@ -75,7 +65,18 @@ from training.resume import (
     resumed_config,
     tokenizer_of,
 )
-from training.step import Numbers, Report, TrainStep, choose_way
+from training.run import (
+    Run,
+    Sent,
+    between_steps,
+    due,
+    find_the_fault,
+    look_at_the_failure,
+    needs_all,
+    text_bytes,
+    validation,
+)
+from training.step import Numbers, TrainStep, choose_way
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
 
@@ -176,46 +177,6 @@ class Config:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
-
-
-@dataclass
-class Run:
-    """All that belongs to a run. set_up() makes it, and the functions below use it."""
-
-    cfg: Config  # with name, model.vocab_size and optimizer.lr filled in
-    folder: Path  # runs/NAME
-    facts: dict[str, str | int]  # machine, versions, dtype, attention
-    device: torch.device
-    autocast: AbstractContextManager
-    dataset: Dataset
-    batches: Prefetch  # of the training text
-    accumulation: int  # forward and backward passes per step
-    model: GPT  # the model that is trained
-    averaged: GPT  # the model that is evaluated, sampled and saved: a moving average of `model`, or `model` itself
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # scales the loss in fp16; does nothing for other dtypes
-    train_step: TrainStep  # makes one update
-    metrics: Metrics
-    step: int  # updates enqueued so far
-    saved: Path | None  # the last checkpoint; complete after writer.wait()
-    writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
-    ending: bool = False  # this step is the last one: it is number `steps`, or max_minutes are over
-    val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
-    sent: deque["Sent"] = field(default_factory=deque)  # updates enqueued and not yet heard of, oldest first
-    pace: float | None = None  # seconds a step, smoothed
-    left: float = math.inf  # seconds until max_minutes are over
-    acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
-    code: int = 1  # exit code; loop() sets it when it returns
-
-    @cached_property
-    def tokens_per_step(self) -> int:
-        """Number of tokens per update."""
-        return self.accumulation * self.cfg.batch_size * self.cfg.model.context_length
-
-    @cached_property
-    def flops_per_step(self) -> float:
-        """Floating-point operations of one update, forward and backward."""
-        return self.model.flops_per_token(self.cfg.model.context_length) * self.tokens_per_step
 
 
 def main(cfg: Config) -> int:
@@ -390,60 +351,8 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
     return next(name for name in names if not (Path(cfg.runs) / name).exists())
 
 
-def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, way: str) -> None:
-    """Prints the first lines of a run: folder, versions, device, attention, model and data. way: how a step is run."""
-    cfg, model, dataset, say = run.cfg, run.model, run.dataset, run.metrics.say
-    attention, broken = model.attention_config, cfg.break_it.label
-    say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
-    if cfg.init_from:
-        say(f"begun with the weights of {cfg.init_from}")
-    if parent and parent.state["broken"]:
-        say(f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose")
-    if resumed and (changes := changed(config_of(resumed, Config), asdict(cfg))):
-        say(f"changed since the checkpoint: {', '.join(changes)}")
-    validated = resumed and resumed.state.get("validation")  # older checkpoints do not have it
-    if validated and validated != fingerprint(dataset.val, dataset.val_documents):
-        say("the validation text has changed since the checkpoint: do not compare the losses before and after")
-    say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
-    detail = ""
-    if attention.impl == "tiled":
-        detail = f", tiles of {attention.block_m} x {attention.block_n}"
-    elif attention.impl == "sdpa":
-        kernel = sdpa_kernel(cfg.model, DTYPES[str(run.facts["dtype"])], run.device, attention.dropout_p)
-        detail = f", PyTorch's {kernel} kernel"
-    usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
-    special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
-    say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
-    say(
-        f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, "
-        f"context {cfg.model.context_length}, V {cfg.model.vocab_size}"
-    )
-    say(
-        f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
-        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
-        f"{cfg.steps * run.tokens_per_step:,} in all"
-    )
-    if cfg.steps < cfg.optimizer.warmup_steps:
-        say(
-            f"the learning rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} is less than "
-            f"optimizer.warmup_steps={cfg.optimizer.warmup_steps}"
-        )
-    if broken:
-        say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop.
-
-
-class Sent(NamedTuple):
-    """An update that was enqueued, and what is kept until its numbers arrive."""
-
-    step: int
-    batches: Batch  # on the CPU, with an axis in front: the passes
-    rng: dict[str, torch.Tensor]  # the random state before it, for the probe and for looks at a failure; else {}
-    lr: float
-    report: Report
 
 
 def loop(run: Run, signals: list[int]) -> int:
@@ -529,59 +438,9 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
     return 1
 
 
-def due(run: Run, every: int, step: int | None = None) -> bool:
-    """Whether `step`, by default the current one, is a multiple of `every` or the last step. False if `every` is 0."""
-    step = run.step if step is None else step
-    return every > 0 and (step % every == 0 or (run.ending and step == run.step))
-
-
-def failure_is_looked_at(run: Run) -> bool:
-    """Whether a broken run looks after this step if its failure acts."""
-    return bool(run.cfg.break_it.without) and (run.acts is None or run.step in awake.LOOKS)
-
-
 def time_to_hear(run: Run) -> bool:
     """Whether the oldest update that was sent has been made, or the host is too far ahead of it."""
     return len(run.sent) > run.train_step.ahead or run.sent[0].report.arrived()
-
-
-def needs_all(run: Run, signals: list[int]) -> bool:
-    """Whether something is due after this step, so that all updates sent have to be heard of first."""
-    cfg = run.cfg
-    return (
-        bool(signals)
-        or failure_is_looked_at(run)
-        or (cfg.probe.every > 0 and run.step % cfg.probe.every == 0)
-        or (cfg.sample_tokens > 0 and due(run, cfg.sample_every))
-        or due(run, cfg.eval_every)
-        or due(run, cfg.checkpoint_every)
-        or due(run, cfg.context_every)
-    )
-
-
-def between_steps(run: Run, save_now: bool) -> None:
-    """Looks at attention, evaluates, samples and saves, each if it is due. save_now: saves in any case."""
-    cfg, metrics = run.cfg, run.metrics
-    if failure_is_looked_at(run):
-        look_at_the_failure(run, [])
-    elif cfg.probe.every and run.step % cfg.probe.every == 0:
-        metrics.log({"step": run.step, **look(run)})
-    run.val_loss = math.inf
-    if due(run, cfg.eval_every):
-        evaluation = evaluate(run)
-        run.val_loss = evaluation["val_loss"]
-        metrics.log({"step": run.step, **evaluation})
-    if cfg.sample_tokens and due(run, cfg.sample_every):
-        try:
-            metrics.sample(run.step, write_sample(run))
-        except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
-            metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
-    if due(run, cfg.context_every):
-        measure_the_context(run)
-    if due(run, cfg.checkpoint_every) or save_now:
-        run.saved = save(run)
-    if run.val_loss < math.inf and metrics.time_to_draw():
-        metrics.picture()
 
 
 def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
@@ -603,185 +462,8 @@ def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
     }
 
 
-def text_bytes(run: Run, targets: torch.Tensor) -> int:
-    """Number of bytes in the text of the tokens, which are on the CPU."""
-    return int(run.dataset.token_bytes[targets.numpy()].sum())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run does every few steps: evaluate, sample, probe, save.
-
-
-@contextmanager
-def evaluation_mode(model: GPT) -> Iterator[GPT]:
-    """The model without dropout; back in training mode afterwards."""
-    model.eval()
-    try:
-        yield model
-    finally:
-        model.train()
-
-
-def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
-    """The validation windows, always the same ones. ValueError if the text is shorter than one window."""
-    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
-    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=cfg.attention.documents)
-
-
-@torch.no_grad()
-def evaluate(run: Run) -> dict[str, float]:
-    """Mean loss over the validation windows, in nats per token and in bits per byte."""
-    nats = tokens = size = 0.0
-    with evaluation_mode(run.averaged) as model:
-        for batch in validation(run.cfg, run.dataset):
-            x, y, documents = batch.to(run.device)
-            with run.autocast:
-                nats += float(model(x, y, documents)) * y.numel()
-            tokens += y.numel()
-            size += text_bytes(run, batch.y)
-    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
-
-
-def measure_the_context(run: Run) -> None:
-    """Measures what the context is worth on the validation windows (training/context.py): logs, prints and draws it."""
-    with evaluation_mode(run.averaged) as model:
-        found = context.measure(model, validation(run.cfg, run.dataset), run.dataset, run.cfg.data.source, run.autocast)
-    run.metrics.log({"step": run.step, **found})
-    run.metrics.say(context.table(found))
-    context.draw(found, run.folder, f"{run.cfg.name}, step {run.step}", run.cfg.break_it.label)
-
-
-def write_sample(run: Run) -> str:
-    """A sample: the model's text after an end-of-text token, where documents begin. NotFinite as Sampler.choose()."""
-    encoding = run.dataset.encoding
-    generator = torch.Generator(run.device).manual_seed(run.cfg.seed)  # leaves training's random numbers as they are
-    end = encoding.encode_single_token(END_OF_TEXT)
-    idx = torch.tensor([[end]], device=run.device)
-    stream = TextStream(encoding)
-    # With weights in the dtype of the products, no token casts them, and a GPU can record it. deepcopy() takes these
-    # weights for the model's own, and so makes no copy in float32.
-    dtype = DTYPES[str(run.facts["dtype"])]
-    weights = {id(p): torch.nn.Parameter(p.detach().to(dtype)) for p in run.averaged.parameters()}
-    with evaluation_mode(copy.deepcopy(run.averaged, weights)) as model:
-        tokens = map(int, generate(model, idx, run.cfg.sample_tokens, Sampler(), generator))
-        # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
-        return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
-
-
-def look(run: Run) -> dict[str, float]:
-    """Measures attention on one validation sequence (training/probe.py), and the time that this takes."""
-    started = time.perf_counter()
-    first = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])
-    x, _, documents = first.to(run.device)
-    with evaluation_mode(run.averaged) as model, run.autocast:
-        gauges = reading(record(model, x, documents=documents))
-    return gauges | {"probe_ms": (time.perf_counter() - started) * 1e3}
-
-
-def look_at_the_failure(run: Run, batches: list[Batch]) -> None:
-    """Finds whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no
-    batches, on that of look(). Says so if that has changed, and keeps the gauges. Changes nothing else."""
-    started, rng = time.perf_counter(), checkpoint.rng_state()
-    one_by_one = (batch.each(itemgetter(slice(i, i + 1))) for batch in batches for i in range(len(batch.x)))
-    for sequence in one_by_one if batches else [next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])]:
-        with run.autocast:
-            calls = record(run.model, *sequence.to(run.device))  # in training mode, for dropout
-        found = awake.effects(calls)
-        if acts := awake.acts(found, run.cfg.break_it):
-            break
-    checkpoint.set_rng_state(rng)
-    gauges = reading(calls) | awake.record_of(found)
-    run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
-    if acts != run.acts:
-        run.metrics.say(stamp(run.cfg.break_it.label) + awake.in_words(found, run.cfg, run.step, gauges["headroom"]))
-    run.acts = acts
-
-
-def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
-    """Has a checkpoint written, which may take until run.writer.wait(), and returns its folder.
-
-    fault: the batch at which the run stopped, with its random state. If given, it is saved with the weights of that
-    step, and without the optimizer: such a checkpoint cannot be resumed.
-    """
-    run.metrics.still_there()  # else checkpoint.save() would make a deleted folder again
-    if fault is not None:
-        tensors, model = fault, run.model
-    else:
-        parameters, model = dict(run.model.named_parameters()), run.averaged
-        tensors = checkpoint.optimizer_tensors(run.optimizers, parameters.items())
-        if run.averaged is not run.model:
-            tensors |= {f"{name}.trained": p for name, p in parameters.items()}
-        tensors |= checkpoint.rng_state()
-    return run.writer.save(
-        run.folder / into,
-        run.step,
-        model=model.state_dict(),
-        optimizer=tensors,
-        state={
-            "config": asdict(run.cfg),
-            "about": run.facts,
-            "broken": run.cfg.break_it.label,
-            "loader": run.batches.state_dict(),
-            "validation": fingerprint(run.dataset.val, run.dataset.val_documents),
-            "scaler": run.scaler.state_dict(),
-            "val_loss": run.val_loss if math.isfinite(run.val_loss) else None,
-        },
-        tokenizer=to_json(run.dataset.encoding),
-        keep_last=run.cfg.keep_last,
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Finish.
-
-
-def what_to_try(run: Run, numbers: Numbers) -> str:
-    """The message for a run that stopped at NaN or infinity."""
-    cfg = run.cfg
-    tries = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})", "a longer optimizer.warmup_steps"]
-    if cfg.attention.impl != "naive":
-        tries.append("attention=naive, to see whether attention does it")
-    if run.facts["dtype"] != "float32":
-        tries.append("dtype=float32")
-    if not cfg.probe.every:
-        tries.append("probe.every=100, which names the layer, the head and the tile where it begins")
-    if cfg.break_it.label:
-        tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to train on and see what happens"]
-    kept = f"the last good checkpoint is {run.saved}" if run.saved else "no checkpoint had been saved yet"
-    return (
-        f"step {run.step}: loss {numbers.loss}, gradient norm {numbers.norm}: stopped before the optimizer step; "
-        f"{kept}.\n"
-        f"try: {'; '.join(tries)}"
-    )
-
-
-def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor]) -> None:
-    """Prints the first tile in which the stopped step has NaN or infinity, and saves that step's batch.
-
-    rng: the random state before the step.
-    """
-    say, broken = run.metrics.say, run.cfg.break_it.label
-    fault = search(run.model, batches, rng, run.device, run.autocast)
-    if fault is None:
-        say(
-            f"{stamp(broken)}probe: the NaN or infinity does not begin in attention, "
-            "as far as a second, uncompiled run of the same batch shows"
-        )
-        return
-    place, tensors = fault
-    say(f"{stamp(broken)}probe: {place}")
-    # The first fault of a run is never deleted. Faults after a resume go to faults/later, where old ones are pruned.
-    into = "faults/later" if checkpoint.last(run.folder / "faults") else "faults"
-    try:
-        kept = save(run, into, tensors)
-        run.writer.wait()
-        say(f"  to see it again, with every layer's measurements: python breakit.py replay={kept}")
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error
-        say(
-            f"  its batch and weights are lost: {run.folder / into} cannot be written "
-            f"({why}); free some space, and resume the run or start it again: it will stop here again"
-        )
 
 
 def close(run: Run) -> None:
@@ -800,28 +482,6 @@ def close(run: Run) -> None:
             run.metrics.say(str(error))
         finally:
             run.metrics.close(run.code)
-
-
-def say_what_is_there(run: Run) -> None:
-    """Prints the last lines of a run that reached its end: its files, and the commands to try next."""
-    cfg, folder = run.cfg, run.folder
-    broken = stamp(cfg.break_it.label)
-    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the learning rate first rises again: the schedule is longer"
-    if run.step < cfg.steps:
-        limit = f"max_minutes={cfg.max_minutes:g}"
-        show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the learning rate is not at its minimum")
-        onwards = f"{again(cfg)}  # with {limit} again; max_minutes=null trains to step {cfg.steps}"
-    best_loss, best_step = run.metrics.best or (math.nan, run.step)
-    show(f"{broken}done: best validation loss {best_loss:.4f} at step {best_step}")
-    show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
-    samples = folder / "samples.txt"
-    if samples.exists() and samples.stat().st_size:
-        show(f"  samples      {samples}")
-    show(f"  checkpoints  {folder / checkpoint.FOLDER}")
-    where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    begin = ["prompt=def "] if cfg.data.source == "pystdlib" else []
-    show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))
-    show(f"  {onwards}")
 
 
 if __name__ == "__main__":

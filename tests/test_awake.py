@@ -8,6 +8,7 @@ import torch
 import yaml
 
 import train
+import training.run
 from model.break_it import FAILURES, BreakIt
 from model.gpt import GPT, GPTConfig
 from training import awake
@@ -91,7 +92,7 @@ def runs(call, small, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(awake, "LOOKS", (2, 3))
             if name == "plain":
-                patch.setattr(train, "look_at_the_failure", lambda *_: True)
+                patch.setattr(training.run, "look_at_the_failure", lambda *_: True)
             ended = call(train, *small, *words, f"name={name}")
         (run,) = folder.glob(f"{name}*")
         weights = [path.read_bytes() for path in sorted(run.glob("checkpoints/step_000004/*.safetensors"))]
@@ -136,7 +137,7 @@ def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path
     """On the batch that stopped it: another sequence may have smaller scores."""
     looked_at, steps = [], []
     send = train.send
-    monkeypatch.setattr(train, "record", lambda model, x, *rest: looked_at.append(x) or record(model, x, *rest))
+    monkeypatch.setattr(training.run, "record", lambda model, x, *rest: looked_at.append(x) or record(model, x, *rest))
     monkeypatch.setattr(train, "send", lambda run: send(run) or steps.append(run.sent[-1]))
     ended = call(train, *small, "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}")
     assert ended.code == 1
@@ -147,5 +148,5 @@ def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path
 
 
 def test_a_whole_run_takes_no_look(call, small, tmp_path, monkeypatch):
-    monkeypatch.delattr(train, "look_at_the_failure")
+    monkeypatch.delattr(training.run, "look_at_the_failure")
     assert call(train, *small, "break_it.score_gain=2", "steps=1", f"runs={tmp_path}").code == 0

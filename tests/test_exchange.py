@@ -33,6 +33,7 @@ from data.tokenizer import (
     from_huggingface,
     from_json,
     to_huggingface,
+    to_json,
     train_bpe,
 )
 from lab.runs import model_of_run
@@ -316,7 +317,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, 
     trained = exchange.read(folder, "")
     size = GPTConfig(**trained.state["config"]["model"] | {"vocab_size": encoding.n_vocab})
     trained.state["config"]["model"], trained.state["begin"] = asdict(size), encoding.eot_token
-    trained.model, trained.tokenizer = GPT(size, AttentionConfig("naive")).state_dict(), train.to_json(encoding)
+    trained.model, trained.tokenizer = GPT(size, AttentionConfig("naive")).state_dict(), to_json(encoding)
     exchange.export(trained, tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer(TEXT)["input_ids"]
@@ -324,7 +325,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, 
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token_id == encoding.eot_token
     assert len(tokenizer) == encoding.n_vocab
-    assert exchange.read(tmp_path / "out", "").tokenizer == train.to_json(
+    assert exchange.read(tmp_path / "out", "").tokenizer == to_json(
         encoding if kind == "byte" else from_huggingface(to_huggingface(encoding), None)
     )
 

@@ -24,6 +24,7 @@ import yaml
 
 import sample
 import train
+import training.run
 import training.step
 from data.loader import Loader, open_data, open_dataset, validation_batches
 from model.attention import AttentionConfig, attention, resolve
@@ -977,7 +978,8 @@ def test_a_full_disk_is_told_by_the_checkpoint_and_not_by_the_last_picture(call,
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(train, "save", lambda run: (_ for _ in ()).throw(OSError("free some space and run again")))
+    full_too = OSError("free some space and run again")
+    monkeypatch.setattr(training.run, "save", lambda run: (_ for _ in ()).throw(full_too))
     monkeypatch.setattr(train.Metrics, "picture", full)
     ended = call(train, *small, "steps=1", "eval_every=1", f"runs={tmp_path}", "name=x")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "train: free some space and run again")
@@ -1009,9 +1011,9 @@ def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkp
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_a_sample_is_written_with_weights_in_the_dtype_of_the_products(call, small, tmp_path, monkeypatch, dtype):
     """Each made once: a tied head stays tied, and in float32 they are the model's own."""
-    runs, models, write = [], [], train.write_sample
-    monkeypatch.setattr(train, "write_sample", lambda run: runs.append(run) or write(run))
-    monkeypatch.setattr(train, "generate", lambda model, *rest: models.append(model) or generate(model, *rest))
+    runs, models, write = [], [], training.run.write_sample
+    monkeypatch.setattr(training.run, "write_sample", lambda run: runs.append(run) or write(run))
+    monkeypatch.setattr(training.run, "generate", lambda model, *rest: models.append(model) or generate(model, *rest))
     arguments = ["steps=2", "sample_every=1", "sample_tokens=3", f"dtype={dtype}", "compile=false", "ema_decay=0.5"]
     assert call(train, *small, *arguments, f"runs={tmp_path}", "name=x").code == 0
     wanted = {"float32": torch.float32, "bf16": torch.bfloat16}[dtype]

@@ -1,0 +1,98 @@
+"""What a run says when it begins and when it ends."""
+
+import math
+import shlex
+from dataclasses import asdict
+
+from data.loader import fingerprint
+from model.attention import AttentionConfig, sdpa_kernel
+from training import checkpoint
+from training.machine import DTYPES
+from training.metrics import show, stamp
+from training.resume import again, changed, config_of
+from training.run import Run
+from training.step import Numbers
+
+
+def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, way: str) -> None:
+    """Prints the first lines of a run: folder, versions, device, attention, model and data. way: how a step is run."""
+    cfg, model, dataset, say = run.cfg, run.model, run.dataset, run.metrics.say
+    attention, broken = model.attention_config, cfg.break_it.label
+    say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
+    if cfg.init_from:
+        say(f"begun with the weights of {cfg.init_from}")
+    if parent and parent.state["broken"]:
+        say(f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose")
+    if resumed and (changes := changed(config_of(resumed, type(cfg)), asdict(cfg))):
+        say(f"changed since the checkpoint: {', '.join(changes)}")
+    validated = resumed and resumed.state.get("validation")  # older checkpoints do not have it
+    if validated and validated != fingerprint(dataset.val, dataset.val_documents):
+        say("the validation text has changed since the checkpoint: do not compare the losses before and after")
+    say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
+    detail = ""
+    if attention.impl == "tiled":
+        detail = f", tiles of {attention.block_m} x {attention.block_n}"
+    elif attention.impl == "sdpa":
+        kernel = sdpa_kernel(cfg.model, DTYPES[str(run.facts["dtype"])], run.device, attention.dropout_p)
+        detail = f", PyTorch's {kernel} kernel"
+    usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
+    special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
+    say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
+    say(
+        f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, "
+        f"context {cfg.model.context_length}, V {cfg.model.vocab_size}"
+    )
+    say(
+        f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
+        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
+        f"{cfg.steps * run.tokens_per_step:,} in all"
+    )
+    if cfg.steps < cfg.optimizer.warmup_steps:
+        say(
+            f"the learning rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} is less than "
+            f"optimizer.warmup_steps={cfg.optimizer.warmup_steps}"
+        )
+    if broken:
+        say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
+
+
+def what_to_try(run: Run, numbers: Numbers) -> str:
+    """The message for a run that stopped at NaN or infinity."""
+    cfg = run.cfg
+    tries = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})", "a longer optimizer.warmup_steps"]
+    if cfg.attention.impl != "naive":
+        tries.append("attention=naive, to see whether attention does it")
+    if run.facts["dtype"] != "float32":
+        tries.append("dtype=float32")
+    if not cfg.probe.every:
+        tries.append("probe.every=100, which names the layer, the head and the tile where it begins")
+    if cfg.break_it.label:
+        tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to train on and see what happens"]
+    kept = f"the last good checkpoint is {run.saved}" if run.saved else "no checkpoint had been saved yet"
+    return (
+        f"step {run.step}: loss {numbers.loss}, gradient norm {numbers.norm}: stopped before the optimizer step; "
+        f"{kept}.\n"
+        f"try: {'; '.join(tries)}"
+    )
+
+
+def say_what_is_there(run: Run) -> None:
+    """Prints the last lines of a run that reached its end: its files, and the commands to try next."""
+    cfg, folder = run.cfg, run.folder
+    broken = stamp(cfg.break_it.label)
+    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the learning rate first rises again: the schedule is longer"
+    if run.step < cfg.steps:
+        limit = f"max_minutes={cfg.max_minutes:g}"
+        show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the learning rate is not at its minimum")
+        onwards = f"{again(cfg)}  # with {limit} again; max_minutes=null trains to step {cfg.steps}"
+    best_loss, best_step = run.metrics.best or (math.nan, run.step)
+    show(f"{broken}done: best validation loss {best_loss:.4f} at step {best_step}")
+    show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
+    samples = folder / "samples.txt"
+    if samples.exists() and samples.stat().st_size:
+        show(f"  samples      {samples}")
+    show(f"  checkpoints  {folder / checkpoint.FOLDER}")
+    where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
+    begin = ["prompt=def "] if cfg.data.source == "pystdlib" else []
+    show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))
+    show(f"  {onwards}")

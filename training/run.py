@@ -1,0 +1,286 @@
+"""A run, and what it does between its steps: it evaluates, samples, looks at attention, draws and saves.
+
+    while needs_all(run, signals): ...         train.py hears of every update that was sent, and then calls
+    between_steps(run, save_now=False)         what is due after this step
+
+train.py makes the Run and its steps. Nothing here changes what is learned, nor training's random numbers.
+"""
+
+import copy
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from data.loader import Batch, Dataset, Prefetch, fingerprint, validation_batches
+from data.tokenizer import END_OF_TEXT, TextStream, to_json
+from model.generate import NotFinite, Sampler, generate
+from model.gpt import GPT
+from training import awake, checkpoint, context
+from training.machine import DTYPES
+from training.metrics import Metrics, stamp
+from training.probe import reading, record, search
+from training.step import Report, TrainStep
+
+
+class Sent(NamedTuple):
+    """An update that was enqueued, and what is kept until its numbers arrive."""
+
+    step: int
+    batches: Batch  # on the CPU, with an axis in front: the passes
+    rng: dict[str, torch.Tensor]  # the random state before it, for the probe and for looks at a failure; else {}
+    lr: float
+    report: Report
+
+
+@dataclass
+class Run:
+    """All that belongs to a run. set_up() makes it, and the functions below use it."""
+
+    cfg: Any  # train.Config, with name, model.vocab_size and optimizer.lr filled in
+    folder: Path  # runs/NAME
+    facts: dict[str, str | int]  # machine, versions, dtype, attention
+    device: torch.device
+    autocast: AbstractContextManager
+    dataset: Dataset
+    batches: Prefetch  # of the training text
+    accumulation: int  # forward and backward passes per step
+    model: GPT  # the model that is trained
+    averaged: GPT  # the model that is evaluated, sampled and saved: a moving average of `model`, or `model` itself
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler  # scales the loss in fp16; does nothing for other dtypes
+    train_step: TrainStep  # makes one update
+    metrics: Metrics
+    step: int  # updates enqueued so far
+    saved: Path | None  # the last checkpoint; complete after writer.wait()
+    writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
+    ending: bool = False  # this step is the last one: it is number `steps`, or max_minutes are over
+    val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
+    sent: deque["Sent"] = field(default_factory=deque)  # updates enqueued and not yet heard of, oldest first
+    pace: float | None = None  # seconds a step, smoothed
+    left: float = math.inf  # seconds until max_minutes are over
+    acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
+    code: int = 1  # exit code; loop() sets it when it returns
+
+    @cached_property
+    def tokens_per_step(self) -> int:
+        """Number of tokens per update."""
+        return self.accumulation * self.cfg.batch_size * self.cfg.model.context_length
+
+    @cached_property
+    def flops_per_step(self) -> float:
+        """Floating-point operations of one update, forward and backward."""
+        return self.model.flops_per_token(self.cfg.model.context_length) * self.tokens_per_step
+
+
+def between_steps(run: Run, save_now: bool) -> None:
+    """Looks at attention, evaluates, samples and saves, each if it is due. save_now: saves in any case."""
+    cfg, metrics = run.cfg, run.metrics
+    if failure_is_looked_at(run):
+        look_at_the_failure(run, [])
+    elif cfg.probe.every and run.step % cfg.probe.every == 0:
+        metrics.log({"step": run.step, **look(run)})
+    run.val_loss = math.inf
+    if due(run, cfg.eval_every):
+        evaluation = evaluate(run)
+        run.val_loss = evaluation["val_loss"]
+        metrics.log({"step": run.step, **evaluation})
+    if cfg.sample_tokens and due(run, cfg.sample_every):
+        try:
+            metrics.sample(run.step, write_sample(run))
+        except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
+            metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
+    if due(run, cfg.context_every):
+        measure_the_context(run)
+    if due(run, cfg.checkpoint_every) or save_now:
+        run.saved = save(run)
+    if run.val_loss < math.inf and metrics.time_to_draw():
+        metrics.picture()
+
+
+def needs_all(run: Run, signals: list[int]) -> bool:
+    """Whether something is due after this step, so that all updates sent have to be heard of first."""
+    cfg = run.cfg
+    return (
+        bool(signals)
+        or failure_is_looked_at(run)
+        or (cfg.probe.every > 0 and run.step % cfg.probe.every == 0)
+        or (cfg.sample_tokens > 0 and due(run, cfg.sample_every))
+        or due(run, cfg.eval_every)
+        or due(run, cfg.checkpoint_every)
+        or due(run, cfg.context_every)
+    )
+
+
+def due(run: Run, every: int, step: int | None = None) -> bool:
+    """Whether `step`, by default the current one, is a multiple of `every` or the last step. False if `every` is 0."""
+    step = run.step if step is None else step
+    return every > 0 and (step % every == 0 or (run.ending and step == run.step))
+
+
+def failure_is_looked_at(run: Run) -> bool:
+    """Whether a broken run looks after this step if its failure acts."""
+    return bool(run.cfg.break_it.without) and (run.acts is None or run.step in awake.LOOKS)
+
+
+def validation(cfg: Any, dataset: Dataset) -> Iterator[Batch]:
+    """The validation windows, always the same ones. ValueError if the text is shorter than one window."""
+    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
+    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=cfg.attention.documents)
+
+
+@contextmanager
+def evaluation_mode(model: GPT) -> Iterator[GPT]:
+    """The model without dropout; back in training mode afterwards."""
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train()
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float]:
+    """Mean loss over the validation windows, in nats per token and in bits per byte."""
+    nats = tokens = size = 0.0
+    with evaluation_mode(run.averaged) as model:
+        for batch in validation(run.cfg, run.dataset):
+            x, y, documents = batch.to(run.device)
+            with run.autocast:
+                nats += float(model(x, y, documents)) * y.numel()
+            tokens += y.numel()
+            size += text_bytes(run, batch.y)
+    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
+
+
+def text_bytes(run: Run, targets: torch.Tensor) -> int:
+    """Number of bytes in the text of the tokens, which are on the CPU."""
+    return int(run.dataset.token_bytes[targets.numpy()].sum())
+
+
+def measure_the_context(run: Run) -> None:
+    """Measures what the context is worth on the validation windows (training/context.py): logs, prints and draws it."""
+    with evaluation_mode(run.averaged) as model:
+        found = context.measure(model, validation(run.cfg, run.dataset), run.dataset, run.cfg.data.source, run.autocast)
+    run.metrics.log({"step": run.step, **found})
+    run.metrics.say(context.table(found))
+    context.draw(found, run.folder, f"{run.cfg.name}, step {run.step}", run.cfg.break_it.label)
+
+
+def write_sample(run: Run) -> str:
+    """A sample: the model's text after an end-of-text token, where documents begin. NotFinite as Sampler.choose()."""
+    encoding = run.dataset.encoding
+    generator = torch.Generator(run.device).manual_seed(run.cfg.seed)  # leaves training's random numbers as they are
+    end = encoding.encode_single_token(END_OF_TEXT)
+    idx = torch.tensor([[end]], device=run.device)
+    stream = TextStream(encoding)
+    # With weights in the dtype of the products, no token casts them, and a GPU can record it. deepcopy() takes these
+    # weights for the model's own, and so makes no copy in float32.
+    dtype = DTYPES[str(run.facts["dtype"])]
+    weights = {id(p): torch.nn.Parameter(p.detach().to(dtype)) for p in run.averaged.parameters()}
+    with evaluation_mode(copy.deepcopy(run.averaged, weights)) as model:
+        tokens = map(int, generate(model, idx, run.cfg.sample_tokens, Sampler(), generator))
+        # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
+        return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
+
+
+def look(run: Run) -> dict[str, float]:
+    """Measures attention on one validation sequence (training/probe.py), and the time that this takes."""
+    started = time.perf_counter()
+    first = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])
+    x, _, documents = first.to(run.device)
+    with evaluation_mode(run.averaged) as model, run.autocast:
+        gauges = reading(record(model, x, documents=documents))
+    return gauges | {"probe_ms": (time.perf_counter() - started) * 1e3}
+
+
+def look_at_the_failure(run: Run, batches: list[Batch]) -> None:
+    """Finds whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no
+    batches, on that of look(). Says so if that has changed, and keeps the gauges. Changes nothing else."""
+    started, rng = time.perf_counter(), checkpoint.rng_state()
+    one_by_one = (batch.each(itemgetter(slice(i, i + 1))) for batch in batches for i in range(len(batch.x)))
+    for sequence in one_by_one if batches else [next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])]:
+        with run.autocast:
+            calls = record(run.model, *sequence.to(run.device))  # in training mode, for dropout
+        found = awake.effects(calls)
+        if acts := awake.acts(found, run.cfg.break_it):
+            break
+    checkpoint.set_rng_state(rng)
+    gauges = reading(calls) | awake.record_of(found)
+    run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
+    if acts != run.acts:
+        run.metrics.say(stamp(run.cfg.break_it.label) + awake.in_words(found, run.cfg, run.step, gauges["headroom"]))
+    run.acts = acts
+
+
+def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor]) -> None:
+    """Prints the first tile in which the stopped step has NaN or infinity, and saves that step's batch.
+
+    rng: the random state before the step.
+    """
+    say, broken = run.metrics.say, run.cfg.break_it.label
+    fault = search(run.model, batches, rng, run.device, run.autocast)
+    if fault is None:
+        say(
+            f"{stamp(broken)}probe: the NaN or infinity does not begin in attention, "
+            "as far as a second, uncompiled run of the same batch shows"
+        )
+        return
+    place, tensors = fault
+    say(f"{stamp(broken)}probe: {place}")
+    # The first fault of a run is never deleted. Faults after a resume go to faults/later, where old ones are pruned.
+    into = "faults/later" if checkpoint.last(run.folder / "faults") else "faults"
+    try:
+        kept = save(run, into, tensors)
+        run.writer.wait()
+        say(f"  to see it again, with every layer's measurements: python breakit.py replay={kept}")
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
+        say(
+            f"  its batch and weights are lost: {run.folder / into} cannot be written "
+            f"({why}); free some space, and resume the run or start it again: it will stop here again"
+        )
+
+
+def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor] | None = None) -> Path:
+    """Has a checkpoint written, which may take until run.writer.wait(), and returns its folder.
+
+    fault: the batch at which the run stopped, with its random state. If given, it is saved with the weights of that
+    step, and without the optimizer: such a checkpoint cannot be resumed.
+    """
+    run.metrics.still_there()  # else checkpoint.save() would make a deleted folder again
+    if fault is not None:
+        tensors, model = fault, run.model
+    else:
+        parameters, model = dict(run.model.named_parameters()), run.averaged
+        tensors = checkpoint.optimizer_tensors(run.optimizers, parameters.items())
+        if run.averaged is not run.model:
+            tensors |= {f"{name}.trained": p for name, p in parameters.items()}
+        tensors |= checkpoint.rng_state()
+    return run.writer.save(
+        run.folder / into,
+        run.step,
+        model=model.state_dict(),
+        optimizer=tensors,
+        state={
+            "config": asdict(run.cfg),
+            "about": run.facts,
+            "broken": run.cfg.break_it.label,
+            "loader": run.batches.state_dict(),
+            "validation": fingerprint(run.dataset.val, run.dataset.val_documents),
+            "scaler": run.scaler.state_dict(),
+            "val_loss": run.val_loss if math.isfinite(run.val_loss) else None,
+        },
+        tokenizer=to_json(run.dataset.encoding),
+        keep_last=run.cfg.keep_last,
+    )
