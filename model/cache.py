@@ -100,7 +100,7 @@ class KVCache:
     model.new_cache(B) makes one. Before each model.next_logits(idx, cache), begin() or advance() says what idx is.
     """
 
-    rope: tuple[Tensor, Tensor] | None = None  # cos, sin of every position; the model sets it, with model.position=rope
+    ropes: dict[bool, tuple[Tensor, Tensor]]  # cos, sin of every position, as in GPT.ropes(); the model sets it
     positions: slice | Tensor  # of the tokens that run now: the same for all sequences, or int64 (B, 1)
 
     def __init__(

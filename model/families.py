@@ -190,6 +190,10 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
             )
     if gpt2 and model.mlp not in GELU.values():
         raise ValueError(f"model.mlp={model.mlp} with model.norm={model.norm} has no counterpart: {name} has gelu_tanh")
+    if model.rope_base_local is not None:
+        raise ValueError(
+            f"model.rope_base_local={model.rope_base_local} has no counterpart in {name}: it cannot be exported"
+        )
     plain = AttentionConfig()
     for key in ("softmax_scale", "softcap", "alibi", "windows", "block_mask", *(["window"] if gpt2 else [])):
         if getattr(attention, key) != getattr(plain, key):

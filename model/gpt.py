@@ -57,6 +57,7 @@ class GPTConfig:
     residual_dtype: str = "float32"
     dropout_p: float = 0.0  # dropout in training, of the embedding and what a block adds; in steps of 1/256
     rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
+    rope_base_local: float | None = None  # the base in layers with an attention window; None: rope_base there too
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
     activation_checkpointing: bool = False  # compute blocks again in the backward: less memory, a longer step
 
@@ -65,8 +66,10 @@ class GPTConfig:
             self.n_kv_head = self.n_head
         if not 0 <= self.norm_eps < math.inf:
             raise ValueError(f"model.norm_eps={self.norm_eps} must be at least 0 and finite; 1e-5 is usual")
-        if not 1 < self.rope_base < math.inf:
-            raise ValueError(f"model.rope_base={self.rope_base} must be above 1 and finite; 10000 is usual")
+        for name in ("rope_base", "rope_base_local"):
+            base = getattr(self, name)
+            if base is not None and not 1 < base < math.inf:
+                raise ValueError(f"model.{name}={base} must be above 1 and finite; 10000 is usual")
         for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_multiple", "mlp_hidden"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
@@ -240,6 +243,14 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.positions = nn.Embedding(config.context_length, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, attention_config.layer(i), break_it) for i in range(config.n_layer))
+        windows = [attention_config.layer(i).window for i in range(config.n_layer)]
+        has_two = config.position == "rope" and config.rope_base_local is not None
+        self.local_ropes = [has_two and window is not None for window in windows]  # which layers read rope_base_local
+        if config.rope_base_local is not None and not any(self.local_ropes):
+            raise ValueError(
+                f"model.rope_base_local={config.rope_base_local}: no layer has both a rotary embedding and a window; "
+                "leave it out, or use model.position=rope and attention.windows="
+            )
         self.norm = norm(config)
         self.head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tie_head:
@@ -267,16 +278,14 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens are more than model.context_length={self.config.context_length}")
         positions = slice(T) if cache is None else cache.positions
         x = self.embedding(idx)  # (B, T, C)
-        rope = None
+        ropes = self.ropes(T, idx.device) if cache is None else cache.ropes
         if self.config.position == "learned":
             x = x + self.positions.weight[positions]
-        elif self.config.position == "rope":
-            if cache is None:
-                rope = rope_table(T, self.config.head_size, self.config.rope_base, idx.device)
-            else:
-                assert cache.rope is not None
-                cos, sin = cache.rope
-                rope = cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)  # (1 or B, 1, T, D / 2)
+        if cache is not None:
+            ropes = {
+                local: (cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3))  # (1 or B, 1, T, D / 2)
+                for local, (cos, sin) in ropes.items()
+            }
         seeds, stream_seeds = self.seeds(idx.device)
         if stream_seeds[-1] is not None:
             keep = keep_table(stream_seeds[-1], x.shape[0], T, x.shape[2], self.config.dropout_p)
@@ -288,8 +297,9 @@ class GPT(nn.Module):
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
         layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
-        for block, seed, stream_seed, past in zip(self.blocks, seeds, stream_seeds[:-1], layers, strict=True):
-            context = Context(rope, seed, stream_seed, documents, past)
+        parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
+        for block, local, seed, stream_seed, past in parts:
+            context = Context(ropes.get(local), seed, stream_seed, documents, past)
             if self.training and self.config.activation_checkpointing:
                 restore = self.break_it.restore_seed
                 again = block if restore else partial(self.draw_and_run, block)
@@ -298,6 +308,15 @@ class GPT(nn.Module):
             else:
                 x = block(x, context)
         return self.norm(x)
+
+    def ropes(self, length: int, device: torch.device) -> dict[bool, tuple[Tensor, Tensor]]:
+        """rope_table() with model.rope_base (False) and with model.rope_base_local (True), if a layer reads it. Empty
+        without a rotary embedding."""
+        if self.config.position != "rope":
+            return {}
+        bases = {False: self.config.rope_base, True: self.config.rope_base_local}
+        D, read = self.config.head_size, self.local_ropes
+        return {local: rope_table(length, D, base, device) for local, base in bases.items() if base and local in read}
 
     def seeds(self, device: torch.device) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """The seeds of this forward's dropout: of each layer's attention; of each layer's stream and, last, of the
@@ -343,8 +362,7 @@ class GPT(nn.Module):
         layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
         kernel = kernel and runs_kernel(self.attention_config, weight.dtype, config.head_size, device)
         cache = KVCache(layers, B, config.context_length, device, splits, kernel)
-        if config.position == "rope":
-            cache.rope = rope_table(config.context_length, config.head_size, config.rope_base, device)
+        cache.ropes = self.ropes(config.context_length, device)
         return cache
 
     def cache_refusal(self) -> str | None:

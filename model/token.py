@@ -84,12 +84,12 @@ def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
         return model.next_logits(token[:, None], cache)
     positions = model.positions.weight if model.config.position == "learned" else None
     x = embed(token, model.embedding.weight, positions, cache.at)  # (B, C)
-    for block, past in zip(model.blocks, cache.layers, strict=True):
+    for block, local, past in zip(model.blocks, model.local_ropes, cache.layers, strict=True):
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         qkv = linear(x, attention.qkv, norm=block.attention_norm).split(attention.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, 1, attention.head_size)) for y in qkv)  # (B, heads, 1, D)
-        x = linear(past.attend(q, k, v, cache.rope).flatten(1), attention.out, add=x, dtype=x.dtype)
+        x = linear(past.attend(q, k, v, cache.ropes.get(local)).flatten(1), attention.out, add=x, dtype=x.dtype)
         if mlp.gated:
             y = linear(x, mlp.up, norm=block.mlp_norm, gate=mlp.gate, activation="silu")
         else:

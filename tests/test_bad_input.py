@@ -312,6 +312,8 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.dropout_p=0.001                   model.dropout_p=0.001 is finer than the mask's steps of 1/256
     model.rope_base=nan                     model.rope_base=nan must be above 1
     model.rope_base=inf                     model.rope_base=inf must be above 1 and finite
+    model.rope_base_local=1                 model.rope_base_local=1.0 must be above 1 and finite
+    model.rope_base_local=1e4               no layer has both a rotary embedding and a window; leave it out
     model.nlayer=3                          did you mean model.n_layer?
     modle.n_layer=3                         there is no key modle.n_layer; did you mean model.n_layer?
 """)

@@ -218,6 +218,7 @@ def test_a_run_with_padding_and_without_biases_is_exported(call, small, transfor
         ("model", "n_kv_head", 1, "model.n_kv_head=1 with"),
         ("model", "mlp", "swiglu", "model.mlp=swiglu with"),
         ("model", "norm", "rmsnorm", "model.position=learned with model.norm=rmsnorm has no counterpart: Llama has"),
+        ("model", "rope_base_local", 7.0, "model.rope_base_local=7.0 has no counterpart in GPT-2"),
         ("attention", "softcap", 50.0, "attention.softcap=50.0 has no counterpart in GPT-2"),
         ("attention", "alibi", True, "attention.alibi=True"),
         ("attention", "window", 8, "attention.window=8"),

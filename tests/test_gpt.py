@@ -98,6 +98,29 @@ def test_positions_past_8192_stay_apart():
     assert len({(float(c), float(s)) for c, s in zip(cos[8186:, 0], sin[8186:, 0], strict=True)}) == 7
 
 
+@pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": True}], ids=str)
+def test_windowed_layers_have_a_rope_base_of_their_own(fields):
+    """Two local layers to one full. Without model.rope_base_local all have one base."""
+    attention = AttentionConfig("naive", windows=[4, 4, None])
+    size = {"n_layer": 4, "n_head": 2, "n_embd": 16, "context_length": 8, "vocab_size": 50, "rope_base": 1e6}
+    for local, bases in ((7.0, (7.0, 7.0, 1e6, 7.0)), (None, (1e6,) * 4)):
+        model = GPT(GPTConfig(**size, position="rope", rope_base_local=local, **fields), attention)
+        given = {}
+        for block in model.blocks:
+            block.register_forward_pre_hook(given.__setitem__)
+        model(torch.randint(50, (2, 8)))
+        for block, base in zip(model.blocks, bases, strict=True):
+            table = rope_table(8, 8, base, "cpu")
+            assert all(torch.equal(a, b) for a, b in zip(given[block][1].rope, table, strict=True))
+
+
+def test_a_local_base_that_no_layer_reads_is_refused():
+    for position, window in (("rope", None), ("learned", 4)):
+        config = GPTConfig(1, 2, None, 16, 8, 50, position=position, rope_base_local=7.0)
+        with pytest.raises(ValueError, match=r"model\.rope_base_local=7\.0: no layer has both a rotary embedding and"):
+            GPT(config, AttentionConfig("naive", window=window))
+
+
 def test_autocast_does_not_round_the_angles():
     plain = rope_table(8193, 8, 10000.0, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
