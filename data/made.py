@@ -1,13 +1,14 @@
 """Text that is made and not read: data=recall and data=passkey. It shows whether a model uses a long context.
 
     recall     EOT s \\n s          s is a random string. The second one can be predicted only from the first.
-    passkey    EOT filler, a number, filler, the question for the number, the number
+    passkey    EOT filler, a number, filler, the question for the number, the number; then another number, and so on
 
 A document fills one window of model.context_length tokens exactly, so the loader cuts none. (tokenizer=byte: a byte is
 a token.) The same length always gives the same text: every document has a seed of its own. The passkey's text is that
 of Mohtashami and Jaggi (arXiv 2305.16300).
 """
 
+import math
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
 QUESTION = "What is the pass key? The pass key is {}."
 DIGITS = 5  # of a pass key
+LONGEST = 64  # characters of a string in its place
 SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
 
 
@@ -57,7 +59,7 @@ class Made:
             if self.source == "recall":
                 text = repeated(self.length, generator)
             else:
-                text = passkey(self.length, generator.random(), generator).encode()
+                text = passkeys(self.length, generator).encode()
             yield f"{self.source} {i}", text
 
 
@@ -72,17 +74,38 @@ def second_half(length: int) -> slice:
     return slice(length // 2, length - 1)
 
 
-def passkey(length: int, depth: float, generator: np.random.Generator) -> str:
+def passkey(length: int, depth: float, generator: np.random.Generator, number: str = "") -> str:
     """A text of length - 1 characters that tells a number and asks for it at its end.
 
-    depth: where it is told, 0 at the start of the text, 1 just before the question.
+    depth: where it is told, 0 at the start of the text, 1 just before the question. number: drawn if it is left out.
     """
-    number = f"{generator.integers(10**DIGITS):0{DIGITS}}"
+    number = number or f"{generator.integers(10**DIGITS):0{DIGITS}}"
     told, asked = KEY.format(number), QUESTION.format(number)
     around = length - 1 - len(told) - len(asked)  # characters of filler
     filler = FILLER * (around // len(FILLER) + 1)
     before = round(depth * around)
     return filler[:before] + told + filler[before:around] + asked
+
+
+def passkeys(length: int, generator: np.random.Generator) -> str:
+    """Texts of passkey() one after the other, length - 1 characters in all, to learn from.
+
+    Their lengths are drawn log-uniformly, from the shortest to all that is left. So some questions are near their
+    number and some are far. In half of the texts that have room for it the number is a random string of up to LONGEST
+    characters instead. A model learns to copy from these: five digits are too few of a text's tokens.
+    """
+    least, text = SHORTEST["passkey"], ""
+    while (left := length - len(text)) > 0:
+        size = round(math.exp(generator.uniform(math.log(least), math.log(left))))
+        size = size if left - size >= least else left  # what is left must have room for another text
+        longest = min(LONGEST, (size - least) // 3)
+        number = ""
+        if longest > DIGITS and generator.random() < 0.5:
+            number = (
+                LETTERS[generator.integers(len(LETTERS), size=generator.integers(DIGITS, longest))].tobytes().decode()
+            )
+        text += passkey(size, generator.random(), generator, number) + " "
+    return text[:-1]
 
 
 def answer(length: int) -> slice:

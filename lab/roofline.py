@@ -26,7 +26,7 @@ COLUMNS += ["mb", "ms", "gb_per_s", "tflop_per_s"]
 PRODUCTS = ("bmm", "mm")
 WHOLES = ("naive", "triton", "tiled", "sdpa")
 PART = {"bmm": "products", "exp2": "exp", "masked_fill": "mask", "amax": "maximum", "sum": "sum", "div": "divide"}
-PART |= {"mul": "scale", "sub": "subtract", "_to_copy": "casts", "repeat_interleave": "copies", "clone": "copies"}
+PART |= {"mul": "scale", "sub": "subtract", "_to_copy": "casts"}
 SIDE = {"cuda": 8192}  # rows and columns of the product that measures the limit; elsewhere 1,024
 
 
@@ -131,7 +131,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path:
     roof.plot(line, [min(x * bandwidth, peak) for x in line], color="black", lw=1.5)
     for name, x, y in points:
         roof.plot(x, y, "o", color=LOOKS.get(name, ("#5b3a9e",))[0])
-        roof.annotate(name, (x, y), (4, -10), textcoords="offset points", fontsize=10)
+        roof.annotate(name, (x, y), (4, 4 if name == "triton" else -12), textcoords="offset points", fontsize=10)
     roof.margins(0.1)
     roof.set_xscale("log")
     roof.set_yscale("log")

@@ -16,7 +16,7 @@ from torch import nn
 import model.loss
 import train
 from data.loader import Batch, Loader, open_data, validation_batches
-from data.made import DIGITS, LETTERS, Made, answer, passkey, second_half
+from data.made import DIGITS, KEY, LETTERS, QUESTION, Made, answer, passkey, passkeys, second_half
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from lab.runs import model_of_run
@@ -211,17 +211,30 @@ def test_in_every_window_of_recall_a_random_string_is_repeated(made):
     assert {chr(token) for token in symbols.unique().tolist()} == set(LETTERS.tobytes().decode())
 
 
-def test_in_every_window_of_passkey_the_number_asked_for_was_told_before(made):
-    T = 256
+def test_in_every_window_of_passkey_what_is_asked_for_was_told_before(made):
+    T = 512
     x, y = every_window(made("passkey", T), T).unbind(1)
-    places = set()
+    word = r"(\w+)"
+    told_and_asked = re.compile(f".*?{KEY.format(word)}.*?{QUESTION.format(word).replace('?', '[?]')} ?")
+    places, longest = set(), set()
     for tokens, targets in zip(x.tolist(), y.tolist(), strict=True):
-        text, number = bytes(tokens[1:]).decode(), bytes(targets[answer(T)]).decode()
-        assert re.fullmatch(rf"\d{{{DIGITS}}}", number)
-        assert text.endswith(f"What is the pass key? The pass key is {number}.")
-        assert text.count(number) == 3
-        places.add(text.index(number) // 32)
+        text = bytes(tokens[1:]).decode()
+        keys = told_and_asked.findall(text)
+        assert told_and_asked.sub("", text) == ""
+        assert all(first == second == third for first, second, third in keys)
+        assert keys[-1][0] == bytes(targets[answer(T)]).decode() or not keys[-1][0].isdigit()
+        places.add(text.index("Remember") // 32)
+        longest |= {len(key[0]) for key in keys}
     assert len(places) > 3  # told early, late and between
+    assert DIGITS in longest
+    assert max(longest) > 2 * DIGITS
+
+
+def test_passkeys_texts_have_all_lengths():
+    """Also the whole document: else a model would not have learned to look so far back."""
+    counts = [passkeys(1024, np.random.default_rng(i)).count("What is") for i in range(100)]
+    assert min(counts) == 1
+    assert max(counts) > 4
 
 
 def test_the_depth_of_a_pass_key_is_a_share_of_the_filler():
