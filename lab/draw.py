@@ -2,7 +2,7 @@
 
     save(picture("no_max", panels), Path("no_max.png"))
 
-The whole algorithm is black and dashed, the broken one in colour with markers. A cross is a value that is not finite.
+The unbroken algorithm is black and dashed, the broken one in colour with markers. A cross is a value that is not finite.
 Text is large enough for a page that shows the 1,400 pixels in 830.
 """
 
@@ -68,7 +68,7 @@ def draw_curves(axes, panel: Panel) -> None:
     ends: list[tuple[str, str, Any]] = []
     looks = iter(LOOKS)
     for curve in panel.curves:
-        known = {"whole": RIGHT_LOOK, "theory": THEORY_LOOK}.get(curve.name.split()[0])
+        known = {"unbroken": RIGHT_LOOK, "theory": THEORY_LOOK}.get(curve.name.split()[0])
         colour, marker = (known["color"], "") if known else next(looks)
         points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
         lost = [x for x, y in zip(curve.x, curve.y, strict=True) if not math.isfinite(y)]

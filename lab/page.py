@@ -21,33 +21,42 @@ KINDS = {
     GRADIENT: "gradient only",
     OVERFLOW: "loud (infinity)",
     NAN: "loud (NaN)",
-    NONE: "silent, within the rounding",
+    NONE: "silent, but tiny",
 }
 HEAD = """# Break it
 
-Each line of attention matters only under a condition. If you take a line out where its condition does not hold, nothing
-changes: the failure *sleeps*. Where the condition holds, the failure *acts*. Few failures are loud then. Most compute
-finite numbers that are wrong, and in most of these the loss falls at first as if nothing had happened.
-[attention.md](attention.md) derives what each line is for.
+Each failure on this page is attention with one line taken out. For each you will find what is seen, why, and how large
+the errors are. [attention.md](attention.md) derives what the lines are for.
 
-The third column says how the failure shows:
+A line matters only under a condition. The rescaling, for example, matters only where a row's maximum grows from one
+tile of keys to the next. Where the condition does not hold, taking the line out changes nothing: the failure *sleeps*.
+Where the condition holds, the failure *acts*.
 
-- **silent**: the results are finite, and wrong. (*Within the rounding*: the error is no larger than rounding explains.)
-- **loud**: a result is infinity or NaN.
-- **leak**: the results are finite, and tokens see the future.
-- **gradient only**: o is right, and dq, dk and dv are wrong.
+Few failures are loud. Most compute finite numbers that are wrong, and often the loss falls at first as if nothing had
+happened.
 
-no_max shows in three ways. The scores and the dtype decide which.
+| how it shows | meaning |
+|---|---|
+| silent | the results are finite, and wrong |
+| silent, but tiny | the results are off by no more than rounding errors |
+| loud | a result is infinity or NaN |
+| leak | the results are finite, and tokens see the future |
+| gradient only | o is right; dq, dk and dv are wrong |
+
+Which of these no_max shows depends on the scores and the dtype.
 
 {table}
+
+s is a score, m the largest score of a row so far, and log-sum-exp the logarithm of the sum of exp(s) over a row. l is
+the sum of the row's weights, acc is the sum of the weights times v, and the output is o = acc / l.
 
 Below, each failure has two commands. The first trains the default model with arguments that *wake* the failure: they
 make its condition hold. **Seen** says what the first 100 steps of this training show. One of these arguments,
 `break_it.score_gain=100`, multiplies the scores by 100, so that the failure shows in a short run. The second command
 tries the failure in the lab.
 
-**Pictures.** The unbroken algorithm (*whole* in the pictures) is black and dashed. The broken one is in colour. A cross
-is a value that is not finite.
+**Pictures.** The unbroken algorithm is black and dashed. The broken one is in colour. A cross is a value that is not
+finite.
 
 **Measured.** The lab, `python breakit.py`, wrote this page (commit {commit}, torch {torch}, {device}).
 Its figures are from small models, not from the default model:
