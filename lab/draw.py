@@ -2,8 +2,8 @@
 
     save(picture("no_max", panels), Path("no_max.png"))
 
-The unbroken algorithm is black and dashed, the broken one in colour with markers. A cross is a value that is not finite.
-Text is large enough for a page that shows the 1,400 pixels in 830.
+The unbroken algorithm is black and dashed, the broken one in colour with markers. A cross is a value that is not
+finite. Text is large enough for a page that shows the 1,400 pixels in 830.
 """
 
 import math
