@@ -15,7 +15,7 @@ from lab.panels import Panel
 from model.break_it import FAILURES
 
 WIDTH, HEIGHT, DPI = 1400, 450, 100  # pixels
-LEFT, RIGHT, BOTTOM, TOP = 88, 88, 64, 84  # pixels around each panel: for numbers, curve names, the x axis and titles
+LEFT, RIGHT, BOTTOM, TOP = 88, 112, 64, 84  # pixels around each panel: for numbers, curve names, the x axis and titles
 TITLE, TEXT, SMALL = 15, 14, 13  # points: 11 to 12 pixels on a page that shows the 1,400 pixels in 830
 # Dark enough for text on white (a contrast of at least 4.5). The markers tell them apart without colour.
 LOOKS = [("#b2182b", "o"), ("#1f5fa8", "s"), ("#7a4b00", "^")]

@@ -43,12 +43,12 @@ happened.
 | leak | the results are finite, and tokens see the future |
 | gradient only | o is right; dq, dk and dv are wrong |
 
-Which of these no_max shows depends on the scores and the dtype.
+In all formulas s is a score, and m the largest score of a row so far. l is the sum of the row's weights, acc is the sum
+of the weights times v, and the output is o = acc / l. The log-sum-exp of a row is the logarithm of the sum of exp(s).
 
 {table}
 
-s is a score, m the largest score of a row so far, and log-sum-exp the logarithm of the sum of exp(s) over a row. l is
-the sum of the row's weights, acc is the sum of the weights times v, and the output is o = acc / l.
+How no_max shows depends on the scores and on the dtype.
 
 Below, each failure has two commands. The first trains the default model with arguments that *wake* the failure: they
 make its condition hold. **Seen** says what the first 100 steps of this training show. One of these arguments,
@@ -63,8 +63,8 @@ Its figures are from small models, not from the default model:
 
 - The table takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
   lab multiplied them by 8.48. An error is |found - right| / |right|, where right is computed in float64.
-- The line below the table is about short trainings, with and without the failure. They have 2 layers, 64 channels and a
-  context of 128 tokens. Their losses are means of the last ten steps.
+- The line below the table compares a short training without the failure and one with it: 2 layers, 64 channels, a
+  context of 128 tokens. A loss is the mean of the last ten steps.
 """
 
 

@@ -93,10 +93,10 @@ FAILURES = {
         "the maximum",
         "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. If a row has "
         "many equal scores, its o becomes 0 earlier, without an error",
-        "a weight is now exp(s), and the largest float32 is exp(88.7). If n keys have the same score s, their weights "
-        "add up to n exp(s). This sum overflows when s passes 88.7 - ln n: then o is a finite number divided by "
-        "infinity, which is 0. When s passes 88.7, each weight overflows too: then o is infinity divided by infinity, "
-        "which is NaN. In tiled and triton weights of fp16 inputs are fp16 numbers, and the largest fp16 is exp(11.1)",
+        "a weight is now exp(s), and the largest float32 is exp(88.7). Suppose that n keys have the same score s. Their "
+        "weights add up to n exp(s), which overflows when s passes 88.7 - ln n. Then o is a finite number divided by "
+        "infinity, so it is 0. When s passes 88.7, each weight overflows too. Then o is infinity divided by infinity, "
+        "so it is NaN. For fp16 inputs the weights of tiled and triton are fp16 numbers, which end at exp(11.1)",
         wakes="break_it.score_gain=100",
         acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
     ),
@@ -182,8 +182,8 @@ FAILURES = {
     "unrestored_seed": Failure(
         ("restore_seed",),
         "the reset of the dropout seed before a block is computed again",
-        "the first loss is right. In 100 steps the loss hardly differs from that of the unbroken run. The gradients "
-        "are wrong: gradient_error in metrics.jsonl, the error of dq, dk and dv, shows it",
+        "the first loss is right, and in 100 steps the loss hardly differs from that of the unbroken run. But dq, dk "
+        "and dv are wrong. Their error is gradient_error in metrics.jsonl",
         "with activation checkpointing the backward computes each block a second time. Without the reset, dropout then "
         "draws another mask. So the gradients belong to another network than the loss",
         wakes="attention.dropout_p=0.5 model.activation_checkpointing=true",
