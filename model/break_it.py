@@ -93,10 +93,11 @@ FAILURES = {
         "the maximum",
         "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. If a row has "
         "many equal scores, its o becomes 0 earlier, without an error",
-        "a weight is now exp(s), and the largest float32 is exp(88.7). Suppose that n keys have the same score s. Their "
-        "weights add up to n exp(s), which overflows when s passes 88.7 - ln n. Then o is a finite number divided by "
-        "infinity, so it is 0. When s passes 88.7, each weight overflows too. Then o is infinity divided by infinity, "
-        "so it is NaN. For fp16 inputs the weights of tiled and triton are fp16 numbers, which end at exp(11.1)",
+        "a weight is now exp(s), and the largest float32 is exp(88.7). Suppose that n keys have the same score s. "
+        "Their weights add up to n exp(s), which overflows when s passes 88.7 - ln n. Then o is a finite number "
+        "divided by infinity, so it is 0. When s passes 88.7, each weight overflows too. Then o is infinity divided "
+        "by infinity, so it is NaN. For fp16 inputs the weights of tiled and triton are fp16 numbers, which end at "
+        "exp(11.1)",
         wakes="break_it.score_gain=100",
         acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
     ),

@@ -145,7 +145,7 @@ def test_the_products_of_both_passes():
     table = tables("product")
     assert [sum(row[column] == "x" for row in table) for column in (2, 3)] == [naive_backward, tiled_backward]
     said = section("The backward")
-    assert f"{tiled_backward:g} products where a stored P needs {naive_backward:g}" in said
+    assert f"{tiled_backward:g} products. With a stored P it has {naive_backward:g}" in said
 
 
 def measured(impl: str, T: int, which: str) -> dict[str, str]:
