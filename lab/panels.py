@@ -280,7 +280,7 @@ def hidden_rows(shown: Shown) -> Panel:
             lost = nan[rows.start : rows.stop, None] & ~seen.any(-1, keepdim=True)
             marked[place] = lost & (number == 0)
     image[marked] = 1.0
-    legend = "black: seen\ngrey: computed, hidden\nred: a first tile that\nhides all from its row"
+    legend = "black: seen\ngrey: hidden\nred: rows that see\nno key of their\nfirst tile"
     return Panel("where NaN begins", "key", "query row", image=image, marked=marked, legend=legend)
 
 
