@@ -248,7 +248,7 @@ def test_the_rows_marked_nan_are_those_whose_first_tile_is_hidden(measured, show
 
 def test_without_the_scale_scores_lie_further_apart_and_heads_look_at_fewer_keys(measured, shown):
     found = measured[1]["no_scale"]
-    (whole,), (call,) = panels.whole_and_broken(found).values()
+    (whole,), (call,) = panels.unbroken_and_broken(found).values()
     right = panels.scores_of(whole)
     assert torch.allclose(panels.scores_of(call), right * call.q.shape[-1] ** 0.5)
     entropy = shown("no_scale", "entropy")
