@@ -63,8 +63,8 @@ Its figures are from small models, not from the default model:
 
 - The table takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
   lab multiplied them by 8.48. An error is |found - right| / |right|, where right is computed in float64.
-- The line below the table compares a short training without the failure and one with it: 2 layers, 64 channels, a
-  context of 128 tokens. A loss is the mean of the last ten steps.
+- The line below the table compares two short trainings, with and without the failure: 2 layers, 64 channels, a context
+  of 128 tokens. A loss is the mean of the last ten steps.
 """
 
 
@@ -132,10 +132,13 @@ def measured(kept: dict, name: str) -> str:
     for curves in kept["losses"]:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
-            ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
-            lines.append(f"\nA short training with {curves['setting']}: at step {len(broken)} the loss of the broken "
-                         f"run is {ended}; at step {len(whole)} that of the unbroken run is "
-                         f"{mean(whole):.3f} nats.")  # fmt: skip
+            setting, steps = f"\nShort trainings with `{curves['setting']}`:", len(whole)
+            if math.isnan(broken[-1]):
+                lines.append(f"{setting} at step {len(broken)} the loss of the broken run is not finite. The unbroken "
+                             f"run has {mean(whole):.3f} nats at step {steps}.")  # fmt: skip
+            else:
+                lines.append(f"{setting} at step {steps} the loss is {mean(broken):.3f} nats in the broken run and "
+                             f"{mean(whole):.3f} nats in the unbroken run.")  # fmt: skip
     return "\n".join(lines)
 
 
