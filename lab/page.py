@@ -21,41 +21,50 @@ KINDS = {
     GRADIENT: "gradient only",
     OVERFLOW: "loud (infinity)",
     NAN: "loud (NaN)",
-    NONE: "silent, within the rounding",
+    NONE: "silent, but tiny",
 }
 HEAD = """# Break it
 
-Each line of attention matters only under a condition. If you take a line out where its condition does not hold, nothing
-changes: the failure *sleeps*. Where the condition holds, the failure *acts*. Few failures are loud then. Most compute
-finite numbers that are wrong, and in most of these the loss falls at first as if nothing had happened.
-[attention.md](attention.md) derives what each line is for.
+Each failure on this page is attention with one line taken out. For each you will find what is seen, why, and how large
+the errors are. [attention.md](attention.md) derives what the lines are for.
 
-The third column says how the failure shows:
+A line matters only under a condition. The rescaling, for example, matters only where a row's maximum grows from one
+tile of keys to the next. Where the condition does not hold, taking the line out changes nothing: the failure *sleeps*.
+Where the condition holds, the failure *acts*.
 
-- **silent**: the results are finite, and wrong. (*Within the rounding*: the error is no larger than rounding explains.)
-- **loud**: a result is infinity or NaN.
-- **leak**: the results are finite, and tokens see the future.
-- **gradient only**: o is right, and dq, dk and dv are wrong.
+Few failures are loud. Most compute finite numbers that are wrong, and often the loss falls at first as if nothing had
+happened.
 
-no_max shows in three ways. The scores and the dtype decide which.
+| how it shows | meaning |
+|---|---|
+| silent | the results are finite, and wrong |
+| silent, but tiny | the results are off by no more than rounding errors |
+| loud | a result is infinity or NaN |
+| leak | the results are finite, and tokens see the future |
+| gradient only | o is right; dq, dk and dv are wrong |
+
+In all formulas s is a score, and m the largest score of a row so far. l is the sum of the row's weights, acc is the sum
+of the weights times v, and the output is o = acc / l. The log-sum-exp of a row is the logarithm of the sum of exp(s).
 
 {table}
+
+How no_max shows depends on the scores and on the dtype.
 
 Below, each failure has two commands. The first trains the default model with arguments that *wake* the failure: they
 make its condition hold. **Seen** says what the first 100 steps of this training show. One of these arguments,
 `break_it.score_gain=100`, multiplies the scores by 100, so that the failure shows in a short run. The second command
 tries the failure in the lab.
 
-**Pictures.** The unbroken algorithm (*whole* in the pictures) is black and dashed. The broken one is in colour. A cross
-is a value that is not finite.
+**Pictures.** The unbroken algorithm is black and dashed. The broken one is in colour. A cross is a value that is not
+finite.
 
 **Measured.** The lab, `python breakit.py`, wrote this page (commit {commit}, torch {torch}, {device}).
 Its figures are from small models, not from the default model:
 
 - The table takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
   lab multiplied them by 8.48. An error is |found - right| / |right|, where right is computed in float64.
-- The line below the table is about short trainings, with and without the failure. They have 2 layers, 64 channels and a
-  context of 128 tokens. Their losses are means of the last ten steps.
+- The line below the table compares two short trainings, with and without the failure: 2 layers, 64 channels, a context
+  of 128 tokens. A loss is the mean of the last ten steps.
 """
 
 
@@ -123,10 +132,13 @@ def measured(kept: dict, name: str) -> str:
     for curves in kept["losses"]:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
-            ended = "not finite" if math.isnan(broken[-1]) else f"{mean(broken):.3f} nats"
-            lines.append(f"\nA short training with {curves['setting']}: at step {len(broken)} the loss of the broken "
-                         f"run is {ended}; at step {len(whole)} that of the unbroken run is "
-                         f"{mean(whole):.3f} nats.")  # fmt: skip
+            setting, steps = f"\nShort trainings with `{curves['setting']}`:", len(whole)
+            if math.isnan(broken[-1]):
+                lines.append(f"{setting} at step {len(broken)} the loss of the broken run is not finite. The unbroken "
+                             f"run has {mean(whole):.3f} nats at step {steps}.")  # fmt: skip
+            else:
+                lines.append(f"{setting} at step {steps} the loss is {mean(broken):.3f} nats in the broken run and "
+                             f"{mean(whole):.3f} nats in the unbroken run.")  # fmt: skip
     return "\n".join(lines)
 
 

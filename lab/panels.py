@@ -31,7 +31,7 @@ NAIVE = AttentionConfig("naive")
 class Curve(NamedTuple):
     """Points in the order of drawing. A y that is not finite becomes a cross at the upper edge."""
 
-    name: str  # is written at the end. The first word "whole" makes it black and dashed, "theory" grey and dotted
+    name: str  # is written at the end. The first word "unbroken" makes it black and dashed, "theory" grey and dotted
     x: Sequence[float]
     y: Sequence[float]
 
@@ -83,7 +83,7 @@ def panels(shown: Shown, curves: Curves | None) -> list[Panel]:
 def losses(failure: str, curves: Curves) -> Panel:
     """The loss of a short training, averaged over ten steps because batches differ in difficulty. If both runs reach
     their end, the panel starts at step 20: the steep fall before that is the same and would hide the difference."""
-    found = {"whole": curves.whole, "broken": curves.broken[failure]}
+    found = {"unbroken": curves.whole, "broken": curves.broken[failure]}
     first = 20 if math.isfinite(found["broken"][-1]) and len(curves.whole) > 40 else 1
     lines = []
     for name, of in found.items():
@@ -106,7 +106,7 @@ def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
             found = torch.maximum(found, torch.stack([tile.max() for tile in tiles]))
         return found.tolist()
 
-    results = {f"whole {name}": ("usual", name), f"broken {name}": ("found", name)}
+    results = {f"unbroken {name}": ("usual", name), f"broken {name}": ("found", name)}
     results |= {f"broken {exact}": ("found", exact)} if exact else {}
     lines = {label: worst(which, of) for label, (which, of) in results.items()}
     curves = [Curve(label, range(len(errors)), errors) for label, errors in lines.items()]
@@ -114,20 +114,20 @@ def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
 
 
 def states(shown: Shown) -> Panel:
-    """l and |acc| of the worst row after each tile of keys, divided by those of the whole algorithm."""
+    """l and |acc| of the worst row after each tile of keys, divided by those of the unbroken algorithm."""
     call, b, h, row = worst_place(shown)
     sums, sizes = {}, {}
-    for name, of in (("whole", replace(call, break_it=unbroken(call))), ("broken", call)):
+    for name, of in (("unbroken", replace(call, break_it=unbroken(call))), ("broken", call)):
         after = list(walk(of, b, h, row))
         tiles = [tile for tile, *_ in after]
         sums[name] = [l for _, _, l, _ in after]
         sizes[name] = [l * float(o.norm()) for _, _, l, o in after]
-    curves = [Curve("whole", tiles, [1.0] * len(tiles))]
+    curves = [Curve("unbroken", tiles, [1.0] * len(tiles))]
     for name, both in (("l", sums), ("acc", sizes)):
-        ratios = [a / b for a, b in zip(both["broken"], both["whole"], strict=True)]
+        ratios = [a / b for a, b in zip(both["broken"], both["unbroken"], strict=True)]
         curves.append(Curve(name, tiles, ratios))
     place = f"key tile (layer {call.layer}, head {h}, row {row})"
-    return Panel("sum l and size of acc", place, "times the whole's", curves, log_y=True)
+    return Panel("sum l and size of acc", place, "times the unbroken one", curves, log_y=True)
 
 
 def worst_place(shown: Shown) -> tuple[Call, int, int, int]:
@@ -141,9 +141,9 @@ def worst_place(shown: Shown) -> tuple[Call, int, int, int]:
     return shown.tried[0], 0, 0, shown.tried[0].q.shape[2] - 1
 
 
-def whole_and_broken(shown: Shown) -> dict[str, list[Call]]:
-    """The calls with the whole algorithm, and as they were tried."""
-    return {"whole": [replace(call, break_it=unbroken(call)) for call in shown.tried], "broken": shown.tried}
+def unbroken_and_broken(shown: Shown) -> dict[str, list[Call]]:
+    """The calls with the unbroken algorithm, and as they were tried."""
+    return {"unbroken": [replace(call, break_it=unbroken(call)) for call in shown.tried], "broken": shown.tried}
 
 
 def heads_of(shown: Shown) -> list[str]:
@@ -169,9 +169,9 @@ def flat_rows() -> Panel:
     """Without the maximum: o over the score, which is the same for all keys of a row."""
     scores = torch.linspace(78, 92, 57)
     off = broken("no_max", 1.0)
-    curves = [Curve("whole", scores.tolist(), flat(scores, 1024, 1e-3, UNBROKEN))]
+    curves = [Curve("unbroken", scores.tolist(), flat(scores, 1024, 1e-3, UNBROKEN))]
     curves += [Curve(f"{n} keys", scores.tolist(), flat(scores, n, 1e-3, off)) for n in (1024, 32, 2)]
-    return Panel("o of a row whose keys all score alike", "score", "o / right   (x: NaN)", curves)
+    return Panel("o of a row of equal scores", "score", "o / right   (x: NaN)", curves)
 
 
 def where_it_breaks() -> Panel:
@@ -189,13 +189,13 @@ def where_it_breaks() -> Panel:
         Curve("o = 0", lengths, [first(of, lambda x: x == 0 or math.isnan(x)) for of in found]),
         Curve("NaN", lengths, [first(of, math.isnan) for of in found]),
     ]
-    return Panel("where it breaks; theory: 88.7 - ln n", "keys alike, n", "score from which on", curves, log_x=True)
+    return Panel("where it breaks; theory: 88.7 - ln n", "keys, n", "lowest score with this o", curves, log_x=True)
 
 
 def low_rows() -> Panel:
     """With a maximum that starts at 0: o over the score of a row's only key."""
     scores, off = torch.arange(-112.0, 0.1, 2), broken("zero_init_max", 1.0)
-    curves = [Curve("whole", scores.tolist(), flat(scores, 1, 1.0, UNBROKEN))]
+    curves = [Curve("unbroken", scores.tolist(), flat(scores, 1, 1.0, UNBROKEN))]
     for name, dtype in (("float32", torch.float32), ("fp16", torch.float16)):
         curves.append(Curve(name, scores.tolist(), flat(scores, 1, 1.0, off, dtype)))
     return Panel("o of a row that sees one key", "score", "o / right", curves)
@@ -217,10 +217,10 @@ def low_gradients() -> Panel:
 
     right = gradients(NAIVE, UNBROKEN, torch.float64)
     curves = []
-    for what, off in (("whole", UNBROKEN), ("broken", broken("zero_init_max", 1.0))):
+    for what, off in (("unbroken", UNBROKEN), ("broken", broken("zero_init_max", 1.0))):
         for name, found, of in zip("qkv", gradients(TILED, off, torch.float32), right, strict=True):
-            if (what, name) in (("whole", "q"), ("broken", "q"), ("broken", "v")):
-                label = "whole" if what == "whole" else f"d{name}"
+            if (what, name) in (("unbroken", "q"), ("broken", "q"), ("broken", "v")):
+                label = "unbroken" if what == "unbroken" else f"d{name}"
                 curves.append(Curve(label, lse.tolist(), (found / of).tolist()))
     return Panel("gradients of a low row, float32", "log-sum-exp of its scores", "size / right", curves)
 
@@ -259,7 +259,7 @@ def weights_seen(shown: Shown) -> Panel:
 def future_share(shown: Shown) -> Panel:
     """The weight that each row puts on keys of the future, averaged over heads and layers."""
     curves = []
-    for name, calls in whole_and_broken(shown).items():
+    for name, calls in unbroken_and_broken(shown).items():
         share = torch.stack([future_of(weights_of(call)).mean((0, 1)) for call in calls]).mean(0)
         curves.append(Curve(name, range(len(share)), (100 * share).tolist()))
     return Panel("weight on keys of the future", "query row", "% of a row's weight", curves)
@@ -280,7 +280,7 @@ def hidden_rows(shown: Shown) -> Panel:
             lost = nan[rows.start : rows.stop, None] & ~seen.any(-1, keepdim=True)
             marked[place] = lost & (number == 0)
     image[marked] = 1.0
-    legend = "black: seen\ngrey: computed, hidden\nred: a first tile that\nhides all from its row"
+    legend = "black: seen\ngrey: hidden\nred: rows that see\nno key of their\nfirst tile"
     return Panel("where NaN begins", "key", "query row", image=image, marked=marked, legend=legend)
 
 
@@ -292,7 +292,7 @@ def nan_share(shown: Shown) -> Panel:
         lost = torch.stack([s.found[name].isnan().any(-1).double().mean((0, 1)) for s in shown.seen]).mean(0)
         share = [100 * float(part.mean()) for part in lost.split(M)]
         curves.append(Curve(name, range(len(share)), share))
-    curves.insert(0, Curve("whole", range(len(share)), [0.0] * len(share)))
+    curves.insert(0, Curve("unbroken", range(len(share)), [0.0] * len(share)))
     return Panel("rows that are NaN", "tile of rows", "% of the rows of a tile", curves, bottom=0)
 
 
@@ -310,7 +310,7 @@ def scores_of(call: Call) -> Tensor:
 def score_spread(shown: Shown) -> Panel:
     """The distribution of the scores, each minus the mean of its row."""
     found = {}
-    for name, calls in whole_and_broken(shown).items():
+    for name, calls in unbroken_and_broken(shown).items():
         scores = [s.masked_fill(s == -math.inf, math.nan) for s in map(scores_of, calls)]
         apart = torch.cat([(s - s.nanmean(-1, keepdim=True)).flatten() for s in scores])
         found[name] = apart[apart.isfinite()].float()
@@ -331,7 +331,7 @@ def histogram(title: str, x: str, found: dict[str, Tensor], edge: float, bins: i
 def entropies(shown: Shown) -> Panel:
     """The entropy of each head's weights, averaged over rows."""
     curves, names = [], heads_of(shown)
-    for name, calls in whole_and_broken(shown).items():
+    for name, calls in unbroken_and_broken(shown).items():
         entropy = torch.cat([torch.special.entr(scores_of(call).softmax(-1)).sum(-1).mean((0, 2)) for call in calls])
         curves.append(Curve(name, range(len(names)), entropy.tolist()))
     return Panel("entropy of the weights: 0 is one key", "layer.head", "nats", curves, bottom=0, ticks=names)
@@ -344,7 +344,7 @@ def entropies(shown: Shown) -> Panel:
 def angles(shown: Shown) -> Panel:
     """The cosine between each head's gradient and the right one."""
     names = heads_of(shown)
-    curves = [Curve("whole", range(len(names)), [1.0] * len(names))]
+    curves = [Curve("unbroken", range(len(names)), [1.0] * len(names))]
     for name in ("dq", "dk", "dv"):
         found: list[float] = []
         for s in shown.seen:
@@ -370,28 +370,28 @@ def tied_errors(ties: int, break_it: BreakIt, config: AttentionConfig = TILED, h
     return ((o - right) / last_digit).flatten()
 
 
-def whole_and_tied(ties: int) -> dict[str, Tensor]:
-    """tied_errors() of the whole algorithm, and with sums of 16 bits."""
-    return {"whole": tied_errors(ties, UNBROKEN), "broken": tied_errors(ties, broken("bf16_ties", 1.0))}
+def unbroken_and_tied(ties: int) -> dict[str, Tensor]:
+    """tied_errors() of the unbroken algorithm, and with sums of 16 bits."""
+    return {"unbroken": tied_errors(ties, UNBROKEN), "broken": tied_errors(ties, broken("bf16_ties", 1.0))}
 
 
 def signed_errors() -> Panel:
     """The distribution of the errors of o when three scores tie."""
-    return histogram("error of o, three scores tie (bf16)", "o - right, in last digits", whole_and_tied(3), 7 / 6, 7)
+    return histogram("error of o, three scores tie (bf16)", "o - right, in last digits", unbroken_and_tied(3), 7 / 6, 7)
 
 
 def bias_by_ties() -> Panel:
     """The mean error of o over the number of keys that tie at the maximum."""
     numbers = range(1, 9)
-    found = [whole_and_tied(ties) for ties in numbers]
-    curves = [Curve(name, numbers, [float(of[name].mean()) for of in found]) for name in ("whole", "broken")]
+    found = [unbroken_and_tied(ties) for ties in numbers]
+    curves = [Curve(name, numbers, [float(of[name].mean()) for of in found]) for name in ("unbroken", "broken")]
     return Panel("its mean: the bias", "scores that tie at the maximum", "mean of o - right, last digits", curves)
 
 
 def added_up() -> Panel:
     """The running sum of the errors of o. Unbiased errors wander around 0, biased ones grow in one direction."""
     curves = []
-    for name, errors in whole_and_tied(3).items():
+    for name, errors in unbroken_and_tied(3).items():
         every = len(errors) // 24
         sums = errors.cumsum(0)[every - 1 :: every].tolist()
         curves.append(Curve(name, [every * (i + 1) for i in range(len(sums))], sums))

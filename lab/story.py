@@ -296,8 +296,9 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
     words += f"A larger score: m grows from {m_old:.4g} to {m:.4g}, "
     left_out = [name for name, kept in (("l", break_it.rescale_sum), ("acc", break_it.rescale_output)) if not kept]
     if not left_out:
-        return words + f"and alpha = {alpha:.4g} takes l and acc onto the new scale."
-    return words + f"but alpha = {alpha:.4g} is left out of {' and '.join(left_out)}, still on the old scale."
+        return words + f"so l and acc are multiplied by alpha = {alpha:.4g}."
+    are = "is" if len(left_out) == 1 else "are"
+    return words + f"but {' and '.join(left_out)} {are} not multiplied by alpha = {alpha:.4g}."
 
 
 def dropout_sentence(tile: Tile, row: int) -> str:

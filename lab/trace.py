@@ -109,4 +109,4 @@ def print_trace(
         with np.errstate(all="ignore"):
             off = np.linalg.norm(o[row] - right[row]) / np.linalg.norm(right[row])
         far = f"{100 * off:.1f} % away" if np.isfinite(off) else "not finite"
-        line("", "", "", numbers(*right[row, some]) + more, f"o of the whole algorithm; the one above is {far}")
+        line("", "", "", numbers(*right[row, some]) + more, f"o of the unbroken algorithm; the one above is {far}")

@@ -41,15 +41,15 @@ TRIALS = [
     Trial("none", "the model's own scores"),
     Trial("none", "dropout", dropout_p=0.2),
     Trial("no_max", "the model's own scores"),
-    Trial("no_max", "equal scores, sum overflows", "near", flat=True),
-    Trial("no_max", "a score whose exp overflows", "past"),
+    Trial("no_max", "equal scores: l overflows", "near", flat=True),
+    Trial("no_max", "one weight overflows", "past"),
     *(
         trial
         for name in ("no_rescale", "no_rescale_sum", "no_rescale_output")
         for trial in (Trial(name, "one tile of keys", "raised", one_tile=True), Trial(name, "several tiles", "raised"))
     ),
     Trial("zero_init_max", "the model's own scores"),
-    Trial("zero_init_max", "a row whose exps are 0", "low"),
+    Trial("zero_init_max", "a row whose weights are all 0", "low"),
     Trial("local_mask", "one tile of keys and rows", one_tile=True),
     Trial("local_mask", "several tiles"),
     Trial("no_scale", "the model's own scores", "raised"),

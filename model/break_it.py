@@ -93,9 +93,11 @@ FAILURES = {
         "the maximum",
         "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. If a row has "
         "many equal scores, its o becomes 0 earlier, without an error",
-        "without the maximum a weight is exp(s). At n equal scores of 88.7 - ln n the sum of exp(s) overflows in "
-        "float32, and x / inf is 0. At a score of 88.7 exp(s) itself overflows, and inf / inf is NaN. In fp16 the "
-        "weights of tiled and triton overflow at 11.1",
+        "a weight is now exp(s), and the largest float32 is exp(88.7). Suppose that n keys have the same score s. "
+        "Their weights add up to n exp(s), which overflows when s passes 88.7 - ln n. Then o is a finite number "
+        "divided by infinity, so it is 0. When s passes 88.7, each weight overflows too. Then o is infinity divided "
+        "by infinity, so it is NaN. For fp16 inputs the weights of tiled and triton are fp16 numbers, which end at "
+        "exp(11.1)",
         wakes="break_it.score_gain=100",
         acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
     ),
@@ -103,27 +105,27 @@ FAILURES = {
         ("rescale_sum", "rescale_output"),
         "the rescaling",
         "the loss falls as usual for 50 steps, then rises; the scores keep growing; never NaN",
-        "the results of earlier tiles keep the scale of a smaller maximum, so these tiles weigh too much. With one "
-        "tile of keys o is right",
+        "earlier tiles computed their weights with a smaller maximum. Without the rescaling these weights stay too "
+        "large. With one tile of keys there is no earlier tile, and o is right",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
     ),
     "no_rescale_sum": Failure(
         ("rescale_sum",),
-        "the rescaling of the sum",
+        "the rescaling of the sum l",
         "the loss falls as usual for 60 steps, then rises; the scores keep growing; never NaN",
-        "in the sum l the weights of earlier tiles keep the scale of a smaller maximum. So l is too large and o too "
-        "small",
+        "l is the sum of the weights. Without the rescaling, the weights of earlier tiles are too large in it. So l is "
+        "too large, and o = acc / l is too small",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, because it has one pass",
     ),
     "no_rescale_output": Failure(
         ("rescale_output",),
-        "the rescaling of the output",
+        "the rescaling of the output acc",
         "the loss falls as usual for 30 steps, then rises; o becomes several times too large; never NaN",
-        "in acc, the sum of weights times v, the weights of earlier tiles keep the scale of a smaller maximum. In the "
-        "sum l they do not. So o is too large",
+        "acc is the sum of the weights times v. Without the rescaling, the weights of earlier tiles are too large in "
+        "it. l is right. So o = acc / l is too large",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, because it has one pass",
@@ -133,8 +135,9 @@ FAILURES = {
         "the low start of the running maximum",
         "rows of o are 0; at first the gradient norm is many times larger than in the unbroken run; the loss stays "
         "somewhat higher",
-        "the running maximum starts at 0 and never falls, so in such a row every exp(s - 0) underflows in float32. In "
-        "fp16 the weights underflow from -9.7 down",
+        "the running maximum m starts at 0 and can only grow. If all scores of a row are negative, m stays 0 and the "
+        "weights are exp(s). Below a score of -87 float32 holds too few digits of exp(s); below -104 exp(s) is 0. In "
+        "fp16 digits are lost below -9.7",
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once all scores of a row are below -87 (in fp16 below -9.7)",
         not_in_naive="naive has no running maximum",
@@ -142,7 +145,8 @@ FAILURES = {
     "local_mask": Failure(
         ("global_mask",),
         "the tile's position in the mask",
-        "after 50 steps the training and validation loss are lower than the text allows; the samples make no sense",
+        "from step 50 on the training and the validation loss are lower than in the unbroken run, because tokens see "
+        "the future; the samples make no sense",
         "each tile counts its rows and columns from 0, and the causal mask compares these numbers. So rows see keys of "
         "the future",
         wakes="attention.block_m=128 attention.block_n=32",
@@ -153,8 +157,8 @@ FAILURES = {
         ("scale_scores",),
         "1 / sqrt(D)",
         "from step 50 on the loss is somewhat higher than in the unbroken run; never NaN",
-        "scores are sqrt(D) times too large, so softmax puts nearly all weight on one key and passes on hardly any "
-        "gradient",
+        "the scores are sqrt(D) times too large. Softmax then puts nearly all weight on one key, and hardly any "
+        "gradient reaches q and k",
         wakes="break_it.score_gain=10",
         acts="always, and more with a larger head size D",
     ),
@@ -165,23 +169,24 @@ FAILURES = {
         "as long as a row has seen no key, its maximum m is -inf, and exp(-inf - -inf) is NaN. The guard puts a finite "
         "number in place of -inf",
         wakes="attention.window=8",
-        acts="where a row sees no key of the first tile that is computed for it, as under a window",
+        acts="where a row sees no key of the first tile that is computed for it, for example under a window",
     ),
     "stale_seed": Failure(
         ("same_seed",),
-        "the forward's dropout seed in the backward",
+        "the dropout seed that the backward shares with the forward",
         "the first loss is right to the last bit; after 50 steps the loss and the gradient norm rise",
-        "the backward drops other weights than the forward did",
+        "with another seed the backward drops other weights than the forward did",
         wakes="attention.dropout_p=0.5",
         acts="in the backward, with dropout",
         not_in_naive="naive keeps its dropout mask for the backward",
     ),
     "unrestored_seed": Failure(
         ("restore_seed",),
-        "the old dropout seed where the backward computes a block again",
-        "the first loss is right, and in 100 steps the loss hardly differs from that of the unbroken run; only "
-        "gradient_error in metrics.jsonl, the error of dq, dk and dv, shows the failure",
-        "the backward draws a new dropout mask, so the gradients belong to another network than the loss",
+        "the reset of the dropout seed before a block is computed again",
+        "the first loss is right, and in 100 steps the loss hardly differs from that of the unbroken run. But dq, dk "
+        "and dv are wrong. Their error is gradient_error in metrics.jsonl",
+        "with activation checkpointing the backward computes each block a second time. Without the reset, dropout then "
+        "draws another mask. So the gradients belong to another network than the loss",
         wakes="attention.dropout_p=0.5 model.activation_checkpointing=true",
         acts="in the backward, with dropout and activation checkpointing",
     ),
@@ -189,8 +194,8 @@ FAILURES = {
         ("wide_output",),
         "sums of 32 bits",
         "nothing in the loss for thousands of steps; only the errors of o show it: python breakit.py failure=bf16_ties",
-        "each tile's product p v is rounded to 16 bits. Where several scores are equal to the maximum, this rounding "
-        "is biased to one side",
+        "each tile's product p v is rounded to 16 bits before it is added. Where several scores are equal to the "
+        "maximum, the rounding goes to one side more often than to the other",
         wakes="dtype=bf16",
         acts="in 16 bits, where several scores of a row are equal to its maximum",
         not_in_naive="naive has one product and rounds it once",

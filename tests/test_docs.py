@@ -27,8 +27,9 @@ from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES
 from model.cache import merge, one_split
 from model.dropout import keep_mask
-from model.mask import EMPTY, PART, Tiling, tiles
+from model.mask import EMPTY, PART, WHOLE, Tiling, tiles
 from model.tiled import LOG2E, TINY, nothing_seen, online_softmax
+from tests.reference import FLAT_ROWS
 from tests.test_attention import Largest, cat
 from tests.test_mask import looked
 from tests.test_readme import SCRIPTS, undefined
@@ -144,7 +145,7 @@ def test_the_products_of_both_passes():
     table = tables("product")
     assert [sum(row[column] == "x" for row in table) for column in (2, 3)] == [naive_backward, tiled_backward]
     said = section("The backward")
-    assert f"{tiled_backward:g} products where a stored P needs {naive_backward:g}" in said
+    assert f"{tiled_backward:g} products. With a stored P it has {naive_backward:g}" in said
 
 
 def measured(impl: str, T: int, which: str) -> dict[str, str]:
@@ -300,7 +301,37 @@ def test_the_tiles_that_a_causal_mask_leaves_whole():
     T = 16_384
     tiling = Tiling(Problem(T, T), 128, 64)
     seen = [tiling.look(range(i, i + 128), range(j, j + 64)) for i in range(0, T, 128) for j in range(0, T, 64)]
-    assert f"{seen.count(PART)} of the {len(seen) - seen.count(EMPTY):,} tiles visited need the mask" in GPU
+    visited = f"of the {len(seen) - seen.count(EMPTY):,} tiles visited"
+    assert f"{seen.count(PART)} {visited} need the mask" in GPU
+    # with the first and the last whole tile of each tile of queries
+    whole = [seen[i : i + T // 64].count(WHOLE) for i in range(0, len(seen), T // 64)]
+    assert f"{seen.count(PART) + sum(min(n, 2) for n in whole)} {visited} compute their maximum" in GPU
+
+
+def test_the_tiles_of_keys_that_a_tile_of_queries_visits():
+    tiling = Tiling(Problem(512, 512), 128, 64)
+    seen = [tiling.look(range(256, 384), range(j, j + 64)) for j in range(0, 512, 64)]
+    whole, cut = seen.count(WHOLE), seen.count(PART)
+    assert seen == [WHOLE] * whole + [PART] * cut + [EMPTY] * (8 - whole - cut)
+    assert f"The four numbers are 0, 0, {whole} and {whole + cut}." in GPU
+
+
+def test_the_rounding_of_a_key_with_all_the_weight():
+    weight = torch.tensor(2.0**0.3)
+    rounded = weight.bfloat16().float()
+    found = [row[2] for row in tables("| with the true maximum | with m too small by 0.3")]
+    assert found == [f"{weight:.4f}", f"{rounded:.4f}", f"{weight:.4f}", f"{rounded / weight:.4f} v"]
+
+
+@pytest.mark.parametrize("row", tables("keys, score, v"), ids=lambda row: row[0])
+def test_what_overflows_without_the_maximum(row):
+    """The three logarithms, bold above the limit. The outputs are those of FLAT_ROWS, which other tests compute."""
+    keys, score, v = (float(x.replace(",", "")) for x in re.findall(r"[\d.,]*\d", row[0]))
+    logs = score, score + math.log(keys), score + math.log(keys * v)
+    assert row[1:4] == [f"**{x:.2f}**" if x > LIMIT else f"{x:.2f}" for x in logs]
+    naive, tiled = next((found[3], found[4]) for found in FLAT_ROWS if found[:3] == (keys, score, v))
+    words = ["right" if o == v else str(o).replace("nan", "NaN").replace("0.0", "0") for o in (naive, tiled)]
+    assert row[4:] == words
 
 
 def test_what_the_triton_forward_keeps_for_its_backward():

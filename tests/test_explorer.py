@@ -242,8 +242,7 @@ def test_a_screenshot_of_the_end_has_the_colour_of_what_is_wrong_where_it_is_wro
 def test_the_sentence_is_the_storys(view):
     page = view("step=5&row=3")
     assert text(page, "says") == (
-        "Tile 5 of 9, row on: A larger score: m grows from 0.5 to 1, and alpha = 0.6065 takes l and acc onto the new "
-        "scale."
+        "Tile 5 of 9, row on: A larger score: m grows from 0.5 to 1, so l and acc are multiplied by alpha = 0.6065."
     )
     assert page.run('return document.getElementById("says").getAttribute("aria-live")') == "polite"
 

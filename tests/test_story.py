@@ -334,7 +334,7 @@ def test_the_worked_row_in_words():
     told = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=WHOLE)[0]
     assert [sentence(tile, 3, 0, WHOLE) for tile in told if 3 in tile.rows] == [
         "The first keys that it sees: m = 0.5, and nothing yet to rescale.",
-        "A larger score: m grows from 0.5 to 1, and alpha = 0.6065 takes l and acc onto the new scale.",
+        "A larger score: m grows from 0.5 to 1, so l and acc are multiplied by alpha = 0.6065.",
         "No score above m = 1: alpha is 1, and the new weights are added as they are.",
     ]
 
@@ -342,9 +342,9 @@ def test_the_worked_row_in_words():
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        ("no_rescale", "alpha = 0.6065 is left out of l and acc"),
-        ("no_rescale_sum", "alpha = 0.6065 is left out of l,"),
-        ("no_rescale_output", "alpha = 0.6065 is left out of acc,"),
+        ("no_rescale", "but l and acc are not multiplied by alpha = 0.6065."),
+        ("no_rescale_sum", "but l is not multiplied by alpha = 0.6065."),
+        ("no_rescale_output", "but acc is not multiplied by alpha = 0.6065."),
         ("no_max", "exp(1) = 2.718"),
     ],
 )
