@@ -687,6 +687,7 @@ def test_a_run_goes_on_while_wandb_begins_and_its_picture_is_drawn(tmp_path, mon
     run.draw_later()
     run.log({"step": 2, **STEP})
     assert not run.time_to_draw()
+    assert not (tmp_path / "run/loss.png").exists()
     went_on.set()
     run.close(3)
     assert [told["step"] if isinstance(told, dict) else told for told in heard] == [1, 2, "picture", 3]
