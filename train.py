@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from data.loader import Loader, Prefetch, open_data
+from data.loader import Dataset, Loader, Prefetch, open_data
 from data.made import SHORTEST
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
@@ -233,25 +233,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     cfg.name = cfg.name and broken_name(cfg.name, broken)
     resumed, parent = open_checkpoint(cfg), open_parent(cfg)
 
-    # Data. It is prepared at first use and cached.
-    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent), cfg.model.context_length)
-    refuse_another_tokenizer(cfg, parent, dataset.encoding)
-    if cfg.data.source == "text" and cfg.data.path == "-":
-        cfg.data.path = str(dataset.folder)  # a resumed run cannot read the same standard input again
-    n_vocab = dataset.encoding.n_vocab
-    if cfg.model.vocab_size not in (None, n_vocab):
-        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {n_vocab}; leave it out")
-    cfg.model.vocab_size = n_vocab
-    loader = Loader(
-        dataset.train,
-        dataset.train_documents,
-        batch_size=cfg.batch_size,
-        context_length=cfg.model.context_length,
-        seed=cfg.seed,
-        with_documents=cfg.attention.documents,
-        random_offset=cfg.data.source not in SHORTEST,  # documents that are made fill a window
-    )
-    validation(cfg, dataset)  # raises ValueError for a text that is too short, before the first step
+    dataset, loader = data_of(cfg, resumed, parent)
 
     # Model and optimizer.
     if cfg.optimizer.lr is None:
@@ -300,6 +282,32 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     introduce(run, resumed, parent, way if way == "recorded" else f"{way} ({why})")
     return run
+
+
+def data_of(
+    cfg: Config, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None
+) -> tuple[Dataset, Loader]:
+    """The data, which is prepared at first use and cached, and the loader of its training text. Fills in
+    cfg.model.vocab_size. ValueError for data or a tokenizer that does not fit."""
+    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent), cfg.model.context_length)
+    refuse_another_tokenizer(cfg, parent, dataset.encoding)
+    if cfg.data.source == "text" and cfg.data.path == "-":
+        cfg.data.path = str(dataset.folder)  # a resumed run cannot read the same standard input again
+    n_vocab = dataset.encoding.n_vocab
+    if cfg.model.vocab_size not in (None, n_vocab):
+        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {n_vocab}; leave it out")
+    cfg.model.vocab_size = n_vocab
+    loader = Loader(
+        dataset.train,
+        dataset.train_documents,
+        batch_size=cfg.batch_size,
+        context_length=cfg.model.context_length,
+        seed=cfg.seed,
+        with_documents=cfg.attention.documents,
+        random_offset=cfg.data.source not in SHORTEST,  # documents that are made fill a window
+    )
+    validation(cfg, dataset)  # raises ValueError for a text that is too short, before the first step
+    return dataset, loader
 
 
 def passes(cfg: Config) -> int:

@@ -555,10 +555,11 @@ def test_another_exception_passes_untouched(launch):
     assert raised.value is bug
 
 
-def test_control_c_leaves_quietly(launch, capsys):
+@pytest.mark.parametrize(("numbers", "code"), [((), 130), ((signal.SIGINT,), 130), ((signal.SIGTERM,), 143)])
+def test_a_signal_leaves_quietly(launch, capsys, numbers, code):
     with pytest.raises(SystemExit) as exit:
-        launch(script=raiser(KeyboardInterrupt()))
-    assert exit.value.code == 130
+        launch(script=raiser(KeyboardInterrupt(*numbers)))
+    assert exit.value.code == code
     assert capsys.readouterr().err == ""
 
 

@@ -89,6 +89,15 @@ def test_a_lost_connection_stops_a_run_as_sigterm_does(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
+def test_a_second_signal_is_named():
+    """A second SIGTERM ended a run with 130, as if someone had typed Ctrl-C."""
+    with stop_signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert (signals, raised.value.args) == ([signal.SIGINT], (signal.SIGTERM,))
+
+
 def test_under_nohup_a_lost_connection_stops_nothing(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,5 +1,6 @@
 """training/metrics.py: lines that grep, files that survive, and a wandb that never stops or slows a run."""
 
+import errno
 import http.server
 import json
 import math
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -517,6 +519,7 @@ def test_where_an_online_run_cannot_begin_an_offline_one_does(clean_env, tmp_pat
 
 RUN = """
 import os, signal, sys, time
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -529,6 +532,7 @@ run = Metrics(folder, 6, config={"model": {"n_layer": 4}}, wandb_config=WandbCon
               resume_step=first - 1 or None)
 for i in range(first, first + 3):
     if kill_wandb and i == first + 1:
+        run.wait()
         for file in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # of a process that has ended meanwhile
                 pid, _, state_and_parent = file.read_text().partition(" (wandb-core) ")
@@ -667,6 +671,41 @@ def test_wandb_gets_so_many_pictures_and_the_last_one(open_metrics, tmp_path, mo
         run.picture()
     run.close()
     assert sent == [30, 60, 70]
+
+
+def test_a_run_goes_on_while_wandb_begins_and_its_picture_is_drawn(tmp_path, monkeypatch):
+    """Importing wandb and drawing the first picture took 4 of the 54 seconds of experiment=shakespeare_gpu."""
+    went_on, heard = threading.Event(), []
+
+    def begin(*_):
+        assert went_on.wait(HANGS)
+        return SimpleNamespace(log=heard.append, finish=heard.append, picture=lambda step, _: heard.append("picture"))
+
+    monkeypatch.setattr(metrics, "WandbRun", begin)
+    run = Metrics(tmp_path / "run", 600, config={}, wandb_config=WandbConfig(mode="offline"))
+    run.log({"step": 1, **STEP})
+    run.draw_later()
+    run.log({"step": 2, **STEP})
+    assert not run.time_to_draw()
+    assert not (tmp_path / "run/loss.png").exists()
+    went_on.set()
+    run.close(3)
+    assert [told["step"] if isinstance(told, dict) else told for told in heard] == [1, 2, "picture", 3]
+    assert (tmp_path / "run/loss.png").exists()
+
+
+@pytest.mark.parametrize("then", [lambda run: run.log({"step": 2, **STEP}), Metrics.picture, Metrics.close])
+def test_a_picture_that_cannot_be_written_is_told(open_metrics, tmp_path, monkeypatch, then):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics, "loss_figure", full)
+    run = open_metrics(tmp_path)
+    run.log({"step": 1, **STEP})
+    run.draw_later()
+    futures.wait(run.jobs)
+    with pytest.raises(OSError, match="No space left"):
+        then(run)
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(offline_run):

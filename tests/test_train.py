@@ -1043,6 +1043,15 @@ def test_a_checkpoint_that_its_thread_cannot_write_ends_the_run(call, small, tmp
     assert read_metrics(tmp_path / "x/metrics.jsonl")[-1]["step"] == 3
 
 
+@pytest.mark.parametrize("where", ["_on_host", "save"])
+def test_memory_that_a_checkpoint_lacks_is_not_the_batchs(call, small, tmp_path, monkeypatch, where):
+    """The advice was a smaller batch_size."""
+    monkeypatch.setattr(checkpoint, where, lambda *_, **__: torch.empty(2**60))
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=x")
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1].startswith("train: the machine's memory ran out while a checkpoint was written")
+
+
 def test_a_nan_is_told_though_the_last_checkpoint_could_not_be_written(call, small, tmp_path, monkeypatch):
     save = checkpoint.save
 

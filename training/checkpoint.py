@@ -28,9 +28,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config
+from training.machine import is_out_of_memory
 
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
@@ -82,7 +83,8 @@ class Checkpoint:
 class Writer:
     """Writes checkpoints in a thread, one at a time, while training goes on.
 
-    Every method raises OSError as save() does, once for a checkpoint that could not be written.
+    Every method raises OSError as save() does, and where memory runs out, once for a checkpoint that could not be
+    written.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,8 @@ class Writer:
         """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
         are those of save()."""
         self.wait()
-        later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
+        with _memory_enough():
+            later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
         self.written = self.thread.submit(later, parents=False)  # a deleted run's folder is not made again
         return folder / _name(step)
 
@@ -106,12 +109,27 @@ class Writer:
         """Until the last checkpoint is complete."""
         written, self.written = self.written, None
         if written:
-            written.result()
+            with _memory_enough():
+                written.result()
 
     def close(self) -> None:
         """Waits, and ends the thread."""
         self.thread.shutdown()
         self.wait()
+
+
+@contextmanager
+def _memory_enough() -> Iterator[None]:
+    """Turns an error of missing memory into an OSError. Else train.py would advise a smaller batch, as for a step."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OSError(
+            "the machine's memory ran out while a checkpoint was written, which copies the weights and the optimizer's "
+            "state; free some memory, and resume the run or start it again"
+        ) from error
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

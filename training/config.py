@@ -115,8 +115,8 @@ def run(
         until one fails.
 
     Calls sys.exit with script's return value if that is not 0, with 2 after a ValueError or OSError, and with 130 on
-    Ctrl-C. A ValueError is a user's mistake and prints one line on stderr; HYDRA_FULL_ERROR=1 prints the traceback.
-    Any other exception is a bug and keeps its traceback.
+    Ctrl-C, or 128 + the signal that a KeyboardInterrupt names. A ValueError is a user's mistake and prints one line on
+    stderr; HYDRA_FULL_ERROR=1 prints the traceback. Any other exception is a bug and keeps its traceback.
     """
     file = Path(inspect.getfile(script))
     for stream in ("stdout", "stderr"):
@@ -140,8 +140,8 @@ def run(
         code = (jobs_of if jobs_of and len(jobs) > 1 else in_turn)(script, jobs)
         if code:
             sys.exit(code)
-    except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, as a shell reports it
+    except KeyboardInterrupt as error:  # Python's own has no number
+        sys.exit(128 + next(iter(error.args), signal.SIGINT))  # as a shell reports it
     except BrokenPipeError:  # the program that read our output has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries to flush again and fails
         sys.exit(141)  # 128 + SIGPIPE

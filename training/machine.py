@@ -133,14 +133,14 @@ def stop_signals() -> Iterator[list[int]]:
     """Yields a list. Ctrl-C (SIGINT), SIGTERM and SIGHUP (connection lost) append their number to it. A run can then
     finish its step and save.
 
-    A second signal raises KeyboardInterrupt at once. Under nohup, SIGHUP stays ignored. Works in the main thread only,
-    as signal.signal() does.
+    A second signal raises KeyboardInterrupt, with its number, at once. Under nohup, SIGHUP stays ignored. Works in the
+    main thread only, as signal.signal() does.
     """
     received: list[int] = []
 
     def on_signal(number, frame):
         if received:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         received.append(number)
         with reader_may_leave(sys.stderr):  # with a lost connection the terminal is gone too
             name = signal.Signals(number).name

@@ -25,6 +25,9 @@ and `read_metrics` turns it into a float again.
 
 wandb gets each record after the file and the screen, and sometimes loss.png and a table of the samples so far. In a run
 of several processes only rank 0 makes a Metrics.
+
+A thread draws loss.png and calls wandb, because importing matplotlib and wandb takes seconds. It begins at the first
+record: before that torch.compile keeps Python busy, and later a GPU's steps leave it time.
 """
 
 import json
@@ -34,6 +37,10 @@ import re
 import sys
 import time
 import unicodedata
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -127,7 +134,7 @@ def show(text: str) -> None:
     """Print a line. If nobody reads the output any more, drop this line and all later ones: the run goes on, and its
     files have the measurements."""
     with reader_may_leave():
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)  # in one piece, because a thread may print too
 
 
 def encodable(text: str) -> str:
@@ -270,7 +277,9 @@ class Metrics:
         self.draw_again = 0.0  # time_to_draw() is False before this time, in seconds of time.perf_counter()
         self.step = self.sent = resume_step or 0  # steps of the last record and of the last picture sent to wandb
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
-        mode, reason = choose_wandb_mode(wandb_config)  # may raise, so it comes before any change to files
+        self.thread = ThreadPoolExecutor(1, "metrics")
+        self.jobs: deque[Future] = deque()  # of the thread, oldest first
+        self.mode, reason = choose_wandb_mode(wandb_config)  # may raise, so it comes before any change to files
         folder.mkdir(parents=True, exist_ok=True)
         self._keep_until(resume_step)
         self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8", newline="\n")  # noqa: SIM115
@@ -288,8 +297,13 @@ class Metrics:
             )
             self.task = self.progress.add_task("", total=total_steps, completed=resume_step or 0)
             self.progress.start()
-        self.say(f"wandb: {mode} ({reason})")
-        self.wandb = WandbRun(mode, wandb_config, folder, config, broken, self.say)
+        self.say(f"wandb: {self.mode} ({reason})")
+        self.begin_wandb = partial(WandbRun, self.mode, wandb_config, folder, config, broken, self.say)
+
+    @cached_property
+    def wandb(self) -> WandbRun:
+        """wandb's run, which begins when it is first asked for. Only the thread asks."""
+        return self.begin_wandb()
 
     def _keep_until(self, step: int | None) -> None:
         """Delete the records and samples after `step`; all of them if it is None."""
@@ -329,9 +343,25 @@ class Metrics:
                 "checkpoints, and the steps since the last one are lost; run again, or move it back and use resume=auto"
             )
 
+    def later(self, job: Callable[[], object]) -> None:
+        """Have the thread do a job after those before it. Its error is raised by a later call of look() or wait()."""
+        self.jobs.append(self.thread.submit(job))
+
+    def look(self) -> None:
+        """Raise the error of a job that has failed, such as the OSError of a picture that cannot be written."""
+        while self.jobs and self.jobs[0].done():
+            self.jobs.popleft().result()
+
+    def wait(self) -> None:
+        """Until the thread has done all its jobs. Raises their errors as look() does."""
+        while self.jobs:
+            self.jobs.popleft().result()
+
     def log(self, record: dict) -> None:
-        """Write a record to the file, then to the screen, then to wandb. ValueError if the run's folder is gone."""
+        """Write a record to the file, then to the screen, then to wandb. Raises as look() does, and ValueError if the
+        run's folder is gone."""
         self.still_there()
+        self.look()
         if self.broken:
             record = {**record, "broken": self.broken}
         self.file.write(_json_line(record))
@@ -343,7 +373,8 @@ class Metrics:
         if self.progress:
             with reader_may_leave():
                 self.progress.update(self.task, completed=record["step"], refresh=True)
-        self.wandb.log(record)
+        if self.mode != "disabled":
+            self.later(lambda: self.wandb.log(record))
 
     def sample(self, step: int, text: str) -> None:
         """Append a sample to samples.txt and print it."""
@@ -352,42 +383,56 @@ class Metrics:
         with open(self.folder / "samples.txt", "a", encoding="utf-8", newline="\n") as file:
             file.write(f"{header}\n{text}\n\n")
         self.say(f"{header}\n{printable(text)}\n")
-        self.wandb.samples(step, read_samples(self.folder / "samples.txt"), f"{stamp(self.broken)}newest sample first")
+        if self.mode != "disabled":
+            samples, note = read_samples(self.folder / "samples.txt"), f"{stamp(self.broken)}newest sample first"
+            self.later(lambda: self.wandb.samples(step, samples, note))
 
     def time_to_draw(self) -> bool:
-        """Whether the last picture took at most DRAWING of the time that has passed since then."""
+        """Whether the last picture is drawn, and took at most DRAWING of the time that has passed since then."""
         return time.perf_counter() >= self.draw_again
 
     def picture(self) -> Path:
-        """Draw loss.png from metrics.jsonl if there are new records, and return its path.
+        """draw_later(), and wait for the picture. Returns its path."""
+        self.draw_later()
+        self.wait()
+        return self.folder / "loss.png"
+
+    def draw_later(self) -> None:
+        """Have the thread draw loss.png from metrics.jsonl if there are new records.
 
         The picture goes to wandb too, at most PICTURES times in total_steps and once more at the end.
         """
-        path, temp = self.folder / "loss.png", self.folder / ".tmp-loss.png"
         if self.drawn:
-            return path
+            return
         self.still_there()
+        self.drawn, self.draw_again = True, math.inf  # not again before _draw() has ended
+        self.later(partial(self._draw, self.step))
+
+    def _draw(self, step: int) -> None:
         started = time.perf_counter()
         figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
-        figure.savefig(temp, dpi=120)
-        os.replace(temp, path)
-        self.drawn = True
+        figure.savefig(self.folder / ".tmp-loss.png", dpi=120)
+        os.replace(self.folder / ".tmp-loss.png", self.folder / "loss.png")
         now = time.perf_counter()
         self.draw_again = now + (now - started) / DRAWING
-        if self.step - self.sent >= self.total_steps / PICTURES:
-            self._send(path)
-        return path
+        if step - self.sent >= self.total_steps / PICTURES:
+            self._send(step)
 
-    def _send(self, picture: Path) -> None:
-        self.wandb.picture(self.step, picture)
-        self.sent = self.step
+    def _send(self, step: int) -> None:
+        self.wandb.picture(step, self.folder / "loss.png")
+        self.sent = step
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the progress bar, the file and the wandb run, which first gets the last picture."""
+        """Close the progress bar, the file, the wandb run, which first gets the last picture, and the thread."""
         if self.progress:
             with reader_may_leave():
                 self.progress.stop()
         self.file.close()
-        if self.sent < self.step and (picture := self.folder / "loss.png").exists():
-            self._send(picture)
-        self.wandb.finish(exit_code)
+        try:
+            self.wait()
+        finally:
+            if self.sent < self.step and (self.folder / "loss.png").exists():
+                self.later(partial(self._send, self.step))
+            self.later(lambda: self.wandb.finish(exit_code))
+            self.thread.shutdown()
+            self.wait()

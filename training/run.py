@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -105,7 +105,7 @@ def between_steps(run: Run, save_now: bool) -> None:
     if due(run, cfg.checkpoint_every) or save_now:
         run.saved = save(run)
     if run.val_loss < math.inf and metrics.time_to_draw():
-        metrics.picture()
+        metrics.draw_later()
 
 
 def needs_all(run: Run, signals: list[int]) -> bool:
@@ -174,7 +174,8 @@ def measure_the_context(run: Run) -> None:
         found = context.measure(model, validation(run.cfg, run.dataset), run.dataset, run.cfg.data.source, run.autocast)
     run.metrics.log({"step": run.step, **found})
     run.metrics.say(context.table(found))
-    context.draw(found, run.folder, f"{run.cfg.name}, step {run.step}", run.cfg.break_it.label)
+    title = f"{run.cfg.name}, step {run.step}"
+    run.metrics.later(partial(context.draw, found, run.folder, title, run.cfg.break_it.label))
 
 
 def write_sample(run: Run) -> str:

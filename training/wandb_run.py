@@ -6,7 +6,8 @@
 
 wandb never stops the training, and delays it little: choose_wandb_mode() takes at most 2 s, and a run that cannot begin
 online within 5 s becomes an offline run. A later error ends the wandb run, and the training continues. The price:
-wandb's curves end at that error. Those in the run's folder are complete.
+wandb's curves end at that error. Those in the run's folder are complete. A thread of training/metrics.py makes and
+calls the WandbRun.
 """
 
 import html
