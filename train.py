@@ -72,6 +72,7 @@ from training.run import (
     due,
     find_the_fault,
     look_at_the_failure,
+    measure_the_context,
     needs_all,
     text_bytes,
     validation,
@@ -123,7 +124,8 @@ class Config:
     ema_decay: float = 0.0
     eval_every: int = 100  # steps between evaluations
     eval_tokens: int = 65536  # approximate number of validation tokens per evaluation; always the same tokens
-    context_every: int = 0  # steps between measurements of what the context is worth; 0: none
+    # steps between measurements of what the context is worth; 0: none. With init_from= the first is before any step.
+    context_every: int = 0
     sample_every: int = 200  # steps between samples; 0: no samples
     sample_tokens: int = 200  # maximum length of a sample in tokens; it ends earlier if the model ends the document
     checkpoint_every: int = 100  # steps between checkpoints; the best is chosen among those that were evaluated
@@ -370,6 +372,8 @@ def loop(run: Run, signals: list[int]) -> int:
     an evaluation, a sample, a look or a checkpoint is due, it first waits until all of them are finished.
     """
     cfg = run.cfg
+    if cfg.context_every and cfg.init_from and run.step == 0:
+        measure_the_context(run)  # of the weights as they come, to compare with
     until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
     run.train_step.restart_clock()

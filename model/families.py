@@ -53,6 +53,9 @@ LLAMA = {
     "head": "lm_head",
 }
 LAYERS = 1000  # the most of them: even without memory for weights, each takes some for its modules
+ORIGINAL = "original_max_position_embeddings"
+SIZES = {"rope_theta": 0, "factor": 0, ORIGINAL: 0}  # whatever they are
+YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 PLAIN_ROPE = ({"rope_theta": 0}, {"rope_theta": 0, "rope_type": "default"})  # whatever the base is
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # theirs: ours
 
@@ -145,12 +148,9 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
             tie_head=theirs.get("tie_word_embeddings", True) is True,
         )
     else:
-        refuse(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False, rope_scaling=None)
-        rope = theirs.get("rope_parameters")
-        if rope is None:  # as transformers wrote it before version 5
-            rope = {"rope_theta": number(theirs, "rope_theta", 10000.0, float)}
-        if not isinstance(rope, dict) or {**rope, "rope_theta": 0} not in PLAIN_ROPE:
-            raise ValueError(f"config.json has rope_parameters={said(rope)}; only rope_type=default can be used")
+        refuse(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False)
+        rope = rope_of(theirs)
+        yarn = rope.get("rope_type") == "yarn"
         width, heads = number(theirs, "hidden_size"), number(theirs, "num_attention_heads")
         refuse(theirs, head_dim=width // heads)
         model = GPTConfig(
@@ -167,11 +167,33 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
             bias=False,
             tie_head=theirs.get("tie_word_embeddings", False) is True,
             rope_base=number(rope, "rope_theta", 10000.0, float),
+            yarn_factor=number(rope, "factor", kind=float) if yarn else 1.0,
+            yarn_original=number(rope, ORIGINAL) if yarn else None,
             norm_eps=number(theirs, "rms_norm_eps", 1e-6, float),
         )
         if family == "mistral" and theirs.get("sliding_window", 4096) is not None:
             attention.window = number(theirs, "sliding_window", 4096)
     return model, attention
+
+
+def rope_of(theirs: dict) -> dict:
+    """What config.json says of the rotary embedding: the base and, with YaRN, the factor and the original length.
+    ValueError for another embedding."""
+    key, rope = "rope_parameters", theirs.get("rope_parameters")
+    if rope is None:  # as transformers wrote it before version 5
+        key, rope = "rope_scaling", {} if theirs.get("rope_scaling") is None else theirs["rope_scaling"]
+        beside = {"rope_theta": number(theirs, "rope_theta", 10000.0, float)}
+    else:
+        beside = {}
+        refuse(theirs, rope_scaling=None)
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json has {key}={said(rope)}, which has no counterpart here")
+    rope = {**rope, **beside}
+    if {**rope, "rope_theta": 0} not in PLAIN_ROPE and {**YARN, **rope, **SIZES} != {**YARN, **SIZES}:
+        raise ValueError(
+            f"config.json has {key}={said(rope)}; only rope_type=default can be used, and yarn as it was published"
+        )
+    return rope
 
 
 def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int, end: int) -> dict[str, Any]:
@@ -225,6 +247,7 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
     family: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     if attention.window is not None:  # Mistral is Llama with a window
         family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": attention.window}
+    yarn = {"rope_type": "yarn", "factor": model.yarn_factor, ORIGINAL: model.yarn_original}
     return {
         **family,
         "num_hidden_layers": model.n_layer,
@@ -236,6 +259,7 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
         "hidden_act": "silu",
         "max_position_embeddings": model.context_length,
         "rope_theta": model.rope_base,
+        **({"rope_scaling": yarn} if model.yarn_factor > 1 else {}),
         "rms_norm_eps": model.norm_eps,
         "attention_dropout": attention.dropout_p,
         **both,

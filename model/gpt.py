@@ -57,7 +57,12 @@ class GPTConfig:
     residual_dtype: str = "float32"
     dropout_p: float = 0.0  # dropout in training, of the embedding and what a block adds; in steps of 1/256
     rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
-    rope_base_local: float | None = None  # the base in layers with an attention window; None: rope_base there too
+    rope_base_local: float | None = None  # the base in layers with an attention window; None: as in the other layers
+    # YaRN stretches rope's slow frequencies by this factor, so that a model sees more tokens than it was trained with;
+    # 1: off. Layers that have rope_base_local stay as they are.
+    yarn_factor: float = 1.0
+    # the context_length before YaRN; None: that of the weights in init_from=, else context_length / yarn_factor
+    yarn_original: int | None = None
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
     activation_checkpointing: bool = False  # compute blocks again in the backward: less memory, a longer step
 
@@ -73,6 +78,7 @@ class GPTConfig:
         for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_multiple", "mlp_hidden"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        self.check_yarn()
         if self.n_embd % self.n_head:
             raise ValueError(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}")
         if self.n_head % self.n_kv_head:
@@ -87,21 +93,67 @@ class GPTConfig:
             raise ValueError(f"model.n_embd / model.n_head = {self.head_size} is odd; rope turns pairs: make it even")
         drop_threshold(self.dropout_p, "model.dropout_p")
 
+    def check_yarn(self) -> None:
+        """Fills in yarn_original. Raises ValueError for values of YaRN that do not fit together."""
+        factor, before = self.yarn_factor, self.yarn_original
+        if not 1 <= factor < math.inf:
+            raise ValueError(f"model.yarn_factor={factor} must be at least 1 and finite; 1 leaves YaRN out")
+        if factor == 1:
+            if before is not None:
+                raise ValueError(f"model.yarn_original={before} needs model.yarn_factor= above 1; or leave it out")
+            return
+        if self.position != "rope":
+            raise ValueError(
+                f"model.yarn_factor={factor:g} with model.position={self.position}: YaRN stretches rope, and only a "
+                "model trained with model.position=rope can be extended; leave it out"
+            )
+        self.yarn_original = before = math.ceil(self.context_length / factor) if before is None else before
+        if before < 1 or before * factor < self.context_length:
+            raise ValueError(
+                f"model.yarn_factor={factor:g} stretches model.yarn_original={before} tokens to {before * factor:g}, "
+                f"and model.context_length is {self.context_length}: use model.yarn_factor="
+                f"{self.context_length / max(1, before):g}"
+            )
+
     @property
     def head_size(self) -> int:
         """D = C / H."""
         return self.n_embd // self.n_head
 
 
-def rope_table(length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base**(-2i / D), float32 (length, D / 2).
+def rope_table(
+    length: int, head_size: int, base: float, device: torch.device, yarn: tuple[float, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base**(-2i / D), float32 (length, D / 2). yarn: yarn_factor and yarn_original.
 
     Always float32, because in bf16 the positions 8188 to 8191 all round to 8192. Made anew in each forward, because
     model.bfloat16() would round a buffer. Making it costs as much as one norm.
     """
     frequency = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size)
+    if yarn is not None:
+        frequency = frequency * stretch(head_size, base, *yarn, device)
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
-    return angle.cos(), angle.sin()
+    if yarn is None:
+        return angle.cos(), angle.sin()
+    scale = 0.1 * math.log(yarn[0]) + 1  # of q and of k, so that the scores grow, and longer rows stay as sharp
+    return angle.cos() * scale, angle.sin() * scale
+
+
+def stretch(head_size: int, base: float, factor: float, original: int, device: torch.device) -> Tensor:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): what each of rope's frequencies is multiplied with, float32 (D / 2).
+
+    A pair that turned 32 times or more within the original context keeps its frequency: it tells near tokens apart.
+    One that turned once at most gets 1 / factor, so that it meets no angle that it was not trained with. Between them
+    the multiplier falls in a straight line over the pairs. 32 and 1 are the paper's. As transformers does, the ends of
+    the line are rounded to whole pairs.
+    """
+    fast, slow = (
+        head_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)
+    )  # the pairs, as fractions, that turned so often
+    first, last = max(math.floor(fast), 0), min(math.ceil(slow), head_size - 1)
+    pairs = torch.arange(head_size // 2, dtype=torch.float32, device=device)
+    slowed = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+    return 1 - slowed * (1 - 1 / factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -310,13 +362,17 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def ropes(self, length: int, device: torch.device) -> dict[bool, tuple[Tensor, Tensor]]:
-        """rope_table() with model.rope_base (False) and with model.rope_base_local (True), if a layer reads it. Empty
-        without a rotary embedding."""
+        """rope_table() with model.rope_base and YaRN (False) and with model.rope_base_local (True), each if a layer
+        reads it. Empty without a rotary embedding."""
         if self.config.position != "rope":
             return {}
-        bases = {False: self.config.rope_base, True: self.config.rope_base_local}
-        D, read = self.config.head_size, self.local_ropes
-        return {local: rope_table(length, D, base, device) for local, base in bases.items() if base and local in read}
+        config, tables = self.config, {}
+        if False in self.local_ropes:
+            yarn = None if config.yarn_original is None else (config.yarn_factor, config.yarn_original)
+            tables[False] = rope_table(length, config.head_size, config.rope_base, device, yarn)
+        if config.rope_base_local is not None and True in self.local_ropes:
+            tables[True] = rope_table(length, config.head_size, config.rope_base_local, device)
+        return tables
 
     def seeds(self, device: torch.device) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """The seeds of this forward's dropout: of each layer's attention; of each layer's stream and, last, of the

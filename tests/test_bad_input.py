@@ -313,6 +313,12 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.rope_base=nan                     model.rope_base=nan must be above 1
     model.rope_base=inf                     model.rope_base=inf must be above 1 and finite
     model.rope_base_local=1                 model.rope_base_local=1.0 must be above 1 and finite
+    model.yarn_factor=0.5                   model.yarn_factor=0.5 must be at least 1 and finite; 1 leaves YaRN out
+    model.yarn_factor=nan                   model.yarn_factor=nan must be at least 1
+    model.yarn_original=16                  model.yarn_original=16 needs model.yarn_factor= above 1
+    model.position=rope model.yarn_factor=2         extends weights that were trained with a shorter context; name their
+    model.position=learned model.yarn_factor=2      trained with model.position=rope can be extended; leave it out
+    model.position=rope model.yarn_factor=2 model.yarn_original=8       is 32: use model.yarn_factor=4
     model.rope_base_local=1e4               no layer has both a rotary embedding and a window; leave it out
     model.nlayer=3                          did you mean model.n_layer?
     modle.n_layer=3                         there is no key modle.n_layer; did you mean model.n_layer?

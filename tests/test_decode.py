@@ -188,7 +188,7 @@ TOKENS = {name: OPTIONS[name] for name in ("learned", "none", "windows_alibi_sof
     "modern": {
         "n_kv_head": 2, "position": "rope", "rope_base": 50.0, "mlp": "swiglu", "norm": "rmsnorm", "bias": False,
     },
-    "local_rope": OPTIONS["local_rope"],
+    "local_rope": OPTIONS["local_rope"] | OPTIONS["yarn"],
     "gelu_window": {"mlp": "gelu", "mlp_hidden": 40, "norm_eps": 0.5, "window": 3, "softmax_scale": 0.9},
 }  # fmt: skip
 # What changes no logits of a model in eval mode and without autocast; and what has no cache.

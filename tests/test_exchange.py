@@ -39,7 +39,7 @@ from data.tokenizer import (
 from lab.runs import model_of_run
 from model.attention import AttentionConfig
 from model.families import configuration, huggingface_config
-from model.gpt import CHOICES, GPT, GPTConfig
+from model.gpt import CHOICES, GPT, GPTConfig, rope_table, stretch
 from tests.test_download import hasty, honest, serve  # noqa: F401 (fixtures)
 from training import checkpoint, config, exchange
 from training.metrics import read_metrics
@@ -51,6 +51,7 @@ TEXT += "\U0001f600\U0001f469\u200d\U0001f467 e\u0301 'S \u0663\u00bd\u00b2  7 a
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 48}
 LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 LLAMA |= {"intermediate_size": 80, "max_position_embeddings": 48, "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 12}
 MODELS = {
     "gpt2": GPT2,
     "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "activation_function": "gelu",
@@ -58,6 +59,8 @@ MODELS = {
     "llama": LLAMA | {"rms_norm_eps": 0.1, "bos_token_id": V - 2},
     "llama-tied": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "mistral": LLAMA | {"sliding_window": 7, "head_dim": 8},
+    "llama-yarn": LLAMA | {"rope_parameters": YARN},
+    "mistral-yarn": LLAMA | {"sliding_window": 7, "rope_parameters": YARN | {"beta_fast": 32}},
 }  # fmt: skip
 
 
@@ -236,6 +239,22 @@ def test_what_has_no_counterpart_is_not_exported(group, key, value, said, folder
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+@pytest.mark.parametrize("head_size", [8, 64])
+@pytest.mark.parametrize(("base", "factor", "original"), [(1e4, 8.0, 1024), (5e5, 2.5, 8192), (100.0, 4.0, 32)])
+def test_yarn_is_transformers_yarn(base, factor, original, head_size, transformers):
+    """To 1e-6 of each frequency. Over 40 positions the angles are 40 times as far apart."""
+    rope = {"rope_type": "yarn", "rope_theta": base, "factor": factor, "original_max_position_embeddings": original}
+    theirs = transformers.LlamaConfig(hidden_size=2 * head_size, num_attention_heads=2, rope_parameters=rope,
+                         max_position_embeddings=int(factor * original))  # fmt: skip
+    frequency, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    plain = base ** -(torch.arange(0, head_size, 2) / head_size)
+    torch.testing.assert_close(plain * stretch(head_size, base, factor, original, "cpu"), frequency, rtol=1e-6, atol=0)
+    angle = torch.outer(torch.arange(40.0), frequency)
+    cos, sin = rope_table(40, head_size, base, "cpu", (factor, original))
+    torch.testing.assert_close(torch.stack((cos, sin)), scale * torch.stack((angle.cos(), angle.sin())),
+                               rtol=0, atol=40 * 2e-6)  # fmt: skip
+
+
 def another(config, name: str):
     """config with another value of a field."""
     value = getattr(config, name)
@@ -259,15 +278,16 @@ def test_an_option_is_exported_or_refused(name, without):
 
     Without those that GPT-2 does not read: missing biases are exported as zeros, and it has no rope."""
     modern = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "mlp_hidden": 64}
+    modern |= {"yarn_factor": 4.0, "yarn_original": 24}
     model = GPTConfig(2, 4, None, 32, 48, 100, **(modern if name == "llama" else {}))
     sides = model, AttentionConfig()
     assert configuration(huggingface_config(*sides, 0, 1)) == sides
     for side, options in enumerate(sides):
         for field in {field.name for field in fields(options)} - NOT_EXPORTED - without:
             changed = [*sides]
-            changed[side] = another(options, field)
-            assert changed[side] != options
-            try:
+            try:  # the model itself may be refused: YaRN needs rope
+                changed[side] = another(options, field)
+                assert changed[side] != options
                 exported = huggingface_config(*changed, 0, 1)
             except ValueError:
                 continue
@@ -462,6 +482,49 @@ def test_a_child_of_a_run_has_its_weights_options_and_tokenizer(call, begin, sma
     assert torch.equal(positions, mother.model["positions.weight"][:16])
 
 
+def test_a_run_is_extended_to_a_longer_context(call, begin, small, tmp_path):
+    """By YaRN from the length that it was trained with, by a larger base, or by neither. Each measures its context
+    before it trains. YaRN begins at the old context, whatever the new one is."""
+    own = [f"runs={tmp_path / 'runs'}", "name=mother", "model.position=rope", "steps=3", "eval_every=3"]
+    assert call(train, *small, *own).code == 0
+    mother = checkpoint.load(tmp_path / "runs/mother/checkpoints/step_000003")
+    shared = ["init_from=mother", "model.context_length=128", "steps=1", "optimizer.lr=1e-30", "context_every=1"]
+    first = {}
+    for name, changes in {
+        "plain": [], "base": ["model.rope_base=1e6"], "yarn": ["model.yarn_factor=8"],
+    }.items():  # fmt: skip
+        ended = begin(*shared, *changes, f"name={name}")
+        assert ended.code == 0, ended.err
+        said = "".join(
+            f", {change.replace('=8', ' 1.0 -> 8.0').replace('=1e6', ' 10000.0 -> 1000000.0')}" for change in changes
+        )
+        assert f"\nchanged since these weights: model.context_length 32 -> 128{said}" in ended.out
+        measured = [row for row in read_metrics(tmp_path / f"runs/{name}/metrics.jsonl") if "context_gain" in row]
+        assert [row["step"] for row in measured] == [0, 1]
+        first[name] = measured[0]
+    assert "model.yarn_original None -> 32" in ended.out  # and not 128 / 8
+    assert len({row["loss_at_0065_0128"] for row in first.values()}) == 3
+    again = begin("resume=auto", "name=yarn", "steps=2")
+    assert again.code == 0, again.err
+    assert (
+        checkpoint.load(tmp_path / "runs/yarn/checkpoints/step_000001").state["config"]["model"]["yarn_original"] == 32
+    )
+    cut = begin("init_from=yarn", "model.context_length=64", "steps=1", "name=cut")
+    assert cut.code == 0, cut.err
+    kept = checkpoint.load(tmp_path / "runs/cut/checkpoints/step_000001").state["config"]["model"]
+    assert (kept["yarn_factor"], kept["yarn_original"]) == (8.0, 32)
+    assert mother.state["config"]["model"]["yarn_original"] is None
+
+
+def test_extension_has_a_recipe(call, begin, small, tmp_path):
+    own = [f"runs={tmp_path / 'runs'}", "name=mother", "model.position=rope", "steps=1"]
+    assert call(train, *small, *own).code == 0
+    arguments = ["experiment=long_extend", "init_from=mother", "model.context_length=256", "steps=1", "name=child"]
+    ended = begin(*arguments, "batch_size=1", "tokens_per_step=256", "eval_tokens=256")
+    assert ended.code == 0, ended.err
+    assert "model.yarn_factor 1.0 -> 8.0, model.yarn_original None -> 32" in ended.out
+
+
 def test_a_child_is_resumed_bit_for_bit_without_its_parent(begin, folder, tmp_path):
     more = ["steps=4", "checkpoint_every=2", "model.dropout_p=0.1"]
     assert begin(f"init_from={folder}", *more, "name=whole", "keep_last=5").code == 0
@@ -489,8 +552,9 @@ def test_breakit_can_train_on_the_text_of_a_child(begin, folder, tmp_path):
         (["resume=auto"], "begins a new run, and resume=auto goes on with one: leave one out"),
         (["model.n_layer=3"], "model.n_layer=3 contradicts the weights of FOLDER, which have 2: leave it out"),
         (["model.vocab_multiple=64"], "model.vocab_multiple=64 contradicts"),
+        (["model.yarn_factor=2"], "YaRN stretches rope, and only a model trained with model.position=rope can be"),
         (["attention.window=8"], "attention.window=8 contradicts the weights of FOLDER, which have None"),
-        (["model.context_length=64"], "FOLDER has learned 48 positions, and none for later tokens; use"),
+        (["model.context_length=64"], "FOLDER has learned 48 positions, and none for later tokens; only"),
         (["tokenizer=bpe"], "tokenizer=bpe learns another tokenizer than that of FOLDER: leave it out"),
         (["tokenizer=byte"], "is another tokenizer than that of FOLDER: leave tokenizer= out"),
         (["-m", "seed=1,2", "model.n_head=4"], "job 1/2, seed=1: model.n_head=4 contradicts"),
@@ -708,6 +772,19 @@ def test_a_strangers_folder_is_refused_in_one_line(stranger, folder, tmp_path, m
     [
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5}, 'rope_parameters={"rope_type": "llama3"'),
         ("rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, "only rope_type=default"),
+        (
+            "rope_parameters",
+            YARN | {"beta_slow": 2},
+            "only rope_type=default can be used, and yarn as it was",
+        ),
+        ("rope_parameters", YARN | {"attention_factor": 1.0}, "only rope_type=default can be used, and yarn as it was"),
+        (
+            "rope_parameters",
+            YARN | {"factor": 2.0},
+            "factor=2 stretches model.yarn_original=12 tokens to 24, and",
+        ),
+        ("rope_parameters", YARN | {"factor": "4"}, 'factor="4", where a number must be'),
+        ("rope_parameters", "yarn", 'rope_parameters="yarn"'),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, 'rope_scaling={"type": "linear", "factor": 2.0}'),
         ("attention_bias", True, "attention_bias=true, which has no counterpart"),
         ("mlp_bias", True, "mlp_bias=true"),
@@ -727,6 +804,11 @@ def test_an_older_llamas_configuration_has_its_base_beside_it(theirs):
     older = content | {"rope_theta": 5e5, "rope_scaling": None, "head_dim": None, "num_key_value_heads": None}
     model, _ = configuration(older)
     assert (model.rope_base, model.n_kv_head) == (5e5, 4)
+    model, _ = configuration(older | {"rope_scaling": {key: YARN[key] for key in YARN if key != "rope_theta"}})
+    assert (model.rope_base, model.yarn_factor, model.yarn_original) == (5e5, 4.0, 12)
+    for scaling in ("yarn", {"rope_type": "dynamic", "factor": 2.0}):
+        with pytest.raises(ValueError, match=r"config\.json has rope_scaling="):
+            configuration(older | {"rope_scaling": scaling})
 
 
 def test_a_flipped_bit_in_the_header_is_refused_or_changes_nothing(folder):

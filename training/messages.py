@@ -21,6 +21,10 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
     if cfg.init_from:
         say(f"begun with the weights of {cfg.init_from}")
+    if parent:
+        ours = {group: asdict(getattr(cfg, group)) for group in ("model", "attention")}
+        if changes := changed(config_of(parent, type(cfg)), ours):
+            say(f"changed since these weights: {', '.join(changes)}")
     if parent and parent.state["broken"]:
         say(f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose")
     if resumed and (changes := changed(config_of(resumed, type(cfg)), asdict(cfg))):

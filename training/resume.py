@@ -40,6 +40,8 @@ MAY_DIFFER = {
     "attention": {"impl", "block_m", "block_n", "order", "autotune", "dropout_p"},
 }
 
+ROPE = {"rope_base", "rope_base_local", "yarn_factor", "yarn_original"}  # which a longer context may change
+
 NOT_READ = "resume= reads the checkpoint's configuration; to change a key, type it on the command line"
 
 # Everything that a run writes into its folder.
@@ -60,6 +62,8 @@ def resumed_config(cfg: Any) -> dict | None:
         for group in ("model", "attention"):
             parent[group] |= {key: cfg[group][key] for key in MAY_DIFFER[group] - {"vocab_size"}}
         parent["model"]["vocab_size"] = None  # the tokenizer's
+        if cfg.model.yarn_factor > 1 and parent["model"].get("yarn_original") is None:
+            parent["model"]["yarn_original"] = parent["model"]["context_length"]
         return {**cfg, **parent, "tokenizer": {"kind": "kept", "vocab_size": None}}
     if cfg.resume is None:
         return None
@@ -153,8 +157,14 @@ def open_parent(cfg: Any) -> checkpoint.Checkpoint | None:
 
 
 def refuse_another_parent(cfg: Any) -> None:
-    """ValueError for a model or attention that differs from that of the weights which init_from= names. A shorter
-    context may: of learned positions the first ones stay. So may documents. Reads no weights."""
+    """ValueError for a model or attention that differs from that of the weights which init_from= names. The context
+    may: of learned positions the first ones stay, and rope can be stretched over a longer one. So may documents. Reads
+    no weights. ValueError also for YaRN without weights to extend."""
+    if cfg.init_from is None and cfg.resume is None and cfg.model.yarn_factor > 1:
+        raise ValueError(
+            f"model.yarn_factor={cfg.model.yarn_factor:g} extends weights that were trained with a shorter context; "
+            "name their run with init_from="
+        )
     if cfg.init_from is None or cfg.resume is not None:
         return
     parent, ours = exchange.describe(place_of(cfg)), asdict(cfg)
@@ -162,9 +172,10 @@ def refuse_another_parent(cfg: Any) -> None:
     if cfg.model.position == "learned" and cfg.model.context_length > (most := theirs["model"]["context_length"]):
         raise ValueError(
             f"model.context_length={cfg.model.context_length}: {cfg.init_from} has learned {most} positions, and none "
-            f"for later tokens; use model.context_length={most} or less"
+            f"for later tokens; only a model trained with model.position=rope can be extended; use "
+            f"model.context_length={most} or less"
         )
-    for group, free in {"model": {"context_length"}, "attention": {"documents"}}.items():
+    for group, free in {"model": {"context_length", *ROPE}, "attention": {"documents"}}.items():
         for key in ours[group]:
             if key not in free | MAY_DIFFER[group] and ours[group][key] != theirs[group][key]:
                 raise ValueError(
