@@ -12,7 +12,6 @@ forward launches forward_kernel. gradients launches dq_kernel and then dkdv_kern
 
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kernels import sizes
 from kernels.flash import dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import Problem, refuse_tangents
+from kernels.problem import FIELDS, Problem, refuse_tangents
 from kernels.sizes import Tiles, launch_with
 from kernels.task import SOFTMAX, how_for, in_tiles, mask_of, task_for
 
@@ -172,21 +171,19 @@ def gradients(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The op and its autograd. An op takes only tensors, numbers and strings, so a Problem is passed as its fields.
+# The op and its autograd. A Problem is passed as its fields.
 
-KINDS: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", bool: "bool"}
-KINDS |= {Tensor | None: "Tensor?", tuple[str, ...]: "str[]"}
-FIELDS = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Problem).items()) + ", bool autotune"
+INPUTS = f"{FIELDS}, bool autotune"
 RESULTS = "(Tensor, Tensor, Tensor)"
 flash_forward = torch.library.custom_op(
-    "tilegpt::flash_forward", forward, mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {FIELDS}) -> {RESULTS}"
+    "tilegpt::flash_forward", forward, mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {INPUTS}) -> {RESULTS}"
 )
 flash_backward = torch.library.custom_op(
     "tilegpt::flash_backward",
     gradients,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse, "
-    + f"{FIELDS}) -> {RESULTS}",
+    + f"{INPUTS}) -> {RESULTS}",
 )
 
 

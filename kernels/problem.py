@@ -4,7 +4,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads.
 """
 
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ class Problem(NamedTuple):
     def dropout_p(self) -> float:
         """The share of weights that is dropped: attention.dropout_p rounded to steps of 1/256."""
         return self.drop_threshold / 256
+
+
+# The fields of a Problem in the schema of an op, which takes only tensors, numbers and strings.
+KINDS: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", bool: "bool"}
+KINDS |= {Tensor | None: "Tensor?", tuple[str, ...]: "str[]"}
+FIELDS = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Problem).items())
 
 
 def runs_kernels(device: torch.device) -> bool:

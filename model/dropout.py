@@ -118,9 +118,11 @@ def draw_seeds(n: int, device: torch.device) -> Tensor:
     return (seeds_op if torch.compiler.is_compiling() else random_seeds)(n, device)
 
 
-def keep_table(seed: Tensor, N: int, T: int, C: int, dropout_p: float) -> Tensor:
-    """keep_mask() of whole masks: bool (N, T, C) on the seed's device. On a GPU with Triton a kernel writes it."""
-    return (table_op if torch.compiler.is_compiling() else whole_masks)(seed, N, T, C, dropout_p)
+def keep_table(seed: Tensor, N: int, rows: range, C: int, dropout_p: float) -> Tensor:
+    """keep_mask() of whole rows: bool (N, len(rows), C) on the seed's device. rows begin at a multiple of 32, step 1.
+    On a GPU with Triton a kernel writes it."""
+    compute = table_op if torch.compiler.is_compiling() else whole_rows
+    return compute(seed, N, rows.start, rows.stop, C, dropout_p)
 
 
 def dropped(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
@@ -132,17 +134,19 @@ def random_seeds(n: int, device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (n,), device=device)
 
 
-def whole_masks(seed: Tensor, N: int, T: int, C: int, dropout_p: float) -> Tensor:
+def whole_rows(seed: Tensor, N: int, first: int, stop: int, C: int, dropout_p: float) -> Tensor:
     if not runs_kernels(seed.device):
-        return keep_mask(seed, N, range(T), range(C), dropout_p)
+        return keep_mask(seed, N, range(first, stop), range(C), dropout_p)
     from kernels.dropout import keep_table  # imported here: triton is not installed everywhere
 
-    return keep_table(seed, N, T, C, drop_threshold(dropout_p))
+    return keep_table(seed, N, range(first, stop), C, drop_threshold(dropout_p))
 
 
 seeds_op = torch.library.custom_op(
     "tilegpt::draw_seeds", random_seeds, mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
 seeds_op.register_fake(lambda n, device: torch.empty(n, dtype=torch.int64, device=device))
-table_op = torch.library.custom_op("tilegpt::keep_table", whole_masks, mutates_args=())
-table_op.register_fake(lambda seed, N, T, C, dropout_p: seed.new_empty((N, T, C), dtype=torch.bool))
+table_op = torch.library.custom_op("tilegpt::keep_table", whole_rows, mutates_args=())
+table_op.register_fake(
+    lambda seed, N, first, stop, C, dropout_p: seed.new_empty((N, stop - first, C), dtype=torch.bool)
+)

@@ -7,15 +7,15 @@ A block projects to q, k and v, and calls attention() of model/attention.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from model.attention import AttentionConfig, attention, draws_itself
 from model.break_it import UNBROKEN, BreakIt
@@ -28,6 +28,7 @@ CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "mlp": ("gelu_tanh", "gelu", "swiglu"),
     "residual_dtype": ("float32", "autocast"),
+    "activation_checkpointing": ("false", "true", "selective", "auto"),
 }
 
 
@@ -35,9 +36,16 @@ CHOICES = {
 class GPTConfig:
     """The defaults are GPT-2's architecture. conf/model/ has the sizes and the modern family (rope, rmsnorm, swiglu).
 
-    activation_checkpointing stores only each block's input, (B, T, C), and computes the rest again in the backward. So
-    depth costs little memory. With conf/model/nano.yaml, batch_size=16, float32 and attention=tiled, a block stores 2
-    MiB instead of 42. A step on a CPU takes a third longer, because of the second forward.
+    activation_checkpointing computes activations again in the backward, so that depth costs little memory.
+        true        a block stores its input, (B, T, C), and computes everything else again
+        selective   also stores attention's result, o and lse, and does not compute attention again
+        auto        the fastest that fits; training/memory.py replaces it by false, true or selective
+    With conf/model/nano.yaml, batch_size=16, float32 and attention=tiled, a block stores 42 MiB with false and 2 with
+    true. A step on a CPU then takes a third longer, because of the second forward.
+
+    chunk computes all of a block but attention in pieces of so many tokens, each again in its backward. So the hidden
+    layer of one piece is in memory, and not that of the sequence. The gradients of the weights are sums over tokens,
+    which then add up in another order. On a GPU a product of fewer rows may be rounded in another way, too.
     """
 
     n_layer: int = 12  # number of blocks, each attention and an MLP
@@ -64,7 +72,10 @@ class GPTConfig:
     # the context_length before YaRN; None: that of the weights in init_from=, else context_length / yarn_factor
     yarn_original: int | None = None
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
-    activation_checkpointing: bool = False  # compute blocks again in the backward: less memory, a longer step
+    # compute activations again in the backward: false | true (all of a block) | selective (all but attention) | auto
+    # (what fits the GPU's memory). It takes less memory and more time.
+    activation_checkpointing: str = "false"
+    chunk: int | None = None  # tokens in a piece of all but attention, computed again in the backward; None: no pieces
 
     def __post_init__(self):
         if self.n_kv_head is None:
@@ -86,6 +97,10 @@ class GPTConfig:
                 f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}; "
                 f"set both, or model.n_kv_head=null for as many as n_head"
             )
+        if self.chunk is not None and (self.chunk < 1 or self.chunk % 32):
+            raise ValueError(f"model.chunk={self.chunk} must be a multiple of 32; null for no pieces")
+        # The key is a string, and people type True. In older checkpoints it is a bool.
+        self.activation_checkpointing = str(self.activation_checkpointing).lower()
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"model.{name}={getattr(self, name)} is not known; choose {' or '.join(known)}")
@@ -211,11 +226,20 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, C) to (B, T, C)."""
-        # Split into q, k, v, then into heads, (B, T, H*D) to (B, H, T, D). The other order costs the backward a copy.
+        return self.merge(self.attend(*self.project(x, context.rope), context))
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) to q (B, T, H, D) and k, v (B, T, H_kv, D)."""
+        # Split into q, k, v, then into heads. The other order costs the backward a copy.
         qkv = self.qkv(x).split(self.widths, dim=-1)
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in qkv)
-        if context.rope is not None:
-            q, k = rotate(q, *context.rope), rotate(k, *context.rope)
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in qkv)
+        if rope is not None:
+            q, k = (rotate(y.transpose(1, 2), *rope).transpose(1, 2) for y in (q, k))
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D)."""
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
         past = context.past
         if past is not None and past.step is not None:
             o = past.attend(q, k, v)  # one token, which sees what the cache holds
@@ -224,8 +248,12 @@ class CausalSelfAttention(nn.Module):
                 k, v = past.fill(q, k, v)
             o = attention(
                 q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
-            )  # (B, H, T, D)
-        return self.out(o.transpose(1, 2).flatten(2))  # (B, T, C)
+            )
+        return o.transpose(1, 2)
+
+    def merge(self, o: Tensor) -> Tensor:
+        """o (B, T, H, D) to (B, T, C)."""
+        return self.out(o.flatten(2))
 
 
 class MLP(nn.Module):
@@ -249,6 +277,15 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
+# The ops whose results a selective checkpoint keeps: those of attention, of all implementations but naive.
+KEPT = ("tilegpt::flash_forward", "tilegpt::tiled_forward", "aten::_scaled_dot_product_")
+
+
+def keep_attention(context: Any, op: Any, *args, **kwargs) -> CheckpointPolicy:
+    """What a selective checkpoint does with an op's result: attention's is kept, everything else is computed again."""
+    return CheckpointPolicy.MUST_SAVE if op.name().startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Block(nn.Module):
     """Adds attention, then the MLP, to the residual stream. The input of each is a norm of the stream (pre-norm)."""
 
@@ -259,15 +296,62 @@ class Block(nn.Module):
         self.mlp_norm = norm(config)
         self.mlp = MLP(config)
         self.dropout_p = config.dropout_p
+        self.selective, self.chunk = config.activation_checkpointing == "selective", config.chunk
+        self.draws_itself = draws_itself(attention_config)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, C) to (B, T, C)."""
+        if self.training and self.selective:  # two checkpoints: x, o and lse are stored
+            keep = partial(create_selective_checkpoint_contexts, keep_attention)
+            o = checkpoint(
+                self.heads, x, context, use_reentrant=False, preserve_rng_state=self.draws_itself, context_fn=keep
+            )
+            return self.in_chunks(self.add, x, o, context=context, again=True)[0]
+        return self.in_chunks(self.add, x, self.heads(x, context), context=context)[0]
+
+    def heads(self, x: Tensor, context: Context) -> Tensor:
+        """x (B, T, C) to attention's o (B, T, H, D)."""
+        q, k, v = self.in_chunks(self.project, x, context=context)
+        return self.attention.attend(q, k, v, context)
+
+    def project(self, context: Context, first: int, x: Tensor) -> tuple[Tensor, ...]:
+        """The stream x (B, n, C) of the tokens from `first` on to q (B, n, H, D) and k, v (B, n, H_kv, D)."""
+        rope = context.rope
+        if rope is not None and self.chunk and self.training:
+            cos, sin = rope
+            rope = cos[first : first + x.shape[1]], sin[first : first + x.shape[1]]
+        return self.attention.project(self.attention_norm(x), rope)
+
+    def add(self, context: Context, first: int, x: Tensor, o: Tensor) -> tuple[Tensor]:
+        """Adds attention and the MLP to the stream of the tokens from `first` on: x (B, n, C) and o (B, n, H, D) to (B,
+        n, C)."""
         keep: Sequence[Tensor | None] = (None, None)  # of what attention adds and of what the MLP adds
         if context.stream_seed is not None:
-            B, T, C = x.shape
-            keep = keep_table(context.stream_seed, 2 * B, T, C, self.dropout_p).split(B)
-        x = x + dropped(self.attention(self.attention_norm(x), context), keep[0], self.dropout_p)
-        return x + dropped(self.mlp(self.mlp_norm(x)), keep[1], self.dropout_p)
+            B, n, C = x.shape
+            keep = keep_table(context.stream_seed, 2 * B, range(first, first + n), C, self.dropout_p).split(B)
+        x = x + dropped(self.attention.merge(o), keep[0], self.dropout_p)
+        return (x + dropped(self.mlp(self.mlp_norm(x)), keep[1], self.dropout_p),)
+
+    def in_chunks(
+        self, compute: Callable[..., tuple[Tensor, ...]], *whole: Tensor, context: Context, again: bool = False
+    ) -> tuple[Tensor, ...]:
+        """compute(context, 0, *whole); in training with model.chunk in pieces of so many tokens, each in a checkpoint.
+
+        whole: (B, T, ...), and so are the results of compute, which treats each token by itself. again: with a
+        checkpoint also if there is one piece.
+        """
+        if not (self.training and (self.chunk or again)):
+            return compute(context, 0, *whole)
+        T, device = whole[0].shape[1], whole[0].device.type
+        chunk = self.chunk or T
+        # With its cache autocast would use one copy of each weight for all pieces, and add up its gradients in 16 bits.
+        low, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        with torch.autocast(device, dtype, enabled=low, cache_enabled=chunk >= T):
+            parts = [
+                checkpoint(compute, context, i * chunk, *piece, use_reentrant=False, preserve_rng_state=False)
+                for i, piece in enumerate(zip(*(x.split(chunk, dim=1) for x in whole), strict=True))
+            ]
+        return tuple(torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
 
 def draw_and_run(block: Block, x: Tensor, context: Context) -> Tensor:
@@ -283,7 +367,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         attention_config.check_length(config.context_length)
         if not break_it.restore_seed:
-            if not config.activation_checkpointing:
+            if config.activation_checkpointing != "true":
                 raise ValueError(
                     f"break_it={break_it.label}: no block is computed again; use model.activation_checkpointing=true"
                 )
@@ -340,7 +424,7 @@ class GPT(nn.Module):
             }
         seeds, stream_seeds = self.seeds(idx.device)
         if stream_seeds[-1] is not None:
-            keep = keep_table(stream_seeds[-1], x.shape[0], T, x.shape[2], self.config.dropout_p)
+            keep = keep_table(stream_seeds[-1], x.shape[0], range(T), x.shape[2], self.config.dropout_p)
             x = dropped(x, keep, self.config.dropout_p)
         device = x.device.type
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
@@ -352,7 +436,7 @@ class GPT(nn.Module):
         parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
         for block, local, seed, stream_seed, past in parts:
             context = Context(ropes.get(local), seed, stream_seed, documents, past)
-            if self.training and self.config.activation_checkpointing:
+            if self.training and self.config.activation_checkpointing == "true":
                 restore = self.break_it.restore_seed
                 again = block if restore else partial(self.draw_and_run, block)
                 restore = restore and draws_itself(self.attention_config)

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from kernels.problem import Problem, refuse_tangents
+from kernels.problem import FIELDS, Problem, refuse_tangents
 from model.dropout import keep_mask, keep_scale
 from model.mask import PART, Tile, Tiling, distance, visible
 
@@ -33,6 +35,9 @@ LOG2E = math.log2(math.e)
 # exp(-inf - -inf), which is NaN. From the lowest float32 it has exp(-inf - LOWEST) = 0, and needs no special case.
 LOWEST = torch.finfo(torch.float32).min
 TINY = torch.finfo(torch.float32).tiny  # below the sum l of any row that sees a key: its largest weight is 1
+
+# What is active in a checkpoint that keeps some results, in the forward and in the backward. torch has no public names.
+KEEPS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 State = tuple[Tensor, Tensor, Tensor]  # m, l (N, R, 1) and acc (N, R, D) of a tile of rows
 
@@ -62,38 +67,10 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, problem, block_m, block_n, order):
         ctx.set_materialize_grads(False)
-        B, H, T, _ = q.shape
-        wide = sum_dtype(q.dtype)
-        without = problem.without
-        tiling = Tiling(problem, block_m, block_n)
         ctx.description = problem, (block_m, block_n), order
-        qn, kn, vn = by_key_head(q, k, v)
-        o = like_heads(q.shape, q)
-        lse = q.new_empty(B, H, T, dtype=wide)
-        on_chip = q.new_empty(B * H * min(block_m, T) * min(block_n, k.shape[2]), dtype=wide)  # one tile, reused
-
-        if order == "queries_outside":  # the rows' state stays on chip; k and v are loaded again for every tile of rows
-            for rows, visits in tiling.by_rows():
-                q_i = load(qn, rows)
-                state = nothing_seen(q_i, wide, without)
-                for tile in visits:
-                    k_j, v_j = load(kn, tile.columns), load(vn, tile.columns)
-                    state = absorb(tile, q_i, k_j, v_j, state, problem, on_chip)
-                finish(o, lse, rows, state, without)
-        else:  # k and v are loaded once; the rows' state is in slow memory, moved in and out for every tile of keys
-            slow = [x.view(*qn.shape[:3], x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide, without)]
-            for columns, visits in tiling.by_columns():
-                k_j, v_j = load(kn, columns), load(vn, columns)
-                for tile in visits:
-                    m, l, acc = (load(x, tile.rows).clone() for x in slow)  # load() may be a view; acc changes in place
-                    state = absorb(tile, load(qn, tile.rows), k_j, v_j, (m, l, acc), problem, on_chip)
-                    for x, x_i in zip(slow, state, strict=True):
-                        store(x, tile.rows, x_i)
-            # The paper divides by l in every pass, so o is right after each. Dividing once at the end is the same.
-            for rows in tiling.row_tiles:
-                m, l, acc = (load(x, rows) for x in slow)
-                finish(o, lse, rows, (m, l, acc), without)
-
+        # A checkpoint that keeps attention's results knows them by their op. Elsewhere the op would only cost time.
+        compute = forward_op if isinstance(_get_current_dispatch_mode(), KEEPS) else forward
+        o, lse = compute(q, k, v, *problem, block_m, block_n, order)
         # The problem's tensors too, so that autograd notices if documents changed in place meanwhile.
         ctx.save_for_backward(q, k, v, o, lse, *(x if isinstance(x, Tensor) else None for x in problem))
         return o, lse
@@ -124,6 +101,51 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError("attention=tiled has no second derivative (create_graph=True); use attention=naive")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor]:
+    """Steps 1 to 6: o and lse. description: the fields of a Problem, then block_m, block_n and order."""
+    *fields, block_m, block_n, order = description
+    problem = Problem(*fields)
+    B, H, T, _ = q.shape
+    wide = sum_dtype(q.dtype)
+    without = problem.without
+    tiling = Tiling(problem, block_m, block_n)
+    qn, kn, vn = by_key_head(q, k, v)
+    o = like_heads(q.shape, q)
+    lse = q.new_empty(B, H, T, dtype=wide)
+    on_chip = q.new_empty(B * H * min(block_m, T) * min(block_n, k.shape[2]), dtype=wide)  # one tile, reused
+
+    if order == "queries_outside":  # the rows' state stays on chip; k and v are loaded again for every tile of rows
+        for rows, visits in tiling.by_rows():
+            q_i = load(qn, rows)
+            state = nothing_seen(q_i, wide, without)
+            for tile in visits:
+                k_j, v_j = load(kn, tile.columns), load(vn, tile.columns)
+                state = absorb(tile, q_i, k_j, v_j, state, problem, on_chip)
+            finish(o, lse, rows, state, without)
+    else:  # k and v are loaded once; the rows' state is in slow memory, moved in and out for every tile of keys
+        slow = [x.view(*qn.shape[:3], x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide, without)]
+        for columns, visits in tiling.by_columns():
+            k_j, v_j = load(kn, columns), load(vn, columns)
+            for tile in visits:
+                m, l, acc = (load(x, tile.rows).clone() for x in slow)  # load() may be a view; acc changes in place
+                state = absorb(tile, load(qn, tile.rows), k_j, v_j, (m, l, acc), problem, on_chip)
+                for x, x_i in zip(slow, state, strict=True):
+                    store(x, tile.rows, x_i)
+        # The paper divides by l in every pass, so o is right after each. Dividing once at the end is the same.
+        for rows in tiling.row_tiles:
+            m, l, acc = (load(x, rows) for x in slow)
+            finish(o, lse, rows, (m, l, acc), without)
+    return o, lse
+
+
+forward_op = torch.library.custom_op(
+    "tilegpt::tiled_forward",
+    forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {FIELDS}, int block_m, int block_n, str order) -> (Tensor, Tensor)",
+)
 
 
 def gradients(

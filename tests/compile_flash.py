@@ -122,7 +122,7 @@ for dtype, D, dropout in CASES:
         linear(torch.empty(D, 768), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
         continue
     if dropout == "table":
-        keep_table(torch.tensor(1), 128, 256, D, 51)
+        keep_table(torch.tensor(1), 128, range(256), D, 51)
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

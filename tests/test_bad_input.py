@@ -374,7 +374,9 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     break_it=stale_seed                                     break_it=stale_seed: there is no dropout to draw
     break_it=unrestored_seed                                break_it=unrestored_seed: there is no dropout to draw
     break_it=unrestored_seed attention.dropout_p=0.1        break_it=unrestored_seed: no block is computed again
-    model.activation_checkpointing=some                     model.activation_checkpointing=some: the value must be
+    model.activation_checkpointing=some                     model.activation_checkpointing=some is not known; choose
+    model.activation_checkpointing=selective attention=naive  model.activation_checkpointing=selective: from o and lse
+    model.chunk=100                                         model.chunk=100 must be a multiple of 32
 """)
 def test_a_value_of_attention_that_cannot_be(refused_training, typed, answer):
     refused_training(typed, answer)

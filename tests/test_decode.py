@@ -192,7 +192,7 @@ TOKENS = {name: OPTIONS[name] for name in ("learned", "none", "windows_alibi_sof
     "gelu_window": {"mlp": "gelu", "mlp_hidden": 40, "norm_eps": 0.5, "window": 3, "softmax_scale": 0.9},
 }  # fmt: skip
 # What changes no logits of a model in eval mode and without autocast; and what has no cache.
-NOT_IN_A_TOKEN = {"dropout_p", "residual_dtype", "activation_checkpointing"}
+NOT_IN_A_TOKEN = {"dropout_p", "residual_dtype", "activation_checkpointing", "chunk"}
 NOT_IN_A_TOKEN |= {"impl", "block_m", "block_n", "order", "autotune", "documents", "block_mask", "block_mask_size"}
 
 

@@ -104,7 +104,7 @@ def test_the_kernel_writes_the_definition(N, T, C, monkeypatch):
     seed = torch.tensor(-(2**62) - 12345)
     definition = keep_mask(seed, N, range(T), range(C), 0.3)
     monkeypatch.setattr(dropout, "runs_kernels", lambda device: True)
-    assert torch.equal(keep_table(seed, N, T, C, 0.3), definition)
+    assert torch.equal(keep_table(seed, N, range(T), C, 0.3), definition)
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile wants a C++ compiler")
@@ -113,7 +113,7 @@ def test_a_compiled_model_draws_the_seeds_and_masks_of_a_plain_one():
 
     def draw():
         seeds = draw_seeds(3, torch.device("cpu"))
-        return seeds + 0, keep_table(seeds[1], 2, 40, 70, 0.3), torch.rand(2)
+        return seeds + 0, keep_table(seeds[1], 2, range(40), 70, 0.3), torch.rand(2)
 
     found = []
     for run in (draw, torch.compile(draw, fullgraph=True)):

@@ -94,14 +94,14 @@ def test_the_dropout_mask_has_the_bits_it_has_on_a_cpu():
 def test_the_kernel_of_whole_masks_writes_the_bits_of_a_cpu(N, T, C):
     seed = torch.tensor(-(2**62) - 12345)
     definition = keep_mask(seed, N, range(T), range(C), 0.2)
-    assert torch.equal(keep_table(seed.cuda(), N, T, C, 0.2).cpu(), definition)
+    assert torch.equal(keep_table(seed.cuda(), N, range(T), C, 0.2).cpu(), definition)
     compiled = torch.compile(keep_table, fullgraph=True, dynamic=False)
     assert torch.equal(compiled(seed.cuda(), N, T, C, 0.2).cpu(), definition)
 
 
 def test_whole_masks_past_two_to_the_31_elements_are_found():
     seed = torch.tensor(7)
-    keep = keep_table(seed.cuda(), 2, 2**15 + 64, 2**15 + 64, 0.2)
+    keep = keep_table(seed.cuda(), 2, range(2**15 + 64), 2**15 + 64, 0.2)
     for n, i, j in ((0, 0, 0), (0, 2**15, 2**15), (1, 0, 2**15), (1, 2**15, 2**15)):
         tile = keep_mask(seed, 2, range(i, i + 64), range(j, j + 64), 0.2)[n]
         assert torch.equal(keep[n, i : i + 64, j : j + 64].cpu(), tile)

@@ -448,7 +448,7 @@ def test_a_resumed_run_may_begin_to_compute_its_blocks_again_and_stays_the_same_
     assert call(train, *small, *whole).code == 0
     half = f"resume={tmp_path}/whole/checkpoints/step_000002"
     ended = call(train, half, f"runs={tmp_path}", "name=again", "model.activation_checkpointing=true")
-    assert "changed since the checkpoint: model.activation_checkpointing False -> True" in ended.out
+    assert "changed since the checkpoint: model.activation_checkpointing false -> true" in ended.out
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")[2:]
 
 

@@ -35,7 +35,7 @@ from training.help import typed
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
 # computes from them (dropout does, but only in training). All other keys of these groups must stay the same.
 MAY_DIFFER = {
-    "model": {"vocab_size", "dropout_p", "activation_checkpointing"},
+    "model": {"vocab_size", "dropout_p", "activation_checkpointing", "chunk"},
     "tokenizer": set(),
     "attention": {"impl", "block_m", "block_n", "order", "autotune", "dropout_p"},
 }

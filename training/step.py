@@ -20,6 +20,7 @@ leaves the update out. The host hears of it some steps later. Until then every f
 Shapes: B batch size, T context length. A step's batches are one Batch of (passes, B, T) tensors.
 """
 
+import logging
 import math
 import time
 from contextlib import AbstractContextManager
@@ -41,6 +42,8 @@ AHEAD = {"cuda": 4}  # how many updates may be on their way before the host wait
 # By default Inductor computes both sums of a norm's backward in one kernel. Two kernels are faster: a step of
 # experiment=shakespeare_gpu takes 5.00 ms instead of 5.34 (H200). GPT-2's takes the same time with either.
 COMPILE_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction": False}
+# torch warns of operations in place, which a selective checkpoint would repeat; there are none.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
 
 
@@ -50,14 +53,19 @@ def choose_way(
     """How the steps of a run are made: eager, compiled or recorded; and why they are not recorded, or "".
 
     wanted: train.py's compile=, auto | true | false | graph. attention: resolved. ValueError for graph where a step
-    cannot be recorded.
+    cannot be recorded, and for a checkpoint that attention does not have.
     """
+    if attention.impl == "naive" and model.activation_checkpointing == "selective":
+        raise ValueError(
+            "model.activation_checkpointing=selective: from o and lse attention=naive cannot compute its gradients; "
+            "use true, or another attention"
+        )
     obstacle = ""
     if device.type != "cuda":
         obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
-    elif model.activation_checkpointing and (attention.impl == "sdpa" or not break_it.restore_seed):
+    elif model.activation_checkpointing == "true" and (attention.impl == "sdpa" or not break_it.restore_seed):
         # PyTorch keeps the random state for any sdpa that is computed again, also for one that drops nothing.
         who = f"attention={attention.impl}" if break_it.restore_seed else f"break_it={break_it.label}"
         obstacle = f"{who} with model.activation_checkpointing=true reads the random state in Python"
