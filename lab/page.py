@@ -61,7 +61,7 @@ finite.
 **Measured.** The lab, `python breakit.py`, wrote this page (commit {commit}, torch {torch}, {device}).
 Its figures are from small models, not from the default model:
 
-- The table takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
+- The table of each failure takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
   lab multiplied them by 8.48. An error is |found - right| / |right|, where right is computed in float64.
 - The line below the table compares two short trainings, with and without the failure: 2 layers, 64 channels, a context
   of 128 tokens. A loss is the mean of the last ten steps.
@@ -99,7 +99,7 @@ def section(kept: dict, name: str, folder: str) -> str:
     words = FAILURES[name]
     return f"""## {name}
 
-**Taken out:** {words.removed}. It acts {words.acts}.
+**Taken out:** {words.removed}. The failure acts {words.acts}.
 
 **Seen:** {words.seen}.
 
@@ -132,7 +132,7 @@ def measured(kept: dict, name: str) -> str:
     for curves in kept["losses"]:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
-            setting, steps = f"\nShort trainings with `{curves['setting']}`:", len(whole)
+            setting, steps = f"\nShort trainings of the lab's model with `{curves['setting']}`:", len(whole)
             if math.isnan(broken[-1]):
                 lines.append(f"{setting} at step {len(broken)} the loss of the broken run is not finite. The unbroken "
                              f"run has {mean(whole):.3f} nats at step {steps}.")  # fmt: skip
