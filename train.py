@@ -24,7 +24,7 @@ import copy
 import math
 import time
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -48,6 +48,7 @@ from training.machine import (
     set_precision,
     stop_signals,
 )
+from training.memory import settle
 from training.messages import introduce, say_what_is_there, what_to_try
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
@@ -226,7 +227,7 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     dtype = pick_dtype(cfg.dtype, device)
     autocast = set_precision(dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    way, why = choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
 
@@ -240,7 +241,9 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     # Model and optimizer.
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
-    model = make_model(cfg, attention, device)
+    settled, which = settle(cfg.model, attention, cfg.batch_size, dtype, device, ema=cfg.ema_decay > 0)
+    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it)
+    model = make_model(replace(cfg, model=settled), attention, device)
     if parent:
         model.load_state_dict(parent.model)
     averaged = copy.deepcopy(model) if cfg.ema_decay else model
@@ -283,6 +286,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         metrics.say(unread)
     (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     introduce(run, resumed, parent, way if way == "recorded" else f"{way} ({why})")
+    if which:
+        metrics.say(which)
     return run
 
 

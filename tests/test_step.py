@@ -40,6 +40,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("graph", CUDA, "naive", False, "recorded"),
         ("auto", CUDA, "tiled", False, "eager"),
         ("auto", CUDA, "sdpa", True, "compiled"),
+        ("auto", CUDA, "sdpa", "selective", "recorded"),
         ("auto", CPU, "tiled", False, "eager"),
         ("true", CPU, "tiled", False, "compiled"),
         ("true", CUDA, "sdpa", False, "compiled"),

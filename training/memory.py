@@ -1,0 +1,112 @@
+"""How much memory a training step takes, by arithmetic; and which activation checkpointing fits.
+
+    settled, why = settle(cfg.model, attention, cfg.batch_size, dtype, device, ema=cfg.ema_decay > 0)
+
+Only model.activation_checkpointing=auto is replaced, by the fastest of FORMS that fits. `why` is for the run's first
+lines. bytes_of() counts what the operations of an eager step hold. A compiled step holds no more than that, but for the
+allocator's slack: FITS leaves room for it.
+
+Shapes: B batch, T sequence length, C model width, H query heads, F hidden width of the MLP, L layers, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from model.loss import KERNEL_CHUNK
+
+GIB = 2**30
+FITS = 0.9  # of the memory that is free; the rest is for the allocator's slack and for the kernels' workspaces
+PIECE = 16_384  # model.chunk that auto sets
+# (activation_checkpointing, whether in pieces), the fastest first. Pieces take time, for launches and a third forward
+# of all but attention. With true attention is computed again too, which for long sequences is most of a forward.
+FORMS = (("false", False), ("selective", False), ("selective", True), ("true", True))
+
+
+def settle(
+    model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, device: torch.device, ema: bool
+) -> tuple[GPTConfig, str]:
+    """The model's configuration without auto, and the line that says what was chosen and why; "" without auto.
+
+    attention: resolved. dtype: float32 | bf16 | fp16. ema: whether the weights are averaged. model.vocab_size is set.
+    """
+    if model.activation_checkpointing != "auto":
+        return model, ""
+    if device.type != "cuda":
+        why = f"activation checkpointing: false (auto counts the memory of a CUDA GPU, not of {device.type})"
+        return replace(model, activation_checkpointing="false"), why
+    free, _ = torch.cuda.mem_get_info(device)
+    return fastest(free, model, attention, batch_size, dtype, ema)
+
+
+def fastest(
+    free: int, model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, ema: bool
+) -> tuple[GPTConfig, str]:
+    """settle() for a GPU with `free` bytes: the first of FORMS that fits, or the one that takes least."""
+    options, counted = [], []
+    for form, pieces in FORMS:
+        if form == "selective" and attention.impl == "naive":
+            continue  # naive has no op whose result could be kept
+        chunk = model.chunk or (PIECE if pieces and model.context_length > PIECE else None)
+        options.append(replace(model, activation_checkpointing=form, chunk=chunk))
+        counted.append(bytes_of(options[-1], attention, batch_size, dtype, ema))
+    fitting = [i for i, size in enumerate(counted) if size <= FITS * free]
+    best = fitting[0] if fitting else counted.index(min(counted))
+    name = options[best].activation_checkpointing
+    if options[best].chunk:
+        name += f" with model.chunk={options[best].chunk}"
+    said = f"about {counted[best] / GIB:.1f} GiB of {free / GIB:.1f} free" + ("" if fitting else ", which may not fit")
+    before = f"; {options[best - 1].activation_checkpointing} takes {counted[best - 1] / GIB:.1f}" if best else ""
+    return options[best], f"activation checkpointing: {name} (auto: {said}{before})"
+
+
+def bytes_of(model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, ema: bool) -> int:
+    """The peak memory of a step in bytes: weights, gradients, AdamW's state and activations. The arguments are those of
+    settle(), with model.activation_checkpointing settled."""
+    with torch.device("meta"):
+        whole = GPT(model, attention)
+    C, H, L, V = model.n_embd, model.n_head, model.n_layer, whole.head.weight.shape[0]
+    K, F = (model.n_kv_head or H) * model.head_size, whole.get_parameter("blocks.0.mlp.up.weight").shape[0]
+    tokens = batch_size * model.context_length
+    low = 4 if dtype == "float32" else 2  # bytes of an element in products
+    stream = low if model.residual_dtype == "autocast" else 4
+
+    # Bytes a token, in one layer.
+    norm = 4 * C + low * C  # its input in float32, and its result in the products' dtype
+    norm += 4 * C if model.norm == "rmsnorm" else 0  # and its result before the weight
+    qkv = (C + 2 * K) * low
+    turned = (C + K) * low if model.position == "rope" else 0  # q and k once more
+    o = C * low + (8 if attention.impl == "triton" else 4) * H  # and lse, which triton has twice
+    hidden = (4 if model.mlp == "swiglu" else 2) * F * low  # what autograd keeps: swiglu's product has two factors
+    masks = 2 * C if model.dropout_p else 0
+    table = H * model.context_length if attention.impl == "naive" else 0  # a row of each head's weights
+    o += (4 + low) * table  # kept in float32, and in the products' dtype
+    project, rest = norm + qkv + turned, norm + hidden + masks
+    form, chunk = model.activation_checkpointing, min(model.chunk or tokens, tokens)
+    pieces = batch_size * chunk if model.chunk else 0
+
+    # What a layer keeps for the backward, and what its own backward takes at most. There the gradients of q, k and v,
+    # or of the hidden layer, come on top of what is computed again. A float32 stream is a norm's input itself.
+    form, pieces = model.activation_checkpointing, batch_size * (model.chunk or 0)
+    kept = {"false": project + o + rest, "true": stream * C, "selective": stream * C + o}[form]
+    gradients = 2 * stream * C  # of the stream, after the block and before it
+    shared = 4 * C if stream == 4 else 0
+    if model.chunk:
+        kept = stream * C + qkv + o if form == "false" else kept
+        again = {"false": 0, "true": qkv + o, "selective": qkv}[form]
+        around = min(tokens, pieces) * max(project, rest + low * F)
+        work = tokens * (gradients + low * C) + max(tokens * (again + qkv), around)
+    elif form == "false":
+        work = tokens * (gradients + low * F)
+    elif form == "true":
+        work = tokens * (project + o + rest + low * F + gradients - shared)
+    else:
+        work = tokens * (max(project + qkv + 4 * C, rest + low * F) + gradients - shared)
+    work += tokens * 17 * table  # four more in float32 and a mask, in naive's backward
+
+    # The loss: the last norm, the gradient of its result, the logits of a chunk of tokens, and the head's gradient.
+    loss = tokens * (norm + 4 * C + low * C) + min(tokens, KERNEL_CHUNK) * V * low + V * C * (4 + low)
+    weights = whole.parameter_count() * (16 + 4 * ema)
+    return weights + tokens * L * kept + max(work, loss)
