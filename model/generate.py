@@ -175,12 +175,9 @@ def each_token(
         max_new_tokens = min(max_new_tokens, context - max(lengths) + 1)
     assert model.config.vocab_size is not None
     used = sampler.tokens_used(list(prompts), model.config.vocab_size)
-    found: Tensor | None = None  # what the last token's choice gave
-    if isinstance(cache, KVCache):
-        kept: KVCache | None = cache
-        found = torch.stack([text[-1] for text in texts]) if any(cache.lengths) else None
-    else:
-        kept = model.new_cache(len(texts)) if cache and model.cache_refusal() is None else None
+    kept = kept_by(model, len(texts), cache)
+    # What the last token's choice gave.
+    found = torch.stack([text[-1] for text in texts]) if kept is not None and any(kept.lengths) else None
     cuda = model.embedding.weight.is_cuda
     choose = partial(sampler.choose_unseen if cuda else sampler.choose, generator=generator, used=used)
     recorded = NextToken(model, kept, choose, generator) if cuda and kept is not None and kept.at is not None else None
@@ -201,6 +198,13 @@ def each_token(
         yield found
         if kept is None or max(lengths) + max_new_tokens > context:  # or the texts are not needed again
             tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place
+
+
+def kept_by(model: GPT, B: int, cache: bool | KVCache) -> KVCache | None:
+    """generate()'s cache for B sequences; None: without one."""
+    if isinstance(cache, KVCache):
+        return cache
+    return model.new_cache(B) if cache and model.cache_refusal() is None else None
 
 
 def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -238,7 +242,7 @@ def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tenso
     lengths run one by one, so that each gives what it gives alone."""
     if all(torch.equal(text, texts[0]) for text in texts[1:]):
         if cache is not None:
-            cache.begin(len(texts[0]), slice(len(texts)))
+            cache.begin(len(texts[0]), slice(len(texts)), shared=True)
         return model.next_logits(texts[0][None], cache).expand(len(texts), -1)
     together = len({len(text) for text in texts}) == 1
     logits = []
@@ -259,12 +263,13 @@ class Session:
         sampler: Sampler,
         generator: torch.Generator,
         *,
-        cache: bool = True,
+        cache: bool | KVCache = True,
         past_context: str = "slide",
     ):
-        """The arguments of generate(). generator: all answers are drawn from it, one after the other."""
+        """The arguments of generate(). cache: an empty one, if it is a KVCache. generator: all answers are drawn from
+        it, one after the other."""
         self.model, self.sampler, self.generator, self.past_context = model, sampler, generator, past_context
-        self.kept = model.new_cache(1) if cache and model.cache_refusal() is None else None
+        self.kept = kept_by(model, 1, cache)
         self.ran: list[int] = []  # what the model has seen, and the last token, which it has not
 
     def answer(self, text: list[int], max_new_tokens: int) -> Iterator[int]:

@@ -332,9 +332,10 @@ class GPT(nn.Module):
         """
         return self.logits(self.hidden(idx, cache=cache)[:, -1])
 
-    def new_cache(self, B: int, splits: int | None = None, kernel: bool = True) -> KVCache:
+    def new_cache(self, B: int, splits: int | None = None, kernel: bool = True, page: int | None = None) -> KVCache:
         """An empty cache for B sequences. splits: into how many parts the keys are cut; None: as suits the device.
-        kernel: compute the tokens with kernels/decode.py where it can run. Raises ValueError as cache_refusal() says.
+        kernel: compute the tokens with kernels/decode.py where it can run. page: keep keys and values in pages of so
+        many tokens, a power of 2; None: in one buffer. Raises ValueError as cache_refusal() says.
         """
         if (refused := self.cache_refusal()) is not None:
             raise ValueError(refused)
@@ -342,7 +343,7 @@ class GPT(nn.Module):
         device = weight.device
         layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
         kernel = kernel and runs_kernel(self.attention_config, weight.dtype, config.head_size, device)
-        cache = KVCache(layers, B, config.context_length, device, splits, kernel)
+        cache = KVCache(layers, B, config.context_length, device, splits, kernel, page)
         if config.position == "rope":
             cache.rope = rope_table(config.context_length, config.head_size, config.rope_base, device)
         return cache

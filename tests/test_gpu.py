@@ -860,6 +860,48 @@ def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, s
     assert len(found.unique()) > (2 if sampler.get("temperature") == 0 else 20)
 
 
+@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}], ids=str)
+@pytest.mark.parametrize("lengths", [(20,), (3, 50, 90), (70,) * 20], ids=["one", "three", "twenty"])
+@pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
+def test_recorded_tokens_in_pages_are_those_in_buffers_bit_for_bit(changes, lengths, sampler, monkeypatch):
+    """Pages come while the recorded token runs, and when their memory moves it is recorded again. Twenty samples share
+    a prompt, whose last page is copied. The context of 256 fills up, and its last half runs again."""
+    from model import token
+    from model.generate import Sampler, generate
+
+    model = sampled_model(changes)
+    prompts = [torch.randint(1000, (length,), device="cuda") for length in lengths]
+    if len(lengths) == 20:
+        prompts = prompts[:1] * 20
+    recordings, record, found = [], token.NextToken.record, []
+    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
+    for page in (None, 64):
+        generators = [torch.Generator("cuda").manual_seed(seed) for seed in range(len(lengths))]
+        cache = model.new_cache(len(lengths), page=page)
+        tokens = generate(model, prompts, 400, Sampler(**sampler), generators, cache=cache, past_context="half")
+        found.append(torch.stack(list(tokens)))
+    assert torch.equal(*found)
+    assert 3 <= len(recordings) <= 8  # of the buffers one
+
+
+def test_pages_that_come_do_not_wait_for_the_device():
+    from model.generate import Sampler, generate
+
+    model = sampled_model({})
+    prompt = torch.randint(1000, (1, 60), device="cuda").expand(4, -1)
+    cache = model.new_cache(4, page=64)
+    tokens = generate(model, prompt, 190, Sampler(), torch.Generator("cuda").manual_seed(0), cache=cache)
+    for _ in range(10):
+        next(tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [next(tokens) for _ in range(170)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(found) == 170
+    assert [len(held) for held in cache.pages.held] == [4] * 4
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16, 20])
 @pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
