@@ -4,9 +4,9 @@
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
-D, "pages"] the same with keys in pages, [dtype, B, "linear"] that of a linear layer with B rows, ["bool", C, "table"]
-that of whole dropout masks. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list: for each
-kernel what came out of it.
+D, "pages"] the same with keys in pages, [dtype, B, "linear768"] that of a linear layer with B rows of 768,
+["bool", C, "table"] that of whole dropout masks. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
+list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -118,11 +118,12 @@ for dtype, D, dropout in CASES:
             kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
         decode(*heads, *kept, zeros[:1], problem, zeros.int(), 8, rope, table)
         continue
-    if dropout == "linear":  # all that may stand before and after it
-        layer, norm = torch.nn.Linear(768, 3072), torch.nn.LayerNorm(768)
+    if str(dropout).startswith("linear"):  # all that may stand before and after it
+        width = int(dropout.removeprefix("linear"))
+        layer, norm = torch.nn.Linear(width, 3072), torch.nn.LayerNorm(width)
         for module in (layer, norm):
             module.to(getattr(torch, dtype))
-        linear(torch.empty(D, 768), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
+        linear(torch.empty(D, width), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
         continue
     if dropout == "table":
         keep_table(torch.tensor(1), 128, 256, D, 51)
