@@ -133,8 +133,11 @@ class Config:
             listed = json.loads(self.stop) if re.match(r'\[\s*"', self.stop) else [self.stop]
         except ValueError as error:
             raise ValueError(f'stop={self.stop} is no list ({error}); write it as ["one", "two"]') from error
-        if not all(isinstance(text, str) and text for text in listed):
-            raise ValueError(f"stop={self.stop} has an empty text or none; give texts of at least one character")
+        for text in listed:
+            if not isinstance(text, str):
+                raise ValueError(f"stop={self.stop}: {json.dumps(text)} is no text; write it in quotes")
+            if not text:
+                raise ValueError(f"stop={self.stop} has an empty text; give texts of at least one character")
         return listed
 
 

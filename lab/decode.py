@@ -21,7 +21,7 @@ from kernels.problem import Problem
 from lab.meter import median_ms
 from lab.race import append, results_in
 from model.attention import AttentionConfig, resolve
-from model.cache import PAGE, decode, runs_kernel
+from model.cache import PAGE, decode, has_decode_kernel
 from model.generate import Sampler, generate, run_prompts
 from model.gpt import GPT, GPTConfig
 from training.machine import DTYPES, about, pick_dtype
@@ -79,7 +79,7 @@ def attention_rows(
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=H != H_kv),
         "plain": lambda: decode(q, keys, values, problem),
     }
-    if runs_kernel(AttentionConfig("sdpa"), dtype, D, device):
+    if has_decode_kernel(AttentionConfig("sdpa"), dtype, D, device):
         from kernels.decode import decode as kernel  # imported here: triton is not installed everywhere
 
         last = k[:, :, -1:].clone(), v[:, :, -1:].clone()  # the new token has the last slot

@@ -340,7 +340,7 @@ class KVCache:
         return Step(position[:, 0] % size, T_k, back, back > position)
 
 
-def runs_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
+def has_decode_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
     """Whether kernels/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
     if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or not HAS_TRITON:
         return False

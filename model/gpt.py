@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, attention, draws_itself
 from model.break_it import UNBROKEN, BreakIt
-from model.cache import KVCache, LayerCache, runs_kernel
+from model.cache import KVCache, LayerCache, has_decode_kernel
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 
@@ -342,7 +342,7 @@ class GPT(nn.Module):
         config, weight = self.config, self.embedding.weight
         device = weight.device
         layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
-        kernel = kernel and runs_kernel(self.attention_config, weight.dtype, config.head_size, device)
+        kernel = kernel and has_decode_kernel(self.attention_config, weight.dtype, config.head_size, device)
         cache = KVCache(layers, B, config.context_length, device, splits, kernel, page)
         if config.position == "rope":
             cache.rope = rope_table(config.context_length, config.head_size, config.rope_base, device)

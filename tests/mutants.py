@@ -27,6 +27,7 @@ SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py"]
 SECONDS = 600  # that the tests of one fault may take
 
 
+PENALTY = "cache::test_a_talk_is_penalized_as_one_prompt_with_its_text"
 PAGES = "cache::test_pages_change_no_token_past_the_context"
 IN_PAGES = "decode::test_a_token_has_the_same_bits_in_pages"
 BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
@@ -160,13 +161,18 @@ TABLE = [
     ("a window's buffer has a slot too few", "min(config.window or context_length, context_length)",
      "min(config.window - 1 or 1 if config.window else context_length, context_length)", "cache"),
     ("a long prompt leaves its first keys", "x[:, :, T - T_kept :]", "x[:, :, :T_kept]", "cache"),
-    ("every sequence's prompt goes to the first rows", "*kept.shape[1:])[self.rows]", "*kept.shape[1:])[: len(x)]", "cache"),
+    ("every sequence's prompt goes to the first rows",
+     "*kept.shape[1:])[self.rows]", "*kept.shape[1:])[: len(x)]", "cache"),
     ("what follows a prompt is kept in the first slots",
      "torch.arange(self.past + T - T_kept, self.past + T,", "torch.arange(T - T_kept, T,", "cache"),
-    ("what follows a prompt does not see it", "before], x), dim=2) if self.past", "before], x), dim=2) if False", "cache"),
+    ("what follows a prompt does not see it",
+     "before], x), dim=2) if self.past", "before], x), dim=2) if False", "cache"),
     ("a cut passes over what a window has lost", "max(self.lengths) <= layer.size", "True or layer.size", "cache"),
     ("a session takes any text for the one it knows",
      "strict=False)) if new != old)", "strict=False)) if False)", "cache"),
+    ("a talk is penalized for what was taken back", "self.used.copy_(used)", "self.used.logical_or_(used)", PENALTY),
+    ("a talk is penalized for what the model sees", "self.keep.count(idx)", "self.keep.count(idx[:, -context:])",
+     PENALTY),
     ("samples write into the page that they share", "self.owners[held[i]] == 1:", "self.owners[held[i]]:", PAGES),
     ("a page's copy is empty", "kept[copies[1]] = kept[copies[0]]", "pass", PAGES),
     ("pages are lost when their memory grows", "grown[: len(kept)] = kept", "pass", PAGES),

@@ -359,6 +359,20 @@ def test_the_penalty_counts_the_prompt_and_the_new_tokens():
     assert torch.equal(with_cache, without)
 
 
+@pytest.mark.parametrize("length", [10, CONTEXT + 6])
+def test_a_talk_is_penalized_as_one_prompt_with_its_text(length):
+    """Also for tokens that the model does not see any more, and in a later answer for those of an earlier one. An
+    answer that was taken back counts no more."""
+    model, sampler = made(), Sampler(0, repetition_penalty=1e9)
+    session, text = Session(model, sampler, one_generator(0)), texts(length)[0].tolist()
+    list(session.answer(text, 5))
+    for count in (4, 3):
+        answer = list(session.answer(text, count))
+        assert answer == [int(token) for token in generate(model, torch.tensor([text]), count, sampler)]
+        assert not set(answer) & set(text)
+        text += answer
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
 def test_several_tokens_after_a_prompt_see_what_the_cache_holds(changes):

@@ -19,7 +19,7 @@ from kernels.linear import linear
 from kernels.problem import Problem
 from lab import decode as race
 from model.attention import AttentionConfig, alibi_slopes
-from model.cache import runs_kernel
+from model.cache import has_decode_kernel
 from model.generate import run_prompts
 from model.gpt import CHOICES, GPTConfig, rope_table, rotate
 from model.token import next_logits
@@ -260,13 +260,13 @@ def test_a_page_has_no_less_than_a_tile():
 
 def test_the_kernel_runs_where_triton_does():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert runs_kernel(AttentionConfig("triton"), torch.bfloat16, 64, cpu)  # in the interpreter, as here
+    assert has_decode_kernel(AttentionConfig("triton"), torch.bfloat16, 64, cpu)  # in the interpreter, as here
     for impl in ("naive", "tiled", "sdpa"):
-        assert not runs_kernel(AttentionConfig(impl), torch.bfloat16, 64, cpu)
+        assert not has_decode_kernel(AttentionConfig(impl), torch.bfloat16, 64, cpu)
     for impl in ("naive", "tiled"):
-        assert not runs_kernel(AttentionConfig(impl), torch.bfloat16, 64, gpu)
-    assert not runs_kernel(AttentionConfig("triton"), torch.float64, 64, cpu)
-    assert not runs_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
+        assert not has_decode_kernel(AttentionConfig(impl), torch.bfloat16, 64, gpu)
+    assert not has_decode_kernel(AttentionConfig("triton"), torch.float64, 64, cpu)
+    assert not has_decode_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
     assert made(torch.float32, impl="triton").new_cache(1).at is not None
     assert made(torch.float32, impl="triton").new_cache(1, kernel=False).at is None
 

@@ -411,11 +411,11 @@ def loss_inputs(n: int, V: int, C: int, dtype: torch.dtype) -> tuple[torch.Tenso
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_of_the_loss_is_within_twice_torchs_error(dtype, V, monkeypatch):
     x, weight, targets = loss_inputs(700, V, 64, dtype)
-    assert loss_module.runs_kernel(x)
-    assert not loss_module.runs_kernel(x.double())
+    assert loss_module.has_loss_kernel(x)
+    assert not loss_module.has_loss_kernel(x.double())
     monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
     found = of_loss(x, weight, targets)
-    monkeypatch.setattr(loss_module, "runs_kernel", lambda x: False)
+    monkeypatch.setattr(loss_module, "has_loss_kernel", lambda x: False)
     reference = of_loss(*(t.detach().double().requires_grad_() for t in (x, weight)), targets)
     assert_within_budget(
         found, of_loss(x, weight, targets), {name: right.cpu().double() for name, right in reference.items()}
@@ -984,12 +984,15 @@ def test_recorded_rows_draw_from_their_own_generators(monkeypatch):
 
 
 @pytest.mark.parametrize("past_context", ["slide", "half"])
-def test_a_session_answers_as_without_a_cache(past_context):
-    """Each turn records its own token; answers are cut short, when the GPU is a token ahead. To past the context."""
+def test_a_session_answers_as_without_a_cache(past_context, monkeypatch):
+    """One token is recorded for all turns. Answers are cut short, when the GPU is a token ahead; past the context."""
     from itertools import islice
 
+    from model import token
     from model.generate import Sampler, Session
 
+    recordings, record = [], token.NextToken.record
+    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
     model, answers = sampled_model(SAMPLED["rope-grouped"], torch.float32), []
     for cache in (True, False):
         generator = torch.Generator("cuda").manual_seed(1)
@@ -1001,3 +1004,20 @@ def test_a_session_answers_as_without_a_cache(past_context):
             text += [*answer[: count - count // 3], 7, 8, 9]
         answers.append(said)
     assert answers[0] == answers[1]
+    assert len(recordings) == 1
+
+
+def test_a_talk_that_is_recorded_once_draws_and_penalizes_as_an_unrecorded_one(monkeypatch):
+    """What the graph reads and writes stays at its place: the generator, and what a penalty counts."""
+    from model import token
+    from model.generate import Sampler, Session
+
+    model, sampler, answers = sampled_model({}), Sampler(1.0, repetition_penalty=1.3), []
+    for warm_up in (token.WARM_UP, 1000):
+        monkeypatch.setattr(token, "WARM_UP", warm_up)
+        session, text = Session(model, sampler, torch.Generator("cuda").manual_seed(2), past_context="half"), [1]
+        for turn in range(8):
+            text += [turn, *session.answer([*text, turn], 40)]
+        answers.append(text)
+    assert answers[0] == answers[1]
+    assert len(set(text)) > 100
