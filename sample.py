@@ -37,6 +37,7 @@ from tiktoken import Encoding
 from data.prepare import DataConfig
 from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
+from model.cache import PAGE, KVCache
 from model.generate import PAST_CONTEXT, Sampler, Session, generate
 from model.gpt import GPT
 from training import checkpoint, config, exchange
@@ -77,7 +78,9 @@ class Config:
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     dtype: str = "auto"  # of the weights: auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16
     impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
-    cache: bool = True  # keep the keys and values of past tokens; false: run the whole context again for each token
+    # keep the keys and values of past tokens: contiguous (memory for the whole context) | paged (for the text alone,
+    # and once for the prompt of several samples) | false (keep none: the whole context runs again for each token)
+    cache: str = "contiguous"
     # at a full context: slide (run it again for each token) | half (fast: forget half) | stop
     past_context: str = "slide"
 
@@ -99,6 +102,8 @@ class Config:
         unused = [f.name for f in fields(self) if f.name not in weights and getattr(self, f.name) != f.default]
         if self.export is not None and unused:
             raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
+        if self.cache not in ("contiguous", "paged", "false"):
+            raise ValueError(f"cache={self.cache} is not known; choose contiguous, paged or false")
         if self.past_context not in PAST_CONTEXT:
             raise ValueError(f"past_context={self.past_context} is not known; choose slide, half or stop")
         if self.dtype not in ("auto", *DTYPES):
@@ -111,6 +116,12 @@ class Config:
             raise ValueError("interactive=true and prompt_file=- both read standard input; leave one out")
         self.sampler(), self.stops()  # check their fields before the first job of a sweep starts
 
+    def new_cache(self, model: GPT) -> KVCache | bool:
+        """The cache for the samples; False: without one."""
+        if self.cache == "false" or model.cache_refusal() is not None:
+            return False
+        return model.new_cache(self.num_samples, page=PAGE if self.cache == "paged" else None)
+
     def sampler(self) -> Sampler:
         return Sampler(**{field.name: getattr(self, field.name) for field in fields(Sampler)})
 
@@ -122,8 +133,11 @@ class Config:
             listed = json.loads(self.stop) if re.match(r'\[\s*"', self.stop) else [self.stop]
         except ValueError as error:
             raise ValueError(f'stop={self.stop} is no list ({error}); write it as ["one", "two"]') from error
-        if not all(isinstance(text, str) and text for text in listed):
-            raise ValueError(f"stop={self.stop} has an empty text or none; give texts of at least one character")
+        for text in listed:
+            if not isinstance(text, str):
+                raise ValueError(f"stop={self.stop}: {json.dumps(text)} is no text; write it in quotes")
+            if not text:
+                raise ValueError(f"stop={self.stop} has an empty text; give texts of at least one character")
         return listed
 
 
@@ -171,7 +185,7 @@ def main(cfg: Config) -> None:
                 "use past_context=slide or past_context=half"
             )
         print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
-    if cfg.cache and (refused := model.cache_refusal()) is not None:
+    if cfg.cache != "false" and (refused := model.cache_refusal()) is not None:
         print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
     writer = Writer(cfg, model, encoding, prompt, text, stamp(broken))
     try:
@@ -194,8 +208,9 @@ def write(writer: Writer) -> None:
     generators = [torch.Generator(device).manual_seed(cfg.seed + number) for number in range(count)]
     idx = torch.tensor([prompt], device=device).expand(count, -1)  # (B, T)
     started, made, first, length = time.perf_counter(), 0, 0.0, len(prompt)
+    cache = cfg.new_cache(model)
     new = generate(
-        model, idx, cfg.max_new_tokens, cfg.sampler(), generators, cache=cfg.cache, past_context=cfg.past_context
+        model, idx, cfg.max_new_tokens, cfg.sampler(), generators, cache=cache, past_context=cfg.past_context
     )
     for tokens in new:
         made, length, first = made + len(screen.going), length + 1, first or time.perf_counter() - started
@@ -217,7 +232,7 @@ def talk(writer: Writer) -> None:
     shows. Ctrl-C ends the present answer; where a line is read, and when it comes twice, it ends the program."""
     cfg, model, encoding, prompt, text, label = writer
     generator = torch.Generator(model.embedding.weight.device).manual_seed(cfg.seed)
-    session = Session(model, cfg.sampler(), generator, cache=cfg.cache, past_context=cfg.past_context)
+    session = Session(model, cfg.sampler(), generator, cache=cfg.new_cache(model), past_context=cfg.past_context)
     if sys.stdin is None:
         raise ValueError("interactive=true reads standard input, which is closed; use prompt=")
     mark = "> " if sys.stdin.isatty() else ""

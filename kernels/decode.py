@@ -5,6 +5,7 @@
 Shapes: B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a key head, D head size, S slots,
 n = b * H_kv + h_kv the number of a key head.
     q, o (B, H, 1, D)    k, v (B, H_kv, 1, D), the new token's    keys, values (B * H_kv, S, D)
+    in pages of P tokens: keys, values (pages, H_kv, P, D), and a table (B, S / P) of page numbers
 
 The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
 would leave most processors idle. So each split of the keys has a program. All G query heads of a key head are rows of
@@ -17,7 +18,8 @@ is the same in plain PyTorch, and docs/attention.md has the formulas under "The 
         6     the last program of a key head merges all splits
 
 The kernel reads the position of each sequence from device memory, and cuts the keys that are there into equal parts.
-So one CUDA graph serves while the sequences grow. A program whose part is empty ends at once.
+So one CUDA graph serves while the sequences grow. A program whose part is empty ends at once. A page is a whole number
+of tiles, so a tile needs one number from the table, and computes the same bits as in a buffer.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding. There a second kernel merges. Here the programs of a
 key head draw tickets, and the one with the last ticket merges. That saves a launch, which at short lengths takes as
@@ -71,6 +73,7 @@ def decode(
     tickets: Tensor,
     splits: int | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
+    table: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Keeps k and v in slot position % S of keys and values. Returns o (B, H, 1, D) in q's dtype, (B, 1, H, D) in
     memory: attention to all slots that are filled.
@@ -80,25 +83,30 @@ def decode(
     problem: its scale, softcap and slopes count. tickets: int32 (B * H_kv,), zeros, and zeros again after the call.
     splits: into how many parts the keys are cut, at most; None: as many as fill the GPU. It changes o by rounding.
     rope: cos and sin, float32 (positions, D / 2), by which q and k are rotated first; None: they stay as they are.
+    table: int32 (B, at least S / P), and S, if keys and values are pages (pages, H_kv, P, D). Token p of sequence b is
+    in page table[b, p // P], and p < S. P is a power of 2, and no less than a tile. None: keys and values are buffers.
     """
-    (B, H, _, D), (N, S, _) = q.shape, keys.shape
-    G, BLOCK_D = B * H // N, block_d(D)
+    (B, H, _, D), H_kv = q.shape, k.shape[1]
+    pages, S = table or (None, keys.shape[1])
+    N, G, BLOCK_D, P = B * H_kv, H // H_kv, block_d(D), keys.shape[2] if table else 0
     tile = FLOAT32 if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
     if rows > 16:  # more rows take more shared memory
         tile = tile._replace(num_stages=2)
+    assert P % tile.BLOCK_N == 0, f"pages of {P} tokens, tiles of {tile.BLOCK_N}"
     splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
     o = q.new_empty(B, 1, H, D).transpose(1, 2)
     acc, sums = q.new_empty(N, splits, G, D, dtype=torch.float32), q.new_empty(2, N, splits, G, dtype=torch.float32)
     cos, sin = rope or (None, None)
     overlap = sizes.starts_early(q.device)
-    early = {"launch_pdl": True} if overlap and keys.nbytes <= SHORT else {}
+    early = {"launch_pdl": True} if overlap and N * S * D * keys.element_size() <= SHORT else {}
     with on(q.device):
         decode_kernel[(N, splits)](
-            q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.slopes, cos, sin,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, N // B,
+            q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.slopes, cos, sin, pages,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, H_kv,
+            0 if pages is None else pages.stride(0),
             problem.scale, problem.scale * math.log2(math.e), problem.softcap,
-            G, D, rows, BLOCK_D, tile.BLOCK_N, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
+            P, G, D, rows, BLOCK_D, tile.BLOCK_N, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
             triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
             num_warps=tile.num_warps, **early,
         )  # fmt: skip
@@ -115,10 +123,10 @@ def splits_for(N: int, device: torch.device) -> int:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, keys, values, position, o, acc_of, m_of, l_of, tickets, slopes, cos, sin,
-    q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, scale, scale2, softcap,
-    G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, keys, values, position, o, acc_of, m_of, l_of, tickets, slopes, cos, sin, table,
+    q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, table_b, scale, scale2, softcap,
+    P: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (n, split). acc_of (N, splits, G, D), m_of and l_of (N, splits, G), float32: the state of each split."""
@@ -135,10 +143,11 @@ def decode_kernel(
         start = split * share
         stop = tl.minimum(start + share, T_k)
         d = tl.arange(0, BLOCK_D)
-        kept = n * S * D
         slot = (at % S).to(tl.int32)
+        if table is not None:
+            table += b * table_b
         if (slot >= start) & (slot < stop):  # 0
-            row = kept + slot.to(tl.int64) * D + d
+            row = place(slot, page_of(slot, table, P), n, h_kv, S, H_kv, P) * D + d
             tl.store(keys + row, head(k + b * k_b + h_kv * k_h, d, d < D, at, cos, sin, D), mask=d < D)
             tl.store(values + row, tl.load(v + b * v_b + h_kv * v_h + d, mask=d < D), mask=d < D)
         tl.debug_barrier()  # the threads that load the row below are not those that stored it
@@ -147,8 +156,8 @@ def decode_kernel(
         h = h_kv * G + g
         inside = (g < G)[:, None] & (d < D)[None, :]
         q_i = head(q + (b * q_b + h * q_h)[:, None], d[None, :], inside, at, cos, sin, D)
-        m, l, acc = one_split(q_i, keys + kept, values + kept, start, stop, h, g < G, slot, S, slopes, scale, scale2,
-                              softcap, D, ROWS, BLOCK_D, BLOCK_N, PRECISION, STAGES)  # fmt: skip
+        m, l, acc = one_split(q_i, keys, values, n, h_kv, start, stop, h, g < G, slot, S, H_kv, table, slopes, scale,
+                              scale2, softcap, D, P, ROWS, BLOCK_D, BLOCK_N, PRECISION, STAGES)  # fmt: skip
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()  # at the latest now
         if parts == 1:
@@ -181,9 +190,27 @@ def head(x, d, inside, at, cos, sin, D: tl.constexpr):
 
 
 @triton.jit
-def one_split(q_i, keys, values, start, stop, h, is_head, slot, S, slopes, scale, scale2, softcap, D: tl.constexpr,
-              ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-              STAGES: tl.constexpr):  # fmt: skip
+def page_of(slot, table, P: tl.constexpr):
+    """The page that has a slot. table: of the sequence; None: there are no pages."""
+    page = slot
+    if table is not None:
+        page = tl.load(table + slot // P)
+    return page
+
+
+@triton.jit
+def place(slot, page, n, h_kv, S, H_kv, P: tl.constexpr):
+    """The row of a slot in keys and values; P is 0 without pages."""
+    row = n * S + slot
+    if P > 0:
+        row = (page.to(tl.int64) * H_kv + h_kv) * P + slot % P
+    return row
+
+
+@triton.jit
+def one_split(q_i, keys, values, n, h_kv, start, stop, h, is_head, slot, S, H_kv, table, slopes, scale, scale2,
+              softcap, D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+              BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Steps 1 to 5 over the keys from start to stop: m in base 2, l (ROWS,) and acc (ROWS, BLOCK_D)."""
     d = tl.arange(0, BLOCK_D)[None, :]
     within = tl.arange(0, BLOCK_N)
@@ -192,10 +219,12 @@ def one_split(q_i, keys, values, start, stop, h, is_head, slot, S, slopes, scale
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + h, mask=is_head, other=0.0)[:, None]
-    place = start.to(tl.int64) * D
+    page = page_of(start, table, P)
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         j = first + within
-        at = place + within[:, None] * D + d
+        at = place(first, page, n, h_kv, S, H_kv, P) * D + within[:, None] * D + d
+        # Of the next tile. If a tile loaded its own number, Triton would have fewer tiles on their way.
+        page = page_of(tl.minimum(first + BLOCK_N, stop - 1), table, P)
         seen = (j < stop)[:, None]
         if D < BLOCK_D:
             seen = seen & (d < D)
@@ -220,7 +249,6 @@ def one_split(q_i, keys, values, start, stop, h, is_head, slot, S, slopes, scale
             acc = tl.fma(acc, alpha[:, None], tl.dot(p, v_j, input_precision=PRECISION))  # 5
         else:
             acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None])  # 5
-        place += BLOCK_N * D
     return m, l, acc
 
 

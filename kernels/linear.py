@@ -32,6 +32,7 @@ from kernels.task import precision
 ROWS = 16  # B is at most this
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
 PROGRAMS = 264  # tile_for() lets at least so many run if it can: two for each processor of an H200
+WHOLE = 1024  # columns of ROWS rows for which a norm has the registers; of more it adds up a quarter of that at a time
 SQRT_2_BY_PI, SQRT_HALF = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(math.sqrt(0.5))
 
 
@@ -65,7 +66,8 @@ def linear(
     with on(x.device):
         linear_kernel[(triton.cdiv(N, BLOCK_N),)](
             x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
-            triton.next_power_of_2(K), BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS, precision(weight.dtype), bool(early),
+            triton.next_power_of_2(K) if B == 1 or K <= WHOLE else WHOLE // 4, BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS,
+            precision(weight.dtype), bool(early),
             num_warps=num_warps, num_stages=2, **early,
         )  # fmt: skip
     return y
@@ -108,7 +110,7 @@ def embed_kernel(token, weight, positions, at, x, C, WIDTH: tl.constexpr):
 @triton.jit
 def linear_kernel(
     x, weight, bias, gate, gate_bias, norm_weight, norm_bias, eps, add, y, B, N, K: tl.constexpr,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of every row. x (B, K), y and add (B, N)."""
@@ -121,18 +123,21 @@ def linear_kernel(
 
     mean, rstd = tl.zeros([ROWS], tl.float32), tl.full([ROWS], 1.0, tl.float32)
     if NORM != "none":
-        i = tl.arange(0, WIDTH)[None, :]
-        whole = tl.load(x + row[:, None] * K + i, mask=(row < B)[:, None] & (i < K), other=0.0).to(tl.float32)
+        squares = tl.zeros([ROWS], tl.float32)
         if NORM == "layernorm":
-            mean = tl.sum(whole, 1) / K
-            whole = tl.where(i < K, whole - mean[:, None], 0.0)
-        rstd = 1 / tl.sqrt_rn(tl.sum(whole * whole, 1) / K + eps)
+            for first in range(0, K, STEP):
+                mean += tl.sum(columns(x, row, first, B, K, STEP), 1)
+            mean /= K
+        for first in range(0, K, STEP):
+            inside = (first + tl.arange(0, STEP) < K)[None, :]
+            part = tl.where(inside, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)
+            squares += tl.sum(part * part, 1)
+        rstd = 1 / tl.sqrt_rn(squares / K + eps)
 
     acc, acc_gate = tl.zeros([ROWS, BLOCK_N], tl.float32), tl.zeros([ROWS, BLOCK_N], tl.float32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        x_k = tl.load(x + row[:, None] * K + k[None, :], mask=(row < B)[:, None] & (k < K)[None, :], other=0.0)
-        x_k = x_k.to(tl.float32)
+        x_k = columns(x, row, first, B, K, BLOCK_K)
         if NORM != "none":
             x_k = (x_k - mean[:, None]) * rstd[:, None]
             x_k *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
@@ -154,6 +159,13 @@ def linear_kernel(
     if add is not None:
         value += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def columns(x, row, first, B, K: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT columns of x from `first` on, float32 (ROWS, COUNT). Zeros past its ends."""
+    k = first + tl.arange(0, COUNT)[None, :]
+    return tl.load(x + row[:, None] * K + k, mask=(row < B)[:, None] & (k < K), other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from kernels.problem import Problem
 from lab.meter import median_ms
 from lab.race import append, results_in
 from model.attention import AttentionConfig, resolve
-from model.cache import decode, runs_kernel
+from model.cache import PAGE, decode, has_decode_kernel
 from model.generate import Sampler, generate, run_prompts
 from model.gpt import GPT, GPTConfig
 from training.machine import DTYPES, about, pick_dtype
@@ -66,7 +66,7 @@ def race_decode(device: torch.device, out: Path) -> None:
 def attention_rows(
     case: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a copy, ours (the kernel on a GPU, and plain PyTorch) and SDPA."""
+    """The rows of a copy, ours (the kernel on a GPU, with keys in buffers and in pages, and plain PyTorch) and SDPA."""
     B, T_k, H, H_kv, D = shape
     generator = torch.Generator(device).manual_seed(0)
     q = torch.randn(B, H, 1, D, dtype=dtype, device=device, generator=generator)
@@ -79,13 +79,17 @@ def attention_rows(
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=H != H_kv),
         "plain": lambda: decode(q, keys, values, problem),
     }
-    if runs_kernel(AttentionConfig("sdpa"), dtype, D, device):
+    if has_decode_kernel(AttentionConfig("sdpa"), dtype, D, device):
         from kernels.decode import decode as kernel  # imported here: triton is not installed everywhere
 
         last = k[:, :, -1:].clone(), v[:, :, -1:].clone()  # the new token has the last slot
         position = torch.full((B,), T_k - 1, device=device)
         tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=device)
         actions["kernel"] = lambda: kernel(q, *last, keys, values, position, problem, tickets)
+        # The same memory as pages in any order.
+        table = torch.randperm(B * T_k // PAGE, device=device, generator=generator).view(B, -1).int()
+        pages = keys.view(-1, H_kv, PAGE, D), values.view(-1, H_kv, PAGE, D)
+        actions["paged"] = lambda: kernel(q, *last, *pages, position, problem, tickets, None, None, (table, T_k))
         check(actions["kernel"](), actions["plain"](), decode(q.double(), keys.double(), values.double(), problem))
     copy_speed = 0.0
     for name, action in actions.items():
@@ -105,14 +109,15 @@ def check(found: Tensor, plain: Tensor, right: Tensor) -> None:
 
 
 def token_rows(case: str, T: int, dtype: torch.dtype, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The rows of GPT-2 124M with random weights, after a prompt of T random tokens: recorded as sample.py has it, and
-    from Python with the cache in plain PyTorch."""
+    """The rows of GPT-2 124M with random weights, after a prompt of T random tokens: recorded as sample.py has it, with
+    a cache in buffers and in pages, and from Python with the cache in plain PyTorch."""
     torch.manual_seed(0)
     config = GPTConfig(context_length=T + WARM_UP + TOKENS, vocab_size=50_257, vocab_multiple=64)
     model = GPT(config, resolve(AttentionConfig(), device.type)).to(device, dtype).eval()
     prompt = torch.randint(50_257, (1, T), device=device)
     shape = {"case": case, "B": 1, "H": config.n_head, "H_kv": config.n_kv_head, "D": config.head_size, "T_k": T}
-    for name, tokens in {"recorded": recorded(model, prompt), "eager": eager(model, prompt)}.items():
+    made = {"recorded": recorded(model, prompt), "paged": recorded(model, prompt, PAGE), "eager": eager(model, prompt)}
+    for name, tokens in made.items():
         for _ in range(WARM_UP):
             next(tokens)
         started = time.perf_counter()
@@ -122,9 +127,9 @@ def token_rows(case: str, T: int, dtype: torch.dtype, device: torch.device) -> I
         yield shape | {"name": name, "ms": seconds * 1e3, "tokens_per_s": round(1 / seconds)}
 
 
-def recorded(model: GPT, prompt: Tensor) -> Iterator[int]:
+def recorded(model: GPT, prompt: Tensor, page: int | None = None) -> Iterator[int]:
     """New tokens, as sample.py makes them."""
-    return map(int, generate(model, prompt, WARM_UP + TOKENS, Sampler()))
+    yield from map(int, generate(model, prompt, WARM_UP + TOKENS, Sampler(), cache=model.new_cache(1, page=page)))
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ Shapes: B sequences, H query heads, H_kv key/value heads, D head size, S slots i
     q, o (B, H, 1, D)
 As in model/tiled.py the G = H / H_kv query heads of a key head are rows of one matrix, with N = B * H_kv:
     q, acc (N, G, D)    k, v (N, T_k, D)    m, l (N, G, 1)
+In pages, with P tokens a page: k, v (pages, H_kv, P, D)
 
 No token sees a later one, so the keys and values of a token stay as they are. A prompt runs through attention() as in
 training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it. It is
@@ -12,7 +13,11 @@ have the numbers of model/attention.py; docs/attention.md has the formulas under
 a GPU the kernel of kernels/decode.py does the same. It reads the sequences' positions from the device, where they are
 counted too.
 
-Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
+A layer keeps a buffer of all positions for each sequence, or with pages only blocks of P tokens, which a table finds.
+Then memory follows the lengths of the texts, and texts that begin alike have the pages of their beginning together.
+A layer with a window keeps its buffer, which is as small as the window.
+
+Sources: Dao et al. 2023, https://pytorch.org/blog/flash-decoding; pages: Kwon et al. 2023, arXiv 2309.06180.
 """
 
 from typing import NamedTuple
@@ -26,6 +31,7 @@ from model.break_it import UNBROKEN
 from model.mask import WHOLE, Tile
 from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
 
+PAGE = 64  # tokens in a page of sample.py; kernels/decode.py wants a multiple of its tiles
 ANY = Tile(range(0), range(0), WHOLE)  # scores() uses a tile's place for alibi alone
 
 
@@ -38,19 +44,119 @@ class Step(NamedTuple):
     hidden: Tensor | None = None  # bool (B, T_k): slots that a shorter sequence has not filled; None: all are filled
 
 
-class LayerCache:
-    """The keys (after the rotary embedding) and values of one layer. Position p is in slot p % S."""
+def sent(numbers: list, device: torch.device) -> Tensor:
+    """The integers as an int64 tensor on the device. The host does not wait for a GPU."""
+    found = torch.tensor(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
-    k: Tensor  # (N, S, D), made by the first fill()
+
+class Pages:
+    """Which pages hold the tokens of each sequence. All layers without a window share one such table.
+
+    Token p of sequence b is in page table[b, p // size], at place p % size. Sequences may share a page; the first to
+    write into it gets a copy. Page 0 belongs to no sequence and holds zeros: the table has it where no page is needed.
+    """
+
+    def __init__(self, B: int, context_length: int, size: int, device: torch.device):
+        """size: the tokens of a page, a power of 2."""
+        assert size.bit_count() == 1, f"pages of {size} tokens"
+        self.size, self.device = size, device
+        # It stays at one place in memory, because a recorded token has its address.
+        self.table = torch.zeros(B, -(-context_length // size), dtype=torch.int32, device=device)
+        self.held: list[list[int]] = [[] for _ in range(B)]  # the pages of each sequence
+        self.owners = [1]  # how many sequences have each page
+        self.free: list[int] = []
+        self.capacity = 0  # the pages for which the layers have memory
+        self.moved = 0  # how often the layers' memory has moved
+        self.changed: dict[tuple[int, int], int] = {}  # what the device's table lacks
+        self.copies: list[tuple[int, int]] = []  # pages to be copied: from, to
+
+    def keep(self, b: int, T: int) -> None:
+        """Sequence b keeps the pages of its first T tokens alone."""
+        held, count = self.held[b], -(-T // self.size)
+        for i, page in list(enumerate(held))[count:]:
+            self.owners[page] -= 1
+            if not self.owners[page]:
+                self.free.append(page)
+            self.changed[b, i] = 0
+        del held[count:]
+
+    def own(self, b: int, start: int, stop: int) -> None:
+        """Gives sequence b pages of its own for its tokens from start to stop - 1. It has those before."""
+        held = self.held[b]
+        for i in range(start // self.size, -(-stop // self.size)):
+            if i < len(held) and self.owners[held[i]] == 1:
+                continue
+            if not self.free:
+                self.free.append(len(self.owners))
+                self.owners.append(0)
+            page = self.free.pop()
+            if i < len(held):
+                self.owners[held[i]] -= 1
+                self.copies.append((held[i], page))
+            held[i : i + 1] = [page]
+            self.owners[page] = 1
+            self.changed[b, i] = page
+
+    def share(self, rows: range) -> None:
+        """The sequences `rows`, which have no pages, get those of the first of them."""
+        pages = self.held[rows[0]]
+        for page in pages:
+            self.owners[page] = len(rows)
+        for b in rows[1:]:
+            self.held[b] = pages.copy()
+            self.changed |= {(b, i): page for i, page in enumerate(pages)}
+
+    def settle(self, layers: "list[LayerCache]") -> None:
+        """Brings the device's table and the layers' memory up to date."""
+        if not self.changed:
+            return
+        if len(self.owners) > self.capacity:
+            most = 1 + self.table.numel()
+            self.capacity = max(len(self.owners), min(self.capacity * 3 // 2, most))  # it seldom moves
+            self.moved += 1
+        copies = sent(list(zip(*self.copies, strict=True)), self.device) if self.copies else None
+        for layer in layers:
+            if layer.pages is not None and hasattr(layer, "k"):
+                layer.k, layer.v = (self.settled(kept, copies) for kept in (layer.k, layer.v))
+        rows, columns = sent(list(zip(*self.changed, strict=True)), self.device)
+        self.table[rows, columns] = sent(list(self.changed.values()), self.device).int()
+        self.copies.clear()
+        self.changed.clear()
+
+    def settled(self, kept: Tensor, copies: Tensor | None) -> Tensor:
+        """A layer's keys or values (pages, H_kv, P, D): enough pages, and copied ones."""
+        if len(kept) < self.capacity:
+            grown = kept.new_zeros(self.capacity, *kept.shape[1:])
+            grown[: len(kept)] = kept
+            kept = grown
+        if copies is not None:
+            kept[copies[1]] = kept[copies[0]]
+        return kept
+
+    def read(self, kept: Tensor, T: int) -> Tensor:
+        """The first T places of every sequence, (B, H_kv, T, D)."""
+        return kept[self.table[:, : -(-T // self.size)]].transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+    def write(self, kept: Tensor, rows: Tensor, positions: Tensor, x: Tensor) -> None:
+        """x (R, H_kv, T, D), of the sequences `rows` int64 (R, 1) at `positions` int64 (R or 1, T)."""
+        kept[self.table[rows, positions // self.size], :, positions % self.size] = x.transpose(1, 2)
+
+
+class LayerCache:
+    """The keys (after the rotary embedding) and values of one layer. Position p is in slot p % S, or in a page."""
+
+    k: Tensor  # (N, S, D), or (pages, H_kv, P, D); made by the first fill()
     v: Tensor
     problem: Problem  # the scale, softcap and slopes of the layer
     tickets: Tensor  # for the kernel
 
-    def __init__(self, config: AttentionConfig, B: int, context_length: int, splits: int | None):
-        """config: the layer's own."""
+    def __init__(self, config: AttentionConfig, B: int, context_length: int, splits: int | None, pages: Pages | None):
+        """config: the layer's own. pages: for a layer whose window is no shorter than the context."""
         self.config, self.B, self.splits = config, B, splits
         # Under a window a new key takes the slot of the one that has just left the window.
         self.size = min(config.window or context_length, context_length)
+        self.pages = pages if self.size == context_length else None
         self.rows = slice(B)  # the sequences whose prompts run now
         self.past = 0  # how many tokens of these are in the cache already
         # None: prompts run now. With the kernel: the position of each sequence's token, int64 (B,) on the device.
@@ -59,19 +165,26 @@ class LayerCache:
     def fill(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps the last S keys and values of prompts, and returns all that their queries see: after earlier tokens
         those too, in the order of their positions. q, k, v as in attention(), of the sequences `rows` alone."""
-        T, T_kept = k.shape[2], min(k.shape[2], self.size)
+        (R, H_kv, T, D), pages = k.shape, self.pages
         if not hasattr(self, "k"):
             # Zeros, because a hidden slot has weight 0, and 0 times what new memory holds may be NaN.
-            self.k, self.v = (k.new_zeros(self.B * k.shape[1], self.size, k.shape[3]) for _ in "kv")
-            self.tickets = k.new_zeros(self.B * k.shape[1], dtype=torch.int32)
+            shape = (self.B * H_kv, self.size, D) if pages is None else (pages.capacity, H_kv, pages.size, D)
+            self.k, self.v = (k.new_zeros(shape) for _ in "kv")
+            self.tickets = k.new_zeros(self.B * H_kv, dtype=torch.int32)
             self.problem = problem_of(q, k, self.config, {}, True, None, None, UNBROKEN)
+        T_kept = min(T, self.size)
         before = torch.arange(max(0, self.past - self.size), self.past, device=k.device) % self.size
-        slots = torch.arange(self.past + T - T_kept, self.past + T, device=k.device) % self.size
+        positions = torch.arange(self.past + T - T_kept, self.past + T, device=k.device)
         seen = []
         for kept, x in ((self.k, k), (self.v, v)):
-            rows = kept.view(self.B, -1, *kept.shape[1:])[self.rows]
-            seen.append(torch.cat((rows[:, :, before], x), dim=2) if self.past else x)
-            rows[:, :, slots] = x[:, :, T - T_kept :]
+            if pages is None:
+                rows = kept.view(self.B, -1, *kept.shape[1:])[self.rows]
+                seen.append(torch.cat((rows[:, :, before], x), dim=2) if self.past else x)
+                rows[:, :, positions % self.size] = x[:, :, T - T_kept :]
+            else:
+                seen.append(torch.cat((pages.read(kept, self.past), x), dim=2) if self.past else x)
+                of = torch.arange(self.B, device=k.device)[self.rows][:R, None]  # the first, if they share the prompt
+                pages.write(kept, of, positions[None], x)
         return seen[0], seen[1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -84,14 +197,22 @@ class LayerCache:
             from kernels import decode as kernel  # imported here: triton is not installed everywhere
 
             at = self.k, self.v, self.step
-            return kernel.decode(q, k, v, *at, self.problem, self.tickets, self.splits, rope)
+            table = None if self.pages is None else (self.pages.table, self.size)
+            return kernel.decode(q, k, v, *at, self.problem, self.tickets, self.splits, rope, table)
         slots, T_k, back, hidden = self.step
+        rows, seen = torch.arange(self.B, device=k.device), []
         for kept, x in ((self.k, k), (self.v, v)):
+            if self.pages is not None:
+                positions = torch.as_tensor(slots, device=k.device).view(-1, 1)
+                self.pages.write(kept, rows[:, None], positions, x)
+                seen.append(self.pages.read(kept, T_k).flatten(0, 1))
+                continue
             if isinstance(slots, int):
                 kept.select(1, slots).copy_(x.reshape(len(kept), -1))
             else:
-                kept.view(self.B, -1, *kept.shape[1:])[torch.arange(self.B, device=x.device), :, slots] = x[:, :, 0]
-        return decode(q, self.k[:, :T_k], self.v[:, :T_k], self.problem, back, hidden, self.splits or 1)
+                kept.view(self.B, -1, *kept.shape[1:])[rows, :, slots] = x[:, :, 0]
+            seen.append(kept[:, :T_k])
+        return decode(q, seen[0], seen[1], self.problem, back, hidden, self.splits or 1)
 
 
 class KVCache:
@@ -111,10 +232,12 @@ class KVCache:
         device: torch.device,
         splits: int | None,
         kernel: bool,
+        page: int | None,
     ):
         """configs: one per layer. splits: into how many parts the keys are cut; None: as suits the device. kernel:
-        whether kernels/decode.py computes the tokens after the prompts."""
-        self.layers = [LayerCache(config, B, context_length, splits) for config in configs]
+        whether kernels/decode.py computes the tokens after the prompts. page: tokens in a page; None: no pages."""
+        self.pages = None if page is None else Pages(B, context_length, page, device)
+        self.layers = [LayerCache(config, B, context_length, splits, self.pages) for config in configs]
         self.lengths = [0] * B  # the number of tokens of each sequence
         self.context_length, self.device = context_length, device
         self.alibi = configs[0].alibi
@@ -122,12 +245,27 @@ class KVCache:
         # recorded token has its address.
         self.at = torch.zeros(B, dtype=torch.int64, device=device) if kernel else None
 
-    def begin(self, T: int, rows: slice) -> None:
-        """Next, the model runs the prompts of the sequences `rows`, of T tokens each. What they had is forgotten."""
+    @property
+    def moved(self) -> int:
+        """How often the keys and values have moved in memory. A recorded token would read the old place."""
+        return 0 if self.pages is None else self.pages.moved
+
+    def begin(self, T: int, rows: slice, shared: bool = False) -> None:
+        """Next, the model runs the prompts of the sequences `rows`, of T tokens each. What they had is forgotten.
+        shared: they have the same prompt, and the model runs it once."""
         self.lengths[rows] = [T] * len(self.lengths[rows])
         self.positions = slice(T)
         if self.at is not None:
             self.at[rows] = T - 1
+        if self.pages is not None:
+            every = range(len(self.lengths))[rows]
+            for b in every:
+                self.pages.keep(b, 0)
+            for b in every[:1] if shared else every:
+                self.pages.own(b, 0, T)
+            if shared:
+                self.pages.share(every)
+            self.pages.settle(self.layers)
         for layer in self.layers:
             layer.rows, layer.past, layer.step = rows, 0, None
 
@@ -139,6 +277,7 @@ class KVCache:
         self.lengths, self.positions = [past + T] * B, slice(past, past + T)
         if self.at is not None:
             self.at.fill_(past + T - 1)
+        self.own([past] * B)
         for layer in self.layers:
             layer.rows, layer.past, layer.step = slice(B), past, None
 
@@ -150,28 +289,44 @@ class KVCache:
             self.lengths = [min(T, length) for length in self.lengths]
             if self.at is not None:
                 self.at.clamp_(max=T - 1)
+            if self.pages is not None:
+                for b, length in enumerate(self.lengths):
+                    self.pages.keep(b, length)
+                self.pages.settle(self.layers)
         return possible
 
     def advance(self) -> None:
         """Next, the model runs one token of every sequence."""
-        at = self.lengths
         self.grow()
+        self.step_on()
+
+    def grow(self) -> None:
+        """The part of advance() that a recorded token leaves to the host: lengths and pages."""
+        assert max(self.lengths) < self.context_length, "a sequence is full: begin() it again with a shorter prompt"
+        before, self.lengths = self.lengths, [length + 1 for length in self.lengths]
+        self.own(before)
+
+    def own(self, before: list[int]) -> None:
+        """Gives every sequence pages for its tokens from `before` on."""
+        if self.pages is not None:
+            for b, start in enumerate(before):
+                self.pages.own(b, start, self.lengths[b])
+            self.pages.settle(self.layers)
+
+    def step_on(self) -> None:
+        """The other part of advance(): what the token's position is. With the kernel the device counts it."""
         if self.at is not None:
             self.at += 1
             self.positions = self.at[:, None]
             for layer in self.layers:
                 layer.step = self.at
             return
+        at = [length - 1 for length in self.lengths]
         together = len(set(at)) == 1
         self.positions = slice(at[0], at[0] + 1) if together else torch.tensor(at, device=self.device)[:, None]
         steps = {size: self.step(at, together, size) for size in {layer.size for layer in self.layers}}
         for layer in self.layers:
             layer.step = steps[layer.size]
-
-    def grow(self) -> None:
-        """The host's part of advance(). A recorded token does the device's part itself."""
-        assert max(self.lengths) < self.context_length, "a sequence is full: begin() it again with a shorter prompt"
-        self.lengths = [length + 1 for length in self.lengths]
 
     def step(self, at: list[int], together: bool, size: int) -> Step:
         """For tokens at the positions `at`, in buffers of `size` slots."""
@@ -185,7 +340,7 @@ class KVCache:
         return Step(position[:, 0] % size, T_k, back, back > position)
 
 
-def runs_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
+def has_decode_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
     """Whether kernels/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
     if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or not HAS_TRITON:
         return False

@@ -134,7 +134,7 @@ def generate(
     sampler: Sampler,
     generator: Generators = None,
     *,
-    cache: bool | KVCache = True,
+    cache: "bool | KVCache | Kept" = True,
     past_context: str = "slide",
 ) -> Iterator[Tensor]:
     """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen. On a CUDA
@@ -145,7 +145,8 @@ def generate(
     tokens of a prompt. The caller puts the model in eval mode: an iterator that is abandoned half-way could not restore
     it.
     cache: keep keys and values, where model.cache_refusal() is None. It changes the time, and logits by rounding. It
-    may be a KVCache that holds all that the model sees of the prompts but their last tokens, or nothing.
+    may be a KVCache that holds all that the model sees of the prompts but their last tokens, or nothing. It may be
+    what a Session keeps: then that has the sampler and the generator, and knows which tokens a penalty counts.
     past_context: what the model sees of a text longer than its context.
         slide   the last context_length tokens. Each then has another position, so all of them run again at every token.
         half    when the context is full, its last half. That runs again as a new prompt, and the context fills up.
@@ -153,37 +154,58 @@ def generate(
     """
     assert not model.training, "call model.eval() first: dropout would garble the text"
     assert past_context in PAST_CONTEXT
-    made = each_token(model, prompts, max_new_tokens, sampler, generator, cache, past_context)
-    return to_host(made) if model.embedding.weight.is_cuda else made
+    if not isinstance(cache, Kept):
+        kept = Kept(model, len(prompts), sampler, generator, cache)
+        kept.count(prompts)
+    else:
+        kept = cache
+    made = each_token(kept, prompts, max_new_tokens, past_context)
+    return to_host(made) if kept.cuda else made
+
+
+class Kept:
+    """What generate() keeps from token to token, and a Session from answer to answer."""
+
+    def __init__(self, model: GPT, B: int, sampler: Sampler, generator: Generators, cache: bool | KVCache):
+        """For B sequences; the rest are arguments of generate()."""
+        self.model, self.sampler = model, sampler
+        self.cuda = model.embedding.weight.is_cuda
+        self.cache = cache if isinstance(cache, KVCache) else None
+        if cache is True and model.cache_refusal() is None:
+            self.cache = model.new_cache(B)
+        nothing = torch.zeros(B, 0, dtype=torch.int64, device=model.embedding.weight.device)
+        # It stays at one place in memory, because a recorded token has its address.
+        self.used = self.tokens_used(nothing)
+        choose = sampler.choose_unseen if self.cuda else sampler.choose
+        self.choose = partial(choose, generator=generator, used=self.used)
+        self.recorded: NextToken | None = None
+        if self.cuda and self.cache is not None and self.cache.at is not None:
+            self.recorded = NextToken(model, self.cache, self.choose, generator)
+
+    def tokens_used(self, texts: Tensor | Sequence[Tensor]) -> Tensor | None:
+        assert self.model.config.vocab_size is not None
+        return self.sampler.tokens_used(list(texts), self.model.config.vocab_size)
+
+    def count(self, texts: Tensor | Sequence[Tensor]) -> None:
+        """A penalty applies to the tokens of these B texts, int64 (T,), and to those that are chosen from now on."""
+        used = self.tokens_used(texts)
+        if self.used is not None and used is not None:
+            self.used.copy_(used)
 
 
 @torch.inference_mode()
 def each_token(
-    model: GPT,
-    prompts: Tensor | Sequence[Tensor],
-    max_new_tokens: int,
-    sampler: Sampler,
-    generator: Generators,
-    cache: bool | KVCache,
-    past_context: str,
+    keep: Kept, prompts: Tensor | Sequence[Tensor], max_new_tokens: int, past_context: str
 ) -> Iterator[Tensor]:
     """generate(), as the device makes the tokens. On a CUDA GPU it yields what choose_unseen() returns."""
+    model, kept = keep.model, keep.cache
     context = model.config.context_length
     texts = [prompt[-context:] for prompt in prompts]  # what the model may see: never more than the context
     lengths = [len(text) for text in texts]
     if past_context == "stop":
         max_new_tokens = min(max_new_tokens, context - max(lengths) + 1)
-    assert model.config.vocab_size is not None
-    used = sampler.tokens_used(list(prompts), model.config.vocab_size)
-    found: Tensor | None = None  # what the last token's choice gave
-    if isinstance(cache, KVCache):
-        kept: KVCache | None = cache
-        found = torch.stack([text[-1] for text in texts]) if any(cache.lengths) else None
-    else:
-        kept = model.new_cache(len(texts)) if cache and model.cache_refusal() is None else None
-    cuda = model.embedding.weight.is_cuda
-    choose = partial(sampler.choose_unseen if cuda else sampler.choose, generator=generator, used=used)
-    recorded = NextToken(model, kept, choose, generator) if cuda and kept is not None and kept.at is not None else None
+    # What the last token's choice gave.
+    found = torch.stack([text[-1] for text in texts]) if kept is not None and any(kept.lengths) else None
     tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet
     for made in range(max_new_tokens):
         sees = [tokens_seen(length + made, context, past_context) for length in lengths]
@@ -192,12 +214,12 @@ def each_token(
                 new = torch.stack(tokens, dim=1)  # (B, T)
                 texts = [torch.cat((text, row))[-context:] for text, row in zip(texts, new, strict=True)]
                 tokens.clear()
-            found = choose(run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept))
-        elif recorded is not None:
-            found = recorded(found[: len(texts)])
+            found = keep.choose(run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept))
+        elif keep.recorded is not None:
+            found = keep.recorded(found[: len(texts)])
         else:
             kept.advance()
-            found = choose(model.next_logits(found[: len(texts), None], kept))
+            found = keep.choose(model.next_logits(found[: len(texts), None], kept))
         yield found
         if kept is None or max(lengths) + max_new_tokens > context:  # or the texts are not needed again
             tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place
@@ -238,7 +260,7 @@ def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tenso
     lengths run one by one, so that each gives what it gives alone."""
     if all(torch.equal(text, texts[0]) for text in texts[1:]):
         if cache is not None:
-            cache.begin(len(texts[0]), slice(len(texts)))
+            cache.begin(len(texts[0]), slice(len(texts)), shared=True)
         return model.next_logits(texts[0][None], cache).expand(len(texts), -1)
     together = len({len(text) for text in texts}) == 1
     logits = []
@@ -251,7 +273,8 @@ def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tenso
 
 
 class Session:
-    """Continues a text, and again when the caller has added to it. The cache is kept, so that only new tokens run."""
+    """Continues a text, and again when the caller has added to it. The cache is kept, so that only new tokens run, and
+    on a CUDA GPU so is the recorded token."""
 
     def __init__(
         self,
@@ -259,31 +282,33 @@ class Session:
         sampler: Sampler,
         generator: torch.Generator,
         *,
-        cache: bool = True,
+        cache: bool | KVCache = True,
         past_context: str = "slide",
     ):
-        """The arguments of generate(). generator: all answers are drawn from it, one after the other."""
+        """The arguments of generate(). cache: an empty one, if it is a KVCache. generator: all answers are drawn from
+        it, one after the other."""
         self.model, self.sampler, self.generator, self.past_context = model, sampler, generator, past_context
-        self.kept = model.new_cache(1) if cache and model.cache_refusal() is None else None
+        self.keep = Kept(model, 1, sampler, generator, cache)
         self.ran: list[int] = []  # what the model has seen, and the last token, which it has not
 
     def answer(self, text: list[int], max_new_tokens: int) -> Iterator[int]:
         """Yields the tokens that follow `text`, the whole of it. With past_context=stop, none if the text is too long.
 
         The answers are those that generate() gives without a cache, up to rounding, to the last tokens of the text: as
-        many as past_context lets the model see. repetition_penalty counts those alone.
+        many as past_context lets the model see. repetition_penalty counts the whole text.
         """
         context = self.model.config.context_length
         if self.past_context == "stop" and len(text) > context:
             return
-        text = text[-tokens_seen(len(text), context, self.past_context) :]
-        if self.kept is not None:
-            self.catch_up(self.kept, text[:-1])
-        self.ran = text.copy()
         idx = torch.tensor([text], device=self.model.embedding.weight.device)
-        cache, past_context = self.kept or False, self.past_context
+        self.keep.count(idx)
+        n = tokens_seen(len(text), context, self.past_context)
+        if self.keep.cache is not None:
+            self.catch_up(self.keep.cache, text[-n:-1])
+        self.ran = text[-n:]
+        sampler, generator, past_context = self.sampler, self.generator, self.past_context
         for token in generate(
-            self.model, idx, max_new_tokens, self.sampler, self.generator, cache=cache, past_context=past_context
+            self.model, idx[:, -n:], max_new_tokens, sampler, generator, cache=self.keep, past_context=past_context
         ):
             self.ran.append(int(token))
             yield self.ran[-1]

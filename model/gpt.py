@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from model.attention import AttentionConfig, attention, draws_itself
 from model.break_it import UNBROKEN, BreakIt
-from model.cache import KVCache, LayerCache, runs_kernel
+from model.cache import KVCache, LayerCache, has_decode_kernel
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 
@@ -491,17 +491,18 @@ class GPT(nn.Module):
         """
         return self.logits(self.hidden(idx, cache=cache)[:, -1])
 
-    def new_cache(self, B: int, splits: int | None = None, kernel: bool = True) -> KVCache:
+    def new_cache(self, B: int, splits: int | None = None, kernel: bool = True, page: int | None = None) -> KVCache:
         """An empty cache for B sequences. splits: into how many parts the keys are cut; None: as suits the device.
-        kernel: compute the tokens with kernels/decode.py where it can run. Raises ValueError as cache_refusal() says.
+        kernel: compute the tokens with kernels/decode.py where it can run. page: keep keys and values in pages of so
+        many tokens, a power of 2; None: in one buffer. Raises ValueError as cache_refusal() says.
         """
         if (refused := self.cache_refusal()) is not None:
             raise ValueError(refused)
         config, weight = self.config, self.embedding.weight
         device = weight.device
         layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
-        kernel = kernel and runs_kernel(self.attention_config, weight.dtype, config.head_size, device)
-        cache = KVCache(layers, B, config.context_length, device, splits, kernel)
+        kernel = kernel and has_decode_kernel(self.attention_config, weight.dtype, config.head_size, device)
+        cache = KVCache(layers, B, config.context_length, device, splits, kernel, page)
         cache.ropes = self.ropes(config.context_length, device)
         return cache
 

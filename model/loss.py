@@ -74,7 +74,7 @@ class NextTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, z_loss):
         want_x, want_weight = ctx.needs_input_grad[:2]
-        kernel = runs_kernel(x)
+        kernel = has_loss_kernel(x)
         # torch.compile cannot look into the kernel, so it gets an op. Elsewhere the op would only cost its dispatch.
         sums = torch.ops.tilegpt.loss_sums if kernel and torch.compiler.is_compiling() else sums_in_chunks
         total, dx, dweight = sums(x, weight, targets, z_loss, want_x, want_weight, kernel)
@@ -98,7 +98,7 @@ class NextTokenLoss(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def runs_kernel(x: Tensor) -> bool:
+def has_loss_kernel(x: Tensor) -> bool:
     """Whether kernels/loss.py can do this."""
     return runs_kernels(x.device) and x.dtype != torch.float64
 

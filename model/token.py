@@ -26,7 +26,8 @@ WARM_UP = 2  # tokens before the recording: in them kernels are compiled
 
 class NextToken:
     """Each call makes the next token of every sequence. The first WARM_UP calls launch every kernel from Python. The
-    call after them records a CUDA graph. It and all later calls replay the graph. Both ways compute the same bits."""
+    call after them records a CUDA graph. It and all later calls replay the graph. Both ways compute the same bits.
+    If the cache's memory has moved, because it has more pages now, a call records once more."""
 
     def __init__(self, model: GPT, cache: KVCache, choose: Callable[[Tensor], Tensor], generator: Generators) -> None:
         """choose: Sampler.choose_unseen(), logits (B, V) to int64 (B + 1,). It draws from `generator`."""
@@ -42,6 +43,10 @@ class NextToken:
         makes of the logits; the next call overwrites it."""
         if token.data_ptr() != self.made.data_ptr():
             self.made[:-1].copy_(token)
+        self.cache.grow()
+        if self.graph is not None and self.moved != self.cache.moved:
+            torch.cuda.synchronize(self.cache.device)  # the graph may be running
+            self.graph = None
         # Not under autocast: a graph would cast the weights again in each replay, or read casts that are gone by then.
         if self.graph is None and self.count >= WARM_UP and not torch.is_autocast_enabled("cuda"):
             self.record()
@@ -49,13 +54,12 @@ class NextToken:
         if self.graph is None:
             self.run()
         else:
-            self.cache.grow()
             self.graph.replay()
         return self.made
 
     def record(self) -> None:
         """Records run(). It computes nothing: the first replay is the token."""
-        self.graph, lengths = torch.cuda.CUDAGraph(), self.cache.lengths
+        self.graph, self.moved = torch.cuda.CUDAGraph(), self.cache.moved
         for generator in [self.generator] if isinstance(self.generator, torch.Generator) else self.generator or []:
             self.graph.register_generator_state(generator)
         # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
@@ -63,11 +67,10 @@ class NextToken:
         stream = torch.cuda.Stream(self.cache.device)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.run()
-        self.cache.lengths = lengths
 
     def run(self) -> None:
-        """Everything that the device does for a token."""
-        self.cache.advance()
+        """Everything that the device does for a token, after cache.grow()."""
+        self.cache.step_on()
         self.made.copy_(self.choose(next_logits(self.model, self.made[:-1], self.cache)))
 
 

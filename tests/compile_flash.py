@@ -3,9 +3,10 @@
     python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
-JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype, B,
-"linear"] that of a linear layer with B rows, ["bool", C, "table"] that of whole dropout masks. SOURCE: a text to take
-for kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
+JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
+D, "pages"] the same with keys in pages, [dtype, B, "linear768"] that of a linear layer with B rows of 768,
+["bool", C, "table"] that of whole dropout masks. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
+list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -108,18 +109,21 @@ for dtype, D, dropout in CASES:
     if dropout == "loss":
         loss_in_place(torch.empty(2, D, dtype=getattr(torch, dtype)), torch.zeros(2, dtype=torch.int64), -1, 0.0, True)
         continue
-    if dropout == "decode":  # four query heads a key head, and all that the scores can have
+    if dropout in ("decode", "pages"):  # four query heads a key head, and all that the scores can have
         heads = (torch.empty(1, H, 1, D, dtype=getattr(torch, dtype)) for H in (8, 2, 2))
         kept = torch.empty(2, 2, 4096, D, dtype=getattr(torch, dtype))
         zeros, problem = torch.zeros(2, dtype=torch.int64), Problem(1, 4096, softcap=2.0, slopes=torch.ones(8))
-        rope = torch.zeros(2, 4096, D // 2).unbind()
-        decode(*heads, *kept, zeros[:1], problem, zeros.int(), 8, rope)
+        rope, table = torch.zeros(2, 4096, D // 2).unbind(), None
+        if dropout == "pages":
+            kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
+        decode(*heads, *kept, zeros[:1], problem, zeros.int(), 8, rope, table)
         continue
-    if dropout == "linear":  # all that may stand before and after it
-        layer, norm = torch.nn.Linear(768, 3072), torch.nn.LayerNorm(768)
+    if str(dropout).startswith("linear"):  # all that may stand before and after it
+        width = int(dropout.removeprefix("linear"))
+        layer, norm = torch.nn.Linear(width, 3072), torch.nn.LayerNorm(width)
         for module in (layer, norm):
             module.to(getattr(torch, dtype))
-        linear(torch.empty(D, 768), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
+        linear(torch.empty(D, width), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
         continue
     if dropout == "table":
         keep_table(torch.tensor(1), 128, range(256), D, 51)

@@ -27,6 +27,9 @@ SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py"]
 SECONDS = 600  # that the tests of one fault may take
 
 
+PENALTY = "cache::test_a_talk_is_penalized_as_one_prompt_with_its_text"
+PAGES = "cache::test_pages_change_no_token_past_the_context"
+IN_PAGES = "decode::test_a_token_has_the_same_bits_in_pages"
 BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
 NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
 OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_validation"
@@ -158,13 +161,27 @@ TABLE = [
     ("a window's buffer has a slot too few", "min(config.window or context_length, context_length)",
      "min(config.window - 1 or 1 if config.window else context_length, context_length)", "cache"),
     ("a long prompt leaves its first keys", "x[:, :, T - T_kept :]", "x[:, :, :T_kept]", "cache"),
-    ("every sequence's prompt goes to the first rows", "[self.rows]", "[: len(x)]", "cache"),
+    ("every sequence's prompt goes to the first rows",
+     "*kept.shape[1:])[self.rows]", "*kept.shape[1:])[: len(x)]", "cache"),
     ("what follows a prompt is kept in the first slots",
      "torch.arange(self.past + T - T_kept, self.past + T,", "torch.arange(T - T_kept, T,", "cache"),
-    ("what follows a prompt does not see it", "dim=2) if self.past else x", "dim=2) if False else x", "cache"),
+    ("what follows a prompt does not see it",
+     "before], x), dim=2) if self.past", "before], x), dim=2) if False", "cache"),
     ("a cut passes over what a window has lost", "max(self.lengths) <= layer.size", "True or layer.size", "cache"),
     ("a session takes any text for the one it knows",
      "strict=False)) if new != old)", "strict=False)) if False)", "cache"),
+    ("a talk is penalized for what was taken back", "self.used.copy_(used)", "self.used.logical_or_(used)", PENALTY),
+    ("a talk is penalized for what the model sees", "self.keep.count(idx)", "self.keep.count(idx[:, -context:])",
+     PENALTY),
+    ("samples write into the page that they share", "self.owners[held[i]] == 1:", "self.owners[held[i]]:", PAGES),
+    ("a page's copy is empty", "kept[copies[1]] = kept[copies[0]]", "pass", PAGES),
+    ("pages are lost when their memory grows", "grown[: len(kept)] = kept", "pass", PAGES),
+    ("pages do not come back", "self.free.append(page)", "pass", "cache::test_memory_follows_the_lengths"),
+    ("a prompt is not shared", "cache.begin(len(texts[0]), slice(len(texts)), shared=True)",
+     "cache.begin(len(texts[0]), slice(len(texts)))", "cache::test_samples_of_one_prompt_share_its_full_pages"),
+    ("a tile reads the page before its own", "tl.minimum(first + BLOCK_N, stop - 1)", "first",
+     "decode::test_one_row_is_within_twice_naives_error_however_the_keys_are_split"),
+    ("all sequences have the first one's pages", "table += b * table_b", "table += 0", IN_PAGES),
     ("splits are not rescaled", "(alpha * acc_i).sum(0)", "acc_i.sum(0)", "cache"),
     ("the sum of splits is not rescaled", "(alpha * l_i).sum(0)", "l_i.sum(0)", "cache"),
     ("a hidden split is NaN", "m.clamp_(min=LOWEST)", "pass", "cache"),
@@ -190,8 +207,11 @@ TABLE = [
     ("rotary halves have one sign", "tl.where(d < half, -s, s)", "s", "decode"),
     ("scores are not scaled to the softcap again",
      "s = softcap * tanh(s / softcap)", "s = tanh(s / softcap)", "decode"),
-    ("padding counts in the norm", "tl.where(i < K, whole - mean[:, None], 0.0)", "whole - mean[:, None]", "decode"),
-    ("the norm has no epsilon", "tl.sum(whole * whole, 1) / K + eps", "tl.sum(whole * whole, 1) / K", "decode"),
+    ("padding counts in the norm", "tl.where(inside, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)",
+     "columns(x, row, first, B, K, STEP) - mean[:, None]", "decode"),
+    ("a norm counts the last columns alone", "squares += tl.sum", "squares = tl.sum", "decode"),
+    ("a mean counts the last columns alone", "mean += tl.sum", "mean = tl.sum", "decode"),
+    ("the norm has no epsilon", "squares / K + eps", "squares / K", "decode"),
     ("a step's weights are those of the last", "first + BLOCK_K, N, K, BLOCK_K)  # of the next step",
      "first, N, K, BLOCK_K)", "decode"),
     ("the gate is not activated", "activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)",

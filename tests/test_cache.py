@@ -1,5 +1,6 @@
 """Sampling with a cache: the tokens and, up to rounding, the logits of running the whole text again for each token."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -10,7 +11,7 @@ import torch
 from kernels.problem import Problem
 from model.attention import AttentionConfig, alibi_slopes, attention
 from model.break_it import BreakIt
-from model.cache import decode, merge
+from model.cache import PAGE, decode, merge
 from model.generate import Sampler, Session, generate, run_prompts, tokens_seen
 from model.gpt import GPT, GPTConfig
 from model.tiled import LOG2E
@@ -215,6 +216,108 @@ def test_what_has_no_cache_is_sampled_without(changes, said):
     assert with_cache == without
 
 
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 9), (3, 9, 6)], ids=str)
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+def test_pages_change_no_bit(changes, lengths):
+    """Of 4 tokens. To the last position of the context; the keys in one part and in three."""
+    prompts, follow = texts(*lengths), torch.stack(texts(*[CONTEXT - 9] * len(lengths)))
+    model = made(torch.float32, **changes)
+    for splits in (1, 3):
+        buffers, pages = (
+            logits_of(model, prompts, follow, model.new_cache(len(lengths), splits, page=page)) for page in (None, 4)
+        )
+        assert torch.equal(buffers, pages)
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half", "stop"])
+@pytest.mark.parametrize("changes", [OPTIONS[name] for name in ("own_head", "windows", "alibi")], ids=str)
+def test_pages_change_no_token_past_the_context(changes, past_context):
+    """Different prompts, and one that all samples share. Pages come back and are given out again."""
+    model = made(**changes)
+    for prompts in (texts(1, 20, CONTEXT, CONTEXT - 9), texts(9)[0].expand(4, -1), texts(CONTEXT)[0].expand(4, -1)):
+        found = [
+            torch.stack(
+                list(
+                    generate(
+                        model, prompts, 30, Sampler(2.0), one_generator(3), cache=model.new_cache(4, page=page),
+                        past_context=past_context,
+                    )
+                )
+            )
+            for page in (None, 8)
+        ]  # fmt: skip
+        assert torch.equal(*found)
+        assert found[0].unique(dim=1).shape[1] == 4 or len(found[0]) == 1
+
+
+def pages_in_use(pages) -> int:
+    """How many pages have an owner, after a look at the whole account: each page is as often in `held` as it has
+    owners, the free ones have none, and the device's table says the same."""
+    counts = Counter(page for held in pages.held for page in held)
+    assert [counts[page] for page in range(1, len(pages.owners))] == pages.owners[1:]
+    assert counts[0] == 0
+    assert sorted(pages.free) == [page for page, owners in enumerate(pages.owners) if owners == 0]
+    for row, held in zip(pages.table.tolist(), pages.held, strict=True):
+        assert row == held + [0] * (len(row) - len(held))
+    return len(pages.owners) - 1 - len(pages.free)
+
+
+def test_samples_of_one_prompt_share_its_full_pages():
+    """Eight samples of 1,000 tokens take the 15 full pages once, and one or two pages each for what they write."""
+    model = made(torch.float32, context_length=2048, n_kv_head=1, n_layer=1)
+    cache, (prompt,) = model.new_cache(8, page=PAGE), texts(1000)
+    in_use = [0]
+    for _ in generate(model, prompt.expand(8, -1), 42, Sampler(), one_generator(0), cache=cache):
+        if (now := pages_in_use(cache.pages)) != in_use[-1]:
+            in_use.append(now)
+    assert in_use == [0, 16, 15 + 8, 15 + 16]  # the prompt; the first token after it; from position 1,024 on
+    (layer,) = cache.layers
+    assert in_use[-1] < len(layer.k) < 1.5 * in_use[-1] + 2
+    buffers = model.new_cache(8)
+    run_prompts(model, list(prompt.expand(8, -1)), buffers)
+    assert layer.k.nbytes * 5 < buffers.layers[0].k.nbytes
+
+
+def test_memory_follows_the_lengths():
+    model = made(windows=[3, None])
+    cache = model.new_cache(3, page=4)
+    run_prompts(model, texts(3, 9, 16), cache)
+    assert pages_in_use(cache.pages) == 1 + 3 + 4
+    assert [layer.pages is None for layer in cache.layers] == [True, False]  # a window's buffer is small already
+    for _ in range(2):
+        cache.advance()
+    assert pages_in_use(cache.pages) == 2 + 3 + 5
+    cache.begin(4, slice(1, 2))
+    assert pages_in_use(cache.pages) == 2 + 1 + 5
+
+
+@torch.no_grad()
+def test_pages_of_a_text_that_is_cut_and_goes_on():
+    model, (text,) = made(torch.float32), texts(CONTEXT)
+    found = []
+    for page in (None, 4):
+        cache = model.new_cache(2, page=page)
+        run_prompts(model, [text[:6], text[:6]], cache)  # shared
+        for T in (5, 1, 9):
+            cache.extend(T)
+            past = cache.lengths[0] - T
+            found.append(model.next_logits(torch.stack((text[past:][:T], text[:T])), cache))
+            assert page is None or pages_in_use(cache.pages) == 1 + 2 * (-(-cache.lengths[0] // 4) - 1)
+            if T == 1:
+                assert cache.cut(7)
+        cache.cut(0)
+        assert page is None or pages_in_use(cache.pages) == 0
+    assert all(torch.equal(x, y) for x, y in zip(found[:3], found[3:], strict=True))
+
+
+def test_a_page_has_a_power_of_two_tokens():
+    with pytest.raises(AssertionError, match="pages of 12 tokens"):
+        made().new_cache(1, page=12)
+
+
 # --- several samples of one prompt; a text that grows by turns -------------------------------------------------------
 
 
@@ -256,6 +359,20 @@ def test_the_penalty_counts_the_prompt_and_the_new_tokens():
     whole = [*prompt.unique().tolist(), *with_cache[:, 0].tolist()]
     assert len(set(whole)) == len(whole)
     assert torch.equal(with_cache, without)
+
+
+@pytest.mark.parametrize("length", [10, CONTEXT + 6])
+def test_a_talk_is_penalized_as_one_prompt_with_its_text(length):
+    """Also for tokens that the model does not see any more, and in a later answer for those of an earlier one. An
+    answer that was taken back counts no more."""
+    model, sampler = made(), Sampler(0, repetition_penalty=1e9)
+    session, text = Session(model, sampler, one_generator(0)), texts(length)[0].tolist()
+    list(session.answer(text, 5))
+    for count in (4, 3):
+        answer = list(session.answer(text, count))
+        assert answer == [int(token) for token in generate(model, torch.tensor([text]), count, sampler)]
+        assert not set(answer) & set(text)
+        text += answer
 
 
 @torch.no_grad()
@@ -321,9 +438,12 @@ TALKS = [OPTIONS[name] for name in ("own_head", "windows", "alibi")] + [{"block_
 @pytest.mark.parametrize("past_context", ["slide", "half", "stop"])
 @pytest.mark.parametrize("changes", TALKS, ids=str)
 def test_a_session_answers_as_the_whole_text_does(changes, past_context):
-    """Turns of several lengths, one cut short and one whose end is taken back, to beyond the context."""
+    """Turns of several lengths, one cut short and one whose end is taken back, to beyond the context. In pages, if
+    there is a cache."""
     model, text, found, sampler = made(**changes), [7], set(), Sampler(2.0)
-    session, draws = Session(model, sampler, one_generator(0), past_context=past_context), one_generator(0)
+    cache = model.new_cache(1, page=4) if model.cache_refusal() is None else True
+    session = Session(model, sampler, one_generator(0), cache=cache, past_context=past_context)
+    draws = one_generator(0)
     turns = [(0, 3, 3), (4, 4, 2), (1, 1, 1), (3, 6, 4), (0, 2, 2), (9, 8, 8), (2, 20, 20), (5, 3, 3)]
     for typed, count, kept in turns:
         text += texts(10)[0].tolist()[:typed]

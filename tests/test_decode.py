@@ -19,7 +19,7 @@ from kernels.linear import linear
 from kernels.problem import Problem
 from lab import decode as race
 from model.attention import AttentionConfig, alibi_slopes
-from model.cache import runs_kernel
+from model.cache import has_decode_kernel
 from model.generate import run_prompts
 from model.gpt import CHOICES, GPTConfig, rope_table, rotate
 from model.token import next_logits
@@ -33,6 +33,7 @@ NAIVE = AttentionConfig("naive")
 def few_programs(monkeypatch):
     """The interpreter takes as long for a small tile as for a large one."""
     monkeypatch.setattr(of_linear, "PROGRAMS", 2)
+    monkeypatch.setattr(of_linear, "WHOLE", 32)  # so that some norms need several steps
     of_linear.tile_for.cache_clear()
     yield
     of_linear.tile_for.cache_clear()
@@ -56,6 +57,23 @@ def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40,
         assert torch.equal(keys.view(B, H_kv, -1, D)[:, :, :T_k], k)
     assert torch.equal(values.view(B, H_kv, -1, D)[:, :, :T_k], v)
     assert keys[:, T_k:].isnan().all()
+    assert torch.equal(decoded_in_pages(128 if T_k % 2 else 64, q, k, v, T_k + room, problem, splits, rope), o)
+    return o
+
+
+def decoded_in_pages(P: int, q, k, v, S: int, problem, splits, rope) -> torch.Tensor:
+    """The same with keys and values in pages of P tokens, in any order. What lies past the keys is NaN."""
+    (B, H_kv, T_k, D), at = k.shape, torch.full((k.shape[0],), k.shape[2] - 1, device=q.device)
+    width = -(-S // P)
+    table = torch.randperm(B * width + 3)[: B * width].view(B, width).to(q.device, torch.int32)
+    pages = q.new_full((2, B * width + 3, H_kv, P, D), float("nan"))
+    past = torch.arange(T_k - 1, device=q.device)
+    for kept, x in zip(pages, (k, v), strict=True):
+        kept[table[:, past // P], :, past % P] = x[:, :, :-1].transpose(1, 2)
+    tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)
+    o = decode(q, k[:, :, -1:], v[:, :, -1:], *pages, at, problem, tickets, splits, rope, (table, S))
+    assert torch.equal(pages[1, table[:, (T_k - 1) // P], :, (T_k - 1) % P], v[:, :, -1])
+    assert pages.isnan().sum() == 2 * (B * width * P + 3 * P - B * T_k) * H_kv * D
     return o
 
 
@@ -224,15 +242,32 @@ def test_a_token_has_the_logits_of_the_whole_text(changes, dtype, lengths):
     assert error(found, right) <= 2 * (error(naive, right) + torch.finfo(dtype).eps * largest(right))
 
 
+@pytest.mark.parametrize("name", ["modern", "windows_alibi_softcap"])
+@torch.no_grad()
+def test_a_token_has_the_same_bits_in_pages(name):
+    """Of 16 tokens, as many as a tile of float32 has. The second text goes from one page into the next."""
+    prompts, follow = texts(12, 15), torch.stack(texts(2, 2))
+    model = made(torch.float32, **{**TOKENS[name], "impl": "triton"})
+    found = [logits_of(model, prompts, follow, model.new_cache(2, page=page)) for page in (None, 16)]
+    assert torch.equal(*found)
+
+
+def test_a_page_has_no_less_than_a_tile():
+    q, keys = torch.zeros(1, 1, 1, 16), torch.zeros(3, 1, 8, 16)
+    table, zero = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(AssertionError, match="pages of 8 tokens, tiles of 16"):
+        decode(q, q, q, keys, keys.clone(), zero, Problem(1, 16), zero.int(), table=(table, 16))
+
+
 def test_the_kernel_runs_where_triton_does():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert runs_kernel(AttentionConfig("triton"), torch.bfloat16, 64, cpu)  # in the interpreter, as here
+    assert has_decode_kernel(AttentionConfig("triton"), torch.bfloat16, 64, cpu)  # in the interpreter, as here
     for impl in ("naive", "tiled", "sdpa"):
-        assert not runs_kernel(AttentionConfig(impl), torch.bfloat16, 64, cpu)
+        assert not has_decode_kernel(AttentionConfig(impl), torch.bfloat16, 64, cpu)
     for impl in ("naive", "tiled"):
-        assert not runs_kernel(AttentionConfig(impl), torch.bfloat16, 64, gpu)
-    assert not runs_kernel(AttentionConfig("triton"), torch.float64, 64, cpu)
-    assert not runs_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
+        assert not has_decode_kernel(AttentionConfig(impl), torch.bfloat16, 64, gpu)
+    assert not has_decode_kernel(AttentionConfig("triton"), torch.float64, 64, cpu)
+    assert not has_decode_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
     assert made(torch.float32, impl="triton").new_cache(1).at is not None
     assert made(torch.float32, impl="triton").new_cache(1, kernel=False).at is None
 
@@ -259,7 +294,9 @@ def test_whole_tokens_are_timed_on_both_sides(monkeypatch):
     monkeypatch.setattr(race, "WARM_UP", 2)
     monkeypatch.setattr(race, "TOKENS", 3)
     rows = list(race.token_rows("small", 5, torch.float32, torch.device("cpu")))
-    assert [(row["name"], row["T_k"], row["D"]) for row in rows] == [("recorded", 5, 8), ("eager", 5, 8)]
+    assert [(row["name"], row["T_k"], row["D"]) for row in rows] == [
+        (name, 5, 8) for name in ("recorded", "paged", "eager")
+    ]
     assert all(row["tokens_per_s"] == round(1e3 / row["ms"]) for row in rows)
 
 

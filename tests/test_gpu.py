@@ -414,11 +414,11 @@ def loss_inputs(n: int, V: int, C: int, dtype: torch.dtype) -> tuple[torch.Tenso
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_of_the_loss_is_within_twice_torchs_error(dtype, V, monkeypatch):
     x, weight, targets = loss_inputs(700, V, 64, dtype)
-    assert loss_module.runs_kernel(x)
-    assert not loss_module.runs_kernel(x.double())
+    assert loss_module.has_loss_kernel(x)
+    assert not loss_module.has_loss_kernel(x.double())
     monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
     found = of_loss(x, weight, targets)
-    monkeypatch.setattr(loss_module, "runs_kernel", lambda x: False)
+    monkeypatch.setattr(loss_module, "has_loss_kernel", lambda x: False)
     reference = of_loss(*(t.detach().double().requires_grad_() for t in (x, weight)), targets)
     assert_within_budget(
         found, of_loss(x, weight, targets), {name: right.cpu().double() for name, right in reference.items()}
@@ -954,6 +954,48 @@ def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, s
     assert len(found.unique()) > (2 if sampler.get("temperature") == 0 else 20)
 
 
+@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}], ids=str)
+@pytest.mark.parametrize("lengths", [(20,), (3, 50, 90), (70,) * 20], ids=["one", "three", "twenty"])
+@pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
+def test_recorded_tokens_in_pages_are_those_in_buffers_bit_for_bit(changes, lengths, sampler, monkeypatch):
+    """Pages come while the recorded token runs, and when their memory moves it is recorded again. Twenty samples share
+    a prompt, whose last page is copied. The context of 256 fills up, and its last half runs again."""
+    from model import token
+    from model.generate import Sampler, generate
+
+    model = sampled_model(changes)
+    prompts = [torch.randint(1000, (length,), device="cuda") for length in lengths]
+    if len(lengths) == 20:
+        prompts = prompts[:1] * 20
+    recordings, record, found = [], token.NextToken.record, []
+    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
+    for page in (None, 64):
+        generators = [torch.Generator("cuda").manual_seed(seed) for seed in range(len(lengths))]
+        cache = model.new_cache(len(lengths), page=page)
+        tokens = generate(model, prompts, 400, Sampler(**sampler), generators, cache=cache, past_context="half")
+        found.append(torch.stack(list(tokens)))
+    assert torch.equal(*found)
+    assert 3 <= len(recordings) <= 8  # of the buffers one
+
+
+def test_pages_that_come_do_not_wait_for_the_device():
+    from model.generate import Sampler, generate
+
+    model = sampled_model({})
+    prompt = torch.randint(1000, (1, 60), device="cuda").expand(4, -1)
+    cache = model.new_cache(4, page=64)
+    tokens = generate(model, prompt, 190, Sampler(), torch.Generator("cuda").manual_seed(0), cache=cache)
+    for _ in range(10):
+        next(tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [next(tokens) for _ in range(170)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(found) == 170
+    assert [len(held) for held in cache.pages.held] == [4] * 4
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16, 20])
 @pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
@@ -1036,12 +1078,15 @@ def test_recorded_rows_draw_from_their_own_generators(monkeypatch):
 
 
 @pytest.mark.parametrize("past_context", ["slide", "half"])
-def test_a_session_answers_as_without_a_cache(past_context):
-    """Each turn records its own token; answers are cut short, when the GPU is a token ahead. To past the context."""
+def test_a_session_answers_as_without_a_cache(past_context, monkeypatch):
+    """One token is recorded for all turns. Answers are cut short, when the GPU is a token ahead; past the context."""
     from itertools import islice
 
+    from model import token
     from model.generate import Sampler, Session
 
+    recordings, record = [], token.NextToken.record
+    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
     model, answers = sampled_model(SAMPLED["rope-grouped"], torch.float32), []
     for cache in (True, False):
         generator = torch.Generator("cuda").manual_seed(1)
@@ -1053,3 +1098,20 @@ def test_a_session_answers_as_without_a_cache(past_context):
             text += [*answer[: count - count // 3], 7, 8, 9]
         answers.append(said)
     assert answers[0] == answers[1]
+    assert len(recordings) == 1
+
+
+def test_a_talk_that_is_recorded_once_draws_and_penalizes_as_an_unrecorded_one(monkeypatch):
+    """What the graph reads and writes stays at its place: the generator, and what a penalty counts."""
+    from model import token
+    from model.generate import Sampler, Session
+
+    model, sampler, answers = sampled_model({}), Sampler(1.0, repetition_penalty=1.3), []
+    for warm_up in (token.WARM_UP, 1000):
+        monkeypatch.setattr(token, "WARM_UP", warm_up)
+        session, text = Session(model, sampler, torch.Generator("cuda").manual_seed(2), past_context="half"), [1]
+        for turn in range(8):
+            text += [turn, *session.answer([*text, turn], 40)]
+        answers.append(text)
+    assert answers[0] == answers[1]
+    assert len(set(text)) > 100

@@ -22,7 +22,7 @@ def kernel(monkeypatch):
     pytest.importorskip("triton", reason="triton is made for Linux")
     if torch.cuda.is_available():
         pytest.skip("tests/test_gpu.py runs the kernel itself")
-    monkeypatch.setattr(loss_module, "runs_kernel", lambda x: True)
+    monkeypatch.setattr(loss_module, "has_loss_kernel", lambda x: True)
 
 
 @pytest.fixture(params=["torch", "kernel"])
@@ -158,7 +158,7 @@ def test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made(path, m
     monkeypatch.setattr(loss_module, "CHUNK", 16)
     monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 16)
     x, weight = torch.randn(64, 2, requires_grad=True), torch.randn(2048, 2, requires_grad=True)
-    if loss_module.runs_kernel(x):  # the interpreter works on copies
+    if loss_module.has_loss_kernel(x):  # the interpreter works on copies
         monkeypatch.setattr("kernels.loss.loss_in_place", lambda logits, *_: logits[:, 0].clone())
     with PeakBytes() as counted:
         next_token_loss(x, weight, torch.randint(2048, (64,)))
@@ -194,7 +194,7 @@ def test_the_kernel_is_within_twice_torchs_error(dtype, V, kernel, monkeypatch):
     targets[3], targets[4], targets[5] = IGNORE, 0, V - 1
     monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 4)
     found = with_gradients(x, weight, targets)
-    monkeypatch.setattr(loss_module, "runs_kernel", lambda x: False)
+    monkeypatch.setattr(loss_module, "has_loss_kernel", lambda x: False)
     reference = with_gradients(*(t.detach().double().requires_grad_() for t in (x, weight)), targets)
     assert_within_budget(found, with_gradients(x, weight, targets), reference)
 

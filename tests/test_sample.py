@@ -303,6 +303,17 @@ def test_a_block_mask_is_sampled_without_a_cache(call, tmp_path):
     assert "without a cache" not in call(sample, f"runs={tmp_path}", "cache=false").err
 
 
+def test_a_cache_in_pages_writes_the_same(write, monkeypatch):
+    """And it has pages: several samples of one prompt, past the context of 32."""
+    made, new_cache = [], GPT.new_cache
+    monkeypatch.setattr(GPT, "new_cache", lambda *given, **more: made.append(more) or new_cache(*given, **more))
+    arguments = ["prompt=abc", "num_samples=2", "max_new_tokens=50", "past_context=half"]
+    assert write(*arguments, "cache=paged") == write(*arguments) == write(*arguments, "cache=contiguous")
+    assert made == [{"page": 64}, {"page": None}, {"page": None}]
+    write("prompt=abc", "cache=false")
+    assert len(made) == 3
+
+
 def test_the_newest_run_speaks_when_none_is_named(call, parrots):
     save_parrot(parrots / "newer/checkpoints", [*b"newer", END])
     assert call(sample, f"runs={parrots}").out == "newer\n"
@@ -333,7 +344,8 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
         (["repetition_penalty=0"], "repetition_penalty=0.0 must be above 0", "1 is none"),
         (["repetition_penalty=inf"], "repetition_penalty=inf must be above 0 and finite", "1 is none"),
         (["stop="], "stop= has an empty text", "give texts of at least one character"),
-        (['stop=["a", 1]'], 'stop=["a", 1] has an empty text or none', "give texts"),
+        (['stop=["a", 1]'], 'stop=["a", 1]: 1 is no text', "write it in quotes"),
+        (['stop=["a", ""]'], 'stop=["a", ""] has an empty text', "give texts of at least one character"),
         (['stop=["a]'], 'stop=["a] is no list (', 'write it as ["one", "two"]'),
         (["interactive=true", "num_samples=2"], "interactive=true continues one text", "leave out num_samples=2"),
         (["interactive=true", "prompt_file=-"], "both read standard input", "leave one out"),
@@ -343,6 +355,8 @@ def test_a_broken_models_text_is_stamped(call, tmp_path):
         (["prompt_file={runs}/none"], "prompt_file={runs}/none cannot be read (No such file", "give a text file"),
         (["prompt_file={runs}"], "prompt_file={runs} cannot be read (Is a directory)", "give a text file"),
         (["prompt_file={runs}/bad"], "prompt_file={runs}/bad is not UTF-8 at byte offset 3", "convert it"),
+        (["cache=pages"], "cache=pages is not known", "choose contiguous, paged or false"),
+        (["cache=true"], "cache=true is not known", "choose contiguous, paged or false"),
         (["past_context=sldie"], "past_context=sldie is not known", "choose slide, half or stop"),
         (["prompt=a", "prompt_file=b"], "prompt= and prompt_file=b are both given", "leave one out"),
         (["device=cuda:99"], "device=cuda:99 cannot be used here", "use device=auto or device=cpu"),
