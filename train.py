@@ -119,6 +119,11 @@ class Config:
     max_minutes: float | None = None
     batch_size: int = 16  # sequences per forward and backward pass; lower it if memory runs out
     tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
+    # sequence-length warm-up: for this many steps the sequences are shorter, 0: off. They begin with length_warmup_from
+    # tokens and double to model.context_length, each length for as many steps. The windows of a step are cut into
+    # pieces, so every step has the tokens that it has without the warm-up.
+    length_warmup_steps: int = 0
+    length_warmup_from: int = 128
     z_loss: float = 0.0  # weight of the z-loss, mean(logsumexp(logits)^2), added to the loss; 1e-4 is usual, 0: off
     # decay of a moving average of the weights (EMA), which is evaluated, sampled and saved; 0: off. It averages over
     # about the last 1 / (1 - ema_decay) steps; early in training, over the last ninth of the steps so far.
@@ -168,9 +173,10 @@ class Config:
                 f"model.context_length={self.model.context_length} is too short for context_every= and eval_only=, "
                 f"which measure contexts of {context.FEWEST} tokens and more; leave them out"
             )
-        for name in ("context_every", "sample_every", "sample_tokens"):
+        for name in ("context_every", "sample_every", "sample_tokens", "length_warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        self.check_length_warmup()
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss} must be finite and at least 0; 1e-4 is usual, 0 leaves it out")
         if not 0 <= self.ema_decay < 1:
@@ -180,6 +186,36 @@ class Config:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
+
+    def check_length_warmup(self) -> None:
+        """Raises ValueError for a length warm-up that cannot be."""
+        steps, short, T = self.length_warmup_steps, self.length_warmup_from, self.model.context_length
+        if not steps:
+            return
+        doublings = (T // short).bit_length() - 1 if short > 0 else 0
+        if doublings < 1 or short << doublings != T:
+            raise ValueError(
+                f"length_warmup_from={short} does not double to model.context_length={T}; "
+                "use model.context_length divided by 2, 4, 8, ..."
+            )
+        if steps < doublings:
+            raise ValueError(
+                f"length_warmup_steps={steps} must be at least {doublings}, the number of lengths that are shorter "
+                f"than model.context_length={T}; 0 leaves the warm-up out"
+            )
+        if self.data.source == "recall":
+            raise ValueError(
+                f"length_warmup_steps={steps} with data=recall: its strings are repeated after half a window, and no "
+                "shorter sequence has both; leave the warm-up out"
+            )
+
+    def length_at(self, step: int) -> int:
+        """The tokens of a sequence in update number `step`, which counts from 1."""
+        T = self.model.context_length
+        if step > self.length_warmup_steps:
+            return T
+        doublings = (T // self.length_warmup_from).bit_length() - 1
+        return self.length_warmup_from << (step - 1) * doublings // self.length_warmup_steps
 
 
 def main(cfg: Config) -> int:
@@ -406,6 +442,9 @@ def send(run: Run) -> None:
     """Enqueues the next update."""
     cfg = run.cfg
     batches = run.batches.next()
+    length = cfg.length_at(run.step + 1)
+    if length < cfg.model.context_length:  # (passes, B, T) to (passes, B * T / length, length)
+        batches = batches.each(lambda part: part.view(len(part), -1, length))
     rng = checkpoint.rng_state() if cfg.probe.every or cfg.break_it.without else {}
     lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
     # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
@@ -464,6 +503,7 @@ def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
     """The record of a step for metrics.jsonl. seconds: the step's time."""
     peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the table has peaks for bf16 only
     assert run.pace is not None, "hear() sets it"
+    length = done.batches.x.shape[-1]
     return {
         "step": done.step,
         "loss": numbers.loss,
@@ -472,9 +512,10 @@ def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
         "grad_norm": numbers.norm,
         "ms": seconds * 1e3,
         "tokens_per_second": run.tokens_per_step / seconds,
-        "mfu": run.flops_per_step / seconds / peak if peak else None,
+        "mfu": run.flops_per_step(length) / seconds / peak if peak else None,
         "memory_gib": memory_gib(run.device),
         "eta_s": max(0.0, min(run.left, run.pace * (run.cfg.steps - done.step))),
+        **({"sequence_length": length} if run.cfg.length_warmup_steps else {}),
         **({"loss_scale": numbers.scale} if run.scaler.is_enabled() else {}),
     }
 

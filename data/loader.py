@@ -356,9 +356,9 @@ class Prefetch:
         return slot, self.loader.state_dict()
 
     def give_back(self, step: Batch) -> None:
-        """Frees the memory of a step that next() returned."""
+        """Frees the memory of a step that next() returned. Its windows may have been cut into equal pieces."""
         assert self.free is not None, "next() makes the memory"
-        self.free.append(step)
+        self.free.append(step.each(lambda part: part.view(self.passes, -1, self.loader.context_length)))
 
     def state_dict(self) -> dict[str, int | str]:
         """Loader.state_dict() after the steps that next() has returned, whatever has been drawn ahead."""

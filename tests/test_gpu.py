@@ -545,6 +545,7 @@ def test_a_resumed_run_equals_the_unbroken_one(tmp_path: Path):
 
 RECIPES = {
     "sdpa-adamw": {"impl": "sdpa", "model_dropout": 0.1},
+    "sdpa-lengths": {"impl": "sdpa", "length_warmup_steps": 40, "length_warmup_from": 32},
     "sdpa-muon-average-passes": {"impl": "sdpa", "kind": "muon", "ema_decay": 0.9, "tokens_per_step": 4096},
     "triton-fp16": {"impl": "triton", "dropout_p": 0.1, "dtype": "fp16", "z_loss": 1e-3},
     "triton-documents-muon-all": {

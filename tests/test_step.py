@@ -93,6 +93,24 @@ def test_a_step_that_cannot_be_recorded_is_one_line(monkeypatch):
     assert same(trained.everything(), before)
 
 
+def test_batches_of_another_shape_are_recorded_anew(monkeypatch):
+    """After as many compiled steps. The old recording has the old batches' addresses."""
+    done, trained = [], Trained("adamw")
+    trained.step.way = "recorded"
+
+    def record(self):
+        done.append("record")
+        self.graph = SimpleNamespace(replay=lambda: done.append("replay"))
+
+    monkeypatch.setattr(TrainStep, "record", record)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(TrainStep, "update", lambda self, batches: done.append(batches.x.shape[-1]))
+    for length in (8, 16):
+        for _ in range(5):
+            trained.step(Batch(*torch.zeros(2, 2, 64 // length, length, dtype=torch.int64), None), 1e-2, 0.1)
+    assert done == [8, 8, 8, "record", "replay", "replay", "reset", 16, 16, 16, "record", "replay", "replay"]
+
+
 def test_a_run_says_which_of_sdpas_kernels_runs(call, small, tmp_path):
     ended = call(train, *small, "steps=1", f"runs={tmp_path}", "attention=sdpa")
     assert "attention: sdpa, PyTorch's flash kernel (asked for: sdpa)" in ended.out

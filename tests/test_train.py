@@ -282,6 +282,7 @@ def test_a_run_that_time_has_stopped_twice_is_the_unbroken_run_bit_for_bit(call,
 # A rate that does not depend on where the end is: after the warm-up the peak, as min_lr_ratio=1 has it.
 RECIPES = {
     "fp16": ["dtype=fp16", "model.dropout_p=0.1"],
+    "lengths": ["length_warmup_steps=8", "length_warmup_from=8", "attention.documents=true", *DROPOUT],
     "average": ["optimizer=muon", "optimizer.schedule=wsd", "ema_decay=0.9", "tokens_per_step=256"],
     "all": ["optimizer=muon", "dtype=fp16", "ema_decay=0.9", "z_loss=1e-3", "tokens_per_step=256", *DROPOUT],
 }
@@ -305,6 +306,32 @@ def test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit(call,
     resumed = call(train, f"runs={tmp_path}", "resume=stopped", "steps=10")
     assert resumed.code == 0, resumed.err
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_length_warmup_trains_on_pieces_of_the_same_windows(call, small, tmp_path, monkeypatch):
+    """Of 8 tokens for three steps, of 16 for three, and then whole ones. Each step has the tokens that it has without
+    the warm-up, in their order, and each piece is a sequence that begins at position 0."""
+    seen: dict[str, list] = {"whole": [], "warmed": []}
+    for name, more in {"whole": [], "warmed": ["length_warmup_steps=6", "length_warmup_from=8"]}.items():
+        kept = training.step.TrainStep.__call__
+
+        def look(self, batches, *rest, into=seen[name], kept=kept):
+            into.append(batches.each(torch.clone))
+            return kept(self, batches, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(training.step.TrainStep, "__call__", look)
+            ended = call(train, *small, "steps=8", f"runs={tmp_path}", f"name={name}", *TWO_PASSES, *more)
+        assert ended.code == 0, ended.err
+    assert "\nlength warm-up: sequences of 8 tokens, 16 from step 4, 32 from step 7\n" in ended.out
+    lengths = [8] * 3 + [16] * 3 + [32] * 2
+    assert [row["sequence_length"] for row in records(tmp_path / "warmed") if "loss" in row] == lengths
+    for whole, warmed, length in zip(seen["whole"], seen["warmed"], lengths, strict=True):
+        assert warmed.x.shape == (2, 4 * 32 // length, length)
+        for theirs, ours in zip((whole.x, whole.y), (warmed.x, warmed.y), strict=True):
+            assert torch.equal(ours, theirs.reshape(ours.shape))
+    states = [checkpoint.load(checkpoint.last(tmp_path / name / checkpoint.FOLDER)).state["loader"] for name in seen]
+    assert states[0] == states[1]
 
 
 def test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight(call, small, tmp_path, monkeypatch):

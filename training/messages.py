@@ -51,6 +51,12 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
+    if cfg.length_warmup_steps:
+        lengths = [cfg.length_at(step) for step in range(1, cfg.length_warmup_steps + 2)]
+        say(
+            f"length warm-up: sequences of {lengths[0]} tokens, "
+            + ", ".join(f"{n} from step {lengths.index(n) + 1}" for n in dict.fromkeys(lengths) if n > lengths[0])
+        )
     if cfg.steps < cfg.optimizer.warmup_steps:
         say(
             f"the learning rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} is less than "

@@ -77,10 +77,9 @@ class Run:
         """Number of tokens per update."""
         return self.accumulation * self.cfg.batch_size * self.cfg.model.context_length
 
-    @cached_property
-    def flops_per_step(self) -> float:
-        """Floating-point operations of one update, forward and backward."""
-        return self.model.flops_per_token(self.cfg.model.context_length) * self.tokens_per_step
+    def flops_per_step(self, length: int) -> float:
+        """Floating-point operations of one update of sequences of `length` tokens, forward and backward."""
+        return self.model.flops_per_token(length) * self.tokens_per_step
 
 
 def between_steps(run: Run, save_now: bool) -> None:

@@ -9,7 +9,8 @@ update() is the step. There are three ways to run it:
 
     eager      Python launches every operation
     compiled   torch.compile has fused the model's operations into fewer kernels
-    recorded   the compiled step is recorded once, as a CUDA graph. The host then launches the whole step at once.
+    recorded   the compiled step is recorded once for each shape, as a CUDA graph. The host then launches the whole
+               step at once.
 
 Recorded and compiled steps compute the same bits. An eager one drops the same elements, but rounds elsewhere.
 A small model's operations take less time on a GPU than their launches from Python. Recorded, the GPU never waits.
@@ -88,7 +89,8 @@ class Numbers(NamedTuple):
 
 
 class TrainStep:
-    """Makes updates of a model's weights. The arguments are train.py's; batches have the shape of the first ones."""
+    """Makes updates of a model's weights. The arguments are train.py's. The batches may change their shape a few times:
+    each shape is compiled and recorded anew."""
 
     def __init__(
         self,
@@ -107,14 +109,15 @@ class TrainStep:
             model, averaged, optimizers, scaler, autocast
         )  # fmt: skip
         self.way, self.grad_clip, self.z_loss, self.stop_on_nan = way, grad_clip, z_loss, stop_on_nan
-        self.loss_of = model if way == "eager" else torch.compile(model, options=COMPILE_OPTIONS)
+        self.loss_of = model if way == "eager" else torch.compile(model, dynamic=False, options=COMPILE_OPTIONS)
         weight = next(model.parameters())
         self.device = device = weight.device
         self.ahead = AHEAD.get(device.type, 0)
         self.steps = 0  # enqueued
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.record_at = 0  # the step that is recorded
         # What a step reads and writes stays at one place in memory, because a recorded step has its addresses.
-        self.batches: Batch | None = None  # on the device; made for the first step
+        self.batches: Batch | None = None  # on the device; made for the first step of each shape
         self.average_weight = torch.zeros((), dtype=weight.dtype, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self.left_out = torch.zeros((), dtype=torch.float32, device=device)  # 1: leave this update out
@@ -134,7 +137,12 @@ class TrainStep:
         batches: int64 (passes, B, T), and documents int32, in pinned memory for a GPU, and kept until the report has
         arrived. average_weight: how far averaged moves towards model. At most `ahead` reports may be on their way.
         """
-        if self.batches is None:
+        if self.batches is None or self.batches.x.shape != batches.x.shape:
+            if self.batches is not None and self.way != "eager":
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # what is dropped here may still be running
+                torch.compiler.reset()  # torch keeps at most 8 shapes of a model; then it would run eagerly
+            self.graph, self.record_at = None, self.steps + WARM_UP
             self.batches = batches.each(lambda part: torch.empty_like(part, device=self.device, pin_memory=False))
         self.batches.copy_(batches)
         self.average_weight.fill_(average_weight)
@@ -143,7 +151,7 @@ class TrainStep:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        if self.way == "recorded" and self.graph is None and self.steps >= WARM_UP:
+        if self.way == "recorded" and self.graph is None and self.steps >= self.record_at:
             self.record()
         if self.graph is None:
             self.update(self.batches)
