@@ -22,6 +22,7 @@ from model.break_it import UNBROKEN, BreakIt
 from model.cache import KVCache, LayerCache, runs_kernel
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
+from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
 
 CHOICES = {
     "position": ("learned", "rope", "none"),
@@ -111,21 +112,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class RMSNorm(nn.RMSNorm):
-    """Computes and returns in the weight's dtype, also where the residual stream has another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class LayerNorm(nn.LayerNorm):
-    """Computes and returns in the weight's dtype, also where the residual stream has another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-def norm(config: GPTConfig) -> nn.Module:
+def norm(config: GPTConfig) -> RMSNorm | LayerNorm:
     """The norm that model.norm names, over the last axis, of size C."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -205,19 +192,28 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout_p = config.dropout_p
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, C) to (B, T, C)."""
+    def forward(self, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added]:
+        """The residual stream x (B, T, C), and what the block before it still has to add (None: nothing). Returns the
+        same for the block after it. An addition waits for the next norm, because one kernel makes their backward."""
         keep: Sequence[Tensor | None] = (None, None)  # of what attention adds and of what the MLP adds
         if context.stream_seed is not None:
             B, T, C = x.shape
             keep = keep_table(context.stream_seed, 2 * B, T, C, self.dropout_p).split(B)
-        x = x + dropped(self.attention(self.attention_norm(x), context), keep[0], self.dropout_p)
-        return x + dropped(self.mlp(self.mlp_norm(x)), keep[1], self.dropout_p)
+        x, y = add_and_norm(self.attention_norm, x, added)
+        added = Added(self.attention(y, context), keep[0], self.dropout_p)
+        x, y = add_and_norm(self.mlp_norm, x, added)
+        return x, Added(self.mlp(y), keep[1], self.dropout_p)
 
 
-def draw_and_run(block: Block, x: Tensor, context: Context) -> Tensor:
+def run_whole(block: nn.Module, x: Tensor, context: Context) -> Tensor:
+    """For activation checkpointing: nothing waits to be added, so only x (B, T, C) is kept between two blocks."""
+    x, added = block(x, None, context)
+    return added.to(x)
+
+
+def draw_and_run(block: nn.Module, x: Tensor, context: Context) -> Tensor:
     """For break_it.restore_seed=false: draws the seed here, so a block that is computed again gets another one."""
-    return block(x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)))
+    return run_whole(block, x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)))
 
 
 class GPT(nn.Module):
@@ -287,17 +283,18 @@ class GPT(nn.Module):
         if not self.attention_config.documents:
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
+        added: Added | None = None  # to x, before anything reads it
         layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
         for block, seed, stream_seed, past in zip(self.blocks, seeds, stream_seeds[:-1], layers, strict=True):
             context = Context(rope, seed, stream_seed, documents, past)
             if self.training and self.config.activation_checkpointing:
                 restore = self.break_it.restore_seed
-                again = block if restore else partial(self.draw_and_run, block)
+                again = partial(run_whole if restore else self.draw_and_run, block)
                 restore = restore and draws_itself(self.attention_config)
                 x = checkpoint(again, x, context, use_reentrant=False, preserve_rng_state=restore)
             else:
-                x = block(x, context)
-        return self.norm(x)
+                x, added = block(x, added, context)
+        return last_norm(self.norm, x, added)
 
     def seeds(self, device: torch.device) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """The seeds of this forward's dropout: of each layer's attention; of each layer's stream and, last, of the
