@@ -29,7 +29,9 @@ def kernel(monkeypatch):
     monkeypatch.setattr(norm_module, "runs_kernels", lambda device: True)
 
 
-def inputs(C: int, kind: str, stream: torch.dtype, next_dtype: torch.dtype, keep: bool, device: str = "cpu") -> tuple:
+def inputs(
+    C: int, kind: str, stream: torch.dtype, next_dtype: torch.dtype, keep: bool, device: str = "cpu", N: int = N
+) -> tuple:
     """A norm, x, what is added to it, and the gradients of both results. next_dtype: of the layers around the norm."""
     generator = torch.Generator().manual_seed(0)
     norm = RMSNorm(C, eps=1e-5) if kind == "rmsnorm" else LayerNorm(C, bias=kind == "layernorm")
