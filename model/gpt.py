@@ -7,21 +7,21 @@ A block projects to q, k and v, and calls attention() of model/attention.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from model.attention import AttentionConfig, attention, draws_itself
+from model import recompute
+from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.cache import KVCache, LayerCache, has_decode_kernel
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
+from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
 
 CHOICES = {
     "position": ("learned", "rope", "none"),
@@ -181,21 +181,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class RMSNorm(nn.RMSNorm):
-    """Computes and returns in the weight's dtype, also where the residual stream has another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class LayerNorm(nn.LayerNorm):
-    """Computes and returns in the weight's dtype, also where the residual stream has another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-def norm(config: GPTConfig) -> nn.Module:
+def norm(config: GPTConfig) -> RMSNorm | LayerNorm:
     """The norm that model.norm names, over the last axis, of size C."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -277,15 +263,6 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-# The ops whose results a selective checkpoint keeps: those of attention, of all implementations but naive.
-KEPT = ("tilegpt::flash_forward", "tilegpt::tiled_forward", "aten::_scaled_dot_product_")
-
-
-def keep_attention(context: Any, op: Any, *args, **kwargs) -> CheckpointPolicy:
-    """What a selective checkpoint does with an op's result: attention's is kept, everything else is computed again."""
-    return CheckpointPolicy.MUST_SAVE if op.name().startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class Block(nn.Module):
     """Adds attention, then the MLP, to the residual stream. The input of each is a norm of the stream (pre-norm)."""
 
@@ -296,67 +273,23 @@ class Block(nn.Module):
         self.mlp_norm = norm(config)
         self.mlp = MLP(config)
         self.dropout_p = config.dropout_p
-        self.selective, self.chunk = config.activation_checkpointing == "selective", config.chunk
-        self.draws_itself = draws_itself(attention_config)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, C) to (B, T, C)."""
-        if self.training and self.selective:  # two checkpoints: x, o and lse are stored
-            keep = partial(create_selective_checkpoint_contexts, keep_attention)
-            o = checkpoint(
-                self.heads, x, context, use_reentrant=False, preserve_rng_state=self.draws_itself, context_fn=keep
-            )
-            return self.in_chunks(self.add, x, o, context=context, again=True)[0]
-        return self.in_chunks(self.add, x, self.heads(x, context), context=context)[0]
+    def forward(self, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added]:
+        """The residual stream x (B, T, C), and what the block before it still has to add (None: nothing). Returns the
+        same for the block after it. An addition waits for the next norm, because one kernel makes their backward."""
+        B, T, _ = x.shape
+        for_attention, for_mlp = self.kept(context, B, range(T))
+        x, y = add_and_norm(self.attention_norm, x, added)
+        added = Added(self.attention(y, context), for_attention, self.dropout_p)
+        x, y = add_and_norm(self.mlp_norm, x, added)
+        return x, Added(self.mlp(y), for_mlp, self.dropout_p)
 
-    def heads(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, C) to attention's o (B, T, H, D)."""
-        q, k, v = self.in_chunks(self.project, x, context=context)
-        return self.attention.attend(q, k, v, context)
-
-    def project(self, context: Context, first: int, x: Tensor) -> tuple[Tensor, ...]:
-        """The stream x (B, n, C) of the tokens from `first` on to q (B, n, H, D) and k, v (B, n, H_kv, D)."""
-        rope = context.rope
-        if rope is not None and self.chunk and self.training:
-            cos, sin = rope
-            rope = cos[first : first + x.shape[1]], sin[first : first + x.shape[1]]
-        return self.attention.project(self.attention_norm(x), rope)
-
-    def add(self, context: Context, first: int, x: Tensor, o: Tensor) -> tuple[Tensor]:
-        """Adds attention and the MLP to the stream of the tokens from `first` on: x (B, n, C) and o (B, n, H, D) to (B,
-        n, C)."""
-        keep: Sequence[Tensor | None] = (None, None)  # of what attention adds and of what the MLP adds
-        if context.stream_seed is not None:
-            B, n, C = x.shape
-            keep = keep_table(context.stream_seed, 2 * B, range(first, first + n), C, self.dropout_p).split(B)
-        x = x + dropped(self.attention.merge(o), keep[0], self.dropout_p)
-        return (x + dropped(self.mlp(self.mlp_norm(x)), keep[1], self.dropout_p),)
-
-    def in_chunks(
-        self, compute: Callable[..., tuple[Tensor, ...]], *whole: Tensor, context: Context, again: bool = False
-    ) -> tuple[Tensor, ...]:
-        """compute(context, 0, *whole); in training with model.chunk in pieces of so many tokens, each in a checkpoint.
-
-        whole: (B, T, ...), and so are the results of compute, which treats each token by itself. again: with a
-        checkpoint also if there is one piece.
-        """
-        if not (self.training and (self.chunk or again)):
-            return compute(context, 0, *whole)
-        T, device = whole[0].shape[1], whole[0].device.type
-        chunk = self.chunk or T
-        # With its cache autocast would use one copy of each weight for all pieces, and add up its gradients in 16 bits.
-        low, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        with torch.autocast(device, dtype, enabled=low, cache_enabled=chunk >= T):
-            parts = [
-                checkpoint(compute, context, i * chunk, *piece, use_reentrant=False, preserve_rng_state=False)
-                for i, piece in enumerate(zip(*(x.split(chunk, dim=1) for x in whole), strict=True))
-            ]
-        return tuple(torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-
-
-def draw_and_run(block: Block, x: Tensor, context: Context) -> Tensor:
-    """For break_it.restore_seed=false: draws the seed here, so a block that is computed again gets another one."""
-    return block(x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)))
+    def kept(self, context: Context, B: int, tokens: range) -> Sequence[Tensor | None]:
+        """What dropout keeps, of what attention adds and of what the MLP adds: bool (B, tokens, C); None: all."""
+        if context.stream_seed is None:
+            return None, None
+        C = self.attention.out.out_features
+        return keep_table(context.stream_seed, 2 * B, tokens, C, self.dropout_p).split(B)
 
 
 class GPT(nn.Module):
@@ -366,13 +299,14 @@ class GPT(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         attention_config.check_length(config.context_length)
+        self.draw_and_run = None
         if not break_it.restore_seed:
             if config.activation_checkpointing != "true":
                 raise ValueError(
                     f"break_it={break_it.label}: no block is computed again; use model.activation_checkpointing=true"
                 )
             # A compiled graph would keep the seed instead of drawing it again.
-            self.draw_and_run = torch.compiler.disable(draw_and_run)
+            self.draw_and_run = torch.compiler.disable(recompute.draw_and_run)
         self.config, self.attention_config, self.break_it = config, attention_config, break_it
         rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
         self.embedding = nn.Embedding(rows, config.n_embd)
@@ -432,18 +366,17 @@ class GPT(nn.Module):
         if not self.attention_config.documents:
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
+        added: Added | None = None  # to x, before anything reads it
         layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
+        form, chunk = self.config.activation_checkpointing, self.config.chunk
         parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
         for block, local, seed, stream_seed, past in parts:
             context = Context(ropes.get(local), seed, stream_seed, documents, past)
-            if self.training and self.config.activation_checkpointing == "true":
-                restore = self.break_it.restore_seed
-                again = block if restore else partial(self.draw_and_run, block)
-                restore = restore and draws_itself(self.attention_config)
-                x = checkpoint(again, x, context, use_reentrant=False, preserve_rng_state=restore)
+            if self.training and (form != "false" or chunk):
+                x = recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run)
             else:
-                x = block(x, context)
-        return self.norm(x)
+                x, added = block(x, added, context)
+        return last_norm(self.norm, x, added)
 
     def ropes(self, length: int, device: torch.device) -> dict[bool, tuple[Tensor, Tensor]]:
         """rope_table() with model.rope_base and YaRN (False) and with model.rope_base_local (True), each if a layer

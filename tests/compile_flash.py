@@ -5,8 +5,8 @@
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
 D, "pages"] the same with keys in pages, [dtype, B, "linear768"] that of a linear layer with B rows of 768,
-["bool", C, "table"] that of whole dropout masks. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON
-list: for each kernel what came out of it.
+["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward. SOURCE: a text to take
+for kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -95,6 +95,7 @@ from kernels.decode import decode  # noqa: E402
 from kernels.dropout import keep_table  # noqa: E402
 from kernels.linear import linear  # noqa: E402
 from kernels.loss import loss_in_place  # noqa: E402
+from kernels.norm import norm_backward  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
 
 sizes.INTERPRETED = True  # or it refuses tensors of the CPU
@@ -127,6 +128,11 @@ for dtype, D, dropout in CASES:
         continue
     if dropout == "table":
         keep_table(torch.tensor(1), 128, range(256), D, 51)
+        continue
+    if dropout == "norm":  # all that one can have
+        dy, x, weight, stats = torch.empty(2, D, dtype=getattr(torch, dtype)), torch.empty(2, D), *torch.empty(2, D)
+        keep = torch.empty(2, D, dtype=torch.bool)
+        norm_backward(dy, x, x, stats, stats, weight, keep, 1.25, dy.dtype, True)
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

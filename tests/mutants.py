@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py"]
+SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py", "kernels/norm.py"]
 SECONDS = 600  # that the tests of one fault may take
 
 
@@ -121,8 +121,14 @@ TABLE = [
     ("gelu is always the exact one", '"tanh" if config.mlp == "gelu_tanh" else "none"', '"none"', "arithmetic"),
     ("rmsnorm with torch's epsilon",
      "return RMSNorm(config.n_embd, eps=config.norm_eps)", "return RMSNorm(config.n_embd)", "arithmetic"),
-    ("the mlp without its norm", "self.mlp(self.mlp_norm(x))", "self.mlp(x)", "gpt"),
-    ("no norm before the head", "return self.norm(x)", "return x", "gpt"),
+    ("the mlp without its norm", "Added(self.mlp(y)", "Added(self.mlp(x)", "gpt"),
+    ("no norm before the head", "return last_norm(self.norm, x, added)", "return added.to(x)", "gpt"),
+    ("the stream's gradient ends at a norm", "gradient = tl.load(dres", "gradient = 0 * tl.load(dres", "norm"),
+    ("a program does its first rows alone", "tl.num_programs(0) * ROWS):", "N):", "norm"),
+    ("a norm's mean has no gradient", "of_mean[:, None] + x_i", "0 * of_mean[:, None] + x_i", "norm"),
+    ("what was dropped has a gradient", "tl.where(kept != 0, gradient * scale, 0.0)", "gradient * scale", "norm"),
+    ("zeros stand for the last norm's stream", "apply(norm, x, added, False)", "apply(norm, x, added, True)[1]",
+     "norm"),
     ("the head is tied when it should not be", "if config.tie_head:", "if True:", "arithmetic"),
     ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt arithmetic"),
     ("rope's base is always 10000", "frequency = base **", "frequency = 10000.0 **", "arithmetic"),

@@ -1,7 +1,7 @@
 """The Triton kernels compiled for GPUs that are not here: what they take of registers and shared memory, and from what.
 
-Every tile size of kernels/flash.py's tables, as Triton and its ptxas would compile it at the first call; the kernel of
-the loss; and those of a new token.
+Every tile size of kernels/flash.py's tables, as Triton and its ptxas would compile it at the first call; the kernels of
+the loss and of a norm's backward; and those of a new token.
 """
 
 import json
@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton is made for Linux")
+
+from kernels.norm import tiles_for
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +38,8 @@ TOKEN = [["bfloat16", D, "decode"] for D in (64, 128, 256)] + [["bfloat16", 64, 
 TOKEN += [["bfloat16", B, f"linear{K}"] for B, K in ((1, 768), (16, 768), (8, 1600), (8, 4096))]
 TOKEN += [["float32", 256, "decode"], ["float32", 16, "linear768"]]
 TABLE = [["bool", 384, "table"]]
-OTHERS = LOSS + TOKEN + TABLE
+NORM = [["bfloat16", C, "norm"] for C in (384, 768, 8192)]  # experiment=shakespeare_gpu, GPT-2, the widest
+OTHERS = LOSS + NORM + TOKEN + TABLE
 
 
 def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
@@ -122,6 +125,19 @@ def test_whole_masks_are_written_from_registers(all_compiled, arch):
     found = all_compiled[arch][-1]
     assert (found["kernel"], found["spills"], found["warnings"]) == ("keep_kernel", 0, [])
     assert found["registers"] <= 128  # four programs of 128 threads share a processor
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_a_norms_programs_all_run_at_a_time(all_compiled, arch):
+    """What tiles_for of kernels/norm.py reckons with: those started on a processor share its 65,536 registers."""
+    found = all_compiled[arch][-len(OTHERS) :][len(LOSS) : len(LOSS + NORM)]
+    assert [(kernel["kernel"], kernel["D"]) for kernel in found] == [("norm_kernel", C) for _, C, _ in NORM]
+    for kernel in found:
+        *_, num_warps, programs = tiles_for(kernel["D"])
+        registers = -(-kernel["registers"] // 8) * 8 * 32 * num_warps
+        assert programs * registers <= 65_536
+        assert (kernel["spills"], kernel["warnings"]) == (0, [])
+        assert "ld.global.v4.b32" in kernel["loads"]  # 16 bytes
 
 
 def test_heads_of_64_spill_nothing_on_hopper(compiled):

@@ -12,6 +12,7 @@ import torch
 
 from kernels.problem import Problem
 from model import loss as loss_module
+from model import norm as norm_module
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.dropout import keep_mask, keep_table
@@ -32,6 +33,9 @@ from tests.reference import (
     oracle,
     run,
 )
+from tests.test_norm import assert_kernel_is_right
+from tests.test_norm import inputs as norm_inputs
+from tests.test_norm import results as norm_results
 
 pytestmark = [
     pytest.mark.gpu,
@@ -468,6 +472,61 @@ def test_rows_of_logits_past_two_to_the_31_numbers_are_found(sizes):
     assert losses[-1] < 1e-3 < losses[0]
     assert (logits[:, 5] < 0).all()
     assert (logits[:, 6] > 0).all()
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+NORM_TOKENS = 5003  # each program has several blocks of rows, and the last block is not whole
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "layernorm without bias", "rmsnorm"])
+@pytest.mark.parametrize("keep", [False, True], ids=["whole", "dropped"])
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "bfloat16")], ids=str)
+@pytest.mark.parametrize("C", [70, 128, 384, 768, 1600, 2048, 4096, 8192])
+def test_the_kernel_of_norms_is_within_twice_autograds_error(C, dtypes, keep, kind, monkeypatch):
+    stream, next_dtype = (getattr(torch, name) for name in dtypes)
+    assert_kernel_is_right(norm_inputs(C, kind, stream, next_dtype, keep, "cuda", NORM_TOKENS), monkeypatch)
+
+
+def test_norms_have_the_kernel_where_there_will_be_a_backward():
+    norm, x, *_ = norm_inputs(768, "layernorm", torch.float32, torch.bfloat16, False, "cuda")
+    assert norm_module.runs_kernel(norm, x)
+    assert not norm_module.runs_kernel(norm, x.double())
+    assert not norm_module.runs_kernel(norm, x.repeat(1, 11))
+    with torch.no_grad():
+        assert not norm_module.runs_kernel(norm, x)
+
+
+@pytest.mark.parametrize("C", [384, 768])
+def test_a_recorded_norm_has_the_bits_of_the_compiled_one_a_hundred_times(C, monkeypatch):
+    given = norm_inputs(C, "layernorm", torch.float32, torch.bfloat16, True, "cuda", NORM_TOKENS)
+    torch._dynamo.reset()
+    monkeypatch.setattr("tests.test_norm.add_and_norm", torch.compile(norm_module.add_and_norm, fullgraph=True))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # a backward runs on the stream of its forward
+        first = {name: x.clone() for name, x in norm_results(*given).items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            recorded = norm_results(*given)
+        for _ in range(100):
+            graph.replay()
+            assert not [name for name, x in first.items() if not torch.equal(recorded[name], x)]
+
+
+def test_rows_of_a_norm_past_two_to_the_31_numbers_are_found(sizes):
+    from kernels.norm import norm_backward
+
+    N, C = 2**31 // 4096 + 100, 4096
+    dy = torch.zeros(N, C, device="cuda", dtype=torch.bfloat16)
+    x = torch.ones_like(dy)
+    dy[-1, 5] = 1
+    mean, rstd = torch.zeros(N, device="cuda"), torch.ones(N, device="cuda")
+    dx, _, dweight = norm_backward(dy, None, x, mean, rstd, torch.ones(C, device="cuda"), None, 1.0, None, True)
+    assert not dx[:-1].any()
+    assert dx[-1, 5] > 0.99
+    for row in dweight:
+        assert row.nonzero().tolist() == [[5]]
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""Norms of the residual stream, together with what a layer adds to it.
+
+Shapes: B batch, T sequence length, C model width.
+
+    x, y = add_and_norm(norm, x, added)      x + added, and its norm
+
+By default this is an addition and a norm, and autograd makes the backward. On a GPU with Triton the backward is one
+kernel (kernels/norm.py). The gradient of the sum arrives on two ways: along the stream, and through the norm. Then it
+goes to x and, in another dtype, to the layer that was added. The kernel reads and writes each of these once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kernels.problem import runs_kernels
+from model.dropout import dropped, keep_scale
+
+WIDEST = 8192  # C that the kernel can do
+
+
+class RMSNorm(nn.RMSNorm):
+    """Computes and returns in the weight's dtype, also where the residual stream has another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """Computes and returns in the weight's dtype, also where the residual stream has another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Added(NamedTuple):
+    """What a layer adds to the residual stream."""
+
+    value: Tensor  # (B, T, C)
+    keep: Tensor | None  # bool like value: what dropout keeps; None: no dropout
+    dropout_p: float
+
+    def to(self, x: Tensor) -> Tensor:
+        """The stream x (B, T, C) with it."""
+        return x + dropped(self.value, self.keep, self.dropout_p)
+
+
+def add_and_norm(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None) -> tuple[Tensor, Tensor]:
+    """The stream x + added, and its norm, both (B, T, C).
+
+    The norm has its weight's dtype. Before the kernel's backward it has autocast's dtype, if autocast is on: the next
+    layer would round it to that.
+    """
+    if not runs_kernel(norm, x):
+        x = x if added is None else added.to(x)
+        return x, norm(x)
+    return apply(norm, x, added, True)
+
+
+def last_norm(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None) -> Tensor:
+    """The second result of add_and_norm(), where nothing reads the stream any more."""
+    if not runs_kernel(norm, x):
+        return add_and_norm(norm, x, added)[1]
+    return apply(norm, x, added, False)
+
+
+def runs_kernel(norm: RMSNorm | LayerNorm, x: Tensor) -> bool:
+    """Whether kernels/norm.py can make the backward, and there will be one."""
+    fits = x.shape[-1] <= WIDEST and torch.float64 not in (x.dtype, norm.weight.dtype)
+    return runs_kernels(x.device) and torch.is_grad_enabled() and fits
+
+
+def apply(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None, stream: bool):
+    """add_and_norm() with the kernel's backward; without `stream`, only the norm."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else norm.weight.dtype
+    value, keep, dropout_p = (None, None, 0.0) if added is None else added
+    layer = isinstance(norm, LayerNorm)
+    with torch.autocast(device, enabled=False):
+        return StreamNorm.apply(
+            x, value, keep, dropout_p, norm.weight, norm.bias if layer else None, norm.eps, layer, dtype, stream
+        )
+
+
+class StreamNorm(torch.autograd.Function):
+    """The forward is plain torch, so that torch.compile makes one kernel of it and of what is around it."""
+
+    @staticmethod
+    def forward(ctx, x, value, keep, dropout_p, weight, bias, eps, layer, dtype, stream):
+        x = x.view_as(x) if value is None else x + dropped(value, keep, dropout_p)
+        # In float32, as torch's kernels compute it for weights of any dtype.
+        wide, shape = x.float(), weight.shape
+        if layer:
+            wide_bias = None if bias is None else bias.float()
+            y, mean, rstd = torch.native_layer_norm(wide, shape, weight.float(), wide_bias, eps)
+        else:
+            y, mean = F.rms_norm(wide, shape, weight.float(), eps), None
+            rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, mean, rstd, weight, keep)
+        ctx.scale, ctx.bias, ctx.added = keep_scale(dropout_p), bias is not None, value is not None
+        same = value is None or (keep is None and value.dtype == x.dtype)
+        ctx.add_dtype = None if same else value.dtype  # None: dadd is dx, or not wanted
+        y = y.to(dtype)
+        return (x, y) if stream else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        *dres, dy = gradients
+        x, mean, rstd, weight, keep = ctx.saved_tensors
+        # torch.compile cannot look into the kernel, so it gets an op. Elsewhere the op would only cost its dispatch.
+        compute = norm_op if torch.compiler.is_compiling() else by_kernel
+        dx, dadd, dweight = compute(
+            dy, dres[0] if dres else None, x, mean, rstd, weight, keep, ctx.scale, ctx.add_dtype, ctx.bias
+        )
+        if ctx.add_dtype is None:
+            dadd = dx if ctx.added else None
+        return dx, dadd, None, None, dweight[0], dweight[1] if ctx.bias else None, None, None, None, None
+
+
+def by_kernel(
+    dy: Tensor, dres: Tensor | None, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
+    keep: Tensor | None, scale: float, add_dtype: torch.dtype | None, bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from kernels.norm import norm_backward  # imported here: triton is not installed everywhere
+
+    return norm_backward(dy, dres, x, mean, rstd, weight, keep, scale, add_dtype, bias)
+
+
+def of_its_shape(dy, dres, x, mean, rstd, weight, keep, scale, add_dtype, bias):
+    from kernels.norm import empty_gradients
+
+    return empty_gradients(x, weight, add_dtype, bias)
+
+
+norm_op = torch.library.custom_op("tilegpt::norm_backward", by_kernel, mutates_args=())
+norm_op.register_fake(of_its_shape)

@@ -1,0 +1,178 @@
+"""Norms with the kernel's backward: what autograd makes of the plain forward. The kernel runs in the interpreter."""
+
+import itertools
+import math
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+from model import norm as norm_module
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
+from tests.reference import assert_within_budget
+
+N = 61  # tokens: not a multiple of any block of rows, and several blocks for a program
+MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "residual_dtype": "autocast"}
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The path of a GPU, with the kernel in the interpreter."""
+    pytest.importorskip("triton", reason="triton is made for Linux")
+    if torch.cuda.is_available():
+        pytest.skip("tests/test_gpu.py runs the kernel itself")
+    monkeypatch.setattr(norm_module, "runs_kernels", lambda device: True)
+
+
+def inputs(
+    C: int, kind: str, stream: torch.dtype, next_dtype: torch.dtype, keep: bool, device: str = "cpu", N: int = N
+) -> tuple:
+    """A norm, x, what is added to it, and the gradients of both results. next_dtype: of the layers around the norm."""
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(C, eps=1e-5) if kind == "rmsnorm" else LayerNorm(C, bias=kind == "layernorm")
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    x, value, dres, dy = torch.randn(4, N, C, generator=generator).to(device).unbind()
+    kept = torch.rand(N, C, generator=generator).to(device) > 0.25 if keep else None
+    x, value = x.to(stream).requires_grad_(), value.to(next_dtype).requires_grad_()
+    return norm.to(device), x, Added(value, kept, 0.25 if keep else 0.0), dres.to(stream), dy.to(next_dtype)
+
+
+def results(norm, x, added, dres, dy) -> dict[str, torch.Tensor]:
+    """What add_and_norm() computes, and its gradients."""
+    with torch.autocast(x.device.type, dy.dtype, enabled=dy.dtype.itemsize == 2):
+        new, y = add_and_norm(norm, x, added)
+    y = y.to(dy.dtype)
+    names = ["dx", "dadded", *(f"d{name}" for name, _ in norm.named_parameters())]
+    found = torch.autograd.grad((new, y), (x, added.value, *norm.parameters()), (dres, dy))
+    return {"new": new.detach(), "y": y.detach()} | dict(zip(names, found, strict=True))
+
+
+def in_float64(norm, x, added, *gradients) -> tuple:
+    x, value = (t.detach().double().requires_grad_() for t in (x, added.value))
+    return norm.double(), x, added._replace(value=value), *(t.double() for t in gradients)
+
+
+def assert_kernel_is_right(given: tuple, monkeypatch) -> None:
+    found = results(*given)
+    monkeypatch.setattr(norm_module, "runs_kernels", lambda device: False)
+    plain = results(*given)
+    reference = {name: right.cpu() for name, right in results(*in_float64(*given)).items()}
+    assert_within_budget(found, plain, reference)
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in plain.items()}
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "layernorm without bias", "rmsnorm"])
+@pytest.mark.parametrize("keep", [False, True], ids=["whole", "dropped"])
+@pytest.mark.parametrize(
+    ("stream", "next_dtype"),
+    [("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "float16")],
+)
+@pytest.mark.parametrize("C", [24, 384])
+def test_gradients_are_within_twice_autograds_error(C, stream, next_dtype, keep, kind, kernel, monkeypatch):
+    given = inputs(C, kind, getattr(torch, stream), getattr(torch, next_dtype), keep)
+    assert_kernel_is_right(given, monkeypatch)
+
+
+@pytest.mark.parametrize("C", [1, 7, 768, 1600, 2049])
+def test_a_width_may_be_any_number(C, kernel, monkeypatch):
+    assert_kernel_is_right(inputs(C, "layernorm", torch.float32, torch.bfloat16, True), monkeypatch)
+
+
+def test_every_number_of_a_rows_sums_counts_once(kernel):
+    """dbias is the sum of dy, exactly so for small integers: no row is left out, and none comes twice."""
+    norm, x, added, dres, _ = inputs(384, "layernorm", torch.float32, torch.float32, False)
+    dy = torch.randint(-8, 8, x.shape).float()
+    assert torch.equal(results(norm, x, added, dres, dy)["dbias"], dy.sum(0))
+
+
+def test_no_tokens_have_no_gradient(kernel):
+    norm, x, added, dres, dy = inputs(24, "layernorm", torch.float32, torch.float32, False)
+    found = results(norm, x[:0], added._replace(value=added.value[:0]), dres[:0], dy[:0])
+    assert not found["dweight"].any()
+    assert not found["dbias"].any()
+
+
+def test_what_dropout_took_away_has_no_gradient_even_of_infinity(kernel):
+    norm, x, added, dres, dy = inputs(24, "layernorm", torch.float32, torch.float32, True)
+    found = results(norm, x, added, torch.full_like(dres, math.inf), dy)["dadded"]
+    assert torch.equal(found == 0, ~added.keep)
+
+
+def of_model(backend: str | Callable | None = None, recomputed: bool = False, **fields) -> dict[str, torch.Tensor]:
+    """The loss of a small GPT in bf16, and the gradients of its weights."""
+    torch._dynamo.reset()  # or a model of another size is compiled for any size
+    torch.manual_seed(0)
+    fields = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 64, "vocab_size": 50} | fields
+    model = GPT(GPTConfig(activation_checkpointing=recomputed, **fields), AttentionConfig("naive"))
+    step = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = step(*torch.randint(50, (2, 2, 40)))
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"recomputed": True}, {}),
+        ({"backend": "aot_eager"}, {"dropout_p": 0.2}),
+        ({"backend": "aot_eager", "recomputed": True}, MODERN),
+    ],
+    ids=["recomputed", "compiled", "both"],
+)
+def test_a_model_has_the_same_bits_compiled_and_computed_again(changes, fields, kernel):
+    eager, found = of_model(n_layer=1, **fields), of_model(n_layer=1, **changes, **fields)
+    assert not [name for name in eager if not torch.equal(found[name], eager[name])]
+
+
+def test_the_gradient_along_the_stream_goes_from_kernel_to_kernel(kernel, monkeypatch):
+    """No addition is between them. Behind the last norm there is no such gradient, and no zeros stand for it."""
+    calls = []
+
+    def recorded(dy, dres, *rest):
+        found = by_kernel(dy, dres, *rest)
+        calls.append((dres, found[0]))
+        return found
+
+    by_kernel = norm_module.by_kernel
+    monkeypatch.setattr(norm_module, "by_kernel", recorded)
+    of_model()
+    assert len(calls) == 5
+    assert calls[0][0] is None
+    for (_, dx), (dres, _) in itertools.pairwise(calls):
+        assert dres.data_ptr() == dx.data_ptr()
+
+
+def test_compiled_the_gradient_along_the_stream_goes_from_op_to_op(kernel):
+    graphs = []
+
+    def kept(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    of_model(aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=kept))
+    calls = [node for graph in graphs for node in graph.nodes if "norm_backward" in str(node.target)]
+    assert len(calls) == 5
+    assert calls[0].args[1] is None
+    for before, call in itertools.pairwise(calls):
+        dres = call.args[1]
+        assert (dres.target, *dres.args) == (operator.getitem, before, 0)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["stream", "last"])
+def test_without_gradients_and_in_float64_the_forward_is_the_plain_one(last, kernel, monkeypatch):
+    norm, x, added, *_ = inputs(24, "layernorm", torch.float32, torch.float32, True)
+    monkeypatch.setattr(norm_module, "apply", None)
+    function = last_norm if last else add_and_norm
+    with torch.no_grad():
+        found = function(norm, x, added)
+    new = x + torch.where(added.keep, added.value, 0.0) * (256 / 192)
+    wanted = norm(new) if last else (new, norm(new))
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+    function(norm.double(), x.double(), added._replace(value=added.value.double()))
