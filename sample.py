@@ -78,8 +78,7 @@ class Config:
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     dtype: str = "auto"  # of the weights: auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16
     impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
-    # keep the keys and values of past tokens: contiguous (memory for the whole context) | paged (for the text alone,
-    # and once for the prompt of several samples) | false (keep none: the whole context runs again for each token)
+    # keys and values of past tokens: contiguous (room for a context) | paged (for the text alone) | false (none: slow)
     cache: str = "contiguous"
     # at a full context: slide (run it again for each token) | half (fast: forget half) | stop
     past_context: str = "slide"

@@ -200,17 +200,17 @@ class LayerCache:
             table = None if self.pages is None else (self.pages.table, self.size)
             return kernel.decode(q, k, v, *at, self.problem, self.tickets, self.splits, rope, table)
         slots, T_k, back, hidden = self.step
-        rows, seen = torch.arange(self.B, device=k.device), []
+        seen = []
         for kept, x in ((self.k, k), (self.v, v)):
             if self.pages is not None:
-                positions = torch.as_tensor(slots, device=k.device).view(-1, 1)
-                self.pages.write(kept, rows[:, None], positions, x)
+                positions = torch.as_tensor(slots, device=x.device).view(-1, 1)
+                self.pages.write(kept, torch.arange(self.B, device=x.device)[:, None], positions, x)
                 seen.append(self.pages.read(kept, T_k).flatten(0, 1))
                 continue
             if isinstance(slots, int):
                 kept.select(1, slots).copy_(x.reshape(len(kept), -1))
             else:
-                kept.view(self.B, -1, *kept.shape[1:])[rows, :, slots] = x[:, :, 0]
+                kept.view(self.B, -1, *kept.shape[1:])[torch.arange(self.B, device=x.device), :, slots] = x[:, :, 0]
             seen.append(kept[:, :T_k])
         return decode(q, seen[0], seen[1], self.problem, back, hidden, self.splits or 1)
 

@@ -190,6 +190,8 @@ TABLE = [
      "cache.begin(len(texts[0]), slice(len(texts)))", "cache::test_samples_of_one_prompt_share_its_full_pages"),
     ("a tile reads the page before its own", "tl.minimum(first + BLOCK_N, stop - 1)", "first",
      "decode::test_one_row_is_within_twice_naives_error_however_the_keys_are_split"),
+    ("a recorded token reads pages that have moved", "self.moved != self.cache.moved:", "False:",
+     "decode::test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves"),
     ("all sequences have the first one's pages", "table += b * table_b", "table += 0", IN_PAGES),
     ("splits are not rescaled", "(alpha * acc_i).sum(0)", "acc_i.sum(0)", "cache"),
     ("the sum of splits is not rescaled", "(alpha * l_i).sum(0)", "l_i.sum(0)", "cache"),

@@ -103,6 +103,14 @@ def test_what_our_attention_cannot_compute_is_refused(made, name, what):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_with_its_cache_transformers_takes_packed_texts_for_one(made, name):
+    """With use_cache=True, the default, no mask says that they are several. So ours computes what eager does."""
+    expected, found = (made(name, attention)(IDX, **REFUSED["packed texts"]).logits for attention in ("eager", "tiled"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_options_of_our_attention_reach_their_layers(made):
     """A window of 7 in both layers is Mistral's. In one of them it is another model, and so is a softcap."""
 

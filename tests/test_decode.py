@@ -20,9 +20,9 @@ from kernels.problem import Problem
 from lab import decode as race
 from model.attention import AttentionConfig, alibi_slopes
 from model.cache import has_decode_kernel
-from model.generate import run_prompts
+from model.generate import Sampler, run_prompts
 from model.gpt import CHOICES, GPTConfig, rope_table, rotate
-from model.token import next_logits
+from model.token import NextToken, next_logits
 from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
 from tests.test_cache import OPTIONS, SIZE, logits_of, made, texts
 
@@ -250,6 +250,36 @@ def test_a_token_has_the_same_bits_in_pages(name):
     model = made(torch.float32, **{**TOKENS[name], "impl": "triton"})
     found = [logits_of(model, prompts, follow, model.new_cache(2, page=page)) for page in (None, 16)]
     assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves(monkeypatch):
+    """With a recording that replays from Python: the host's part, lengths and pages, comes before each token. The first
+    page of 16 is full at the fifth token, and then the only recording has a wrong address."""
+    (prompt,), model, recordings = texts(12), made(torch.float32, impl="triton", n_layer=1), []
+
+    class Graph:
+        replay = None
+
+    def record(self):
+        self.graph, self.moved = Graph(), self.cache.moved
+        self.graph.replay = self.run
+        recordings.append((self.cache.lengths[0] - 1, self.cache.layers[0].k))
+
+    monkeypatch.setattr(NextToken, "record", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("model.token.next_logits", lambda model, token, cache: model.next_logits(token[:, None], cache))
+    found = []
+    for page in (None, 16):
+        cache = model.new_cache(1, page=page)
+        next_token = NextToken(model, cache, Sampler(0).choose_unseen, None)
+        token = Sampler(0).choose(run_prompts(model, [prompt], cache))
+        for _ in range(7):
+            token = next_token(token)[:1]
+            found.append(int(token))
+        assert recordings[-1][1] is cache.layers[0].k
+    assert found[:7] == found[7:]
+    assert [at for at, _ in recordings] == [14, 14, 16]
 
 
 def test_a_page_has_no_less_than_a_tile():
