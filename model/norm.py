@@ -4,9 +4,9 @@ Shapes: B batch, T sequence length, C model width.
 
     x, y = add_and_norm(norm, x, added)      x + added, and its norm
 
-By default this is an addition and a norm, and autograd makes the backward. On a GPU with Triton the backward is one
-kernel (kernels/norm.py). The gradient of the sum arrives on two ways: along the stream, and through the norm. Then it
-goes to x and, in another dtype, to the layer that was added. The kernel reads and writes each of these once.
+On a CPU this is an addition and a norm, and autograd makes the backward. On a GPU with Triton the backward is one
+kernel (kernels/norm.py). The gradient of the sum arrives in two parts: along the stream, and through the norm. It goes
+to x and, in another dtype, to the layer that was added. The kernel reads and writes each of these once.
 """
 
 from typing import NamedTuple
@@ -57,14 +57,14 @@ def add_and_norm(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None) -> t
     if not runs_kernel(norm, x):
         x = x if added is None else added.to(x)
         return x, norm(x)
-    return apply(norm, x, added, True)
+    return by_function(norm, x, added, True)
 
 
 def last_norm(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None) -> Tensor:
     """The second result of add_and_norm(), where nothing reads the stream any more."""
     if not runs_kernel(norm, x):
         return add_and_norm(norm, x, added)[1]
-    return apply(norm, x, added, False)
+    return by_function(norm, x, added, False)
 
 
 def runs_kernel(norm: RMSNorm | LayerNorm, x: Tensor) -> bool:
@@ -73,7 +73,7 @@ def runs_kernel(norm: RMSNorm | LayerNorm, x: Tensor) -> bool:
     return runs_kernels(x.device) and torch.is_grad_enabled() and fits
 
 
-def apply(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None, stream: bool):
+def by_function(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None, stream: bool):
     """add_and_norm() with the kernel's backward; without `stream`, only the norm."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else norm.weight.dtype
@@ -86,7 +86,8 @@ def apply(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None, stream: boo
 
 
 class StreamNorm(torch.autograd.Function):
-    """The forward is plain torch, so that torch.compile makes one kernel of it and of what is around it."""
+    """The forward is plain torch, so that torch.compile makes one kernel of it and of what is around it. It also stores
+    less: for autograd's backward the compiled one writes the normed rows too, and this one their mean and rstd."""
 
     @staticmethod
     def forward(ctx, x, value, keep, dropout_p, weight, bias, eps, layer, dtype, stream):
@@ -130,11 +131,11 @@ def by_kernel(
     return norm_backward(dy, dres, x, mean, rstd, weight, keep, scale, add_dtype, bias)
 
 
-def of_its_shape(dy, dres, x, mean, rstd, weight, keep, scale, add_dtype, bias):
+def empty_results(dy, dres, x, mean, rstd, weight, keep, scale, add_dtype, bias):
     from kernels.norm import empty_gradients
 
     return empty_gradients(x, weight, add_dtype, bias)
 
 
 norm_op = torch.library.custom_op("tilegpt::norm_backward", by_kernel, mutates_args=())
-norm_op.register_fake(of_its_shape)
+norm_op.register_fake(empty_results)

@@ -73,13 +73,12 @@ def assert_kernel_is_right(given: tuple, monkeypatch) -> None:
     ("stream", "next_dtype"),
     [("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "float16")],
 )
-@pytest.mark.parametrize("C", [24, 384])
-def test_gradients_are_within_twice_autograds_error(C, stream, next_dtype, keep, kind, kernel, monkeypatch):
-    given = inputs(C, kind, getattr(torch, stream), getattr(torch, next_dtype), keep)
+def test_gradients_are_within_twice_autograds_error(stream, next_dtype, keep, kind, kernel, monkeypatch):
+    given = inputs(200, kind, getattr(torch, stream), getattr(torch, next_dtype), keep)
     assert_kernel_is_right(given, monkeypatch)
 
 
-@pytest.mark.parametrize("C", [1, 7, 768, 1600, 2049])
+@pytest.mark.parametrize("C", [1, 7, 768, 2049])
 def test_a_width_may_be_any_number(C, kernel, monkeypatch):
     assert_kernel_is_right(inputs(C, "layernorm", torch.float32, torch.bfloat16, True), monkeypatch)
 
@@ -168,7 +167,7 @@ def test_compiled_the_gradient_along_the_stream_goes_from_op_to_op(kernel):
 @pytest.mark.parametrize("last", [False, True], ids=["stream", "last"])
 def test_without_gradients_and_in_float64_the_forward_is_the_plain_one(last, kernel, monkeypatch):
     norm, x, added, *_ = inputs(24, "layernorm", torch.float32, torch.float32, True)
-    monkeypatch.setattr(norm_module, "apply", None)
+    monkeypatch.setattr(norm_module, "by_function", None)
     function = last_norm if last else add_and_norm
     with torch.no_grad():
         found = function(norm, x, added)
