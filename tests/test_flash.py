@@ -5,6 +5,7 @@ A few milliseconds a tile, whatever its size: so there are few of them, and head
 
 import math
 from dataclasses import replace
+from functools import partial
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import ClassVar
 from unittest.mock import patch
@@ -12,12 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention import AttentionConfig, alibi_slopes, attention, attention_varlen, blocks_of
 from model.break_it import BreakIt
 from model.dropout import keep_mask
+from model.gpt import keep_attention
 from model.mask import packed
 from tests.reference import (
     CASES,
@@ -543,6 +545,24 @@ def test_activation_checkpointing_draws_the_same_mask_again():
     assert torch.equal(plain, again)
     for a, b in zip(*(torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (plain, again)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_selective_checkpoint_keeps_o_and_lse_and_changes_no_bit():
+    """The kernels run once in the forward and once in the backward."""
+    case = Case(40, B=1, H=1, D=16)
+    q, k, v = (case.inputs(torch.float32)[name].requires_grad_() for name in "qkv")
+    config, seed = replace(TRITON, dropout_p=0.3), torch.tensor(SEED)
+    plain = attention(q, k, v, config, seed=seed)
+    keep = partial(create_selective_checkpoint_contexts, keep_attention)
+    with patch.object(op, "empty_results", wraps=op.empty_results) as forwards:
+        again = checkpoint(
+            lambda q, k, v: attention(2 * q - q, k, v, config, seed=seed), q, k, v, use_reentrant=False, context_fn=keep
+        )
+        found = torch.autograd.grad(again.sin().sum(), (q, k, v))
+    assert forwards.call_count == 1
+    assert torch.equal(plain, again)
+    expected = torch.autograd.grad(plain.sin().sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # --- broken on purpose -----------------------------------------------------------------------------------------------

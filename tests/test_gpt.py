@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.meter import PeakBytes
 from model.attention import AttentionConfig
+from model.break_it import UNBROKEN
 from model.dropout import keep_mask
-from model.gpt import GPT, Context, GPTConfig, rope_table, rotate
+from model.gpt import GPT, Block, Context, GPTConfig, rope_table, rotate
 from tests.reference import error
 
 MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2}
@@ -231,8 +232,7 @@ def test_a_selective_checkpoint_changes_no_bit_with_any_option_of_attention(atte
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pieces_give_the_gradients_of_the_whole_within_the_error_budget(form, dtype):
-    """A weight's gradient adds up over 16 pieces. In bfloat16 that has to happen in float32: in 16 bits it misses the
-    budget. Dropout is that of the whole sequence."""
+    """A weight's gradient adds up over 16 pieces. Dropout and positions are those of the whole sequence."""
     attention, T = {"impl": "naive"}, 512
     truth = gradients_of("false", attention, torch.float64, T, **MODERN)
     whole = gradients_of("false", attention, dtype, T, **MODERN)
@@ -240,6 +240,15 @@ def test_pieces_give_the_gradients_of_the_whole_within_the_error_budget(form, dt
     eps = torch.finfo(dtype).eps
     for found, plain, true in zip(pieces, whole, truth, strict=True):
         assert error(found, true) <= 2 * (error(plain, true) + eps * float(true.abs().max()))
+
+
+def test_gradients_of_pieces_add_up_in_float32():
+    """300 pieces of 32 tokens, each with a gradient of 1. In bfloat16 the sum would stay at 8,192."""
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=4, context_length=9600, vocab_size=50, chunk=32)
+    block = Block(config, AttentionConfig("sdpa"), UNBROKEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        block(torch.randn(1, 9600, 4), Context(None, None, None, None)).sum().backward()
+    assert block.mlp.down.bias.grad.tolist() == [9600] * 4
 
 
 class Calls(TorchDispatchMode):
@@ -254,16 +263,21 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-SDPA = "aten::_scaled_dot_product_flash_attention_for_cpu"
-
-
 @pytest.mark.parametrize("chunk", [None, 32])
-def test_a_selective_checkpoint_computes_attention_once(chunk):
-    for form, times in (("true", 2), ("selective", 1)):
-        model = gpt("sdpa", n_layer=3, activation_checkpointing=form, chunk=chunk)
-        with Calls(SDPA) as calls:
+@pytest.mark.parametrize(
+    ("impl", "op", "times"),
+    # tiled calls its op only in a selective checkpoint
+    [
+        ("sdpa", "aten::_scaled_dot_product_flash_attention_for_cpu", (2, 1)),
+        ("tiled", "tilegpt::tiled_forward", (0, 1)),
+    ],
+)
+def test_a_selective_checkpoint_computes_attention_once(impl, op, times, chunk):
+    for form, each in zip(("true", "selective"), times, strict=True):
+        model = gpt(impl, n_layer=3, activation_checkpointing=form, chunk=chunk)
+        with Calls(op) as calls:
             model(*torch.randint(50, (2, 2, 64))).backward()
-        assert calls.count == 3 * times
+        assert calls.count == 3 * each
 
 
 def test_a_compiled_selective_checkpoint_computes_attention_once_and_changes_no_bit():
@@ -309,11 +323,12 @@ def test_activation_checkpointing_keeps_little_more_than_the_input_of_each_block
     assert kept_by_a_layer("selective", chunk=32) <= 2 * stream + lse + seeds
 
 
-def test_in_pieces_only_a_piece_of_the_hidden_layer_is_in_memory():
+@pytest.mark.parametrize("form", FORMS)
+def test_in_pieces_only_a_piece_of_the_hidden_layer_is_in_memory(form):
     """Of 8,192 wide, at T = 512: 16 MiB, and two to three of them in the backward."""
     peaks = []
     for chunk in (None, 32):
-        model = gpt("sdpa", context_length=512, mlp_hidden=8192, activation_checkpointing="selective", chunk=chunk)
+        model = gpt("sdpa", context_length=512, mlp_hidden=8192, activation_checkpointing=form, chunk=chunk)
         with PeakBytes() as counted:
             model(*torch.randint(50, (2, 1, 512))).backward()
         weights = sum(p.numel() for p in model.parameters()) * 4
