@@ -119,11 +119,11 @@ class Config:
     max_minutes: float | None = None
     batch_size: int = 16  # sequences per forward and backward pass; lower it if memory runs out
     tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
-    # sequence-length warm-up: for this many steps the sequences are shorter, 0: off. They begin with length_warmup_from
-    # tokens and double to model.context_length, each length for as many steps. The windows of a step are cut into
-    # pieces, so every step has the tokens that it has without the warm-up.
+    # steps of the sequence-length warm-up, 0: off. The sequences begin with length_warmup_from tokens and double to
+    # model.context_length, each length for as many steps. The windows of a step are cut into pieces, so every step has
+    # the tokens that it has without the warm-up.
     length_warmup_steps: int = 0
-    length_warmup_from: int = 128
+    length_warmup_from: int = 128  # tokens of the first sequences in a length warm-up
     z_loss: float = 0.0  # weight of the z-loss, mean(logsumexp(logits)^2), added to the loss; 1e-4 is usual, 0: off
     # decay of a moving average of the weights (EMA), which is evaluated, sampled and saved; 0: off. It averages over
     # about the last 1 / (1 - ema_decay) steps; early in training, over the last ninth of the steps so far.

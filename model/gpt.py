@@ -66,11 +66,10 @@ class GPTConfig:
     dropout_p: float = 0.0  # dropout in training, of the embedding and what a block adds; in steps of 1/256
     rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
     rope_base_local: float | None = None  # the base in layers with an attention window; None: as in the other layers
-    # YaRN stretches rope's slow frequencies by this factor, so that a model sees more tokens than it was trained with;
-    # 1: off. Layers that have rope_base_local stay as they are.
+    # YaRN stretches rope by this factor, for a longer context than trained; 1: off. It makes slow frequencies slower.
+    # Layers that have rope_base_local stay as they are.
     yarn_factor: float = 1.0
-    # the context_length before YaRN; None: that of the weights in init_from=, else context_length / yarn_factor
-    yarn_original: int | None = None
+    yarn_original: int | None = None  # the context_length before YaRN; None: that of the weights in init_from=
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
     # compute activations again in the backward: false | true (all of a block) | selective (all but attention) | auto
     # (what fits the GPU's memory). It takes less memory and more time.
@@ -109,7 +108,8 @@ class GPTConfig:
         drop_threshold(self.dropout_p, "model.dropout_p")
 
     def check_yarn(self) -> None:
-        """Fills in yarn_original. Raises ValueError for values of YaRN that do not fit together."""
+        """Fills in yarn_original: without weights in init_from= it is context_length / yarn_factor. Raises ValueError
+        for values of YaRN that do not fit together."""
         factor, before = self.yarn_factor, self.yarn_original
         if not 1 <= factor < math.inf:
             raise ValueError(f"model.yarn_factor={factor} must be at least 1 and finite; 1 leaves YaRN out")
