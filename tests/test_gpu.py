@@ -915,6 +915,21 @@ def test_no_step_waits_for_the_device(way, kind):
     assert report.seconds() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_gelu_is_torchs_within_rounding(dtype):
+    from model.gpt import gelu
+
+    x = (3 * torch.randn(100_000, generator=torch.Generator().manual_seed(0))).to("cuda", dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    right = torch.nn.functional.gelu(wide, approximate="tanh")
+    found = {"y": torch.compile(gelu, fullgraph=True)(x, "tanh")}
+    plain = {"y": torch.nn.functional.gelu(x, approximate="tanh")}
+    for of in (found, plain):
+        (of["dx"],) = torch.autograd.grad(of["y"].sum(), x)
+    (dx,) = torch.autograd.grad(right.sum(), wide)
+    assert_within_budget(found, plain, {"y": right.cpu(), "dx": dx.cpu()})
+
+
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 # One query row; windows are buffers that are as long as the window, in tests/test_decode.py and below.
