@@ -243,8 +243,8 @@ class CausalSelfAttention(nn.Module):
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """F.gelu(). Compiled on a GPU, GPT-2's approximation v (1 + tanh(u)) / 2 is computed as v sigmoid(2 u), which is equal
-    and has fewer instructions."""
+    """F.gelu(). Compiled on a GPU, GPT-2's approximation v (1 + tanh(u)) / 2 is computed as v sigmoid(2 u). The two are
+    equal, and the second has fewer instructions."""
     if approximate == "none" or not (x.is_cuda and torch.compiler.is_compiling()):
         return F.gelu(x, approximate=approximate)
     v = x.float()

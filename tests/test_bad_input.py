@@ -254,7 +254,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     length_warmup_steps=4 length_warmup_from=24     use model.context_length divided by 2, 4, 8
     length_warmup_steps=1 length_warmup_from=8  length_warmup_steps=1 must be at least 2, the number of lengths that
     length_warmup_steps=-1                      length_warmup_steps=-1 must be at least 0
-    length_warmup_steps=4 length_warmup_from=16 data=recall data.path=null      a document there fills a window
+    length_warmup_steps=4 length_warmup_from=16 data=recall data.path=null      with data=recall: its strings
     z_loss=-1                   z_loss=-1.0 must be finite and at least 0
     z_loss=inf                  z_loss=inf must be finite
     ema_decay=1                 ema_decay=1.0 is outside [0, 1); 0.999 is usual
