@@ -55,7 +55,7 @@ class DecodeTiles(NamedTuple):
 
 # BLOCK_D up to -> tiles for 16-bit inputs.
 TILES = {64: DecodeTiles(64, 4, 3), 128: DecodeTiles(64, 4, 3), 256: DecodeTiles(32, 4, 3)}
-FLOAT32 = DecodeTiles(16, 8, 2)
+FLOAT32 = {128: DecodeTiles(32, 8, 2), 256: DecodeTiles(16, 8, 2)}  # wider tiles round the sums less often
 # Up to so many bytes of keys the kernel begins before the one ahead of it ends, which saves 1 to 2 us. With more keys
 # this costs time: the early programs gather on the few processors that are free, and the one with the most ends last.
 SHORT = 8 << 20
@@ -89,7 +89,7 @@ def decode(
     (B, H, _, D), H_kv = q.shape, k.shape[1]
     pages, S = table or (None, keys.shape[1])
     N, G, BLOCK_D, P = B * H_kv, H // H_kv, block_d(D), keys.shape[2] if table else 0
-    tile = FLOAT32 if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
+    tile = FLOAT32[max(128, BLOCK_D)] if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
     if rows > 16:  # more rows take more shared memory
         tile = tile._replace(num_stages=2)

@@ -120,9 +120,10 @@ def norm_kernel(dy, dres, x, mean, rstd, weight, keep, dx, dadd, sums, N, scale,
             dy_i -= of_mean[:, None] + x_i * of_rstd[:, None]
         gradient += dy_i * rstd_i
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
-        if dadd is not None:
+        if dadd is not None:  # rounded as autograd rounds it, so that a block that is computed again has the same bits
+            gradient = gradient.to(dx.dtype.element_ty).to(dadd.dtype.element_ty)
             if keep is not None:
-                gradient = tl.where(kept != 0, gradient * scale, 0.0)
+                gradient = tl.where(kept != 0, gradient.to(tl.float32) * scale, 0.0)
             tl.store(dadd + at, gradient.to(dadd.dtype.element_ty), mask=inside)
 
     sums += p * (1 + BIAS) * C + column

@@ -242,15 +242,6 @@ class CausalSelfAttention(nn.Module):
         return self.out(o.flatten(2))
 
 
-def gelu(x: Tensor, approximate: str) -> Tensor:
-    """F.gelu(). Compiled on a GPU, GPT-2's approximation v (1 + tanh(u)) / 2 is computed as v sigmoid(2 u). The two are
-    equal, and the second has fewer instructions."""
-    if approximate == "none" or not (x.is_cuda and torch.compiler.is_compiling()):
-        return F.gelu(x, approximate=approximate)
-    v = x.float()
-    return (v * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))).to(x.dtype)
-
-
 class MLP(nn.Module):
     """(B, T, C) to (B, T, C) with hidden width model.mlp_hidden: GELU, or SwiGLU with a gate (arXiv 2002.05202)."""
 
@@ -269,7 +260,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
             return self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.down(gelu(self.up(x), self.approximate))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class Block(nn.Module):

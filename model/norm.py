@@ -93,18 +93,18 @@ class StreamNorm(torch.autograd.Function):
     def forward(ctx, x, value, keep, dropout_p, weight, bias, eps, layer, dtype, stream):
         x = x.view_as(x) if value is None else x + dropped(value, keep, dropout_p)
         # In float32, as torch's kernels compute it for weights of any dtype.
-        wide, shape = x.float(), weight.shape
+        wide, shape = cast(x, torch.float32), weight.shape
         if layer:
-            wide_bias = None if bias is None else bias.float()
-            y, mean, rstd = torch.native_layer_norm(wide, shape, weight.float(), wide_bias, eps)
+            wide_bias = None if bias is None else cast(bias, torch.float32)
+            y, mean, rstd = torch.native_layer_norm(wide, shape, cast(weight, torch.float32), wide_bias, eps)
         else:
-            y, mean = F.rms_norm(wide, shape, weight.float(), eps), None
+            y, mean = F.rms_norm(wide, shape, cast(weight, torch.float32), eps), None
             rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, mean, rstd, weight, keep)
         ctx.scale, ctx.bias, ctx.added = keep_scale(dropout_p), bias is not None, value is not None
         same = value is None or (keep is None and value.dtype == x.dtype)
         ctx.add_dtype = None if same else value.dtype  # None: dadd is dx, or not wanted
-        y = y.to(dtype)
+        y = cast(y, dtype)
         return (x, y) if stream else y
 
     @staticmethod
@@ -120,6 +120,12 @@ class StreamNorm(torch.autograd.Function):
         if ctx.add_dtype is None:
             dadd = dx if ctx.added else None
         return dx, dadd, None, None, dweight[0], dweight[1] if ctx.bias else None, None, None, None, None
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), but not called where it would return x: torch.compile of PyTorch 2.11 loses the gradient of a result
+    that has a second name in the forward."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def by_kernel(

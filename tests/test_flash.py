@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.attention import AttentionConfig, alibi_slopes, attention, attention_varlen, blocks_of
 from model.break_it import BreakIt
 from model.dropout import keep_mask
-from model.gpt import keep_attention
 from model.mask import packed
+from model.recompute import keep_attention
 from tests.reference import (
     CASES,
     PICTURE,

@@ -766,8 +766,9 @@ def test_a_selective_checkpoint_changes_no_bit_and_runs_attention_once(impl, com
     ("form", "chunk"), [("false", None), ("selective", None), ("selective", 16384), ("true", None), ("true", 16384)]
 )
 def test_a_step_takes_no_more_memory_than_is_counted(form, chunk, compiled):
-    """Three layers of GPT-2, 131,072 tokens. Eager within 15 %; a compiled step may take less."""
-    from training.memory import bytes_of
+    """Three layers of GPT-2, 131,072 tokens. Eager within 15 %, in pieces it may take a quarter less. Compiled, what is
+    computed again may take COMPILED times as much."""
+    from training.memory import COMPILED, bytes_of
 
     config = GPTConfig(
         n_layer=3, context_length=2**17, vocab_size=50304, position="rope", residual_dtype="autocast",
@@ -788,8 +789,8 @@ def test_a_step_takes_no_more_memory_than_is_counted(form, chunk, compiled):
     taken = torch.cuda.max_memory_allocated() - before + adamw
     counted = bytes_of(config, attention, 1, "bf16", ema=False)
     print(f"{form} {chunk} compiled={compiled}: {taken / 2**30:.2f} GiB, counted {counted / 2**30:.2f}")
-    assert taken <= 1.15 * counted
-    assert compiled or taken >= 0.85 * counted
+    assert taken <= (COMPILED if compiled and form != "false" else 1.15) * counted
+    assert compiled or taken >= (0.75 if chunk else 0.85) * counted
 
 
 @pytest.mark.slow
@@ -913,21 +914,6 @@ def test_no_step_waits_for_the_device(way, kind):
         torch.cuda.set_sync_debug_mode("default")
     assert report.numbers().loss < losses[0]
     assert report.seconds() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_compiled_gelu_is_torchs_within_rounding(dtype):
-    from model.gpt import gelu
-
-    x = (3 * torch.randn(100_000, generator=torch.Generator().manual_seed(0))).to("cuda", dtype).requires_grad_()
-    wide = x.detach().double().requires_grad_()
-    right = torch.nn.functional.gelu(wide, approximate="tanh")
-    found = {"y": torch.compile(gelu, fullgraph=True)(x, "tanh")}
-    plain = {"y": torch.nn.functional.gelu(x, approximate="tanh")}
-    for of in (found, plain):
-        (of["dx"],) = torch.autograd.grad(of["y"].sum(), x)
-    (dx,) = torch.autograd.grad(right.sum(), wide)
-    assert_within_budget(found, plain, {"y": right.cpu(), "dx": dx.cpu()})
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

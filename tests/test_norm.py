@@ -119,14 +119,15 @@ def of_model(backend: str | Callable | None = None, recomputed: bool = False, **
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({"recomputed": True}, {}),
+        ({"recomputed": True}, {"dropout_p": 0.2, "n_layer": 2}),
         ({"backend": "aot_eager"}, {"dropout_p": 0.2}),
         ({"backend": "aot_eager", "recomputed": True}, MODERN),
     ],
     ids=["recomputed", "compiled", "both"],
 )
 def test_a_model_has_the_same_bits_compiled_and_computed_again(changes, fields, kernel):
-    eager, found = of_model(n_layer=1, **fields), of_model(n_layer=1, **changes, **fields)
+    fields = {"n_layer": 1} | fields
+    eager, found = of_model(**fields), of_model(**changes, **fields)
     assert not [name for name in eager if not torch.equal(found[name], eager[name])]
 
 
