@@ -78,7 +78,7 @@ class Config:
     device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
     dtype: str = "auto"  # of the weights: auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16
     impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
-    # keys and values of past tokens: contiguous (room for a context) | paged (for the text alone) | false (none: slow)
+    # past keys and values: contiguous (a context) | paged (the text alone) | false (none: slow)
     cache: str = "contiguous"
     # at a full context: slide (run it again for each token) | half (fast: forget half) | stop
     past_context: str = "slide"

@@ -71,10 +71,9 @@ class GPTConfig:
     yarn_factor: float = 1.0
     yarn_original: int | None = None  # the context_length before YaRN; None: that of the weights in init_from=
     norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
-    # compute activations again in the backward: false | true (all of a block) | selective (all but attention) | auto
-    # (what fits the GPU's memory). It takes less memory and more time.
+    # recompute to save memory: false | true | selective (not attention) | auto
     activation_checkpointing: str = "false"
-    chunk: int | None = None  # tokens in a piece of all but attention, computed again in the backward; None: no pieces
+    chunk: int | None = None  # compute all but attention in pieces of so many tokens, each again; None: at once
 
     def __post_init__(self):
         if self.n_kv_head is None:

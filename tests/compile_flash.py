@@ -60,6 +60,7 @@ def compile_only(self, *args, grid, warmup, **options):
             "dropout": dropout,
             "tiles": [how.BLOCK_M.value, how.BLOCK_N.value, *map(options.get, TILES)] if of_flash else [],
             "shared": kernel.metadata.shared,
+            "loads": sorted(set(re.findall(r"ld\.global\.v\d\.b\d+", ptx))),
             "registers": int(re.search(r"Used (\d+) registers", log)[1]) if assembled else None,
             "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]) if assembled else None,
             "wgmma": "wgmma" in ptx,

@@ -744,7 +744,7 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
 
 
 @table(r"""
-    mode=speed                      mode=speed is not known; choose race, pictures, traffic, train or decode
+    mode=speed                      mode=speed is not known; choose race, pictures, traffic, train, decode, roofline
     impls=[]                        impls=[]: nothing to measure
     impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
     impls=naive                     impls=naive: the value must be of type

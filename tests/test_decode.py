@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is made for Linux")
 
 import bench
 from kernels import linear as of_linear
-from kernels.decode import decode
+from kernels.decode import DecodeTiles, decode
 from kernels.linear import linear
 from kernels.problem import Problem
 from lab import decode as race
@@ -242,16 +242,24 @@ def test_a_token_has_the_logits_of_the_whole_text(changes, dtype, lengths):
     assert error(found, right) <= 2 * (error(naive, right) + torch.finfo(dtype).eps * largest(right))
 
 
+@pytest.fixture
+def tiles_of_16(monkeypatch):
+    """So that short texts have several pages."""
+    monkeypatch.setattr("kernels.decode.FLOAT32", {128: DecodeTiles(16, 8, 2)})
+
+
 @pytest.mark.parametrize("name", ["modern", "windows_alibi_softcap"])
+@pytest.mark.usefixtures("tiles_of_16")
 @torch.no_grad()
 def test_a_token_has_the_same_bits_in_pages(name):
-    """Of 16 tokens, as many as a tile of float32 has. The second text goes from one page into the next."""
+    """Of 16 tokens, as many as a tile has here. The second text goes from one page into the next."""
     prompts, follow = texts(12, 15), torch.stack(texts(2, 2))
     model = made(torch.float32, **{**TOKENS[name], "impl": "triton"})
     found = [logits_of(model, prompts, follow, model.new_cache(2, page=page)) for page in (None, 16)]
     assert torch.equal(*found)
 
 
+@pytest.mark.usefixtures("tiles_of_16")
 @torch.no_grad()
 def test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves(monkeypatch):
     """With a recording that replays from Python: the host's part, lengths and pages, comes before each token. The first
@@ -285,7 +293,7 @@ def test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves(monkeypatc
 def test_a_page_has_no_less_than_a_tile():
     q, keys = torch.zeros(1, 1, 1, 16), torch.zeros(3, 1, 8, 16)
     table, zero = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(AssertionError, match="pages of 8 tokens, tiles of 16"):
+    with pytest.raises(AssertionError, match="pages of 8 tokens, tiles of 32"):
         decode(q, q, q, keys, keys.clone(), zero, Problem(1, 16), zero.int(), table=(table, 16))
 
 

@@ -54,7 +54,8 @@ def test_the_plain_gpt_computes_what_ours_does(changes, monkeypatch):
     """It drops at the same places: ours hands its masks over, in their order."""
     own, plain = both(**changes)
     masks: list[torch.Tensor | None] = []
-    monkeypatch.setattr("model.gpt.dropped", lambda x, keep, p: masks.append(keep) or dropped(x, keep, p))
+    for place in ("model.gpt.dropped", "model.norm.dropped"):
+        monkeypatch.setattr(place, lambda x, keep, p: masks.append(keep) or dropped(x, keep, p))
     for module in (plain, *plain.blocks) if plain.dropout.p else ():
         monkeypatch.setattr(module.dropout, "forward", lambda x: dropped(x, masks.pop(0), plain.dropout.p))
     x, y, _ = batch()
