@@ -207,10 +207,12 @@ def heat(record: dict[str, float]) -> tuple[list[int], list[list[float]]]:
     return lengths, [[found[length, depth] for depth in DEPTHS] for length in lengths]
 
 
-def draw(record: dict[str, float], folder: Path, title: str, broken: str) -> list[Path]:
+def draw(
+    record: dict[str, float], folder: Path, title: str, broken: str, before: dict[str, float] | None = None
+) -> list[Path]:
     """Draws context.png, and passkey.png if pass keys were asked for, into the folder. Returns the paths."""
     title = drawable(f"{title} - BROKEN: {broken}" if broken else title)
-    figures = {"context.png": curves(record)}
+    figures = {"context.png": curves(record, before)}
     if heat(record)[0]:
         figures["passkey.png"] = heat_map(record)
     for name, figure in figures.items():
@@ -220,16 +222,22 @@ def draw(record: dict[str, float], folder: Path, title: str, broken: str) -> lis
     return [folder / name for name in figures]
 
 
-def curves(record: dict[str, float]):
-    """The loss by position and the loss by context given, side by side, each on its own scale."""
+def curves(record: dict[str, float], before: dict[str, float] | None = None):
+    """The loss by position and the loss by context given, side by side, each on its own scale. before: the same, before
+    the first step of a run that began with trained weights."""
     from matplotlib.figure import Figure  # imported late, as in training/metrics.py
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     titles = {"at_": "loss by position", "given_": "the same tokens, context cut short"}
     labels = {"at_": "tokens seen", "given_": "tokens given at most"}
     for axes, kind in zip(figure.subplots(1, 2), titles, strict=True):
-        points = [(spans(key)[-1], x) for key, x in record.items() if key.startswith(f"loss_{kind}")]
-        axes.plot(*zip(*points, strict=True), marker="o", lw=2, color="#005ab5")
+        points, earlier = (
+            [(spans(key)[-1], x) for key, x in measured.items() if key.startswith(f"loss_{kind}")]
+            for measured in (record, before or {})
+        )
+        if earlier:
+            axes.plot(*zip(*earlier, strict=True), marker="o", ls="--", color="#666666", label="before the first step")
+        axes.plot(*zip(*points, strict=True), marker="o", lw=2, color="#005ab5", label="now")
         axes.set_xscale("log", base=2)
         ticks = [n for n, _ in points][:: -2 if len(points) > 6 else -1]
         axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks], fontsize=11)
@@ -237,7 +245,7 @@ def curves(record: dict[str, float]):
         axes.set_title(titles[kind], fontsize=13)
         axes.grid(alpha=0.3)
         axes.margins(x=0.1)
-        low, high = min(x for _, x in points), max(x for _, x in points)
+        low, high = (pick(x for _, x in points + earlier) for pick in (min, max))
         if math.isfinite(low + high):  # a flat curve looks flat, and numbers have room above the points
             middle, half = (low + high) / 2, max(high - low, 0.1) / 2
             axes.set_ylim(middle - 1.2 * half, middle + 1.35 * half)
@@ -245,6 +253,8 @@ def curves(record: dict[str, float]):
             words = {"ha": "center", "fontsize": 11, "bbox": {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.5}}
             axes.annotate(f"{x:.3f}", (n, x), (0, 8), textcoords="offset points", **words)
         axes.set_ylabel("nats a token", fontsize=12)
+        if earlier:
+            axes.legend(fontsize=11)
     return figure
 
 

@@ -69,6 +69,7 @@ class Run:
     sent: deque["Sent"] = field(default_factory=deque)  # updates enqueued and not yet heard of, oldest first
     pace: float | None = None  # seconds a step, smoothed
     left: float = math.inf  # seconds until max_minutes are over
+    context: dict[str, float] | None = None  # what the context was worth before the first step, if it was measured
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
     code: int = 1  # exit code; loop() sets it when it returns
 
@@ -174,7 +175,9 @@ def measure_the_context(run: Run) -> None:
     run.metrics.log({"step": run.step, **found})
     run.metrics.say(context.table(found))
     title = f"{run.cfg.name}, step {run.step}"
-    run.metrics.later(partial(context.draw, found, run.folder, title, run.cfg.break_it.label))
+    run.metrics.later(partial(context.draw, found, run.folder, title, run.cfg.break_it.label, run.context))
+    if run.step == 0:
+        run.context = found
 
 
 def write_sample(run: Run) -> str:
