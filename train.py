@@ -49,7 +49,7 @@ from training.machine import (
     stop_signals,
 )
 from training.memory import settle
-from training.messages import introduce, say_what_is_there, what_to_try
+from training.messages import introduce, less_memory, say_what_is_there, what_to_try
 from training.metrics import Metrics, broken_name, show, stamp
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig
@@ -234,10 +234,9 @@ def main(cfg: Config) -> int:
             if not is_out_of_memory(error):
                 raise
             where = "out of memory" if run.device.type == "cpu" else "out of GPU memory"
-            smaller = f"batch_size={cfg.batch_size // 2} tokens_per_step={run.tokens_per_step}"
             raise ValueError(
                 f"{where} with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
-                f"use {smaller if cfg.batch_size > 1 else 'model.activation_checkpointing=true'}, which learns the same"
+                f"use {less_memory(run)}, which learns the same"
             ) from error
         except OSError:
             run.metrics.still_there()  # says so if the folder is gone

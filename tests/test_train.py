@@ -879,17 +879,22 @@ def test_what_fails_before_the_first_step_lets_go_of_the_folder_and_of_the_metri
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "way_out"),
-    [(4, "batch_size=2 tokens_per_step=256"), (1, "model.activation_checkpointing=true")],
+    ("keys", "way_out"),
+    [
+        (["batch_size=4"], "batch_size=2 tokens_per_step=256"),
+        (["batch_size=1"], "model.activation_checkpointing=selective"),
+        (["batch_size=1", "attention=naive"], "model.activation_checkpointing=true"),
+        (["batch_size=1", "model.activation_checkpointing=selective"], "model.chunk=32"),
+    ],
 )
 def test_out_of_memory_is_one_line_with_what_fits_and_learns_the_same(
-    call, small, tmp_path, monkeypatch, batch_size, way_out
+    call, small, tmp_path, monkeypatch, keys, way_out
 ):
     """On a CPU it was a traceback: torch's error there is a RuntimeError like any other."""
     monkeypatch.setattr(train, "send", lambda run: torch.empty(2**60))
-    ended = call(train, *small, "tokens_per_step=256", f"batch_size={batch_size}", f"runs={tmp_path}", "name=x")
+    ended = call(train, *small, "tokens_per_step=256", *keys, f"runs={tmp_path}", "name=x")
     assert ended.code == 2
-    said = f"train: out of memory with batch_size={batch_size} sequences of 32 tokens; use {way_out}, "
+    said = f"train: out of memory with {keys[0]} sequences of 32 tokens; use {way_out}, "
     assert ended.err.endswith(f"{said}which learns the same\n")
 
 

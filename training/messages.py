@@ -66,6 +66,18 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
 
 
+def less_memory(run: Run) -> str:
+    """The keys of a run that takes less memory and learns the same."""
+    cfg, model = run.cfg, run.model.config
+    if cfg.batch_size > 1:
+        return f"batch_size={cfg.batch_size // 2} tokens_per_step={run.tokens_per_step}"
+    if model.activation_checkpointing == "false":
+        form = "true" if run.model.attention_config.impl == "naive" else "selective"
+        return f"model.activation_checkpointing={form}"
+    chunk = model.chunk or model.context_length
+    return f"model.chunk={max(32, chunk // 64 * 32)}"
+
+
 def what_to_try(run: Run, numbers: Numbers) -> str:
     """The message for a run that stopped at NaN or infinity."""
     cfg = run.cfg
