@@ -3,6 +3,7 @@
 import csv
 import importlib
 import io
+import json
 import math
 import re
 import shlex
@@ -617,3 +618,40 @@ def test_the_page_has_the_tokens_that_were_measured():
     section = PAGES["results.md"].split("## Sampling", 1)[1].split("\n## ", 1)[0]
     assert len(lines) == 6
     assert [line for line in lines if f"| {' | '.join(line)} |" not in section] == []
+
+
+def test_the_times_of_naives_operations_are_those_of_the_roofline():
+    with open(ROOT / "docs/roofline.csv", newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["T"] == "4096"]
+    whole = {row["name"]: row for row in rows if row["part"] in ("limit", "whole")}
+    operations = [row for row in rows if row["part"] not in ("limit", "whole")]
+    ms, mb = (sum(float(row[key]) for row in operations) for key in ("ms", "mb"))
+    copied, multiplied = float(whole["copy"]["gb_per_s"]) / 1e3, float(whole["product"]["tflop_per_s"])
+    products = [row for row in operations if row["name"] == "bmm"]
+    of_products, gflop, moved = (sum(float(row[key]) for row in products) for key in ("ms", "gflop", "mb"))
+    naive, triton = (float(whole[name]["ms"]) for name in ("naive", "triton"))
+    text = " ".join(section("Traffic").split())
+    for figure in (
+        f"a copy moved {copied:.2f} TB/s", f"did {multiplied:.0f} TFLOP/s",
+        f"is {multiplied / copied:.0f} FLOPs per byte", f"move {mb / 1e3:.1f} GB",
+        f"takes {mb / 1e3 / copied:.1f} ms", f"add up to {ms:.1f} ms", f"takes {naive:.1f} ms",
+        f"take {of_products:.2f} ms of it, {of_products / ms:.0%}".replace("%", " %"),
+        f"do {1e3 * gflop / moved:.0f} FLOPs per byte", f"takes {triton:.2f} ms for the same {gflop:.0f} GFLOP",
+        f"{naive / triton:.0f} times as fast", f"{float(whole['triton']['mb']):.0f} MB",
+    ):  # fmt: skip
+        assert figure in text
+
+
+def test_what_long_contexts_are_worth_is_what_was_measured():
+    with open(ROOT / "docs/context.jsonl", encoding="utf-8") as file:
+        found = {(row["run"], row["step"]): row for row in map(json.loads, file)}
+    page = " ".join((ROOT / "docs/training.md").read_text(encoding="utf-8").split())
+    long = found["long_16k", 4000]
+    bits = [long[f"bpb_given_{n:05}"] for n in (32, 1024, 4096)]
+    assert f"{bits[0]:.2f} bits a byte given 32 bytes, {bits[1]:.2f} given 1,024, and {bits[2]:.3f} given 4,096" in page
+    assert f"{found['recall at 16,384, window of 32', 300]['recall_accuracy']:.1%}".replace("%", " %") in page
+    recipe = (ROOT / "conf/experiment/long_extend.yaml").read_text(encoding="utf-8")
+    for name, label in (("long_extend", "YaRN"), ("long_extend with rope_base=1e6", "model.rope_base=1e6")):
+        before, after = found[name, 0], found[name, 100]
+        row = [x[f"loss_given_{n}"] for n in (1024, 8192) for x in (before, after)]
+        assert re.search(rf"#   {label} +" + " +".join(f"{x:.3f}" for x in row), recipe)
