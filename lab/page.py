@@ -28,7 +28,7 @@ HEAD = """# Break it
 Each failure on this page is attention with one line taken out. For each you will find what is seen, why, and how large
 the errors are. [attention.md](attention.md) derives what the lines are for.
 
-A line matters only under a condition. The rescaling, for example, matters only where a row's maximum grows from one
+Most lines matter only under a condition. The rescaling, for example, matters only where a row's maximum grows from one
 tile of keys to the next. Where the condition does not hold, taking the line out changes nothing: the failure *sleeps*.
 Where the condition holds, the failure *acts*.
 
@@ -59,7 +59,7 @@ tries the failure in the lab.
 finite.
 
 **Measured.** The lab, `python breakit.py`, wrote this page (commit {commit}, torch {torch}, {device}).
-Its figures are from small models, not from the default model:
+The figures under **Measured** are from small models. Only **Seen** is from the default model.
 
 - The table of each failure takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
   lab multiplied them by 8.48. An error is |found - right| / |right|, where right is computed in float64.

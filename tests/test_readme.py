@@ -118,8 +118,8 @@ WORDS = " ".join(README.split())
 
 def test_what_readme_says_to_do_out_of_memory_keeps_the_training(call, small, tmp_path):
     """It said to lower batch_size and keep tokens_per_step, which is null by default: that halved a step's tokens."""
-    advice = "halve `batch_size` and set `tokens_per_step` to the tokens per step that the failed run printed"
-    assert f"**Out of memory**: {advice};" in WORDS
+    advice = "halve `batch_size`, and pass `tokens_per_step=N` with the N that the failed run printed"
+    assert f"**Out of memory**: {advice}." in WORDS
     own = [*small, "steps=2", f"runs={tmp_path}"]
     said = call(train, *own, "tokens_per_step=null", "name=a").out
     tokens = re.search(r"([\d,]+) tokens a step in 1 pass,", said)[1].replace(",", "")
