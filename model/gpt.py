@@ -95,8 +95,8 @@ class GPTConfig:
                 f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}; "
                 f"set both, or model.n_kv_head=null for as many as n_head"
             )
-        if self.chunk is not None and (self.chunk < 1 or self.chunk % 32):
-            raise ValueError(f"model.chunk={self.chunk} must be a multiple of 32; null for no pieces")
+        if self.chunk is not None and (not 1 <= self.chunk < 2**63 or self.chunk % 32):
+            raise ValueError(f"model.chunk={self.chunk} must be a multiple of 32 below 2**63; null for no pieces")
         # The key is a string, and people type True. In older checkpoints it is a bool.
         self.activation_checkpointing = str(self.activation_checkpointing).lower()
         for name, known in CHOICES.items():

@@ -383,6 +383,7 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     model.activation_checkpointing=some                     model.activation_checkpointing=some is not known; choose
     model.activation_checkpointing=selective attention=naive  model.activation_checkpointing=selective: from o and lse
     model.chunk=100                                         model.chunk=100 must be a multiple of 32
+    model.chunk=10000000000000000000000                     must be a multiple of 32 below 2**63; null for no pieces
 """)
 def test_a_value_of_attention_that_cannot_be(refused_training, typed, answer):
     refused_training(typed, answer)
@@ -687,6 +688,7 @@ def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tm
     resume=auto                                         step_000004 is at step 4 of steps=4; give a larger steps=
     resume=auto steps=2                                 step_000004 is at step 4 of steps=2; give a larger steps=
     resume=done steps=8 model.n_layer=3                 model.n_layer is 2 there and 3 here; use model.n_layer=2, or
+    resume=done steps=8 model.rope_base_local=1e4       here; use model.rope_base_local=null, or start
     resume=done steps=8 model.mlp=swiglu                model.mlp is gelu_tanh there and swiglu here
     resume=auto name=nobody                             no checkpoint in {there}/runs/nobody; runs that have one: done
     resume=nobody                                       resume=nobody: no checkpoint

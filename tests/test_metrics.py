@@ -3,6 +3,7 @@
 import errno
 import http.server
 import json
+import logging
 import math
 import os
 import re
@@ -486,6 +487,18 @@ def test_what_is_configured_goes_before_wandbs_variables(clean_env, tmp_path):
     assert said == []
 
 
+def test_wandbs_log_on_a_full_disk_prints_no_traceback(clean_env, tmp_path, capsys):
+    """wandb logs into its folder. A dozen tracebacks came after the line that said why the run had ended."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    clean_env.setattr(logging, "raiseExceptions", True)
+    begun(clean_env, StandInForWandb(), tmp_path / "run")
+    logging.StreamHandler(SimpleNamespace(write=full, flush=full)).handle(logging.makeLogRecord({"msg": "a line"}))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("code", ["import nowhere.at.all", "raise TypeError('Descriptors cannot be created')"])
 def test_a_wandb_whose_import_fails_costs_one_line_and_not_the_run(clean_env, tmp_path, code):
     """The ImportError of a half-installed wandb was a traceback."""
@@ -697,16 +710,33 @@ def test_a_run_goes_on_while_wandb_begins_and_its_picture_is_drawn(tmp_path, mon
 
 @pytest.mark.parametrize("then", [lambda run: run.log({"step": 2, **STEP}), Metrics.picture, Metrics.close])
 def test_a_picture_that_cannot_be_written_is_told(open_metrics, tmp_path, monkeypatch, then):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(metrics, "loss_figure", full)
+    monkeypatch.setattr(Figure, "savefig", full)
     run = open_metrics(tmp_path)
     run.log({"step": 1, **STEP})
     run.draw_later()
     futures.wait(run.jobs)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"loss.png could not be written \(No space left on device\): free some space"):
         then(run)
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_run_still_ends(open_metrics, tmp_path):
+    """The line was "No space left on device" alone. And Metrics.close() broke off, so wandb's run never ended."""
+    run, ended = open_metrics(tmp_path), []
+    run.begin_wandb = lambda: SimpleNamespace(finish=ended.append)
+    (tmp_path / "samples.txt").unlink()
+    (tmp_path / "samples.txt").mkdir()
+    with pytest.raises(OSError, match=r"samples.txt could not be written \(Is a directory\): "):
+        run.sample(1, "text")
+    with open(os.devnull) as refuses:
+        os.dup2(refuses.fileno(), run.file.fileno())  # what is written stays in memory, as on a full disk
+    with pytest.raises(OSError, match=r"metrics.jsonl could not be written \(Bad file descriptor\): free some space"):
+        run.log({"step": 2, **STEP})
+    with pytest.raises(OSError, match=r"metrics.jsonl could not be written \(Bad file descriptor\): free some space"):
+        run.close(2)
+    assert ended == [2]
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(offline_run):

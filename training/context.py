@@ -39,7 +39,7 @@ from model.gpt import GPT
 from model.loss import loss_of_each
 from training import checkpoint
 from training.machine import is_out_of_memory, pick_device, pick_dtype, set_precision
-from training.metrics import append, drawable, encodable, show, stamp
+from training.metrics import append, drawable, encodable, show, stamp, writing
 from training.resume import open_checkpoint, tokenizer_of
 
 FEWEST = 32  # tokens of the shortest context
@@ -217,8 +217,9 @@ def draw(
         figures["passkey.png"] = heat_map(record)
     for name, figure in figures.items():
         figure.suptitle(title, color="red" if broken else "black", parse_math=False)
-        figure.savefig(temp := folder / f".tmp-{name}", dpi=120, format="png")
-        os.replace(temp, folder / name)
+        with writing(folder / name):
+            figure.savefig(temp := folder / f".tmp-{name}", dpi=120, format="png")
+            os.replace(temp, folder / name)
     return [folder / name for name in figures]
 
 

@@ -38,8 +38,9 @@ import sys
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -191,20 +192,33 @@ def _json_line(record: dict) -> str:
 
 def append(path: Path, record: dict) -> None:
     """Adds a record to a metrics.jsonl, in one write, whether a run has it open or not."""
-    with open(path, "ab+") as file:
+    with writing(path), open(path, "ab+") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         cut = file.read(1) not in (b"", b"\n")  # the last line, when a run was killed
         file.write(b"\n" * cut + _json_line(record).encode())
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Says in an OSError which file it is about, and the way out. Of a full disk Python gives neither."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(
+            f"{path} could not be written ({why}): free some space or make it writable, and run again or resume"
+        ) from error
+
+
 def _rewrite(path: Path, text: str) -> None:
     # Write a new file and rename it: a kill during a resume must not lose the run's history.
     temp = path.with_name(f".tmp-{path.name}")
-    with open(temp, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temp, path)
+    with writing(path):
+        with open(temp, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
 
 
 def drawable(text: str) -> str:
@@ -364,10 +378,11 @@ class Metrics:
         self.look()
         if self.broken:
             record = {**record, "broken": self.broken}
-        self.file.write(_json_line(record))
         self.drawn = False
         self.step = record["step"]
-        self.file.flush()  # flushed lines survive kill -9; only a power cut could lose them
+        with writing(self.folder / "metrics.jsonl"):
+            self.file.write(_json_line(record))
+            self.file.flush()  # flushed lines survive kill -9; only a power cut could lose them
         self._note_best(record)
         self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.progress:
@@ -380,11 +395,12 @@ class Metrics:
         """Append a sample to samples.txt and print it."""
         self.still_there()
         header = f"===== {stamp(self.broken)}sample at step {step} ====="
-        with open(self.folder / "samples.txt", "a", encoding="utf-8", newline="\n") as file:
+        path = self.folder / "samples.txt"
+        with writing(path), open(path, "a", encoding="utf-8", newline="\n") as file:
             file.write(f"{header}\n{text}\n\n")
         self.say(f"{header}\n{printable(text)}\n")
         if self.mode != "disabled":
-            samples, note = read_samples(self.folder / "samples.txt"), f"{stamp(self.broken)}newest sample first"
+            samples, note = read_samples(path), f"{stamp(self.broken)}newest sample first"
             self.later(lambda: self.wandb.samples(step, samples, note))
 
     def time_to_draw(self) -> bool:
@@ -411,8 +427,9 @@ class Metrics:
     def _draw(self, step: int) -> None:
         started = time.perf_counter()
         figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
-        figure.savefig(self.folder / ".tmp-loss.png", dpi=120)
-        os.replace(self.folder / ".tmp-loss.png", self.folder / "loss.png")
+        with writing(self.folder / "loss.png"):
+            figure.savefig(self.folder / ".tmp-loss.png", dpi=120)
+            os.replace(self.folder / ".tmp-loss.png", self.folder / "loss.png")
         now = time.perf_counter()
         self.draw_again = now + (now - started) / DRAWING
         if step - self.sent >= self.total_steps / PICTURES:
@@ -427,8 +444,9 @@ class Metrics:
         if self.progress:
             with reader_may_leave():
                 self.progress.stop()
-        self.file.close()
         try:
+            with writing(self.folder / "metrics.jsonl"):
+                self.file.close()  # which writes what a full disk has refused so far
             self.wait()
         finally:
             if self.sent < self.step and (self.folder / "loss.png").exists():

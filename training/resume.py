@@ -113,7 +113,7 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Any) -> None:
             other = theirs[group][key]
             raise ValueError(
                 f"{resumed.path} is of another model: {group}.{key} is {other} there and {ours[group][key]} here; "
-                f"use {group}.{key}={other}, or start a new run without resume="
+                f"use {group}.{key}={typed(other)}, or start a new run without resume="
             )
     kind = theirs["optimizer"]["kind"]
     if kind != cfg.optimizer.kind:

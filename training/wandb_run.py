@@ -13,6 +13,7 @@ calls the WandbRun.
 import html
 import http.client
 import importlib.util
+import logging
 import netrc
 import os
 import secrets
@@ -179,6 +180,8 @@ class WandbRun:
         # wandb reports its own errors to the same host and waits for that at exit: 10 s without a network, also in an
         # offline run. We turn this off before the import, which reads the variable. Users may set it to true.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # wandb logs into its folder. On a full disk Python would print a traceback for each line of that.
+        logging.raiseExceptions = False
         try:
             import wandb  # here, because a disabled run need not wait half a second for the import
             from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
