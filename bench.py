@@ -74,7 +74,7 @@ from lab.traffic import traffic
 from model.attention import AttentionConfig
 from model.dropout import drop_threshold
 from training import config
-from training.machine import pick_device
+from training.machine import is_out_of_memory, pick_device
 
 MODES = ("race", "pictures", "traffic", "train", "decode", "roofline")
 TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
@@ -154,6 +154,8 @@ class Config:
         for name, value in numbers.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+            if value >= 2**31:
+                raise ValueError(f"{name}={value} must be below 2**31")
         try:
             AttentionConfig(self.impl, window=self.window, block_mask=self.block_mask)
         except ValueError as error:  # it names the keys as train.py does
@@ -226,7 +228,13 @@ def main(cfg: Config) -> None:
             device, masked = pick_device(cfg.device), (cfg.causal or [False])[0]
             for T in sorted(set(cfg.lengths)):
                 case = Case(max(1, cfg.tokens // T), cfg.heads[0], T, cfg.head_sizes[0], masked, 0.0)
-                roofline(case, dtype=cfg.dtype, device=device, out=out)
+                try:
+                    roofline(case, dtype=cfg.dtype, device=device, out=out)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    few = "use shorter lengths=, fewer heads= or fewer tokens="
+                    raise ValueError(f"out of memory with {case.B} sequences of {T} tokens; {few}") from error
 
 
 if __name__ == "__main__":

@@ -484,6 +484,7 @@ def test_a_wrong_peer_is_left_out_with_a_line(monkeypatch, capsys, wrong):
         ({"mode": "speed"}, "mode=speed"),
         ({"mode": "roofline", "heads": [2, 4], "head_sizes": [32, 64]}, r"head_sizes=\[32, 64\].*measures one"),
         ({"mode": "roofline", "window": 4}, "window=4: mode=roofline"),
+        ({"mode": "roofline", "lengths": [2**31]}, r"lengths\[0\]=2147483648 must be below 2\*\*31"),
         ({"window": 0}, "^window=0 must"),
         ({"documents": 0}, "^documents=0 must"),
         ({"block_mask": ["x.", "x"]}, "^block_mask=.*no picture"),
@@ -602,6 +603,13 @@ def roofline_rows(tmp_path_factory):
     assert (out / "roofline.png").stat().st_size > 10_000
     with open(out / "roofline.csv", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_a_roofline_without_enough_memory_is_one_line(tmp_path):
+    """It was a traceback."""
+    cfg = bench.Config(mode="roofline", lengths=[2**30], heads=[2**20], device="cpu", out=str(tmp_path))
+    with pytest.raises(ValueError, match="out of memory with 1 sequences of 1073741824 tokens; use shorter lengths="):
+        bench.main(cfg)
 
 
 def test_naives_operations_move_their_tables(roofline_rows):

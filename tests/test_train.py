@@ -334,6 +334,16 @@ def test_length_warmup_trains_on_pieces_of_the_same_windows(call, small, tmp_pat
     assert states[0] == states[1]
 
 
+def test_a_length_warmup_that_the_run_does_not_end_is_told(call, small, tmp_path):
+    warm = ["length_warmup_steps=7", "length_warmup_from=8"]
+    for steps, told in (7, 1), (8, 0):
+        ended = call(train, *small, f"steps={steps}", f"runs={tmp_path}", f"name=s{steps}", *warm)
+        assert ended.code == 0
+        assert "\nlength warm-up: sequences of 8 tokens, 16 from step 5, 32 from step 8\n" in ended.out
+        never = f"\nthe sequences never reach model.context_length=32: steps={steps} is not more than length_warmup"
+        assert ended.out.count(never) == told
+
+
 def test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight(call, small, tmp_path, monkeypatch):
     large_scale(monkeypatch)
     ended = call(train, *small, *TEN, "dtype=fp16", "steps=20", f"runs={tmp_path}", "name=x")

@@ -52,11 +52,18 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
     if cfg.length_warmup_steps:
-        lengths = [cfg.length_at(step) for step in range(1, cfg.length_warmup_steps + 2)]
+        short, steps = cfg.length_warmup_from, cfg.length_warmup_steps
+        doublings = (cfg.model.context_length // short).bit_length() - 1
+        begins = [1 - (-i * steps // doublings) for i in range(doublings + 1)]  # where length_at() rises
         say(
-            f"length warm-up: sequences of {lengths[0]} tokens, "
-            + ", ".join(f"{n} from step {lengths.index(n) + 1}" for n in dict.fromkeys(lengths) if n > lengths[0])
+            f"length warm-up: sequences of {short} tokens, "
+            + ", ".join(f"{short << i} from step {step}" for i, step in enumerate(begins) if i)
         )
+        if cfg.steps < begins[-1]:
+            say(
+                f"the sequences never reach model.context_length={cfg.model.context_length}: steps={cfg.steps} is not "
+                f"more than length_warmup_steps={steps}"
+            )
     if cfg.steps < cfg.optimizer.warmup_steps:
         say(
             f"the learning rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} is less than "
