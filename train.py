@@ -50,7 +50,7 @@ from training.machine import (
 )
 from training.memory import settle
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
-from training.metrics import Metrics, broken_name, show, stamp
+from training.metrics import Metrics, broken_name, show, stamp, writing
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig
 from training.resume import (
@@ -319,7 +319,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     stack.callback(close, run)
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
         metrics.say(unread)
-    (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
+    with writing(folder / "config.yaml"):
+        (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     introduce(run, resumed, parent, way if way == "recorded" else f"{way} ({why})")
     if which:
         metrics.say(which)
