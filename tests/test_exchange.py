@@ -41,7 +41,7 @@ from model.attention import AttentionConfig
 from model.families import configuration, huggingface_config
 from model.gpt import CHOICES, GPT, GPTConfig, rope_table, stretch
 from tests.test_download import hasty, honest, serve  # noqa: F401 (fixtures)
-from training import checkpoint, config, exchange
+from training import checkpoint, config, context, exchange
 from training.metrics import read_metrics
 
 V = 300  # tokens of the small tokenizer; the last one ends a text
@@ -482,14 +482,16 @@ def test_a_child_of_a_run_has_its_weights_options_and_tokenizer(call, begin, sma
     assert torch.equal(positions, mother.model["positions.weight"][:16])
 
 
-def test_a_run_is_extended_to_a_longer_context(call, begin, small, tmp_path):
+def test_a_run_is_extended_to_a_longer_context(call, begin, small, tmp_path, monkeypatch):
     """By YaRN from the length that it was trained with, by a larger base, or by neither. Each measures its context
     before it trains. YaRN begins at the old context, whatever the new one is."""
     own = [f"runs={tmp_path / 'runs'}", "name=mother", "model.position=rope", "steps=3", "eval_every=3"]
     assert call(train, *small, *own).code == 0
     mother = checkpoint.load(tmp_path / "runs/mother/checkpoints/step_000003")
     shared = ["init_from=mother", "model.context_length=128", "steps=1", "optimizer.lr=1e-30", "context_every=1"]
-    first = {}
+    first, drawn = {}, []
+    draw = context.draw
+    monkeypatch.setattr(context, "draw", lambda *given: drawn.append((given[0], given[-1])) or draw(*given))
     for name, changes in {
         "plain": [], "base": ["model.rope_base=1e6"], "yarn": ["model.yarn_factor=8"],
     }.items():  # fmt: skip
@@ -504,6 +506,7 @@ def test_a_run_is_extended_to_a_longer_context(call, begin, small, tmp_path):
         first[name] = measured[0]
     assert "model.yarn_original None -> 32" in ended.out  # and not 128 / 8
     assert len({row["loss_at_0065_0128"] for row in first.values()}) == 3
+    assert [before for _, before in drawn] == [None, drawn[0][0], None, drawn[2][0], None, drawn[4][0]]
     again = begin("resume=auto", "name=yarn", "steps=2")
     assert again.code == 0, again.err
     assert (
