@@ -392,7 +392,7 @@ def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, sizes):
             o = attention(*(x.detach().requires_grad_() for x in (q, k, v)), config, documents=documents)
             o.backward(do)
 
-        return sizes.triton.testing.do_bench(step, return_mode="median")
+        return sizes.triton.testing.do_bench(step, return_mode="min")  # other tests may use the GPU at the same time
 
     assert milliseconds(config, documents) <= 0.6 * milliseconds(TRITON, None)
 
@@ -710,7 +710,7 @@ from tests.test_gpu import RECIPES, small_run
 torch.use_deterministic_algorithms(True, warn_only=True)
 hear = train.hear
 def killed(run):
-    if run.step == 45:
+    if run.sent[0].step == 45:
         run.writer.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     return hear(run)
