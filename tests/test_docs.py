@@ -20,14 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 from kernels.problem import Problem
 from kernels.sizes import MEASURED, shared_memory
 from lab.meter import peak_bytes
+from lab.panels import tied_errors
 from lab.story import keys_wrongly_seen
 from lab.trace import tell, worked_example
 from lab.traffic import words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
-from model.break_it import FAILURES
+from model.break_it import FAILURES, BreakIt
 from model.cache import merge, one_split
-from model.dropout import keep_mask
+from model.dropout import drop_threshold, keep_mask
 from model.mask import EMPTY, PART, WHOLE, Tiling, tiles
 from model.tiled import LOG2E, TINY, nothing_seen, online_softmax
 from tests.reference import FLAT_ROWS
@@ -360,6 +361,12 @@ def test_a_score_modifier_goes_where_the_page_says(row):
     assert undefined(names, [file]) == []
 
 
+def test_the_bias_of_sums_of_16_bits():
+    bias = tied_errors(3, BreakIt(wide_output=False)).mean().abs()
+    assert f"with three such scores, o is off by {bias:.2f} of bf16's last digit on average" in PAGE
+    assert f"{drop_threshold(0.1)} of 256, {drop_threshold(0.1) / 2.56:.1f} %" in section("Dropout")
+
+
 def test_the_last_table_has_a_line_for_each_failure():
     assert sorted(row[1] for row in tables("taken out")) == sorted(f"`break_it={name}`" for name in FAILURES)
 
@@ -636,7 +643,8 @@ def test_the_times_of_naives_operations_are_those_of_the_roofline():
     for figure in (
         f"a copy moved {copied:.2f} TB/s", f"did {multiplied:.0f} TFLOP/s",
         f"is {multiplied / copied:.0f} FLOPs per byte", f"move {mb / 1e3:.1f} GB",
-        f"takes {mb / 1e3 / copied:.1f} ms", f"add up to {ms:.1f} ms", f"takes {naive:.1f} ms",
+        f"A copy of {mb / 1e3:.1f} GB takes {mb / 1e3 / copied:.1f} ms", f"add up to {ms:.1f} ms",
+        f"{24 * 4096**2 * (16 * 4 + 4 * 2) / 1e9:.1f} GB of this are the 20 tables", f"takes {naive:.1f} ms",
         f"take {of_products:.2f} ms of it, {of_products / ms:.0%}".replace("%", " %"),
         f"do {1e3 * gflop / moved:.0f} FLOPs per byte", f"takes {triton:.2f} ms for the same {gflop:.0f} GFLOP",
         f"{naive / triton:.0f} times as fast", f"{float(whole['triton']['mb']):.0f} MB",
