@@ -365,6 +365,7 @@ def test_the_bias_of_sums_of_16_bits():
     bias = tied_errors(3, BreakIt(wide_output=False)).mean().abs()
     assert f"with three such scores, o is off by {bias:.2f} of bf16's last digit on average" in PAGE
     assert f"{drop_threshold(0.1)} of 256, {drop_threshold(0.1) / 2.56:.1f} %" in section("Dropout")
+    assert f"Z is then 256 / {256 - drop_threshold(0.1)}" in section("Dropout")
 
 
 def test_the_last_table_has_a_line_for_each_failure():
