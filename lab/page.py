@@ -48,7 +48,7 @@ of the weights times v, and the output is o = acc / l. The log-sum-exp of a row 
 
 {table}
 
-How no_max shows depends on the scores and on the dtype.
+no_max shows in three ways, depending on the scores and on the dtype.
 
 Each failure has two commands below:
 
