@@ -308,7 +308,9 @@ def test_the_tiles_that_a_causal_mask_leaves_whole():
     assert f"{seen.count(PART)} {visited} need the mask" in GPU
     # with the first and the last whole tile of each tile of queries
     whole = [seen[i : i + T // 64].count(WHOLE) for i in range(0, len(seen), T // 64)]
-    assert f"{seen.count(PART) + sum(min(n, 2) for n in whole)} {visited} compute their maximum" in GPU
+    first_and_last = sum(min(n, 2) for n in whole)
+    said = f"{seen.count(PART) + first_and_last} {visited} compute their maximum: the {seen.count(PART)} that the mask cuts"
+    assert f"{said}, and {first_and_last} whole ones" in GPU
 
 
 def test_the_tiles_of_keys_that_a_tile_of_queries_visits():
