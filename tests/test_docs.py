@@ -309,8 +309,8 @@ def test_the_tiles_that_a_causal_mask_leaves_whole():
     # with the first and the last whole tile of each tile of queries
     whole = [seen[i : i + T // 64].count(WHOLE) for i in range(0, len(seen), T // 64)]
     first_and_last = sum(min(n, 2) for n in whole)
-    said = f"{seen.count(PART) + first_and_last} {visited} compute their maximum: the {seen.count(PART)} that the mask cuts"
-    assert f"{said}, and {first_and_last} whole ones" in GPU
+    said = f"{seen.count(PART) + first_and_last} {visited} compute their maximum"
+    assert f"{said}: the {seen.count(PART)} that the mask cuts, and {first_and_last} whole ones" in GPU
 
 
 def test_the_tiles_of_keys_that_a_tile_of_queries_visits():
