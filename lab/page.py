@@ -25,8 +25,8 @@ KINDS = {
 }
 HEAD = """# Break it
 
-Each failure on this page is attention with one line taken out. For each you will find what is seen, why, and how large
-the errors are. [attention.md](attention.md) derives what the lines are for.
+Each failure on this page is attention with one line taken out. For each failure the page says what is seen, why, and
+how large the errors are. [attention.md](attention.md) derives what the lines are for.
 
 Most lines matter only under a condition. The rescaling, for example, matters only where a row's maximum grows from one
 tile of keys to the next. Where the condition does not hold, taking the line out changes nothing: the failure *sleeps*.
@@ -48,24 +48,32 @@ of the weights times v, and the output is o = acc / l. The log-sum-exp of a row 
 
 {table}
 
-How no_max shows depends on the scores and on the dtype.
+no_max shows in three ways, depending on the scores and on the dtype.
 
-Below, each failure has two commands. The first trains the default model with arguments that *wake* the failure: they
-make its condition hold. **Seen** says what the first 100 steps of this training show. One of these arguments,
-`break_it.score_gain=100`, multiplies the scores by 100, so that the failure shows in a short run. The second command
-tries the failure in the lab.
+Each failure has two commands below:
 
-**Pictures.** The unbroken algorithm is black and dashed. The broken one is in colour. A cross is a value that is not
-finite.
+- The first command trains the default model with arguments that *wake* the failure: they make its condition hold.
+  **Seen** says what the first 100 steps of this training show. Some commands set `break_it.score_gain=N`. It multiplies
+  the scores by N, so that the failure shows in a short run.
+- The second command measures the failure in the lab, `python breakit.py`, which also wrote this page (commit
+  {commit}, torch {torch}, {device}). **Measured** has its figures, which are from small models.
 
-**Measured.** The lab, `python breakit.py`, wrote this page (commit {commit}, torch {torch}, {device}).
-The figures under **Measured** are from small models. Only **Seen** is from the default model.
+Under **Measured**:
 
-- The table of each failure takes q, k, v and gradients from {model}. "Scores x 8.48" says that the
-  lab multiplied them by 8.48. An error is |found - right| / |right|, where right is computed in float64.
+- The table takes q, k, v and gradients from {model}. "Scores x 24.7" says
+  that the lab multiplied the scores by 24.7. An error is |found - right| / |right|, where right is computed in float64.
 - The line below the table compares two short trainings, with and without the failure: 2 layers, 64 channels, a context
   of 128 tokens. A loss is the mean of the last ten steps.
+- In the pictures the unbroken algorithm is black and dashed. The broken one is in colour. A cross is a value that is
+  not finite.
 """
+# What a reader asks about the figures of a failure.
+NOTES = {
+    "no_max": "For equal scores the lab gave all queries and keys of a head nearly the same vector, and made v small. "
+    "No weight overflows there, but their sum l does.",
+    "bf16_ties": "Hardly any of the model's own scores are equal, so nothing is seen in the table, and there is no "
+    "short training. For the picture the lab made equal scores.",
+}
 
 
 def write_page(folder: Path) -> Path:
@@ -126,9 +134,12 @@ def measured(kept: dict, name: str) -> str:
     for row in kept["rows"]:
         if (row["failure"], row["impl"], row["dtype"]) == (name, "tiled", dtype):
             gain = "" if row["gain"] == 1 else f", scores x {row['gain']:.3g}"
+            gain = f", largest score {row['max_score']:.1f}" if name == "no_max" else gain
             seen = "nothing" if row["observed"] == NONE else row["observed"]
             errors = " | ".join(f"{float(row[f'error_{result}']):.1e}" for result in RESULTS)
             lines.append(f"| {row['where']}{gain} | {seen} | {errors} |")
+    if name in NOTES:
+        lines.append("\n" + NOTES[name])
     for curves in kept["losses"]:
         if name in curves["broken"]:
             whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))

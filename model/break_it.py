@@ -54,10 +54,10 @@ class BreakIt:
     restore_seed: bool = True  # false: a block that is computed again draws another dropout mask
     # Without wide sums each tile's p v is rounded to 16 bits before it is added. Keys that tie at the maximum have a
     # weight of exactly 1. If their values have one sign, the sum of two or more often lies halfway between two 16-bit
-    # numbers, and the small weights of the other keys always push the rounding the same way. On average o is off by a
-    # tenth of its last digit. delta carries the error into dq and dk, and over thousands of steps the bias adds up
-    # (Qiu and Yao 2025, arXiv 2510.04212). No effect in float32. In tiled and triton (naive rounds once, at the
-    # end).
+    # numbers, and the small weights of the other keys always push the rounding the same way. With three ties o is off
+    # by 0.16 of its last digit on average. delta carries the error into dq and dk, and over thousands of steps the bias
+    # adds up (Qiu and Yao 2025, arXiv 2510.04212). No effect in float32. In tiled and triton (naive rounds once, at
+    # the end).
     wide_output: bool = True  # false: each tile's p v is rounded to 16 bits before it is added
     score_gain: float = 1.0  # multiplies the scores, so that a failure shows sooner; 1 leaves attention as it is
 
@@ -94,10 +94,10 @@ FAILURES = {
         "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. If a row has "
         "many equal scores, its o becomes 0 earlier, without an error",
         "a weight is now exp(s), and the largest float32 is exp(88.7). Suppose that n keys have the same score s. "
-        "Their weights add up to n exp(s), which overflows when s passes 88.7 - ln n. Then o is a finite number "
-        "divided by infinity, so it is 0. When s passes 88.7, each weight overflows too. Then o is infinity divided "
-        "by infinity, so it is NaN. For fp16 inputs the weights of tiled and triton are fp16 numbers, which end at "
-        "exp(11.1)",
+        "Their weights add up to l = n exp(s), which overflows when s passes 88.7 - ln n. If v is small, acc is still "
+        "finite, and o = acc / l is 0. If acc overflows too, o is infinity divided by infinity, which is NaN. When s "
+        "passes 88.7, each weight overflows, and o is NaN for any v. For fp16 inputs the weights of tiled and triton "
+        "are fp16 numbers, which end at exp(11.1)",
         wakes="break_it.score_gain=100",
         acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
     ),
@@ -136,8 +136,11 @@ FAILURES = {
         "rows of o are 0; at first the gradient norm is many times larger than in the unbroken run; the loss stays "
         "somewhat higher",
         "the running maximum m starts at 0 and can only grow. If all scores of a row are negative, m stays 0 and the "
-        "weights are exp(s). Below a score of -87 float32 holds too few digits of exp(s); below -104 exp(s) is 0. In "
-        "fp16 digits are lost below -9.7",
+        "weights are exp(s). Below a score of -87 float32 holds too few digits of exp(s), and o is too small; below "
+        "-104 exp(s) is 0, and so is o. In fp16 digits are lost below -9.7. The backward takes delta, the row sum of "
+        "do * o, from this o. If o is too small, delta is too small, and ds = p (dp - delta) and dq are many times too "
+        "large. A row with one higher score is right. So the command has attention.window=1, which leaves each row a "
+        "single score",
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once all scores of a row are below -87 (in fp16 below -9.7)",
         not_in_naive="naive has no running maximum",
@@ -184,7 +187,7 @@ FAILURES = {
         ("restore_seed",),
         "the reset of the dropout seed before a block is computed again",
         "the first loss is right, and in 100 steps the loss hardly differs from that of the unbroken run. But dq, dk "
-        "and dv are wrong. Their error is gradient_error in metrics.jsonl",
+        "and dv are wrong: metrics.jsonl records their error, as gradient_error",
         "with activation checkpointing the backward computes each block a second time. Without the reset, dropout then "
         "draws another mask. So the gradients belong to another network than the loss",
         wakes="attention.dropout_p=0.5 model.activation_checkpointing=true",
@@ -193,9 +196,12 @@ FAILURES = {
     "bf16_ties": Failure(
         ("wide_output",),
         "sums of 32 bits",
-        "nothing in the loss for thousands of steps; only the errors of o show it: python breakit.py failure=bf16_ties",
-        "each tile's product p v is rounded to 16 bits before it is added. Where several scores are equal to the "
-        "maximum, the rounding goes to one side more often than to the other",
+        "nothing in 100 steps, where the loss equals that of the unbroken run within its noise. python breakit.py "
+        "failure=bf16_ties shows the errors of o",
+        "each tile's product p v is rounded to 16 bits before it is added. Keys whose scores are equal to the maximum "
+        "have a weight of exactly 1. If their values have one sign, their sum often lies halfway between two 16-bit "
+        "numbers. The small weights of the other keys then decide the rounding, and they move it away from 0 every "
+        "time. Over thousands of steps this bias may add up (Qiu and Yao 2025, arXiv 2510.04212)",
         wakes="dtype=bf16",
         acts="in 16 bits, where several scores of a row are equal to its maximum",
         not_in_naive="naive has one product and rounds it once",
