@@ -621,13 +621,12 @@ def test_the_page_has_the_tokens_that_were_measured():
         B, H, H_kv, D, T_k = (int(any_side[key]) for key in ("B", "H", "H_kv", "D", "T_k"))
         if "copy" in sides:
             heads = f"{H} heads" if H == H_kv else f"{H} query and {H_kv} key heads"
-            shares = [f"{float(sides[name]['of_copy']):.0%}"[:-1] + " %" for name in ("kernel", "sdpa", "plain")]
+            shares = [f"{float(sides[name]['of_copy']):.0%}"[:-1] + " %" for name in ("kernel", "paged", "sdpa", "plain")]
             copy = f"{float(sides['copy']['gb_per_s']):,.0f}"
             lines.append([f"{B} x {T_k // 1024}k, {heads}, head size {D}", copy, *shares])
         else:
-            lines.append(
-                [f"{T_k // 1024}k", *(f"{int(sides[way]['tokens_per_s']):,}" for way in ("recorded", "eager"))]
-            )
+            ways = (f"{int(sides[way]['tokens_per_s']):,}" for way in ("recorded", "paged", "eager"))
+            lines.append([f"{T_k // 1024}k", *ways])
     section = PAGES["results.md"].split("## Sampling", 1)[1].split("\n## ", 1)[0]
     assert len(lines) == 6
     assert [line for line in lines if f"| {' | '.join(line)} |" not in section] == []
