@@ -196,8 +196,8 @@ FAILURES = {
     "bf16_ties": Failure(
         ("wide_output",),
         "sums of 32 bits",
-        "nothing: over 100 steps the loss differs from that of the unbroken run by no more than noise. python breakit.py "
-        "failure=bf16_ties shows the errors of o",
+        "nothing: over 100 steps the loss differs from that of the unbroken run by no more than noise. python "
+        "breakit.py failure=bf16_ties shows the errors of o",
         "each tile's product p v is rounded to 16 bits before it is added. Keys whose scores are equal to the maximum "
         "have a weight of exactly 1. If their values have one sign, their sum often lies halfway between two 16-bit "
         "numbers. The small weights of the other keys then decide the rounding, and they move it away from 0 every "

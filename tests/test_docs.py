@@ -621,7 +621,8 @@ def test_the_page_has_the_tokens_that_were_measured():
         B, H, H_kv, D, T_k = (int(any_side[key]) for key in ("B", "H", "H_kv", "D", "T_k"))
         if "copy" in sides:
             heads = f"{H} heads" if H == H_kv else f"{H} query and {H_kv} key heads"
-            shares = [f"{float(sides[name]['of_copy']):.0%}"[:-1] + " %" for name in ("kernel", "paged", "sdpa", "plain")]
+            names = ("kernel", "paged", "sdpa", "plain")
+            shares = [f"{float(sides[name]['of_copy']):.0%}"[:-1] + " %" for name in names]
             copy = f"{float(sides['copy']['gb_per_s']):,.0f}"
             lines.append([f"{B} x {T_k // 1024}k, {heads}, head size {D}", copy, *shares])
         else:
