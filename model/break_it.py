@@ -139,12 +139,12 @@ FAILURES = {
         "rows of o are 0; at first the gradient norm is many times larger than in the unbroken run; the loss stays "
         "somewhat higher",
         "the running maximum m starts at 0 and can only grow. If all scores of a row are negative, m stays 0 and the "
-        "weights are exp(s). Step 6 divides acc by l, but never by less than the smallest normal float32, exp(-87.3), "
-        "so that a row without a key does not divide by 0. If l is smaller, o is too small. If all scores are below "
-        "-104, exp(s) is 0 in float32, and so is o. In fp16 the weights lose digits below a score of -9.7. The "
-        "backward takes delta, the row sum of do * o, from this o. If o is too small, so is delta, and ds = p (dp - "
-        "delta) and dq are too large. If all weights are 0, the row has no gradient. One score above -87.3 makes a row "
-        "right. So the command has attention.window=1: each row then has a single score",
+        "weights are exp(s). At the end acc is divided by l, but never by less than the smallest normal float32, "
+        "exp(-87.3), so that a row without a key does not divide by 0. If l is smaller, o is too small. If all scores "
+        "are below -104, exp(s) is 0 in float32, and so is o. In fp16 the weights lose digits below a score of -9.7. "
+        "The backward takes delta, the row sum of do * o, from this o. If o is too small, so is delta, and ds = p (dp "
+        "- delta) and dq are too large. If all weights are 0, the row has no gradient. One score above -87.3 makes a "
+        "row right. So the command has attention.window=1: each row then has a single score",
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once the log-sum-exp of a row is below -87.3 (in fp16 once all its scores are below -9.7)",
         not_in_naive="naive has no running maximum",
