@@ -144,7 +144,7 @@ FAILURES = {
         "are below -104, exp(s) is 0 in float32, and so is o. In fp16 the weights lose digits below a score of -9.7. "
         "The backward takes delta, the row sum of do * o, from this o. If o is too small, so is delta, and ds = p (dp "
         "- delta) and dq are too large. If all weights are 0, the row has no gradient. One score above -87.3 makes a "
-        "row right. So the command has attention.window=1: each row then has a single score",
+        "row right. So the command has attention.window=1: each row then has a single score, and its right ds is 0",
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once the log-sum-exp of a row is below -87.3 (in fp16 once all its scores are below -9.7)",
         not_in_naive="naive has no running maximum",
@@ -164,9 +164,9 @@ FAILURES = {
         ("scale_scores",),
         "1 / sqrt(D)",
         "from step 50 on the loss is somewhat higher than in the unbroken run; never NaN",
-        "the scores are sqrt(D) times too large. Softmax then puts nearly all weight of most rows on one key. In such "
-        "a row ds = p (dp - delta) is nearly 0, so it hardly learns to look at another key. In the other rows dq and "
-        "dk are too large, because ds k and ds q are not divided by sqrt(D) either",
+        "the scores are sqrt(D) times too large. So softmax puts most of a row's weight on few keys, and with large "
+        "scores nearly all on one. Then ds = p (dp - delta) is nearly 0, and the row hardly learns to look at another "
+        "key. In other rows dq and dk are too large, because ds k and ds q are not divided by sqrt(D) either",
         wakes="break_it.score_gain=10",
         acts="always, and more with a larger head size D",
     ),
