@@ -71,6 +71,9 @@ Under **Measured**:
 NOTES = {
     "no_max": "For equal scores the lab gave all queries and keys of a head nearly the same vector, and made v small. "
     "No weight overflows there, but their sum l does.",
+    "zero_init_max": "Few rows of this model have such low scores, so the errors of all rows together are small. "
+    "The middle picture has the gradients of one such row.",
+    "no_scale": "The errors of dq and dk are above 1, because the broken dq and dk are larger than the right ones.",
     "bf16_ties": "Hardly any of the model's own scores are equal, so nothing is seen in the table, and there is no "
     "short training. For the picture the lab made equal scores.",
 }

@@ -13,16 +13,18 @@ from typing import NamedTuple
 class BreakIt:
     """Takes a line out of the algorithm, to show what it is for. With every switch True the algorithm is whole."""
 
-    # Without the maximum the sum of exp(s) overflows once the log-sum-exp of a row passes 88.7, the log of the largest
-    # float32. If n keys have equal scores, this happens at a score of 88.7 - ln n. So long rows of equal scores fail
-    # first. Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A
-    # weight overflows at a score of 88.7. Below the limit nothing changes, so the failure can sleep for weeks. In
-    # naive, tiled and triton.
+    # Without the maximum l, the sum of exp(s), overflows once the log-sum-exp of a row passes 88.7, the log of the
+    # largest float32. If n keys have equal scores, this happens at a score of 88.7 - ln n. So long rows of equal scores
+    # fail first. Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A
+    # weight overflows at a score of 88.7. If |v| is above 1, acc may overflow while l does not, and o is infinite.
+    # Below the limits nothing changes, so the failure can sleep for weeks. In naive (which has no acc), tiled and
+    # triton.
     subtract_max: bool = True  # false: exp(s) without subtracting the row's maximum
     # The running maximum starts at 0 and never falls below it. The result is right while each row has a score well
     # above -87. Near -87 exp(s) passes the smallest normal float32, and exp(s) v loses digits, earlier for a smaller v.
-    # Below -87 o shrinks. From -104 down every exp(s) is 0, so o is 0 and the row learns nothing. In tiled and
-    # triton (naive has no running maximum).
+    # Once l is below this number, tiled's o shrinks, because step 6 divides by no less. From -104 down every exp(s) is
+    # 0, so o is 0 and the row learns nothing; triton on a GPU takes exp(s) as 0 from -87 down. In tiled and triton
+    # (naive has no running maximum).
     start_low: bool = True  # false: the running maximum starts at 0, not at the lowest number
     # Without alpha the earlier tiles keep the scale of an older, smaller maximum and weigh too much. The output is
     # finite but wrong. The error grows with the scores, and training makes the scores larger. The output is right if
@@ -30,7 +32,8 @@ class BreakIt:
     rescale_sum: bool = True  # false: the sum of earlier tiles keeps the scale of an older maximum
     rescale_output: bool = True  # false: the output of earlier tiles keeps the scale of an older maximum
     # Without 1 / sqrt(D) the scores of normally distributed q and k have a standard deviation of sqrt(D), not 1.
-    # Softmax then puts nearly all weight on one key and passes on hardly any gradient. Nothing is NaN. The loss falls
+    # Softmax then puts nearly all weight of most rows on one key, and passes on hardly any gradient there. In the other
+    # rows dq and dk are too large, because the factor is missing in the backward too. Nothing is NaN. The loss falls
     # more slowly; in 100 steps you see that only with a larger score_gain. In all implementations.
     scale_scores: bool = True  # false: scores without 1 / sqrt(D), D the head size
     # Without the tile's position the causal mask compares row and column numbers within each tile. A row then sees keys
@@ -95,11 +98,11 @@ FAILURES = {
         "many equal scores, its o becomes 0 earlier, without an error",
         "a weight is now exp(s), and the largest float32 is exp(88.7). Suppose that n keys have the same score s. "
         "Their weights add up to l = n exp(s), which overflows when s passes 88.7 - ln n. If v is small, acc is still "
-        "finite, and o = acc / l is 0. If acc overflows too, o is infinity divided by infinity, which is NaN. When s "
-        "passes 88.7, each weight overflows, and o is NaN for any v. For fp16 inputs the weights of tiled and triton "
-        "are fp16 numbers, which end at exp(11.1)",
+        "finite, and o = acc / l is 0. If acc overflows too, o is infinity divided by infinity, which is NaN. If v is "
+        "large, acc overflows before l, and o is infinite. When s passes 88.7, each weight overflows, and o is NaN for "
+        "any v. For fp16 inputs the weights of tiled and triton are fp16 numbers, which end at exp(11.1)",
         wakes="break_it.score_gain=100",
-        acts="once the log-sum-exp of a row passes 88.7 (in fp16 also once a score passes 11.1)",
+        acts="once l or acc of a row passes exp(88.7) (in fp16 also once a score passes 11.1)",
     ),
     "no_rescale": Failure(
         ("rescale_sum", "rescale_output"),
@@ -136,13 +139,14 @@ FAILURES = {
         "rows of o are 0; at first the gradient norm is many times larger than in the unbroken run; the loss stays "
         "somewhat higher",
         "the running maximum m starts at 0 and can only grow. If all scores of a row are negative, m stays 0 and the "
-        "weights are exp(s). Below a score of -87 float32 holds too few digits of exp(s), and o is too small; below "
-        "-104 exp(s) is 0, and so is o. In fp16 digits are lost below -9.7. The backward takes delta, the row sum of "
-        "do * o, from this o. If o is too small, delta is too small, and ds = p (dp - delta) and dq are many times too "
-        "large. A row with one higher score is right. So the command has attention.window=1, which leaves each row a "
-        "single score",
+        "weights are exp(s). At the end acc is divided by l, but never by less than the smallest normal float32, "
+        "exp(-87.3), so that a row without a key does not divide by 0. If l is smaller, o is too small. If all scores "
+        "are below -104, exp(s) is 0 in float32, and so is o. In fp16 the weights lose digits below a score of -9.7. "
+        "The backward takes delta, the row sum of do * o, from this o. If o is too small, so is delta, and ds = p (dp "
+        "- delta) and dq are too large. If all weights are 0, the row has no gradient. One score above -87.3 makes a "
+        "row right. So the command has attention.window=1: each row then has a single score, and its right ds is 0",
         wakes="break_it.score_gain=1000 attention.window=1",
-        acts="once all scores of a row are below -87 (in fp16 below -9.7)",
+        acts="once the log-sum-exp of a row is below -87.3 (in fp16 once all its scores are below -9.7)",
         not_in_naive="naive has no running maximum",
     ),
     "local_mask": Failure(
@@ -160,8 +164,9 @@ FAILURES = {
         ("scale_scores",),
         "1 / sqrt(D)",
         "from step 50 on the loss is somewhat higher than in the unbroken run; never NaN",
-        "the scores are sqrt(D) times too large. Softmax then puts nearly all weight on one key, and hardly any "
-        "gradient reaches q and k",
+        "the scores are sqrt(D) times too large. So softmax puts most of a row's weight on few keys, and with large "
+        "scores nearly all on one. Then ds = p (dp - delta) is nearly 0, and the row hardly learns to look at another "
+        "key. In other rows dq and dk are too large, because ds k and ds q are not divided by sqrt(D) either",
         wakes="break_it.score_gain=10",
         acts="always, and more with a larger head size D",
     ),

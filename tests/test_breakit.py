@@ -164,6 +164,13 @@ def test_a_maximum_that_starts_at_zero_loses_the_rows_whose_scores_underflow(sco
         assert_within_budget(found, run(inputs, case, config), oracle(inputs, case))
 
 
+def test_a_maximum_that_starts_at_zero_divides_a_low_row_by_the_smallest_normal_number():
+    """So o is too small while exp(s) is not yet 0, as the page says."""
+    q, k, v = (torch.full((1, 1, 1, 1), x) for x in (1.0, -90.0, 1.0))
+    o = attention(q, k, v, tiled(), causal=False, softmax_scale=1.0, break_it=ZERO_INIT)
+    assert o.item() == pytest.approx(math.exp(-90) / torch.finfo(torch.float32).tiny, rel=1e-3)
+
+
 # --- the rescaling ---------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from kernels.problem import Problem
 from kernels.sizes import MEASURED, shared_memory
 from lab.meter import peak_bytes
 from lab.panels import tied_errors
+from lab.race import PASSES
 from lab.story import keys_wrongly_seen
 from lab.trace import tell, worked_example
 from lab.traffic import words_of
@@ -372,6 +373,21 @@ def test_the_bias_of_sums_of_16_bits():
 
 def test_the_last_table_has_a_line_for_each_failure():
     assert sorted(row[1] for row in tables("taken out")) == sorted(f"`break_it={name}`" for name in FAILURES)
+
+
+# --- docs/results.md -------------------------------------------------------------------------------------------------
+
+
+def test_the_versions_and_the_flops_on_the_results_page():
+    said = " ".join(RESULTS.split())
+    names = ("results.csv", "steps.csv", "decode.csv")
+    assert f"All rows of {names[0]}, {names[1]} and {names[2]} are from torch 2.11 and triton 3.6 on an H200" in said
+    for name in names:
+        with open(DOCS / name, newline="", encoding="utf-8") as file:
+            found = {(row["device"], row["torch"][:4], row["triton"][:3]) for row in csv.DictReader(file)}
+        assert found == {("NVIDIA H200", "2.11", "3.6")}
+    forward, backward = (2 * PASSES[which] for which in ("forward", "backward"))
+    assert f"counts as {forward:g} matrix products of the visible scores and a backward as {backward:g}," in said
 
 
 # --- docs/exercises.md -----------------------------------------------------------------------------------------------

@@ -441,6 +441,15 @@ def test_the_page_has_the_words_the_commands_and_the_picture_of_each_failure(nam
     assert {switch for switch in failure.switches if getattr(cfg.break_it, switch)} == set()
 
 
+def test_the_limits_in_the_words_are_those_of_the_dtypes():
+    """Of l and acc without the maximum, of a weight in fp16, and of l and a weight in fp16 with a maximum from 0."""
+    wide, fp16 = torch.finfo(torch.float32), torch.finfo(torch.float16)
+    assert f"l or acc of a row passes exp({math.log(wide.max):.1f})" in FAILURES["no_max"].acts
+    assert f"in fp16 also once a score passes {math.log(fp16.max):.1f})" in FAILURES["no_max"].acts
+    assert f"log-sum-exp of a row is below {math.log(wide.tiny):.1f} " in FAILURES["zero_init_max"].acts
+    assert f"all its scores are below {math.log(fp16.tiny):.1f})" in FAILURES["zero_init_max"].acts
+
+
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_picture_of_the_page_is_wide_and_small(name):
     path = ROOT / f"docs/break/{name}.png"
