@@ -233,7 +233,13 @@ def main(cfg: Config) -> None:
             train(cfg.cases, impl=cfg.impl, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
         case "length":
             lengths, device = sorted(set(cfg.lengths)), pick_device(cfg.device)
-            by_length(lengths, cfg.impls, tokens=cfg.tokens, device=device, out=out)
+            try:
+                by_length(lengths, cfg.impls, tokens=cfg.tokens, device=device, out=out)
+            except (RuntimeError, MemoryError) as error:  # for the batches; out of memory in a step is a line
+                if not is_out_of_memory(error):
+                    raise
+                few = "use shorter lengths= or fewer tokens="
+                raise ValueError(f"out of memory with steps of {max(lengths[-1], cfg.tokens)} tokens; {few}") from error
         case "decode":
             race_decode(pick_device(cfg.device), out)
         case "roofline":
