@@ -513,7 +513,7 @@ def test_y_holds_the_token_after_each_of_x():
 
 
 def test_documents_say_where_each_token_of_x_is_from():
-    batch = make_batch(COUNT, STARTS, np.array([0, 396, 994]), T)
+    batch = make_batch(COUNT, STARTS, [[(start, T)] for start in (0, 396, 994)])
     assert batch.documents.dtype == torch.int32
     assert batch.documents.tolist() == [[0, 0, 0, 0, 0, 1, 2, 2], [2, 2, 2, 2, 3, 3, 3, 3], [3, 3, 3, 3, 3, 3, 4, 4]]
 
