@@ -97,7 +97,7 @@ class Config:
     """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
     read."""
 
-    # race | pictures (of it) | traffic | train | length (steps) | decode (new tokens) | roofline
+    # race | pictures (of it) | traffic | train | length | decode (new tokens) | roofline
     mode: str = "race"
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens per sequence
