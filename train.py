@@ -120,8 +120,7 @@ class Config:
     batch_size: int = 16  # sequences per forward and backward pass; lower it if memory runs out
     tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
     # steps of the sequence-length warm-up, 0: off. The sequences begin with length_warmup_from tokens and double to
-    # model.context_length, each length for as many steps. The windows of a step are cut into pieces, so every step has
-    # the tokens that it has without the warm-up.
+    # model.context_length, each length for as many steps. A step has more of them, so that it has as many tokens.
     length_warmup_steps: int = 0
     length_warmup_from: int = 128  # tokens of the first sequences in a length warm-up
     pack: bool = False  # pack documents into windows (best fit), so that none is cut that is not longer than a window
@@ -297,7 +296,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         model, averaged, optimizers, scaler, autocast,
         way=way, grad_clip=cfg.optimizer.grad_clip, z_loss=cfg.z_loss, stop_on_nan=cfg.stop_on_nan,
     )  # fmt: skip
-    batches = Prefetch(loader, accumulation, train_step.ahead + PREFETCH, pinned=device.type == "cuda")
+    slots, pinned = train_step.ahead + PREFETCH, device.type == "cuda"
+    batches = Prefetch(loader, accumulation, slots, pinned, cfg.length_at, step)
     stack.callback(batches.close)
 
     # The run's folder, locked for other processes.

@@ -223,7 +223,10 @@ class Loader:
     epoch and would always be predicted from few tokens. At most 2 T tokens at the ends of the text are left out, others
     in each epoch. (Independent random windows, the usual shortcut, miss 37 % of the text in an epoch.)
 
-    Ranks take turns: each takes `batch_size` samples. The epoch's permutation needs 8 bytes per window.
+    A shorter sequence (length= of next()) is a piece of a window. The pieces of one sample are from anywhere in the
+    text: 16 pieces of the same window are so alike that a model learned from four such windows only half as fast.
+
+    Ranks take turns: each takes `batch_size` samples. The epoch's permutation needs 8 bytes per window, or per piece.
 
     with_documents: compute the document numbers of each batch. This takes about half the time of next(), so a run
     without attention.documents leaves it out.
@@ -262,29 +265,46 @@ class Loader:
         self.packing = pack(documents, len(tokens), context_length) if packed else None
         if self.packing:
             self.windows = len(self.packing)
-        self.epoch = -1  # the epoch of the two fields below; they are a cache and are not saved
+        self.cached = (-1, 0)  # (epoch, length of a piece) of the two fields below, which are not saved
         self.offset = 0
         self.order = np.empty(0, np.int64)
 
-    def next(self) -> Batch:
-        """The next batch, on the CPU. Together, the ranks' batches are consecutive samples without repetition."""
+    def next(self, length: int | None = None) -> Batch:
+        """The next batch, on the CPU. Together, the ranks' batches are consecutive samples without repetition.
+
+        length: a divisor of context_length, if each sample is to be made of pieces of so many tokens, one after the
+        other. A text is read once in an epoch as long as the length does not change.
+        """
         first = self.position + self.rank * self.batch_size
-        windows = [self.window(sample) for sample in range(first, first + self.batch_size)]
+        samples = range(first, first + self.batch_size)
+        windows = [self.sample(sample, length or self.context_length) for sample in samples]
         self.position += self.batch_size * self.world_size
         return make_batch(self.tokens, self.documents, windows)
 
-    def window(self, sample: int) -> list[tuple[int, int]]:
-        """The spans of a sample's window: (index of the first token, number of tokens)."""
+    def sample(self, sample: int, length: int) -> list[tuple[int, int]]:
+        """The spans of a sample, context_length tokens: (index of the first token, number of tokens)."""
         epoch, i = divmod(sample, self.windows)
-        if epoch != self.epoch:
+        pieces = self.context_length // length
+        if (epoch, length) != self.cached:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self.offset = int(generator.integers(self.offsets))
-            self.order = generator.permutation(self.windows)
-            self.epoch = epoch
-        number = int(self.order[i])
-        if self.packing:
-            return self.packing.window(number)
-        return [(self.offset + number * self.context_length, self.context_length)]
+            self.order = generator.permutation(self.windows * pieces)
+            self.cached = (epoch, length)
+        numbers = self.order[i * pieces : (i + 1) * pieces].tolist()
+        return [span for number in numbers for span in self.piece(number, length)]
+
+    def piece(self, number: int, length: int) -> list[tuple[int, int]]:
+        """The spans of a piece of a window."""
+        window, first = divmod(number * length, self.context_length)
+        if not self.packing:
+            return [(self.offset + window * self.context_length + first, length)]
+        spans, last = [], first + length
+        for start, n in self.packing.window(window):
+            low, high = max(0, first), min(n, last)
+            if low < high:
+                spans.append((start + low, high - low))
+            first, last = first - n, last - n
+        return spans
 
     def state_dict(self) -> dict[str, int | str]:
         """What a checkpoint saves to continue with the same samples. It is valid JSON and the same on all ranks."""
@@ -331,9 +351,20 @@ class Prefetch:
     copy to the device needs no wait. Making it is slow, which is why it is made once.
     """
 
-    def __init__(self, loader: Loader, passes: int, slots: int, pinned: bool) -> None:
-        """slots: the number of steps that there is memory for: those drawn ahead and those not yet given back."""
+    def __init__(
+        self,
+        loader: Loader,
+        passes: int,
+        slots: int,
+        pinned: bool,
+        length_at: Callable[[int], int] | None = None,
+        step: int = 0,
+    ) -> None:
+        """slots: the number of steps that there is memory for: those drawn ahead and those not yet given back.
+        length_at(step): the tokens of a sequence in a step; None: context_length. step: the last one that was made."""
         self.loader = loader
+        self.length_at = length_at or (lambda step: loader.context_length)
+        self.step = step  # the last one that was drawn or is being drawn
         self.passes, self.slots, self.pinned = passes, slots, pinned
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.coming: deque[Future[tuple[Batch, dict[str, int | str]]]] = deque()
@@ -349,7 +380,8 @@ class Prefetch:
         if self.free is None:
             self.free = [self.slot() for _ in range(self.slots)]
         while self.free:
-            self.coming.append(self.thread.submit(self.draw, self.free.pop()))
+            self.step += 1
+            self.coming.append(self.thread.submit(self.draw, self.free.pop(), self.length_at(self.step)))
         step, self.state = self.coming.popleft().result()
         return step
 
@@ -362,10 +394,10 @@ class Prefetch:
         numbered = self.loader.documents is not None
         return Batch(x, y, torch.empty(shape, dtype=torch.int32, pin_memory=self.pinned) if numbered else None)
 
-    def draw(self, slot: Batch) -> tuple[Batch, dict[str, int | str]]:
+    def draw(self, slot: Batch, length: int) -> tuple[Batch, dict[str, int | str]]:
         """Fills the slot, in the thread. Returns it with the loader's state after it."""
         for part in slot.parts():
-            part.copy_(self.loader.next())
+            part.copy_(self.loader.next(length))
         return slot, self.loader.state_dict()
 
     def give_back(self, step: Batch) -> None:

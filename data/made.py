@@ -25,8 +25,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
 QUESTION = "What is the pass key? The pass key is {}."
 DIGITS = 5  # of a pass key
-LONGEST = 512  # characters of a string in its place
-WHOLE = 0.25  # of the documents are one text
+LONGEST = 64  # characters of a string in its place
 SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
 
 
@@ -92,15 +91,13 @@ def passkeys(length: int, generator: np.random.Generator) -> str:
     """Texts of passkey() one after the other, length - 1 characters in all, to learn from.
 
     Their lengths are drawn log-uniformly, from the shortest to all that is left. So some questions are near their
-    number and some are far. WHOLE of the documents are one text, because few questions would be far otherwise. In half
-    of the texts that have room for it the number is a random string of up to LONGEST characters instead. A model learns
-    to copy from these: five digits are too few of a text's tokens.
+    number and some are far. In half of the texts that have room for it the number is a random string of up to LONGEST
+    characters instead. A model learns to copy from these: five digits are too few of a text's tokens.
     """
     least, text = SHORTEST["passkey"], ""
-    whole = generator.random() < WHOLE
     while (left := length - len(text)) > 0:
         size = round(math.exp(generator.uniform(math.log(least), math.log(left))))
-        size = left if whole or left - size < least else size  # what is left must have room for another text
+        size = size if left - size >= least else left  # what is left must have room for another text
         longest = min(LONGEST, (size - least) // 3)
         number = ""
         if longest > DIGITS and generator.random() < 0.5:

@@ -231,11 +231,10 @@ def test_in_every_window_of_passkey_what_is_asked_for_was_told_before(made):
 
 
 def test_passkeys_texts_have_all_lengths():
-    """A quarter of the documents is one text: by lengths drawn log-uniformly it would be 1 %, and few questions would
-    be far from their number."""
-    counts = [passkeys(4096, np.random.default_rng(i)).count("What is") for i in range(200)]
-    assert 40 <= counts.count(1) <= 64
-    assert max(counts) > 8
+    """Also the whole document: else a model would not have learned to look so far back."""
+    counts = [passkeys(1024, np.random.default_rng(i)).count("What is") for i in range(100)]
+    assert min(counts) == 1
+    assert max(counts) > 4
 
 
 def test_the_depth_of_a_pass_key_is_a_share_of_the_filler():

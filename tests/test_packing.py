@@ -93,6 +93,13 @@ def test_an_epoch_has_every_window_once_with_the_next_token_as_target():
         assert np.diff(numbers).tolist() == [int(i in begins) for i in range(T - 1)]
 
 
+def test_shorter_sequences_are_pieces_of_packed_windows():
+    one, whole = loader(batch_size=1), loader(batch_size=1)
+    pieces = sorted(tuple(row) for _ in range(one.windows) for row in one.next(T // 4).x.view(-1, T // 4).tolist())
+    windows = [row for _ in range(whole.windows) for row in whole.next().x.view(-1, T // 4).tolist()]
+    assert pieces == sorted(map(tuple, windows))
+
+
 def test_a_packed_loader_goes_on_where_it_stopped_and_no_other_one_does():
     straight, resumed = loader(), loader()
     straight.next()

@@ -528,9 +528,9 @@ def test_lengths_that_fit_no_memory_are_one_line(monkeypatch, tmp_path):
 # --- docs/results.md -------------------------------------------------------------------------------------------------
 
 
-def cells(table: str) -> list[list[str]]:
-    """The rows of a table of docs/results.md, found by its first heading; [] if it is not there."""
-    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+def cells(table: str, page: str = "results.md") -> list[list[str]]:
+    """The rows of a table of a page in docs, found by its first heading; [] if it is not there."""
+    page = (ROOT / "docs" / page).read_text(encoding="utf-8")
     if f"\n| {table} |" not in page:
         return []
     body = page.split(f"\n| {table} |", 1)[1].split("\n\n", 1)[0]
@@ -563,3 +563,25 @@ def test_the_page_has_the_steps_that_were_measured():
             parts[case].append(race.short(float(row["ms"])))
     for table, rows in {"case": whole, "parts, ms": parts}.items():
         assert cells(table) == list(rows.values()), "\n".join(f"| {' | '.join(row)} |" for row in rows.values())
+
+
+def test_the_page_has_the_lengths_that_were_measured():
+    """docs/training.md, from lengths.csv and context.jsonl. To fill the table, paste what this test prints."""
+    measured = {(row["case"], int(row["T"]), row["name"]): row for row in read(ROOT / "docs/lengths.csv")}
+    with open(ROOT / "docs/context.jsonl", encoding="utf-8") as file:
+        trained = {record["run"]: record for record in map(json.loads, file)}  # the last one of each run
+    rows = []
+    for case, T in dict.fromkeys((case, T) for case, T, _ in measured):
+        device, run, usual = ("CPU", "long_laptop", "tiled") if case == "long_laptop" else ("H200", "long_64k", "sdpa")
+        line = [device, f"{T:,}"]
+        for name in ("naive", "tiled", "sdpa", "triton"):
+            row = measured.get((case, T, name))
+            if row is None:
+                line.append("-")
+            else:
+                line.append(f"{float(row['ms']):,.0f} / {float(row['peak_gib']):.1f}" if row["ms"] else "no memory")
+        line.append(f"{int(measured[case, T, usual]['tokens_per_s']):,}")
+        bits = [x for key, x in trained[run].items() if re.fullmatch(rf"bpb_given_0*{T}", key)]
+        rows.append([*line, f"{bits[0]:.3f}" if bits else "-"])
+    found = cells("device | tokens of context", "training.md")
+    assert found == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
