@@ -278,6 +278,10 @@ TABLE = [
     # --- data ---
     ("the target is the token itself", "slice(1, None))\n", "slice(None, -1))\n", "data"),
     ("a document begins a token late", 'start + n), side="right")', "start + n))", "data"),
+    ("short sequences are those of whole windows", "generator.permutation(self.windows * pieces)",
+     "(generator.permutation(self.windows)[:, None] * pieces + np.arange(pieces)).ravel()", "data"),
+    ("a length warm-up begins anew on resume", "self.step = step  # the last one that was drawn",
+     "self.step = 0  # the last one that was drawn", RESUMED),
     ("a filler of a packed window is of the document that it repeats",
      "parts[-1][-1] + 1 - part[0] if parts else 0", "0", "packing"),
     ("packing cuts documents that fit", "number * T, np.minimum", "number, np.minimum", "packing"),
