@@ -124,9 +124,3 @@ def test_a_run_packs_and_says_so(call, small, tmp_path):
         records = read_metrics(tmp_path / name / "metrics.jsonl")
         losses.append([record["loss"] for record in records if "loss" in record])
     assert losses[0] != losses[1]
-
-
-def test_made_documents_are_not_packed(call):
-    ended = call(train, "data=recall", "pack=true", "model.context_length=64", "steps=1")
-    assert ended.code == 2
-    assert "pack=true with data=recall: its documents fill windows already; leave it out" in ended.err
