@@ -747,7 +747,7 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
 
 
 @table(r"""
-    mode=speed                      mode=speed is not known; choose race, pictures, traffic, train, length, decode, roofline
+    mode=speed              mode=speed is not known; choose race, pictures, traffic, train, length, decode
     impls=[]                        impls=[]: nothing to measure
     impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
     impls=naive                     impls=naive: the value must be of type
