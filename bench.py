@@ -9,6 +9,7 @@
     python bench.py mode=traffic causal=[true] window=256 backward=true lengths=[512,1024,2048]
     python bench.py mode=train                         whole training steps, beside a plain GPT-2 in torch
     python bench.py mode=train cases=[nano,shakespeare,gpt2-1k] peer=MODEL_PY_OF_NANOGPT
+    python bench.py mode=length tokens=4096            our training step by length and implementation of attention
     python bench.py mode=decode                        one new token in sampling, beside torch's SDPA and a copy
     python bench.py mode=roofline lengths=[2048]       naive attention operation by operation, beside the others
 
@@ -47,6 +48,10 @@ time in which none ran. Rows go to steps.csv.
     shakespeare  6 layers, C=384, T=256, B=64, dropout 0.2: the model of experiment=shakespeare_gpu
     gpt2-1k      GPT-2 124M with T=1,024 and 65,536 tokens per step; also gpt2-8k, gpt2-32k and gpt2-64k, longer
 
+mode=length. Times our training step with each implementation of attention at each of lengths=. A step has tokens=
+tokens, so the batch has fewer sequences where they are longer. On a GPU the model is that of experiment=long_16k,
+elsewhere that of experiment=long_laptop. Rows go to lengths.csv.
+
 mode=decode. Times attention of one new token against T_k cached keys. A line has GB/s of keys and values, and its share
 of the speed of a copy of as many bytes. plain is decode() of model/cache.py, kernel that of kernels/decode.py. On a GPU
 it then times whole tokens of GPT-2 124M with random weights: recorded as one CUDA graph, as in sample.py, and eager,
@@ -69,16 +74,18 @@ from pathlib import Path
 from lab.decode import race_decode
 from lab.race import DTYPES, IMPLS, Case, pictures, race
 from lab.roofline import roofline
-from lab.steps import CASES, train
+from lab.steps import CASES, by_length, train
 from lab.traffic import traffic
 from model.attention import AttentionConfig
 from model.dropout import drop_threshold
 from training import config
 from training.machine import is_out_of_memory, pick_device
 
-MODES = ("race", "pictures", "traffic", "train", "decode", "roofline")
+MODES = ("race", "pictures", "traffic", "train", "length", "decode", "roofline")
+OF_STEPS = ("naive", "tiled", "sdpa", "triton")  # the attention of train.py, for mode=length
 TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
 TRAIN_READS = ("mode", "cases", "impl", "bias", "peer", "device", "out")
+LENGTH_READS = ("mode", "lengths", "impls", "tokens", "device", "out")
 DECODE_READS = ("mode", "device", "out")
 ROOFLINE_READS = ("mode", "lengths", "head_sizes", "heads", "tokens", "causal", "dtype", "device", "out")
 NOT_IN_RACE = ("on_chip", "backward", "cases", "impl", "bias", "peer")
@@ -90,7 +97,7 @@ class Config:
     """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
     read."""
 
-    # race | pictures (of it) | traffic | train (steps) | decode (new tokens) | roofline
+    # race | pictures (of it) | traffic | train | length | decode (new tokens) | roofline
     mode: str = "race"
     impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens per sequence
@@ -131,6 +138,7 @@ class Config:
                 "pictures": key.name not in NOT_IN_PICTURES,
                 "traffic": key.name in TRAFFIC_READS,
                 "train": key.name in TRAIN_READS,
+                "length": key.name in LENGTH_READS,
                 "decode": key.name in DECODE_READS,
                 "roofline": key.name in ROOFLINE_READS,
             }
@@ -141,9 +149,10 @@ class Config:
         for name in ("impls", "lengths", "head_sizes", "heads", "causal", "dropout_p", "on_chip", "cases"):
             if getattr(self, name) == []:
                 raise ValueError(f"{name}=[]: nothing to measure; give at least one")
+        known = OF_STEPS if self.mode == "length" else IMPLS
         for name in self.impls or []:
-            if name not in IMPLS:
-                raise ValueError(f"impls={self.impls}: {name} is not known; choose {', '.join(IMPLS)}")
+            if name not in known:
+                raise ValueError(f"impls={self.impls}: {name} is not known; choose {', '.join(known)}")
         for name in self.cases or []:
             if name not in CASES:
                 raise ValueError(f"cases={self.cases}: {name} is not known; choose {', '.join(CASES)}")
@@ -222,6 +231,15 @@ def main(cfg: Config) -> None:
         case "train":
             device = pick_device(cfg.device)
             train(cfg.cases, impl=cfg.impl, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
+        case "length":
+            lengths, device = sorted(set(cfg.lengths)), pick_device(cfg.device)
+            try:
+                by_length(lengths, cfg.impls, tokens=cfg.tokens, device=device, out=out)
+            except (RuntimeError, MemoryError) as error:  # for the batches; out of memory in a step is a line
+                if not is_out_of_memory(error):
+                    raise
+                few = "use shorter lengths= or fewer tokens="
+                raise ValueError(f"out of memory with steps of {max(lengths[-1], cfg.tokens)} tokens; {few}") from error
         case "decode":
             race_decode(pick_device(cfg.device), out)
         case "roofline":

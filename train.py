@@ -120,10 +120,10 @@ class Config:
     batch_size: int = 16  # sequences per forward and backward pass; lower it if memory runs out
     tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
     # steps of the sequence-length warm-up, 0: off. The sequences begin with length_warmup_from tokens and double to
-    # model.context_length, each length for as many steps. The windows of a step are cut into pieces, so every step has
-    # the tokens that it has without the warm-up.
+    # model.context_length, each length for as many steps. A step has more of them, so that it has as many tokens.
     length_warmup_steps: int = 0
     length_warmup_from: int = 128  # tokens of the first sequences in a length warm-up
+    pack: bool = False  # pack documents into windows (best fit), so that none is cut that is not longer than a window
     z_loss: float = 0.0  # weight of the z-loss, mean(logsumexp(logits)^2), added to the loss; 1e-4 is usual, 0: off
     # decay of a moving average of the weights (EMA), which is evaluated, sampled and saved; 0: off. It averages over
     # about the last 1 / (1 - ema_decay) steps; early in training, over the last ninth of the steps so far.
@@ -177,6 +177,10 @@ class Config:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         self.check_length_warmup()
+        if self.pack and self.data.source in SHORTEST and not self.eval_only:
+            raise ValueError(
+                f"pack=true with data={self.data.source}: its documents fill windows already; leave it out"
+            )
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss} must be finite and at least 0; 1e-4 is usual, 0 leaves it out")
         if not 0 <= self.ema_decay < 1:
@@ -292,7 +296,8 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
         model, averaged, optimizers, scaler, autocast,
         way=way, grad_clip=cfg.optimizer.grad_clip, z_loss=cfg.z_loss, stop_on_nan=cfg.stop_on_nan,
     )  # fmt: skip
-    batches = Prefetch(loader, accumulation, train_step.ahead + PREFETCH, pinned=device.type == "cuda")
+    slots, pinned = train_step.ahead + PREFETCH, device.type == "cuda"
+    batches = Prefetch(loader, accumulation, slots, pinned, cfg.length_at, step)
     stack.callback(batches.close)
 
     # The run's folder, locked for other processes.
@@ -348,6 +353,7 @@ def data_of(
         seed=cfg.seed,
         with_documents=cfg.attention.documents,
         random_offset=cfg.data.source not in SHORTEST,  # documents that are made fill a window
+        packed=cfg.pack,
     )
     validation(cfg, dataset)  # raises ValueError for a text that is too short, before the first step
     return dataset, loader

@@ -25,6 +25,7 @@ import tiktoken
 import torch
 
 from data.download import fineweb
+from data.packing import pack
 from data.prepare import SPLITS, DataConfig, check, prepare, read_manifest
 from data.shards import Shards, inspect, join, read_tokens
 from data.text import expand, in_order
@@ -50,8 +51,8 @@ class Batch(NamedTuple):
 
     x: torch.Tensor  # int64 (B, T): input tokens
     y: torch.Tensor  # int64 (B, T): targets, the next token after each token of x
-    documents: torch.Tensor | None  # int32 (B, T): number, in the split, of the document of each token of x. None if
-    # the numbers were not asked for
+    documents: torch.Tensor | None  # int32 (B, T): number of the document of each token of x, in the split (in packed
+    # windows: in the window). None if the numbers were not asked for
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`. The copy to a CUDA device is asynchronous, from pinned memory."""
@@ -222,11 +223,15 @@ class Loader:
     epoch and would always be predicted from few tokens. At most 2 T tokens at the ends of the text are left out, others
     in each epoch. (Independent random windows, the usual shortcut, miss 37 % of the text in an epoch.)
 
-    Ranks take turns: each takes `batch_size` samples. The epoch's permutation needs 8 bytes per window.
+    A shorter sequence (length= of next()) is a piece of a window. The pieces of one sample are from anywhere in the
+    text: 16 pieces of the same window are so alike that a model learned from four such windows only half as fast.
+
+    Ranks take turns: each takes `batch_size` samples. The epoch's permutation needs 8 bytes per window, or per piece.
 
     with_documents: compute the document numbers of each batch. This takes about half the time of next(), so a run
     without attention.documents leaves it out.
     random_offset: false begins every epoch at the first token. Documents of T tokens are then windows, and none is cut.
+    packed: windows are those of data/packing.py, the same in each epoch, and no document is cut that fits into one.
     """
 
     def __init__(
@@ -239,6 +244,7 @@ class Loader:
         seed: int,
         with_documents: bool = True,
         random_offset: bool = True,
+        packed: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -256,26 +262,49 @@ class Loader:
         # sample's epoch. A text shorter than 2 T has one window, and only the offsets at which it fits.
         self.windows = max(1, (len(tokens) - context_length) // context_length)
         self.offsets = min(context_length, len(tokens) - self.windows * context_length) if random_offset else 1
-        self.epoch = -1  # the epoch of the two fields below; they are a cache and are not saved
+        self.packing = pack(documents, len(tokens), context_length) if packed else None
+        if self.packing:
+            self.windows = len(self.packing)
+        self.cached = (-1, 0)  # (epoch, length of a piece) of the two fields below, which are not saved
         self.offset = 0
         self.order = np.empty(0, np.int64)
 
-    def next(self) -> Batch:
-        """The next batch, on the CPU. Together, the ranks' batches are consecutive samples without repetition."""
-        first = self.position + self.rank * self.batch_size
-        starts = np.array([self.start(sample) for sample in range(first, first + self.batch_size)])
-        self.position += self.batch_size * self.world_size
-        return make_batch(self.tokens, self.documents, starts, self.context_length)
+    def next(self, length: int | None = None) -> Batch:
+        """The next batch, on the CPU. Together, the ranks' batches are consecutive samples without repetition.
 
-    def start(self, sample: int) -> int:
-        """Index of the first token in a sample's window."""
+        length: a divisor of context_length, if each sample is to be made of pieces of so many tokens, one after the
+        other. A text is read once in an epoch as long as the length does not change.
+        """
+        first = self.position + self.rank * self.batch_size
+        samples = range(first, first + self.batch_size)
+        windows = [self.sample(sample, length or self.context_length) for sample in samples]
+        self.position += self.batch_size * self.world_size
+        return make_batch(self.tokens, self.documents, windows)
+
+    def sample(self, sample: int, length: int) -> list[tuple[int, int]]:
+        """The spans of a sample, context_length tokens: (index of the first token, number of tokens)."""
         epoch, i = divmod(sample, self.windows)
-        if epoch != self.epoch:
+        pieces = self.context_length // length
+        if (epoch, length) != self.cached:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self.offset = int(generator.integers(self.offsets))
-            self.order = generator.permutation(self.windows)
-            self.epoch = epoch
-        return self.offset + int(self.order[i]) * self.context_length
+            self.order = generator.permutation(self.windows * pieces)
+            self.cached = (epoch, length)
+        numbers = self.order[i * pieces : (i + 1) * pieces].tolist()
+        return [span for number in numbers for span in self.piece(number, length)]
+
+    def piece(self, number: int, length: int) -> list[tuple[int, int]]:
+        """The spans of a piece of a window."""
+        window, first = divmod(number * length, self.context_length)
+        if not self.packing:
+            return [(self.offset + window * self.context_length + first, length)]
+        spans, last = [], first + length
+        for start, n in self.packing.window(window):
+            low, high = max(0, first), min(n, last)
+            if low < high:
+                spans.append((start + low, high - low))
+            first, last = first - n, last - n
+        return spans
 
     def state_dict(self) -> dict[str, int | str]:
         """What a checkpoint saves to continue with the same samples. It is valid JSON and the same on all ranks."""
@@ -284,6 +313,7 @@ class Loader:
             "seed": self.seed,
             "context_length": self.context_length,
             "dataset": self.dataset,
+            **({"packed": 1} if self.packing else {}),
         }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
@@ -305,6 +335,9 @@ class Loader:
                 raise ValueError(
                     f"the checkpoint was trained with {key}={state[key]}, this run has {ours[key]}: {way_out}"
                 )
+        if ("packed" in state) != ("packed" in ours):
+            trained = str("packed" in state).lower()
+            raise ValueError(f"the checkpoint was trained with pack={trained}: use pack={trained}, or start a new run")
         self.position = int(state["position"])
 
 
@@ -318,9 +351,20 @@ class Prefetch:
     copy to the device needs no wait. Making it is slow, which is why it is made once.
     """
 
-    def __init__(self, loader: Loader, passes: int, slots: int, pinned: bool) -> None:
-        """slots: the number of steps that there is memory for: those drawn ahead and those not yet given back."""
+    def __init__(
+        self,
+        loader: Loader,
+        passes: int,
+        slots: int,
+        pinned: bool,
+        length_at: Callable[[int], int] | None = None,
+        step: int = 0,
+    ) -> None:
+        """slots: the number of steps that there is memory for: those drawn ahead and those not yet given back.
+        length_at(step): the tokens of a sequence in a step; None: context_length. step: the last one that was made."""
         self.loader = loader
+        self.length_at = length_at or (lambda step: loader.context_length)
+        self.step = step  # the last one that was drawn or is being drawn
         self.passes, self.slots, self.pinned = passes, slots, pinned
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.coming: deque[Future[tuple[Batch, dict[str, int | str]]]] = deque()
@@ -336,7 +380,8 @@ class Prefetch:
         if self.free is None:
             self.free = [self.slot() for _ in range(self.slots)]
         while self.free:
-            self.coming.append(self.thread.submit(self.draw, self.free.pop()))
+            self.step += 1
+            self.coming.append(self.thread.submit(self.draw, self.free.pop(), self.length_at(self.step)))
         step, self.state = self.coming.popleft().result()
         return step
 
@@ -349,10 +394,10 @@ class Prefetch:
         numbered = self.loader.documents is not None
         return Batch(x, y, torch.empty(shape, dtype=torch.int32, pin_memory=self.pinned) if numbered else None)
 
-    def draw(self, slot: Batch) -> tuple[Batch, dict[str, int | str]]:
+    def draw(self, slot: Batch, length: int) -> tuple[Batch, dict[str, int | str]]:
         """Fills the slot, in the thread. Returns it with the loader's state after it."""
         for part in slot.parts():
-            part.copy_(self.loader.next())
+            part.copy_(self.loader.next(length))
         return slot, self.loader.state_dict()
 
     def give_back(self, step: Batch) -> None:
@@ -388,10 +433,9 @@ def validation_batches(
     windows = (len(tokens) - 1) // context_length
     taken = min(windows, max(1, max_tokens // context_length))
     starts = np.arange(taken) * windows // taken * context_length
+    spans = [[(int(start), context_length)] for start in starts]
     # We return a generator instead of using yield, so that the check above runs now and not at the first batch.
-    return (
-        make_batch(tokens, numbered, starts[i : i + batch_size], context_length) for i in range(0, taken, batch_size)
-    )
+    return (make_batch(tokens, numbered, spans[i : i + batch_size]) for i in range(0, taken, batch_size))
 
 
 def fingerprint(tokens: np.ndarray | Shards, documents: np.ndarray) -> str:
@@ -402,17 +446,30 @@ def fingerprint(tokens: np.ndarray | Shards, documents: np.ndarray) -> str:
 
 
 def make_batch(
-    tokens: np.ndarray | Shards, documents: np.ndarray | None, starts: np.ndarray, context_length: int
+    tokens: np.ndarray | Shards, documents: np.ndarray | None, windows: list[list[tuple[int, int]]]
 ) -> Batch:
-    """The windows that begin at `starts`, int64 (B,). With document numbers if `documents` is not None."""
-    windows = np.stack([tokens[start : start + context_length + 1] for start in starts])  # (B, T + 1)
+    """The windows, each of spans (index of the first token, number of tokens). A target is the next token of the text,
+    also at the end of a span. With document numbers if `documents` is not None."""
+    texts = [[tokens[start : start + n + 1] for start, n in spans] for spans in windows]
     numbers = None
     if documents is not None:
-        positions = starts[:, None] + np.arange(context_length)  # (B, T)
-        # A position belongs to the last document that starts at or before it.
-        numbers = torch.from_numpy((np.searchsorted(documents, positions, side="right") - 1).astype(np.int32))
-    x, y = (torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:]))
+        numbers = torch.from_numpy(np.stack([numbers_of(documents, spans) for spans in windows]))
+    x, y = (
+        torch.from_numpy(np.stack([np.concatenate([text[part] for text in spans]) for spans in texts]).astype(np.int64))
+        for part in (slice(None, -1), slice(1, None))
+    )
     return Batch(x, y, numbers)
+
+
+def numbers_of(documents: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """The document numbers of a window, int32 (T,), in ascending order: from the second span on they are counted on.
+    Attention skips most tiles that way, and the start of a document that fills a window does not see the document."""
+    parts: list[np.ndarray] = []
+    for start, n in spans:
+        # A position belongs to the last document that starts at or before it.
+        part = np.searchsorted(documents, np.arange(start, start + n), side="right") - 1
+        parts.append(part + (parts[-1][-1] + 1 - part[0] if parts else 0))
+    return np.concatenate(parts).astype(np.int32)
 
 
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:

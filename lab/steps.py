@@ -1,8 +1,12 @@
-"""Times whole training steps: ours and a plain GPT-2's, in turn in one process. `python bench.py mode=train`
+"""Times whole training steps.
+
+    python bench.py mode=train      ours and a plain GPT-2's, in turn in one process
+    python bench.py mode=length     ours at several lengths, with each of our implementations of attention
 
 Shapes: B sequences, T tokens in each, C model width, H heads, V vocabulary.
 
-Both sides have the same model, batches, optimizer settings and precision. A pair differs only in how a step is made.
+Both sides of a pair have the same model, batches, optimizer settings and precision. They differ only in how a step is
+made.
 """
 
 import gc
@@ -14,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,6 +40,8 @@ from training.step import Report, TrainStep, choose_way
 # median of the turns; slowest and fastest: in the worst and the best turn.
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "n_layer", "C", "H", "V", "T", "B", "bias"]
 COLUMNS += ["dropout_p", "name", "how", "part", "ms", "tokens_per_s", "peak_gib", "speed", "slowest", "fastest"]
+# A row of mode=length. ms, tokens_per_s and peak_gib are empty if memory ran out.
+OF_LENGTHS = [name for name in COLUMNS if name not in ("part", "speed", "slowest", "fastest")]
 WARM_UP = 5  # steps before the first turn; the first one compiles
 ROUNDS = 5  # turns of each side
 TURN = 0.5  # seconds of a turn of the slower side, about
@@ -77,6 +84,12 @@ CASES = {
     "gpt2-32k": gpt2(32_768),
     "gpt2-64k": gpt2(65_536),
 }
+# The models of mode=length: those of experiment=long_laptop and of experiment=long_16k. Their length is set later.
+LLAMA = GPTConfig(vocab_size=257, position="rope", norm="rmsnorm", mlp="swiglu", bias=False)
+LONG = {
+    "long_laptop": replace(LLAMA, n_layer=4, n_head=4, n_kv_head=2, n_embd=128),
+    "long_16k": replace(LLAMA, n_layer=8, n_head=8, n_kv_head=8, n_embd=512, dropout_p=0.2),
+}
 
 Step = Callable[[Batch], None]  # makes one update; may return before the GPU has made it
 
@@ -100,16 +113,11 @@ def train(
     Raises ValueError for an attention that cannot run, a file that is not nanoGPT's, or a steps.csv of other columns.
     """
     names = cases or ([name for name in CASES if name != "laptop"] if device.type == "cuda" else ["laptop"])
-    keep_memory()
-    dtype = pick_dtype("auto", device)
-    autocast = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
-    torch.set_float32_matmul_precision("high" if dtype == "bf16" else "highest")
     for name in names:  # refused before anything is measured
         resolve(AttentionConfig(impl, dropout_p=CASES[name].attention_p), device.type)
     module = None if peer is None else load(Path(peer))
     results = results_in(out, "steps.csv", COLUMNS)
-    facts = {key: value for key, value in about(device).items() if key in COLUMNS} | {"dtype": dtype}
-    print(f"{facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
+    facts, autocast = begin(device)
 
     rows = []
     for name in names:
@@ -121,6 +129,49 @@ def train(
             append(results, [row], COLUMNS)
             rows.append(row)
     print(json.dumps({"results": str(results), "rows": rows}))
+
+
+def by_length(lengths: list[int], impls: list[str] | None, *, tokens: int, device: torch.device, out: Path) -> None:
+    """Times our step with each attention at each length, prints it, and appends the rows to lengths.csv in `out`.
+
+    impls: of our implementations; None: all that run on the device. tokens: of a step, at least one sequence.
+    On a GPU the model is that of experiment=long_16k, elsewhere that of experiment=long_laptop.
+    Raises ValueError for an attention that cannot run, or a lengths.csv of other columns.
+    """
+    for impl in impls or []:
+        resolve(AttentionConfig(impl), device.type)
+    impls = impls or ["naive", "tiled", "sdpa", *(["triton"] if device.type == "cuda" else [])]
+    results = results_in(out, "lengths.csv", OF_LENGTHS)
+    facts, autocast = begin(device)
+    name = "long_16k" if device.type == "cuda" else "long_laptop"
+    rows = []
+    for T, impl in itertools.product(lengths, impls):
+        if device.type == "cuda":
+            torch._dynamo.reset()
+        case = Case(replace(LONG[name], context_length=T), max(1, tokens // T))
+        batches = itertools.cycle(some_batches(case, device))
+        side = enter(impl, partial(ours, case, impl, autocast, device), batches, device)
+        row = facts | {"case": name} | case.cells() | {"name": impl, "how": "out of memory"}
+        if side is not None:
+            ms = statistics.median(in_turn([side], batches, device)[0])
+            row |= {"how": side.how, "ms": ms, "tokens_per_s": round(case.tokens / ms * 1e3)}
+            row |= {"peak_gib": round(side.peak / 2**30, 3)}
+            print(f"  T={T:<8}", end="")
+            show(row | {"part": "step"})
+        append(results, [row], OF_LENGTHS)
+        rows.append(row)
+        del side  # its memory is free before the next one is made
+    print(json.dumps({"results": str(results), "rows": rows}))
+
+
+def begin(device: torch.device) -> tuple[dict[str, Any], AbstractContextManager]:
+    """Prints what is measured on. Returns it as cells of a row, and the context in which models compute."""
+    keep_memory()
+    dtype = pick_dtype("auto", device)
+    torch.set_float32_matmul_precision("high" if dtype == "bf16" else "highest")
+    facts = {key: value for key, value in about(device).items() if key in COLUMNS} | {"dtype": dtype}
+    print(f"{facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
+    return facts, torch.autocast(device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
 
 
 def pair(

@@ -253,6 +253,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     length_warmup_steps=4 length_warmup_from=0  length_warmup_from=0 does not double
     length_warmup_steps=4 length_warmup_from=24     use model.context_length divided by 2, 4, 8
     length_warmup_steps=1 length_warmup_from=8  length_warmup_steps=1 must be at least 2, the number of lengths that
+    pack=true data=recall data.path=null        pack=true with data=recall: its documents fill windows already
     length_warmup_steps=-1                      length_warmup_steps=-1 must be at least 0
     length_warmup_steps=4 length_warmup_from=16 data=recall data.path=null      with data=recall: its strings
     z_loss=-1                   z_loss=-1.0 must be finite and at least 0
@@ -746,7 +747,7 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
 
 
 @table(r"""
-    mode=speed                      mode=speed is not known; choose race, pictures, traffic, train, decode, roofline
+    mode=speed              mode=speed is not known; choose race, pictures, traffic, train, length, decode
     impls=[]                        impls=[]: nothing to measure
     impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
     impls=naive                     impls=naive: the value must be of type

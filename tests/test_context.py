@@ -430,6 +430,24 @@ def test_eval_only_out_of_memory_is_one_line(call, trained, monkeypatch):
     assert "out of memory with batch_size=" in ended.err.splitlines()[-1]
 
 
+def test_eval_only_measures_a_run_with_another_context(call, trained, small, tmp_path):
+    """So a model trained on short sequences and one trained on long ones can be asked for the same tokens."""
+    own = [*small, f"runs={tmp_path}", "model.position=rope", "model.context_length=64", "tokens_per_step=256"]
+    assert call(train, *own, "steps=1", "name=x").code == 0
+    for T in (64, 128, 32):
+        ended = call(train, "eval_only=true", "resume=x", f"runs={tmp_path}", f"model.context_length={T}")
+        assert ended.code == 0, ended.err
+    usual, longer, shorter = (r for r in read_metrics(tmp_path / "x/metrics.jsonl") if "context_gain" in r)
+    assert [max(context.spans(key) for key in r if "given" in key) for r in (usual, longer, shorter)] == [
+        (64,), (128,), (32,),
+    ]  # fmt: skip
+    assert longer["context_tokens"] == usual["context_tokens"] == 512
+    assert longer["loss_given_0064"] != longer["loss_given_0128"]
+    ended = call(train, "eval_only=true", "resume=plain", f"runs={trained[0]}", "model.context_length=128")
+    assert ended.code == 2
+    assert "model.context_length is 64 there and 128 here" in ended.err.splitlines()[-1]  # it has learned positions
+
+
 def test_eval_only_measures_a_run_on_another_text(call, trained, monkeypatch):
     """A model of bytes can be asked for pass keys and repeated strings, whatever it was trained on."""
     runs, _ = trained

@@ -513,7 +513,7 @@ def test_y_holds_the_token_after_each_of_x():
 
 
 def test_documents_say_where_each_token_of_x_is_from():
-    batch = make_batch(COUNT, STARTS, np.array([0, 396, 994]), T)
+    batch = make_batch(COUNT, STARTS, [[(start, T)] for start in (0, 396, 994)])
     assert batch.documents.dtype == torch.int32
     assert batch.documents.tolist() == [[0, 0, 0, 0, 0, 1, 2, 2], [2, 2, 2, 2, 3, 3, 3, 3], [3, 3, 3, 3, 3, 3, 4, 4]]
 
@@ -565,6 +565,20 @@ def test_a_resumed_loader_goes_on_where_it_stopped(steps):
     resumed = loader()
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
     assert first_tokens(resumed, 40) == first_tokens(straight, 40)
+
+
+def test_an_epoch_of_shorter_sequences_has_every_token_once_and_few_neighbours():
+    one = loader(batch_size=1, with_documents=False)
+    short, whole = T // 2, loader(batch_size=1)
+    batches = [one.next(short) for _ in range(one.windows)]
+    x, y = (torch.cat([getattr(batch, name) for batch in batches]).view(-1, short) for name in "xy")
+    assert (x[:, 1:] == y[:, :-1]).all()
+    assert (y == x + 1).all()  # token i is i here
+    tokens = torch.cat([whole.next().x for _ in range(whole.windows)])
+    assert x.flatten().sort()[0].equal(tokens.flatten().sort()[0])
+    neighbours = (x[1:, 0] == y[:-1, -1]).sum()
+    assert neighbours < len(x) / 4
+    assert one.state_dict() == whole.state_dict()
 
 
 def test_a_resumed_loader_may_have_other_batches_and_ranks():

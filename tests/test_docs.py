@@ -676,9 +676,13 @@ def test_what_long_contexts_are_worth_is_what_was_measured():
     with open(ROOT / "docs/context.jsonl", encoding="utf-8") as file:
         found = {(row["run"], row["step"]): row for row in map(json.loads, file)}
     page = " ".join((ROOT / "docs/training.md").read_text(encoding="utf-8").split())
-    long = found["long_16k", 4000]
+    long, short = found["long_16k", 900], found["long_16k at 1,024", 1000]
     bits = [long[f"bpb_given_{n:05}"] for n in (32, 1024, 4096)]
-    assert f"{bits[0]:.2f} bits a byte given 32 bytes, {bits[1]:.2f} given 1,024, and {bits[2]:.3f} given 4,096" in page
+    assert f"{bits[0]:.3f} bits a byte given 32 bytes, {bits[1]:.3f} given 1,024, and {bits[2]:.3f} given 4,096" in page
+    assert f"predicts the same bytes with {short['bpb_given_01024']:.3f} bits a byte, given 1,024" in page
+    recipe = (ROOT / "conf/experiment/long_16k.yaml").read_text(encoding="utf-8")
+    assert f"{long['loss_given_16384']:.3f} in windows' second halves" in recipe
+    assert f"these bytes better, with {short['loss_given_01024']:.3f}" in recipe
     assert f"{found['recall at 16,384, window of 32', 300]['recall_accuracy']:.1%}".replace("%", " %") in page
     recipe = (ROOT / "conf/experiment/long_extend.yaml").read_text(encoding="utf-8")
     for name, label in (("long_extend", "YaRN"), ("long_extend with rope_base=1e6", "model.rope_base=1e6")):

@@ -498,7 +498,7 @@ def test_the_memory_is_made_once(prefetch):
 
 
 def test_an_error_in_the_thread_is_raised_where_its_batch_is_wanted(prefetch, monkeypatch):
-    def fail():
+    def fail(length):
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(prefetch.loader, "next", fail)

@@ -1,4 +1,5 @@
-"""bench.py mode=train: the plain GPT-2 computes what ours does, sides take turns, each millisecond has a name."""
+"""bench.py mode=train and mode=length: the plain GPT-2 computes what ours does, sides take turns, each millisecond has
+a name."""
 
 import copy
 import itertools
@@ -8,6 +9,7 @@ import sys
 import time
 from collections import namedtuple
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -454,6 +456,8 @@ def test_a_peer_that_is_not_nanogpts_is_refused(tiny, tmp_path, text, message):
         ({"lengths": [64]}, "mode=train does not read it"),
         ({"mode": "race", "peer": "model.py"}, "mode=race does not read it"),
         ({"mode": "traffic", "cases": ["nano"]}, "mode=traffic does not read it"),
+        ({"mode": "length", "heads": [4]}, "mode=length does not read it"),
+        ({"mode": "length", "impls": ["flex"]}, "flex is not known; choose naive, tiled, sdpa, triton"),
     ],
 )
 def test_a_training_that_cannot_be_is_refused(options, message):
@@ -469,12 +473,64 @@ def test_an_attention_that_cannot_run_is_refused_before_anything_is_made(tiny, t
     assert capsys.readouterr().out == ""
 
 
+# --- mode=length -----------------------------------------------------------------------------------------------------
+
+
+def test_every_length_is_timed_with_every_attention(monkeypatch, tmp_path, call):
+    """A step has as many tokens at each length, but for a length that is longer. Without memory a row has no time."""
+    monkeypatch.setitem(steps.LONG, "long_laptop", TINY.model)
+    monkeypatch.setattr(steps, "TURN", 0.0)
+    made = []
+
+    def ours(case, impl, *rest, make=steps.ours):
+        made.append(case)
+        if impl == "naive" and case.model.context_length == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(case, impl, *rest)
+
+    monkeypatch.setattr(steps, "ours", ours)
+    given = ["mode=length", "device=cpu", f"out={tmp_path}", "lengths=[128,32]", "tokens=64", "impls=[naive,sdpa]"]
+    *lines, last = call(bench, *given).out.splitlines()
+    rows = read(tmp_path / "lengths.csv")
+    assert list(rows[0]) == steps.OF_LENGTHS
+    assert [(row["T"], row["B"], row["name"], row["how"]) for row in rows] == [
+        ("32", "2", "naive", "eager, naive"),
+        ("32", "2", "sdpa", "eager, sdpa"),
+        ("128", "1", "naive", "out of memory"),
+        ("128", "1", "sdpa", "eager, sdpa"),
+    ]
+    assert [case.model.context_length for case in made] == [32, 32, 128, 128]
+    assert rows[2]["ms"] == rows[2]["peak_gib"] == rows[2]["tokens_per_s"] == ""
+    for row, tokens in ((rows[1], 64), (rows[3], 128)):
+        assert float(row["tokens_per_s"]) == pytest.approx(tokens / float(row["ms"]) * 1e3, rel=1e-2)
+        assert row["peak_gib"]
+    assert json.loads(last)["rows"][3]["T"] == 128
+    assert sum(line.startswith("  T=") for line in lines) == 3
+
+
+@pytest.mark.parametrize("name", steps.LONG)
+def test_the_models_of_the_lengths_are_those_of_the_recipes(name):
+    ((cfg, _),) = config.compose([f"experiment={name}"], train.Config, "config", ROOT / "conf", "train")
+    recipe = replace(cfg.model, context_length=1, vocab_size=257, activation_checkpointing="false")
+    assert replace(steps.LONG[name], context_length=1) == recipe
+
+
+def test_lengths_that_fit_no_memory_are_one_line(monkeypatch, tmp_path):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(steps, "some_batches", full)
+    cfg = bench.Config(mode="length", lengths=[512], tokens=2048, device="cpu", out=str(tmp_path))
+    with pytest.raises(ValueError, match="out of memory with steps of 2048 tokens; use shorter lengths="):
+        bench.main(cfg)
+
+
 # --- docs/results.md -------------------------------------------------------------------------------------------------
 
 
-def cells(table: str) -> list[list[str]]:
-    """The rows of a table of docs/results.md, found by its first heading; [] if it is not there."""
-    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+def cells(table: str, page: str = "results.md") -> list[list[str]]:
+    """The rows of a table of a page in docs, found by its first heading; [] if it is not there."""
+    page = (ROOT / "docs" / page).read_text(encoding="utf-8")
     if f"\n| {table} |" not in page:
         return []
     body = page.split(f"\n| {table} |", 1)[1].split("\n\n", 1)[0]
@@ -507,3 +563,25 @@ def test_the_page_has_the_steps_that_were_measured():
             parts[case].append(race.short(float(row["ms"])))
     for table, rows in {"case": whole, "parts, ms": parts}.items():
         assert cells(table) == list(rows.values()), "\n".join(f"| {' | '.join(row)} |" for row in rows.values())
+
+
+def test_the_page_has_the_lengths_that_were_measured():
+    """docs/training.md, from lengths.csv and context.jsonl. To fill the table, paste what this test prints."""
+    measured = {(row["case"], int(row["T"]), row["name"]): row for row in read(ROOT / "docs/lengths.csv")}
+    with open(ROOT / "docs/context.jsonl", encoding="utf-8") as file:
+        trained = {record["run"]: record for record in map(json.loads, file)}  # the last one of each run
+    rows = []
+    for case, T in dict.fromkeys((case, T) for case, T, _ in measured):
+        device, run, usual = ("CPU", "long_laptop", "tiled") if case == "long_laptop" else ("H200", "long_16k", "sdpa")
+        line = [device, f"{T:,}"]
+        for name in ("naive", "tiled", "sdpa", "triton"):
+            row = measured.get((case, T, name))
+            if row is None:
+                line.append("-")
+            else:
+                line.append(f"{float(row['ms']):,.0f} / {float(row['peak_gib']):.1f}" if row["ms"] else "no memory")
+        line.append(f"{int(measured[case, T, usual]['tokens_per_s']):,}")
+        bits = [x for key, x in trained[run].items() if re.fullmatch(rf"bpb_given_0*{T}", key)]
+        rows.append([*line, f"{bits[0]:.3f}" if bits else "-"])
+    found = cells("device | tokens of context", "training.md")
+    assert found == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -66,13 +66,15 @@ class Checkpoint:
         """The tensors that `save` got as optimizer, on the CPU. Raises ValueError as `load` does for a damaged file."""
         return safetensors.torch.load(_read(self.path, ["optimizer.safetensors"])["optimizer.safetensors"])
 
-    def network(self, attention: AttentionConfig, device: torch.device) -> GPT:
+    def network(self, attention: AttentionConfig, device: torch.device, context_length: int | None = None) -> GPT:
         """The model on `device`, with the break_it settings of its training. attention: state["config"]["attention"],
-        perhaps changed by the caller. Raises ValueError as resolve() does if that attention cannot run."""
+        perhaps changed by the caller. context_length: another than in training, for a model without learned positions.
+        Raises ValueError as resolve() does if that attention cannot run."""
         trained = self.state["config"]
         break_it = config.from_dict(BreakIt, trained["break_it"])
         attention = resolve(attention, device.type, break_it)
-        network = GPT(config.from_dict(GPTConfig, trained["model"]), attention, break_it)
+        sizes = trained["model"] | ({"context_length": context_length} if context_length else {})
+        network = GPT(config.from_dict(GPTConfig, sizes), attention, break_it)
         network.load_state_dict(self.model)
         return network.to(device)
 

@@ -305,7 +305,7 @@ def evaluate(cfg: Any) -> int:
     size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
     numbered = cfg.attention.documents
     batches = validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered)
-    model = trained.network(cfg.attention, device).eval()
+    model = trained.network(cfg.attention, device, cfg.model.context_length).eval()
 
     broken = trained.state["broken"]
     show(f"{stamp(broken)}{trained.path} on the validation text of {dataset.folder}")

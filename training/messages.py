@@ -51,6 +51,12 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
+    if packing := run.batches.loader.packing:
+        share = packing.repeated / (len(packing) * cfg.model.context_length)
+        say(
+            f"packing: {len(packing):,} windows, {share:.2%} of their tokens are in two of them; a token sees "
+            f"{packing.seen:,.0f} tokens of its document on average, without packing {packing.seen_cut:,.0f}"
+        )
     if cfg.length_warmup_steps:
         short, steps = cfg.length_warmup_from, cfg.length_warmup_steps
         doublings = (cfg.model.context_length // short).bit_length() - 1

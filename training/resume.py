@@ -102,11 +102,15 @@ def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:
 
 
 def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Any) -> None:
-    """ValueError if the checkpoint's model, tokenizer, optimizer, attention or break_it differ from this run's."""
+    """ValueError if the checkpoint's model, tokenizer, optimizer, attention or break_it differ from this run's.
+    eval_only may give a model without learned positions another context."""
     theirs, ours, broken = config_of(resumed, type(cfg)), asdict(cfg), cfg.break_it.label
+    may_differ = dict(MAY_DIFFER)
+    if cfg.eval_only and cfg.model.position != "learned":
+        may_differ["model"] = MAY_DIFFER["model"] | {"context_length"}
     different = {
         group: [key for key in ours[group] if key not in free and ours[group][key] != theirs[group][key]]
-        for group, free in MAY_DIFFER.items()
+        for group, free in may_differ.items()
     }
     for group in ("model", "tokenizer"):
         for key in different[group]:
