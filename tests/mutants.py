@@ -49,7 +49,7 @@ class Fault(NamedTuple):
 TABLE = [
     # --- the step ---
     ("gradients are never clipped", "self.grad_clip or math.inf", "math.inf", "arithmetic"),
-    ("the loss is not divided by the passes", "z_loss=self.z_loss) / len(batches.x)", "z_loss=self.z_loss)",
+    ("the loss is not divided by the passes", "share / (len(batches.x) * ranks.size)", "share",
      "arithmetic"),
     ("z_loss is not handed on", "z_loss=self.z_loss", "z_loss=0.0", "arithmetic"),
     ("gradients add up over the steps", "self.model.zero_grad(set_to_none=True)", "pass", "arithmetic"),
@@ -78,11 +78,11 @@ TABLE = [
     ("the average has its full length at once",
      "min(cfg.ema_decay, (1 + run.step) / (10 + run.step))", "cfg.ema_decay", "arithmetic"),
     ("the average is the wrong way round", "batches, lr, 1 - decay)", "batches, lr, decay)", "arithmetic"),
-    ("bits per byte by tokens", "max(1, text_bytes(run, done.batches.y))", "run.tokens_per_step", BITS),
+    ("bits per byte by tokens", "run.tokens_per_step / (math.log(2) * max(1, size))", "1 / math.log(2)", BITS),
     # --- evaluation, sample and resume ---
     ("validation with dropout", "model.eval()\n", "\n", "arithmetic"),
     ("a short batch counts as a whole one",
-     "documents)) * y.numel()", "documents)) * run.cfg.batch_size * run.cfg.model.context_length", "arithmetic"),
+     "part=part)) * y.numel()", "part=part)) * run.cfg.batch_size * run.cfg.model.context_length", "arithmetic"),
     ("a sample takes training's random numbers",
      "torch.Generator(run.device).manual_seed(run.cfg.seed)", "None", "arithmetic"),
     ("the weights are kept, not their average",
