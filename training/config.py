@@ -59,8 +59,8 @@ SWITCHES |= {"-sc", "--shell-completion"}
 VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
 VALUED |= {"-i", "--info", "--experimental-rerun"}
 
-# Of the processes that torchrun has started, all make a user's mistake. The others wait so many seconds before they print
-# it: the first has ended by then, and torchrun has ended them.
+# A user's mistake is an error in all processes that torchrun has started. All but the first wait so many seconds before
+# they print it. By then the first has ended, and torchrun has ended them.
 FIRST_SPEAKS = 2.0
 
 RESUMED = "resumed"  # name under which a checkpoint's configuration is given to Hydra
