@@ -248,21 +248,23 @@ def join(cfg: Any) -> Iterator[Ranks]:
     if launched() == 1:
         yield ALONE
         return
-    ranks = Ranks(int(os.environ["RANK"]), launched())
-    if not ranks.first:
+    if os.environ["RANK"] != "0":
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     device = own_device(cfg.device)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    dist.init_process_group()
+    # torchrun keeps its store when it starts the processes again, and in it the addresses of those that ended.
+    store, rank, size = next(dist.rendezvous("env://"))
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    dist.init_process_group(store=dist.PrefixStore(f"start {start}", store), rank=rank, world_size=size)
     try:
-        yield ranks
+        yield Ranks(rank, size)
     except RuntimeError as error:
         if not is_about_the_connection(error):
             raise
         why = str(error).splitlines()[0]
         raise ValueError(
-            f"rank {ranks.rank} has lost another one, which ended before it ({why}): what that one said tells why; "
+            f"rank {rank} has lost another one, which ended before it ({why}): what that one said tells why; "
             "resume=auto goes on from the last checkpoint"
         ) from error
     dist.destroy_process_group()
