@@ -52,7 +52,16 @@ from training.memory import settle
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
 from training.metrics import Metrics, broken_name, show, stamp, writing
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
-from training.parallel import ParallelConfig, Ranks, Unheard, divide, join, launched, own_device, refuse_what_is_for_one
+from training.parallel import (
+    ParallelConfig,
+    Ranks,
+    Unheard,
+    divide,
+    join,
+    own_device,
+    refuse_several,
+    refuse_what_is_for_one,
+)
 from training.probe import ProbeConfig
 from training.resume import (
     again,
@@ -225,7 +234,8 @@ def main(cfg: Config) -> int:
 
     Raises ValueError for a mistake that the user can correct. Does not change cfg.
     """
-    if cfg.eval_only and launched() == 1:
+    if cfg.eval_only:
+        refuse_several("eval_only=true", "measures in one process")
         return context.evaluate(copy.deepcopy(cfg))
     with ExitStack() as stack:
         ranks = stack.enter_context(join(cfg))
@@ -269,8 +279,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
     ranks, rows, own_passes = divide(ranks, cfg, accumulation)
-    if ranks.size > 1:
-        refuse_what_is_for_one(cfg, attention)
+    refuse_what_is_for_one(cfg, attention)
 
     # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
     broken = cfg.break_it.label
@@ -387,8 +396,7 @@ def check(cfg: Config) -> None:
     need no data and no memory. A sweep makes them for every job before the first one starts."""
     if cfg.eval_only:
         raise ValueError("eval_only=true measures one run: leave out -m, and type the command once for each run")
-    if launched() > 1:
-        raise ValueError("torchrun starts the processes of one run: leave out -m, or use python train.py -m")
+    refuse_several("-m", "makes one run after the other")
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
@@ -561,6 +569,7 @@ def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
 def close(run: Run) -> None:
     """Draws the last picture, and closes the writer and the metrics. Called at the end of every run, also after an
     error."""
+    run.train_step.graph = None  # before the connections that a recorded step uses
     try:
         if run.code and not run.saved:
             run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")

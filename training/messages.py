@@ -9,6 +9,7 @@ from model.attention import AttentionConfig, sdpa_kernel
 from training import checkpoint
 from training.machine import DTYPES
 from training.metrics import show, stamp
+from training.parallel import bytes_sent
 from training.resume import again, changed, config_of
 from training.run import Run
 from training.step import Numbers
@@ -51,6 +52,15 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
+    if run.ranks.size > 1:
+        N, width = cfg.parallel.context, DTYPES[str(run.facts["dtype"])].itemsize
+        gradients, exchanged = (
+            f"{size / 1e6:,.1f} MB" for size in bytes_sent(run.ranks, model, run.tokens_per_step, width)
+        )
+        say(
+            f"parallel: {run.ranks.size} processes, each sends {gradients} of gradients a step"
+            + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
+        )
     if cfg.length_warmup_steps:
         short, steps = cfg.length_warmup_from, cfg.length_warmup_steps
         doublings = (cfg.model.context_length // short).bit_length() - 1

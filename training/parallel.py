@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from model.attention import AttentionConfig
-from model.gpt import GPTConfig
+from model.gpt import GPT, GPTConfig
 from model.part import WHOLE, Part
 
 BUCKET = 2**26  # gradients that are sent at once, in elements: a quarter of a GiB
@@ -182,7 +182,7 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
         )
     group, data = "", ranks.size // N
     if N > 1:
-        device = "cuda" if dist.get_backend() != "gloo" and own_device(cfg.device).startswith("cuda") else "cpu"
+        device = "cuda" if own_device(cfg.device).startswith("cuda") else "cpu"
         mesh = init_device_mesh(device, (data, N), mesh_dim_names=("data", "context"))
         group = mesh.get_group("context").group_name
     part = Part(rank=ranks.rank % N, ranks=N, group=group)
@@ -199,19 +199,36 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
     )
 
 
+def bytes_sent(ranks: Ranks, model: GPT, tokens: int, width: int) -> tuple[int, int]:
+    """The bytes that each rank sends in a step: for the sum of the gradients, and for exchanges in attention.
+
+    tokens: of the step, of all ranks. width: bytes of an element in products. A sum over n ranks in a ring sends 2
+    (n - 1) / n times its data: once to add up, once to hand out. An exchange of n ranks keeps 1 / n. Activation
+    checkpointing repeats the exchanges of the forward, which is not counted.
+    """
+    N, config = ranks.part.ranks, model.config
+    gradients = 4 * (model.parameter_count() + 1)  # float32, and the loss
+    heads = 2 * config.n_head + 2 * (config.n_kv_head or config.n_head)  # q and o, k and v
+    exchanged = 2 * config.n_layer * heads * config.head_size * width * (tokens // ranks.size)  # forward and backward
+    return 2 * gradients * (ranks.size - 1) // ranks.size, exchanged * (N - 1) // N
+
+
 def refuse_what_is_for_one(cfg: Any, attention: AttentionConfig) -> None:
-    """ValueError for options of a run that several processes do not have. attention: resolved."""
-    why = {
-        "eval_only=true": cfg.eval_only and "measures in one process",
-        f"probe.every={cfg.probe.every}": cfg.probe.every and "looks at the batches of one process",
-        f"break_it={cfg.break_it.label}": cfg.break_it.label and "is looked at in one process",
-        "attention=sdpa with attention.dropout_p": attention.impl == "sdpa"
-        and attention.dropout_p > 0
-        and "draws PyTorch's masks, which are the same on all ranks; attention=triton and tiled have dropout",
-    }
-    for option, reason in why.items():
-        if reason:
-            raise ValueError(f"{option} {reason}: use python train.py, or leave it out with torchrun")
+    """ValueError for options of a run that several processes do not have. cfg: train.Config. attention: resolved."""
+    if cfg.probe.every:
+        refuse_several(f"probe.every={cfg.probe.every}", "looks at the batches of one process")
+    if cfg.break_it.label:
+        refuse_several(f"break_it={cfg.break_it.label}", "is looked at in one process")
+    if attention.impl == "sdpa" and attention.dropout_p:
+        refuse_several(
+            "attention=sdpa", "draws PyTorch's dropout, the same on all; attention=tiled and triton have ours"
+        )
+
+
+def refuse_several(option: str, why: str) -> None:
+    """ValueError if torchrun has started several processes."""
+    if launched() > 1:
+        raise ValueError(f"{option} {why}: leave it out with torchrun, or use python train.py")
 
 
 class Unheard:
@@ -256,7 +273,9 @@ def join(cfg: Any) -> Iterator[Ranks]:
     # torchrun keeps its store when it starts the processes again, and in it the addresses of those that ended.
     store, rank, size = next(dist.rendezvous("env://"))
     start = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    dist.init_process_group(store=dist.PrefixStore(f"start {start}", store), rank=rank, world_size=size)
+    # By default torch makes no connection between the hosts where there are GPUs.
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"start {start}", store), rank=rank, world_size=size)
     try:
         yield Ranks(rank, size)
     except RuntimeError as error:
