@@ -52,7 +52,7 @@ def run_all(names: list[str], small: list[str], runs: Path) -> Path:
     jobs = []
     for name in names:
         ranks, wide, more = LAYOUTS[name]
-        arguments = [*small, *SHAPE, *DROPOUT, *f"runs={runs}", f"name={name}"]
+        arguments = [*STEPS, *small, *SHAPE, *DROPOUT, f"runs={runs}", f"name={name}"]
         arguments += [argument.replace("FROM", str(runs)) for argument in more]
         jobs.append({"ranks": ranks, "arguments": arguments, "float64": wide, "out": str(runs / f"{name}.out")})
     done = subprocess.run(
