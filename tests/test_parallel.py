@@ -39,12 +39,14 @@ LAYOUTS = {
     "data2": (2, False, []),  # a pass each
     "context2": (2, False, ["parallel.context=2"]),  # half of each sequence
     "wide_one": (1, True, WIDE),
+    "wide_context2": (2, True, [*WIDE, "parallel.context=2"]),
     "wide_data4": (4, True, WIDE),  # a sequence of each pass
     "wide_context4": (4, True, [*WIDE, "parallel.context=4"]),
     "wide_both": (4, True, [*WIDE, "parallel.context=2"]),  # half of the sequences of one pass
     "wide_both_on_1": (1, True, RESUMED),
     "wide_both_on_2": (2, True, RESUMED),
 }
+QUICK = ["one", "data2", "wide_one", "wide_context2"]
 
 
 def run_all(names: list[str], small: list[str], runs: Path) -> Path:
@@ -67,13 +69,13 @@ def run_all(names: list[str], small: list[str], runs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def layouts(small, tmp_path_factory):
-    return run_all(["one", "data2"], small, tmp_path_factory.mktemp("layouts"))
+    return run_all(QUICK, small, tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.fixture(scope="module")
 def wide_layouts(small, tmp_path_factory):
-    names = [name for name in LAYOUTS if name.startswith("wide")]
-    return run_all(names, small, tmp_path_factory.mktemp("wide_layouts"))
+    names = [name for name in LAYOUTS if name.startswith("wide") and name not in QUICK]
+    return run_all(["wide_one", *names], small, tmp_path_factory.mktemp("wide_layouts"))
 
 
 def losses(run: Path, key: str = "loss") -> dict[int, float]:
@@ -105,7 +107,7 @@ def test_only_the_first_process_prints_and_writes(layouts):
 def assert_sends(name: str, runs: Path) -> None:
     """All that is given to the collectives, counted in every process."""
     size, wide, _ = LAYOUTS[name]
-    N, width = {"wide_context4": 4, "wide_both": 2}.get(name, 1), 8 if wide else 4
+    N, width = {"wide_context2": 2, "wide_context4": 4, "wide_both": 2}.get(name, 1), 8 if wide else 4
     with torch.device("meta"):
         position = "rope" if wide else "learned"
         config = GPTConfig(2, 4, n_embd=32, context_length=128, vocab_size=257, vocab_multiple=64, position=position)
@@ -118,27 +120,36 @@ def assert_sends(name: str, runs: Path) -> None:
         assert all(count.pop("allreduce", 0) >= 0 and count == counts[0] for count in counts)
 
 
-def test_a_step_sends_the_gradients_once(layouts):
-    assert_sends("data2", layouts)
+@pytest.mark.parametrize("name", ["data2", "wide_context2"])
+def test_a_step_sends_what_the_formula_says(layouts, name):
+    assert_sends(name, layouts)
+
+
+def test_two_processes_that_share_each_sequence_make_the_same_run(layouts):
+    assert_same_run("wide_context2", layouts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wide_data4", "wide_context4", "wide_both", "wide_both_on_1", "wide_both_on_2"])
 def test_every_layout_makes_the_same_run(wide_layouts, name):
+    assert_same_run(name, wide_layouts)
+
+
+def assert_same_run(name: str, runs: Path) -> None:
     """With dropout, windows and documents. In float64, where another order of sums is far below what a wrong mask,
     position or sum would make. A loss is recorded in float32, from a sum of shares: within one unit in the last place.
     """
-    right, found = losses(wide_layouts / "wide_one"), losses(wide_layouts / name)
+    right, found = losses(runs / "wide_one"), losses(runs / name)
     assert [*found] == ([3, 4] if "_on_" in name else [1, 2, 3, 4])
     torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
-    right, found = tensors(wide_layouts / "wide_one"), tensors(wide_layouts / name)
+    right, found = tensors(runs / "wide_one"), tensors(runs / name)
     for weight in right:
         torch.testing.assert_close(found[weight], right[weight], rtol=1e-9, atol=1e-12, msg=f"{name}: {weight}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wide_data4", "wide_context4", "wide_both"])
-def test_a_step_sends_what_the_formula_says(wide_layouts, name):
+def test_a_step_of_four_sends_what_the_formula_says(wide_layouts, name):
     assert_sends(name, wide_layouts)
 
 
