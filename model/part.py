@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """Dropout, positions and ALiBi count in the whole batch. These numbers say where the part begins in it."""
+    """Dropout, positions and ALiBi count in the whole batch. These numbers say which part of it this is."""
 
-    sequence: int = 0  # number of the first sequence
-    batch: int = 0  # sequences of the whole batch; 0: the part has all of them
+    share: int = 0  # which of the equal shares of the batch's sequences
+    shares: int = 1
     rank: int = 0  # which part of the tokens, and of the heads in attention
     ranks: int = 1  # N
     group: str = ""  # name of the process group that shares the sequences
@@ -33,13 +33,13 @@ class Part(NamedTuple):
 
     def sequences(self, B: int) -> tuple[range, int]:
         """The part's B sequences, counted in the whole batch, and how many that has."""
-        return range(self.sequence, self.sequence + B), self.batch or B
+        return range(self.share * B, (self.share + 1) * B), self.shares * B
 
     def numbers(self, B: int, H: int, device: torch.device) -> Tensor | None:
         """b*H + h in the whole batch, of the part's B sequences and H heads, int64 (B * H,); None: 0, 1, ..."""
-        if self.sequence == 0 and self.ranks == 1:
+        if self.share == 0 and self.ranks == 1:
             return None
-        b = torch.arange(self.sequence, self.sequence + B, device=device)
+        b = torch.arange(self.share * B, (self.share + 1) * B, device=device)
         h = torch.arange(self.rank * H, (self.rank + 1) * H, device=device)
         return (b[:, None] * (H * self.ranks) + h).flatten()
 

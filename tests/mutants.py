@@ -91,7 +91,7 @@ TABLE = [
     ("each part's heads have the first masks",
      "h = torch.arange(self.rank * H, (self.rank + 1) * H,", "h = torch.arange(H,", "parallel"),
     ("each part's sequences have the first masks",
-     "b = torch.arange(self.sequence, self.sequence + B,", "b = torch.arange(B,", "parallel"),
+     "b = torch.arange(self.share * B, (self.share + 1) * B,", "b = torch.arange(B,", "parallel"),
     ("heads come back in another order",
      "x.permute(1, 2, 0, 3, 4).reshape(", "x.permute(1, 2, 3, 0, 4).reshape(", "parallel"),
     ("an exchange is counted once", "exchanged = 2 * config.n_layer", "exchanged = config.n_layer", "parallel"),

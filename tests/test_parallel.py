@@ -24,7 +24,7 @@ from model.part import Part
 from tests.processes import HANGS
 from training import parallel
 from training.metrics import read_metrics
-from training.parallel import Ranks, bytes_sent
+from training.parallel import Ranks, bytes_sent, join
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024", "eval_tokens=1024"]
@@ -33,6 +33,7 @@ STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2"]
 
 WIDE = ["model.position=rope", "attention.windows=[40,null]", "attention.documents=true", "model.chunk=32"]
 RESUMED = ["resume=FROM/wide_both/checkpoints/step_000002", "parallel.context=1"]
+SHORT = ["length_warmup_steps=4", "length_warmup_from=64"]
 # name: (processes, whether in float64, arguments). A step has two passes of four sequences.
 LAYOUTS = {
     "one": (1, False, []),
@@ -43,6 +44,8 @@ LAYOUTS = {
     "wide_data4": (4, True, WIDE),  # a sequence of each pass
     "wide_context4": (4, True, [*WIDE, "parallel.context=4"]),
     "wide_both": (4, True, [*WIDE, "parallel.context=2"]),  # half of the sequences of one pass
+    "short_one": (1, True, SHORT),
+    "short_data4": (4, True, SHORT),  # a sequence of each pass, cut in two
     "wide_both_on_1": (1, True, RESUMED),
     "wide_both_on_2": (2, True, RESUMED),
 }
@@ -74,7 +77,7 @@ def layouts(small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wide_layouts(small, tmp_path_factory):
-    names = [name for name in LAYOUTS if name.startswith("wide") and name not in QUICK]
+    names = [name for name in LAYOUTS if name not in (*QUICK, "context2")]
     return run_all(["wide_one", *names], small, tmp_path_factory.mktemp("wide_layouts"))
 
 
@@ -102,6 +105,7 @@ def test_only_the_first_process_prints_and_writes(layouts):
     assert (layouts / "data2.out.1").read_text().strip().startswith("[{")  # what tests/ranks.py adds
     assert [record["step"] for record in read_metrics(layouts / "data2" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
     assert "ranks 2" in (layouts / "data2.out.0").read_text()
+    assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in (layouts / "data2.out.0").read_text()
 
 
 def assert_sends(name: str, runs: Path) -> None:
@@ -130,7 +134,9 @@ def test_two_processes_that_share_each_sequence_make_the_same_run(layouts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wide_data4", "wide_context4", "wide_both", "wide_both_on_1", "wide_both_on_2"])
+@pytest.mark.parametrize(
+    "name", ["wide_data4", "wide_context4", "wide_both", "wide_both_on_1", "wide_both_on_2", "short_data4"]
+)
 def test_every_layout_makes_the_same_run(wide_layouts, name):
     assert_same_run(name, wide_layouts)
 
@@ -139,10 +145,11 @@ def assert_same_run(name: str, runs: Path) -> None:
     """With dropout, windows and documents. In float64, where another order of sums is far below what a wrong mask,
     position or sum would make. A loss is recorded in float32, from a sum of shares: within one unit in the last place.
     """
-    right, found = losses(runs / "wide_one"), losses(runs / name)
+    one = f"{name.partition('_')[0]}_one"
+    right, found = losses(runs / one), losses(runs / name)
     assert [*found] == ([3, 4] if "_on_" in name else [1, 2, 3, 4])
     torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
-    right, found = tensors(runs / "wide_one"), tensors(runs / name)
+    right, found = tensors(runs / one), tensors(runs / name)
     for weight in right:
         torch.testing.assert_close(found[weight], right[weight], rtol=1e-9, atol=1e-12, msg=f"{name}: {weight}")
 
@@ -176,7 +183,7 @@ def test_attention_of_a_part_is_that_part_of_attention(impl):
     config, seed = AttentionConfig(impl, alibi=True, dropout_p=0.3), torch.tensor(7)
     whole = attention(q, k, v, config, seed=seed)
     rows, heads = slice(2, 4), slice(2, 4)
-    some = attention(q[rows], k[rows], v[rows], config, seed=seed, part=Part(sequence=2, batch=4))
+    some = attention(q[rows], k[rows], v[rows], config, seed=seed, part=Part(share=1, shares=2))
     assert torch.equal(some, whole[rows])
     q, k, v = (x[:, heads] for x in (q, k, v))
     some = attention(q, k, v, config, seed=seed, part=Part(rank=1, ranks=2))
@@ -240,6 +247,18 @@ def test_a_run_that_torchrun_may_start_again_needs_a_name(call, small, tmp_path,
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     ended = call(train, *small, f"runs={tmp_path}", "steps=1")
     assert ended.err.startswith("train: torchrun --max-restarts")
+
+
+def test_a_rank_that_loses_another_says_so_in_one_line(monkeypatch):
+    """gloo raises a plain RuntimeError. One of the step's own keeps its traceback."""
+    launch(monkeypatch, 2)
+    with (
+        pytest.raises(ValueError, match="rank 0 has lost another one"),
+        join(train.Config()),
+    ):
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="a bug"), join(train.Config()):
+        raise RuntimeError("a bug")
 
 
 def test_a_model_is_measured_by_one_process(monkeypatch):

@@ -191,7 +191,7 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
         return replace(ranks, turns=data, turn=ranks.data_rank), batch_size, passes // data
     if batch_size % data == 0:
         rows = batch_size // data
-        return replace(ranks, part=part._replace(sequence=ranks.data_rank * rows, batch=batch_size)), rows, passes
+        return replace(ranks, part=part._replace(share=ranks.data_rank, shares=data)), rows, passes
     raise ValueError(
         f"{data} processes cannot share a step of {passes} {'pass' if passes == 1 else 'passes'} of batch_size="
         f"{batch_size} equally: use a batch_size= that is divisible by {data}, or tokens_per_step= for a number of "
@@ -309,6 +309,11 @@ def own_device(device: str) -> str:
 def is_about_the_connection(error: RuntimeError) -> bool:
     """Whether an error means that other ranks cannot be reached. gloo raises a plain RuntimeError with its file."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def launcher() -> list[str]:
+    """The beginning of a command that starts as many processes on this machine again."""
+    return ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
 
 
 def restarted() -> bool:

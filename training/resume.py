@@ -31,7 +31,7 @@ from data.tokenizer import from_json, same
 from model.gpt import GPT
 from training import checkpoint, config, exchange
 from training.help import typed
-from training.parallel import restarted
+from training.parallel import launcher, restarted
 
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
 # computes from them (dropout does, but only in training). All other keys of these groups must stay the same.
@@ -302,4 +302,4 @@ def make_room(folder: Path) -> Path | None:
 def again(cfg: Any) -> str:
     """The command that resumes this run. The rest of the configuration is in the checkpoint."""
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    return shlex.join(["python", "train.py", "resume=auto", f"name={cfg.name}", *where])
+    return shlex.join([*launcher(), "train.py", "resume=auto", f"name={cfg.name}", *where])

@@ -164,7 +164,7 @@ def evaluate(run: Run) -> dict[str, float]:
             size += text_bytes(run, batch.y)
             if i % run.ranks.data_size == run.ranks.data_rank:
                 x, y, documents = batch.to(run.device)
-                x, y, part = share.cut(x), share.cut(y), share._replace(sequence=0, batch=0)
+                x, y, part = share.cut(x), share.cut(y), share._replace(share=0, shares=1)
                 with run.autocast:
                     found[-1] = float(model(x, y, documents, part=part)) * y.numel()
     nats = sum(run.ranks.sum(found))  # of the batches in their order, whoever has computed them
