@@ -536,8 +536,9 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
 
 
 def time_to_hear(run: Run) -> bool:
-    """Whether the oldest update that was sent has been made, or the host is too far ahead of it."""
-    return len(run.sent) > run.train_step.ahead or run.sent[0].report.arrived()
+    """Whether the oldest update that was sent has been made, or the host is too far ahead of it. Ranks hear of the same
+    updates between two steps, so that a NaN stops them at the same one."""
+    return len(run.sent) > run.train_step.ahead or (run.ranks.size == 1 and run.sent[0].report.arrived())
 
 
 def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:

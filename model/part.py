@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     def cut(self, x: Tensor) -> Tensor:
         """The part's tokens of whole sequences, (B, T) to (B, T / N)."""
-        return x.chunk(self.ranks, dim=1)[self.rank]
+        return x if self.ranks == 1 else x.chunk(self.ranks, dim=1)[self.rank]
 
     def tokens(self, length: int) -> range:
         """The part's `length` tokens, counted in the whole sequence."""

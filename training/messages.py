@@ -103,7 +103,7 @@ def what_to_try(run: Run, numbers: Numbers) -> str:
         tries.append("attention=naive, to see whether attention does it")
     if run.facts["dtype"] != "float32":
         tries.append("dtype=float32")
-    if not cfg.probe.every:
+    if not cfg.probe.every and run.ranks.size == 1:
         tries.append("probe.every=100, which names the layer, the head and the tile where it begins")
     if cfg.break_it.label:
         tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to train on and see what happens"]

@@ -156,7 +156,8 @@ def evaluation_mode(model: GPT) -> Iterator[GPT]:
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
     """Mean loss over the validation windows, in nats per token and in bits per byte. Ranks share the batches."""
-    found, tokens, size, share = [], 0, 0, run.ranks.part
+    found: list[float] = []  # nats of each batch
+    nats, tokens, size, share = 0.0, 0, 0, run.ranks.part
     with evaluation_mode(run.averaged) as model:
         for i, batch in enumerate(validation(run.cfg, run.dataset)):
             found.append(0.0)
@@ -167,7 +168,8 @@ def evaluate(run: Run) -> dict[str, float]:
                 x, y, part = share.cut(x), share.cut(y), share._replace(share=0, shares=1)
                 with run.autocast:
                     found[-1] = float(model(x, y, documents, part=part)) * y.numel()
-    nats = sum(run.ranks.sum(found))  # of the batches in their order, whoever has computed them
+    for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
+        nats += of_a_batch
     return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
 
 
