@@ -166,12 +166,14 @@ def test_a_step_of_four_sends_what_the_formula_says(wide_layouts, name):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are wanted")
 def test_two_gpus_are_one(small, tmp_path):
-    """Recorded steps, in bf16. With a pass each, bit for bit. With half a sequence each, products have fewer rows."""
+    """Recorded steps, in bf16. The first loss is that of one GPU, bit for bit if each has a pass. A GPU adds up the
+    gradient of the embedding in no fixed order, so that two runs on one differ later, too."""
     runs = run_all(["one", "data2", "context2"], [*small[:-1], "device=cuda", "steps=12"], tmp_path)
     assert "step: recorded" in (runs / "data2.out.0").read_text()
-    assert losses(runs / "one") == losses(runs / "data2")
-    right, found = losses(runs / "one"), losses(runs / "context2")
-    torch.testing.assert_close([*found.values()], [*right.values()], rtol=2**-8, atol=0)
+    right = losses(runs / "one")
+    assert right[1] == losses(runs / "data2")[1]
+    for name in ("data2", "context2"):
+        torch.testing.assert_close([*losses(runs / name).values()], [*right.values()], rtol=2**-8, atol=0)
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
