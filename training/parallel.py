@@ -18,6 +18,8 @@ Rank 0 alone prints, writes and samples. A rank that fails ends the others: torc
 
 import os
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -246,7 +248,12 @@ class Unheard:
 
 def launched() -> int:
     """How many processes torchrun has started; 1 without it."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    return int(os.environ["WORLD_SIZE"]) if by_torchrun() else 1
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process. Other launchers set WORLD_SIZE too."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @contextmanager
@@ -258,7 +265,7 @@ def join(cfg: Any) -> Iterator[Ranks]:
     name, by which the restarted run finds its checkpoints. An error of the connection, as when another rank has ended,
     becomes a ValueError too.
     """
-    if dist.is_torchelastic_launched() and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0 and cfg.name is None:
+    if by_torchrun() and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0 and cfg.name is None:
         raise ValueError(
             "torchrun --max-restarts starts the run again, which has to find its checkpoints: give it name="
         )
@@ -270,12 +277,11 @@ def join(cfg: Any) -> Iterator[Ranks]:
     device = own_device(cfg.device)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    # torchrun keeps its store when it starts the processes again, and in it the addresses of those that ended.
     store, rank, size = next(dist.rendezvous("env://"))
-    start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.PrefixStore(name_this_start(store, rank, size), store)
     # By default torch makes no connection between the hosts where there are GPUs.
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(f"start {start}", store), rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield Ranks(rank, size)
     except RuntimeError as error:
@@ -289,13 +295,36 @@ def join(cfg: Any) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
+def name_this_start(store: dist.Store, rank: int, size: int) -> str:
+    """A name that all processes have agreed on, and that no earlier start of theirs has had.
+
+    torchrun keeps its store when it starts the processes again, with the addresses of those that ended. A connection to
+    them would wait for minutes. And it counts the starts on each machine by itself. So every process leaves a word that
+    only this start of it knows, and rank 0 answers them until all have heard.
+    """
+    word = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"word of {rank}", word)
+        name = store.get(f"answer to {word}").decode()  # waits for it
+        store.set(f"{rank} has heard {name}", "")
+        return name
+    missing = [*range(1, size)]
+    while missing:
+        for other in missing:
+            if store.check([f"word of {other}"]):  # perhaps an old one, which nobody waits with
+                store.set(f"answer to {store.get(f'word of {other}').decode()}", word)
+        missing = [other for other in missing if not store.check([f"{other} has heard {word}"])]
+        time.sleep(0.02)
+    return word
+
+
 def own_device(device: str) -> str:
-    """The device of this rank: with CUDA the GPU of its number on this machine. ValueError if there is none."""
+    """The device of this rank. auto is its own CUDA GPU, or else the CPU. ValueError if there are too few GPUs."""
     if launched() == 1:
         return device
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if device == "auto" and torch.cuda.is_available():
-        device = "cuda"
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and here > (there := torch.cuda.device_count()):
         raise ValueError(
             f"{here} processes on this machine want a GPU each, and it has {there}: "
@@ -318,4 +347,4 @@ def launcher() -> list[str]:
 
 def restarted() -> bool:
     """Whether torchrun has started the processes again, after one has failed."""
-    return dist.is_torchelastic_launched() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    return by_torchrun() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
