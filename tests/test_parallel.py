@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -24,12 +22,11 @@ from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
 from model.part import Part
 from tests.processes import HANGS
-from training import config, parallel
+from training import parallel
 from training.metrics import read_metrics
-from training.parallel import Ranks, bytes_sent, divide, join
+from training.parallel import Ranks, bytes_sent, join
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
 SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024", "eval_tokens=1024"]
 DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
 STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2"]
@@ -277,21 +274,6 @@ def test_ranks_with_other_data_are_refused(monkeypatch):
     monkeypatch.setattr(Ranks, "same", lambda self, value: {"text": "a1"})
     with pytest.raises(ValueError, match="rank 1 has text b2, rank 0 has a1"):
         Ranks(1, 2).refuse_difference(text="b2")
-
-
-@pytest.mark.parametrize("line", re.findall(r"`torchrun ([^`]*train.py[^`]*)`", PAGE))
-def test_a_launch_line_of_the_page_can_be_shared(line, monkeypatch):
-    """Its keys are right, and its processes can divide the work."""
-    flags, arguments = line.split("train.py")
-    size = int(re.search(r"--nproc-per-node (\d+)", flags)[1])
-    ((cfg, _),) = config.compose(
-        shlex.split(arguments.replace("...", "")), train.Config, "config", ROOT / "conf", "train"
-    )
-    mesh = SimpleNamespace(get_group=lambda name: SimpleNamespace(group_name=name))
-    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_, **__: mesh)
-    ranks, rows, passes = divide(Ranks(size=size), cfg, train.passes(cfg))
-    assert size * rows * passes == cfg.parallel.context * cfg.batch_size * train.passes(cfg)
-    assert (ranks.part.ranks > 1) == ("parallel.context" in arguments)
 
 
 # --- torchrun -------------------------------------------------------------------------------------------------------
