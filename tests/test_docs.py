@@ -662,7 +662,7 @@ def test_what_long_contexts_are_worth_is_what_was_measured():
         assert re.search(rf"#   {label} +" + " +".join(f"{x:.3f}" for x in row), recipe)
 
 
-# --- docs/parallel.md --------------------------------------------------------------------------------------------------
+# --- docs/parallel.md ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
