@@ -52,6 +52,16 @@ from training.memory import settle
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
 from training.metrics import Metrics, broken_name, show, stamp, writing
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
+from training.parallel import (
+    ParallelConfig,
+    Ranks,
+    Unheard,
+    divide,
+    join,
+    own_device,
+    refuse_several,
+    refuse_what_is_for_one,
+)
 from training.probe import ProbeConfig
 from training.resume import (
     again,
@@ -99,6 +109,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     break_it: BreakIt = field(default_factory=BreakIt)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     name: str | None = None  # name of the run and its folder; None: made from the date, the size and the attention
@@ -228,12 +239,14 @@ def main(cfg: Config) -> int:
     Raises ValueError for a mistake that the user can correct. Does not change cfg.
     """
     if cfg.eval_only:
+        refuse_several("eval_only=true", "measures in one process")
         return context.evaluate(copy.deepcopy(cfg))
     with ExitStack() as stack:
-        run = set_up(copy.deepcopy(cfg), stack)
-        signals = stack.enter_context(stop_signals())
+        ranks = stack.enter_context(join(cfg))
+        run = set_up(copy.deepcopy(cfg), ranks, stack)
+        caught = stack.enter_context(stop_signals())
         try:
-            run.code = loop(run, signals)
+            run.code = loop(run, caught)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -254,7 +267,7 @@ def main(cfg: Config) -> int:
 # Set up: device, checkpoint, data, model, folder. The quick checks come first.
 
 
-def set_up(cfg: Config, stack: ExitStack) -> Run:
+def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     """Makes the run and prints its first lines. Fills in cfg.name, cfg.model.vocab_size and cfg.optimizer.lr.
 
     stack: closes the lock and the metrics when the run ends, also after an error. The run's folder is made only after
@@ -262,25 +275,29 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     """
     # Device and precision.
     keep_memory()
-    device = pick_device(cfg.device)
+    device = pick_device(own_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
     autocast = set_precision(dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
+    ranks, rows, own_passes = divide(ranks, cfg, accumulation)
+    refuse_what_is_for_one(cfg, attention)
 
     # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
     broken = cfg.break_it.label
     cfg.name = cfg.name and broken_name(cfg.name, broken)
     resumed, parent = open_checkpoint(cfg), open_parent(cfg)
 
-    dataset, loader = data_of(cfg, resumed, parent)
+    dataset, loader = data_of(cfg, resumed, parent, ranks, rows)
 
     # Model and optimizer.
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
-    settled, which = settle(cfg.model, attention, cfg.batch_size, dtype, device, ema=cfg.ema_decay > 0)
+    size = ranks.of_memory(cfg.model)
+    settled, which = ranks.same(settle(size, attention, rows, dtype, device, ema=cfg.ema_decay > 0))
+    settled = replace(settled, context_length=cfg.model.context_length)
     way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it)
     model = make_model(replace(cfg, model=settled), attention, device)
     if parent:
@@ -294,38 +311,44 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
     step = restore(resumed, cfg.steps, model, averaged, optimizers, loader, scaler) if resumed else 0
     train_step = TrainStep(
         model, averaged, optimizers, scaler, autocast,
-        way=way, grad_clip=cfg.optimizer.grad_clip, z_loss=cfg.z_loss, stop_on_nan=cfg.stop_on_nan,
+        way=way, grad_clip=cfg.optimizer.grad_clip, z_loss=cfg.z_loss, stop_on_nan=cfg.stop_on_nan, ranks=ranks,
     )  # fmt: skip
     slots, pinned = train_step.ahead + PREFETCH, device.type == "cuda"
-    batches = Prefetch(loader, accumulation, slots, pinned, cfg.length_at, step)
+    batches = Prefetch(loader, own_passes, slots, pinned, cfg.length_at, step)
     stack.callback(batches.close)
 
     # The run's folder, locked for other processes.
-    cfg.name = cfg.name or new_name(cfg, model, attention.impl)
+    cfg.name = ranks.same(cfg.name or new_name(cfg, model, attention.impl))
     folder = Path(cfg.runs) / cfg.name
     same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
-    stack.enter_context(checkpoint.lock(folder))
-    if not same_run and (unsaved := make_room(folder)):
-        show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
+    ranks.refuse_difference(text=loader.dataset, step=step)
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
-    metrics = Metrics(
-        folder,
-        cfg.steps,
-        config={**asdict(cfg), "about": facts},
-        wandb_config=cfg.wandb,
-        broken=broken,
-        resume_step=step if same_run else None,
-    )
+    if ranks.size > 1:
+        facts["ranks"] = ranks.size
+    metrics: Metrics = Unheard()  # type: ignore[assignment]
+    if ranks.first:
+        stack.enter_context(checkpoint.lock(folder))
+        if not same_run and (unsaved := make_room(folder)):
+            show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
+        metrics = Metrics(
+            folder,
+            cfg.steps,
+            config={**asdict(cfg), "about": facts},
+            wandb_config=cfg.wandb,
+            broken=broken,
+            resume_step=step if same_run else None,
+        )
     run = Run(
         cfg=cfg, folder=folder, facts=facts, device=device, autocast=autocast, dataset=dataset, batches=batches,
         accumulation=accumulation, model=model, averaged=averaged, optimizers=optimizers, scaler=scaler,
-        train_step=train_step, metrics=metrics, step=step, saved=resumed.path if resumed else None,
+        train_step=train_step, metrics=metrics, ranks=ranks, step=step, saved=resumed.path if resumed else None,
     )  # fmt: skip
     stack.callback(close, run)
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
         metrics.say(unread)
-    with writing(folder / "config.yaml"):
-        (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
+    if ranks.first:
+        with writing(folder / "config.yaml"):
+            (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
     introduce(run, resumed, parent, way if way == "recorded" else f"{way} ({why})")
     if which:
         metrics.say(which)
@@ -333,10 +356,10 @@ def set_up(cfg: Config, stack: ExitStack) -> Run:
 
 
 def data_of(
-    cfg: Config, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None
+    cfg: Config, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, ranks: Ranks, rows: int
 ) -> tuple[Dataset, Loader]:
-    """The data, which is prepared at first use and cached, and the loader of its training text. Fills in
-    cfg.model.vocab_size. ValueError for data or a tokenizer that does not fit."""
+    """The data, which is prepared at first use and cached, and the loader of its training text, with `rows` sequences a
+    batch for this rank. Fills in cfg.model.vocab_size. ValueError for data or a tokenizer that does not fit."""
     dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent), cfg.model.context_length)
     refuse_another_tokenizer(cfg, parent, dataset.encoding)
     if cfg.data.source == "text" and cfg.data.path == "-":
@@ -348,9 +371,11 @@ def data_of(
     loader = Loader(
         dataset.train,
         dataset.train_documents,
-        batch_size=cfg.batch_size,
+        batch_size=rows,
         context_length=cfg.model.context_length,
         seed=cfg.seed,
+        rank=ranks.data_rank,
+        world_size=ranks.data_size,
         with_documents=cfg.attention.documents,
         random_offset=cfg.data.source not in SHORTEST,  # documents that are made fill a window
         packed=cfg.pack,
@@ -377,6 +402,7 @@ def check(cfg: Config) -> None:
     need no data and no memory. A sweep makes them for every job before the first one starts."""
     if cfg.eval_only:
         raise ValueError("eval_only=true measures one run: leave out -m, and type the command once for each run")
+    refuse_several("-m", "makes one run after the other")
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
@@ -412,8 +438,10 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
 # The loop.
 
 
-def loop(run: Run, signals: list[int]) -> int:
+def loop(run: Run, caught: list[int]) -> int:
     """Trains until the last step, the time limit, a signal or a NaN, and returns the exit code.
+
+    caught: the signals that this process has received so far.
 
     On a GPU the host is some steps ahead: it enqueues an update, and then logs those that the device has finished. When
     an evaluation, a sample, a look or a checkpoint is due, it first waits until all of them are finished.
@@ -426,7 +454,7 @@ def loop(run: Run, signals: list[int]) -> int:
     run.train_step.restart_clock()
     while run.step < cfg.steps and not run.ending:
         send(run)
-        run.left = until - time.perf_counter()
+        signals = told(run, until - time.perf_counter(), caught)
         run.ending = run.step == cfg.steps or run.left <= 0
         while run.sent and (needs_all(run, signals) or time_to_hear(run)):
             if stopped := hear(run):
@@ -459,6 +487,19 @@ def send(run: Run) -> None:
     report = run.train_step(batches, lr, 1 - decay)
     run.step += 1
     run.sent.append(Sent(run.step, batches, rng, lr, report))
+
+
+def told(run: Run, left: float, caught: list[int]) -> list[int]:
+    """Sets run.left, the seconds that are left, and returns the signals received. Ranks tell each other both, so that
+    all stop at the same step, and the size of their text."""
+    run.left = left
+    if run.ranks.size == 1:
+        return caught
+    last = run.sent.pop()
+    size = text_bytes(run, last.batches.y) if run.ranks.part.rank == 0 else 0  # once for ranks that share sequences
+    signals, run.left, size = run.ranks.hear(caught, left, size)
+    run.sent.append(last._replace(text_bytes=size))
+    return signals
 
 
 def hear(run: Run) -> tuple[Sent, Numbers] | None:
@@ -501,8 +542,9 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
 
 
 def time_to_hear(run: Run) -> bool:
-    """Whether the oldest update that was sent has been made, or the host is too far ahead of it."""
-    return len(run.sent) > run.train_step.ahead or run.sent[0].report.arrived()
+    """Whether the oldest update that was sent has been made, or the host is too far ahead of it. Ranks hear of the same
+    updates between two steps, so that a NaN stops them at the same one."""
+    return len(run.sent) > run.train_step.ahead or (run.ranks.size == 1 and run.sent[0].report.arrived())
 
 
 def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
@@ -510,15 +552,16 @@ def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
     peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the table has peaks for bf16 only
     assert run.pace is not None, "hear() sets it"
     length = done.batches.x.shape[-1]
+    size = text_bytes(run, done.batches.y) if done.text_bytes is None else done.text_bytes
     return {
         "step": done.step,
         "loss": numbers.loss,
-        "bits_per_byte": numbers.loss * run.tokens_per_step / (math.log(2) * max(1, text_bytes(run, done.batches.y))),
+        "bits_per_byte": numbers.loss * run.tokens_per_step / (math.log(2) * max(1, size)),
         "lr": done.lr,
         "grad_norm": numbers.norm,
         "ms": seconds * 1e3,
         "tokens_per_second": run.tokens_per_step / seconds,
-        "mfu": run.flops_per_step(length) / seconds / peak if peak else None,
+        "mfu": run.flops_per_step(length) / seconds / (peak * run.ranks.size) if peak else None,
         "memory_gib": memory_gib(run.device),
         "eta_s": max(0.0, min(run.left, run.pace * (run.cfg.steps - done.step))),
         **({"sequence_length": length} if run.cfg.length_warmup_steps else {}),
@@ -533,6 +576,7 @@ def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
 def close(run: Run) -> None:
     """Draws the last picture, and closes the writer and the metrics. Called at the end of every run, also after an
     error."""
+    run.train_step.graph = None  # before the connections that a recorded step uses
     try:
         if run.code and not run.saved:
             run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")

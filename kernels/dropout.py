@@ -17,20 +17,22 @@ from kernels.op import on
 PIECES = 128  # of 4 rows x 32 columns, in a program: a thread's
 
 
-def keep_table(seed: Tensor, N: int, rows: range, C: int, threshold: int) -> Tensor:
-    """bool (N, len(rows), C), True where an element is kept. seed: int64 scalar on the GPU. rows: of the masks, from a
-    multiple of 32 on, step 1. threshold: of drop_threshold()."""
+def keep_table(seed: Tensor, numbers: range, rows: range, C: int, threshold: int) -> Tensor:
+    """bool (N, len(rows), C), True where an element is kept. seed: int64 scalar on the GPU. numbers: of the N masks,
+    step 1. rows: of the masks, from a multiple of 32 on, step 1. threshold: of drop_threshold()."""
     assert rows.start % 32 == 0, rows
-    T = len(rows)
+    N, T = len(numbers), len(rows)
     keep = torch.empty(N, T, C, dtype=torch.bool, device=seed.device)
     pieces = N * -(-T // 32) * 8 * -(-C // 32)
     with on(seed.device):
-        keep_kernel[(-(-pieces // PIECES),)](seed, keep.view(torch.uint8), N, rows.start, T, C, threshold, PIECES)
+        keep_kernel[(-(-pieces // PIECES),)](
+            seed, keep.view(torch.uint8), numbers.start, N, rows.start, T, C, threshold, PIECES
+        )
     return keep
 
 
 @triton.jit
-def keep_kernel(seed, keep, N, first, T, C, threshold, PIECES: tl.constexpr):
+def keep_kernel(seed, keep, first_n, N, first, T, C, threshold, PIECES: tl.constexpr):
     """Rows 8 apart of a 32 x 32 square are one piece, of (4, 32): eight Philox calls, one for each low column."""
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)  # in 32 bits up to 2**38 elements
     squares, low_rows = tl.cdiv(C, 32), tl.cdiv(T, 32) * 8  # columns without bits 3 and 4, over 8; rows without them
@@ -40,7 +42,7 @@ def keep_kernel(seed, keep, N, first, T, C, threshold, PIECES: tl.constexpr):
     seed = tl.load(seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c1 = square[:, None] * 8 + tl.arange(0, 8)[None, :]
-    c0, c1, c2 = c0.to(tl.uint32)[:, None], c1.to(tl.uint32), n.to(tl.uint32)[:, None]
+    c0, c1, c2 = c0.to(tl.uint32)[:, None], c1.to(tl.uint32), (n + first_n).to(tl.uint32)[:, None]
     words = philox(c0 + (first >> 5 << 3).to(tl.uint32), c1, c2, tl.zeros_like(c2), k0, k1)  # four of (PIECES, 8)
 
     row = ((c0 >> 3 << 5) | (c0 & 7)).to(tl.int32)

@@ -409,6 +409,8 @@ def keep_mask(dropout, n, row0, column0, i, j):
     so does `i & 6 | i & 1` in place of `i & 7`. With `i & 7` the proof fails for odd columns, and the transposed tiles
     take 126 more instructions (LOG.md).
     """
+    if dropout.numbers is not None:
+        n = tl.load(dropout.numbers + n)
     seed = tl.load(dropout.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0 = (row0 >> 5 << 3).to(tl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(tl.uint32)

@@ -34,6 +34,7 @@ class Problem(NamedTuple):
     block_size: int = 64
     seed: Tensor | None = None  # int64 scalar; None: no dropout
     drop_threshold: int = 0  # 0 to 255: a weight is dropped if its random byte is below this
+    numbers: Tensor | None = None  # (B * H,) integers: each batch-head's number in the dropout mask; None: b*H + h
     without: tuple[str, ...] = ()  # the switches of model/break_it.py that are off
 
     @property

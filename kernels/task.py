@@ -60,6 +60,7 @@ class Dropout(NamedTuple):
     seed: Tensor | None  # int64 scalar; None: no dropout
     threshold: int  # 0 to 255: an element is dropped if its random byte is below this
     zero: float  # 0.0. A constant would make the compiler round first and select 16-bit halves (LOG.md)
+    numbers: Tensor | None = None  # (B * H,) integers: which mask a batch-head has; None: its own number
 
 
 class Visits(NamedTuple):
@@ -132,7 +133,7 @@ def task_for(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, tr
     return Task(
         mask._replace(blocks=None) if in_one else mask,
         Scoring(problem.scale, problem.scale * math.log2(math.e), problem.softcap, problem.slopes),
-        Dropout(problem.seed, problem.drop_threshold, 0.0),
+        Dropout(problem.seed, problem.drop_threshold, 0.0, problem.numbers),
         visits_of(mask, M, N, transposed),
         256 / (256 - problem.drop_threshold),
         q.shape[1],

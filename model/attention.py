@@ -37,6 +37,7 @@ from kernels.problem import Problem
 from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
+from model.part import WHOLE, Part
 from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
 
 # A Tensor, or two of them with return_lse=True. Telling them apart for a type checker takes two more signatures each.
@@ -198,6 +199,7 @@ def attention(
     seed: Tensor | None = None,
     documents: Tensor | None = None,
     break_it: BreakIt = UNBROKEN,
+    part: Part = WHOLE,
     return_lse: bool = False,
 ) -> Output:
     """o = dropout(softmax(q k^T * softmax_scale + mask)) v, by the implementation that config.impl names.
@@ -209,6 +211,8 @@ def attention(
     model/dropout.py. None: no dropout, as in evaluation. (sdpa draws PyTorch's own mask, whatever the seed.)
     documents: integers (B, T_k), the document of each token, as the loader gives them. A token then sees only its own
     document. The queries are the last T tokens. (config.documents says whether the model passes them.)
+    part: which sequences and heads of a batch these are, if another process has the others; dropout and ALiBi count by
+    it.
     Returns o (B, H, T, D) in q's dtype, and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for
     float64 inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0.
     Raises ValueError for shapes, dtypes, devices or options that do not fit together.
@@ -225,7 +229,7 @@ def attention(
         if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
         tokens = {"documents_q": documents[:, T_k - T :], "documents_k": documents}
-    return attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse)
+    return attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse, part)
 
 
 def attention_varlen(
@@ -275,12 +279,13 @@ def attend(
     seed: Tensor | None,
     break_it: BreakIt,
     return_lse: bool,
+    part: Part = WHOLE,
 ) -> Output:
     """What attention() and attention_varlen() share. tokens: the fields of Problem that group the tokens."""
     check_switches(config, break_it, causal, bool(tokens), softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
-    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it)
+    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it, part)
     # Autocast would round the float32 running sums to bf16, and q, k and v have their dtype already. It does not affect
     # the triton kernels, and switching it off takes 20 us, a tenth of their call.
     with nullcontext() if config.impl == "triton" else torch.autocast(q.device.type, enabled=False):
@@ -311,8 +316,10 @@ def problem_of(
     softmax_scale: float | None,
     seed: Tensor | None,
     break_it: BreakIt,
+    part: Part = WHOLE,
 ) -> Problem:
     """The arguments of attention() as one Problem. Raises ValueError for an invalid scale or seed."""
+    B, H = q.shape[:2]
     usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
     usual = usual if config.softmax_scale is None else config.softmax_scale
     scale = usual if softmax_scale is None else softmax_scale
@@ -328,14 +335,20 @@ def problem_of(
         causal=causal,
         window=config.window,
         softcap=config.softcap,
-        slopes=alibi_slopes(q.shape[1], q.device).to(sum_dtype(q.dtype)) if config.alibi else None,
+        slopes=slopes_of(H, part, q) if config.alibi else None,
         blocks=None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device),
         block_size=config.block_mask_size,
         seed=seed if dropped else None,
         drop_threshold=drop_threshold(config.dropout_p) if dropped else 0,
+        numbers=part.numbers(B, H, q.device) if dropped else None,
         without=break_it.without,
         **tokens,
     )
+
+
+def slopes_of(H: int, part: Part, q: Tensor) -> Tensor:
+    """alibi_slopes() of the part's H heads, in the dtype of q's scores."""
+    return alibi_slopes(H * part.ranks, q.device)[part.rank * H :][:H].to(sum_dtype(q.dtype))
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -407,7 +420,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     l = l.masked_fill(empty, 1.0) if guard else l
     p = p / l
     if problem.seed is not None:  # 4
-        keep = keep_mask(problem.seed, p.shape[0] * p.shape[1], rows, columns, problem.dropout_p)
+        batch_heads = p.shape[0] * p.shape[1] if problem.numbers is None else problem.numbers
+        keep = keep_mask(problem.seed, batch_heads, rows, columns, problem.dropout_p)
         p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
     o = p.to(v.dtype) @ v  # 5
     lse = (m + l.log()).masked_fill(empty, -INF).squeeze(-1)  # 6

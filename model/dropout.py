@@ -81,12 +81,13 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: Tensor, n: int, rows: range, columns: range, dropout_p: float) -> Tensor:
-    """The keep-mask of one tile, for all N batch-heads.
+def keep_mask(seed: Tensor, n: int | range | Tensor, rows: range, columns: range, dropout_p: float) -> Tensor:
+    """The keep-mask of one tile, for N batch-heads.
 
     seed: int64 scalar tensor, on the device where the mask is needed. It is a tensor so that a replayed CUDA graph or a
     compiled graph draws a new mask.
-    n: number of batch-heads. rows, columns: of the tile, in the whole sequence, step 1.
+    n: N, or the numbers of the batch-heads, integers (N,), if they are not 0 to N - 1.
+    rows, columns: of the tile, in the whole sequence, step 1.
     Returns bool (N, len(rows), len(columns)), True where the weight is kept.
     """
     # The Philox calls cover 32 x 32 squares. Draw whole squares, then cut the tile out of them.
@@ -97,13 +98,18 @@ def keep_mask(seed: Tensor, n: int, rows: range, columns: range, dropout_p: floa
     # that overflows on a GPU.
     c0 = torch.arange(row0 * 8, row1 * 8, device=device).view(1, -1, 1) ^ (seed & 0)  # the row without bits 3 and 4
     c1 = torch.arange(column0 * 8, column1 * 8, device=device).view(1, 1, -1) ^ (seed & 0)
-    c2 = torch.arange(n, device=device).view(-1, 1, 1) ^ (seed & 0)
+    if isinstance(n, int):
+        n = range(n)
+    if isinstance(n, range):
+        n = torch.arange(n.start, n.stop, device=device)
+    c2 = n.view(-1, 1, 1) ^ (seed & 0)
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)
-    bits = bits.view(n, row1 - row0, 8, column1 - column0, 8, 4, 4)  # n, square, bits 0-2, square, bits 0-2, word, byte
+    # N, square, bits 0-2, square, bits 0-2, word, byte
+    bits = bits.view(-1, row1 - row0, 8, column1 - column0, 8, 4, 4)
     bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2; columns alike
-    bits = bits.reshape(n, (row1 - row0) * 32, (column1 - column0) * 32)
+    bits = bits.reshape(-1, (row1 - row0) * 32, (column1 - column0) * 32)
     bits = bits[:, rows.start - row0 * 32 : rows.stop - row0 * 32]
     return bits[:, :, columns.start - column0 * 32 : columns.stop - column0 * 32] >= drop_threshold(dropout_p)
 
@@ -118,11 +124,11 @@ def draw_seeds(n: int, device: torch.device) -> Tensor:
     return (seeds_op if torch.compiler.is_compiling() else random_seeds)(n, device)
 
 
-def keep_table(seed: Tensor, N: int, rows: range, C: int, dropout_p: float) -> Tensor:
-    """keep_mask() of whole rows: bool (N, len(rows), C) on the seed's device. rows begin at a multiple of 32, step 1.
-    On a GPU with Triton a kernel writes it."""
+def keep_table(seed: Tensor, numbers: range, rows: range, C: int, dropout_p: float) -> Tensor:
+    """keep_mask() of whole rows: bool (N, len(rows), C) on the seed's device. numbers: of the N masks. rows begin at a
+    multiple of 32. Both have step 1. On a GPU with Triton a kernel writes it."""
     compute = table_op if torch.compiler.is_compiling() else whole_rows
-    return compute(seed, N, rows.start, rows.stop, C, dropout_p)
+    return compute(seed, numbers.start, numbers.stop, rows.start, rows.stop, C, dropout_p)
 
 
 def dropped(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
@@ -134,12 +140,12 @@ def random_seeds(n: int, device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (n,), device=device)
 
 
-def whole_rows(seed: Tensor, N: int, first: int, stop: int, C: int, dropout_p: float) -> Tensor:
+def whole_rows(seed: Tensor, n0: int, n1: int, first: int, stop: int, C: int, dropout_p: float) -> Tensor:
     if not runs_kernels(seed.device):
-        return keep_mask(seed, N, range(first, stop), range(C), dropout_p)
+        return keep_mask(seed, range(n0, n1), range(first, stop), range(C), dropout_p)
     from kernels.dropout import keep_table  # imported here: triton is not installed everywhere
 
-    return keep_table(seed, N, range(first, stop), C, drop_threshold(dropout_p))
+    return keep_table(seed, range(n0, n1), range(first, stop), C, drop_threshold(dropout_p))
 
 
 seeds_op = torch.library.custom_op(
@@ -148,5 +154,5 @@ seeds_op = torch.library.custom_op(
 seeds_op.register_fake(lambda n, device: torch.empty(n, dtype=torch.int64, device=device))
 table_op = torch.library.custom_op("tilegpt::keep_table", whole_rows, mutates_args=())
 table_op.register_fake(
-    lambda seed, N, first, stop, C, dropout_p: seed.new_empty((N, stop - first, C), dtype=torch.bool)
+    lambda seed, n0, n1, first, stop, C, dropout_p: seed.new_empty((n1 - n0, stop - first, C), dtype=torch.bool)
 )

@@ -22,6 +22,7 @@ from model.cache import KVCache, LayerCache, has_decode_kernel
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
+from model.part import WHOLE, Part, to_heads, to_tokens
 
 CHOICES = {
     "position": ("learned", "rope", "none"),
@@ -195,6 +196,8 @@ class Context(NamedTuple):
     stream_seed: Tensor | None  # the same for the dropout of what the layer adds to the stream
     documents: Tensor | None  # (B, T) integers; None: one document
     past: LayerCache | None = None  # the layer's keys and values, in sampling with a cache
+    part: Part = WHOLE  # which part of the batch this is
+    first: int = 0  # number of its first token in the sequence
 
 
 class CausalSelfAttention(nn.Module):
@@ -224,17 +227,21 @@ class CausalSelfAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D)."""
+        part, past = context.part, context.past
+        if part.ranks > 1:
+            q, k, v = (to_heads(y, part) for y in (q, k, v))  # the whole T, and H / N or H_kv / N heads
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
-        past = context.past
         if past is not None and past.step is not None:
             o = past.attend(q, k, v)  # one token, which sees what the cache holds
         else:
             if past is not None:
                 k, v = past.fill(q, k, v)
             o = attention(
-                q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
-            )
-        return o.transpose(1, 2)
+                q, k, v, self.attention_config,
+                seed=context.seed, documents=context.documents, break_it=self.break_it, part=part,
+            )  # fmt: skip
+        o = o.transpose(1, 2)
+        return to_tokens(o, part) if part.ranks > 1 else o
 
     def merge(self, o: Tensor) -> Tensor:
         """o (B, T, H, D) to (B, T, C)."""
@@ -287,8 +294,12 @@ class Block(nn.Module):
         """What dropout keeps, of what attention adds and of what the MLP adds: bool (B, tokens, C); None: all."""
         if context.stream_seed is None:
             return None, None
-        C = self.attention.out.out_features
-        return keep_table(context.stream_seed, 2 * B, tokens, C, self.dropout_p).split(B)
+        tokens = range(context.first + tokens.start, context.first + tokens.stop)
+        C, (b, batch) = self.attention.out.out_features, context.part.sequences(B)
+        if B == batch:
+            return keep_table(context.stream_seed, range(2 * B), tokens, C, self.dropout_p).split(B)
+        both = b, range(batch + b.start, batch + b.stop)
+        return [keep_table(context.stream_seed, n, tokens, C, self.dropout_p) for n in both]
 
 
 class GPT(nn.Module):
@@ -336,18 +347,24 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def hidden(self, idx: Tensor, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, idx: Tensor, documents: Tensor | None = None, cache: KVCache | None = None, part: Part = WHOLE
+    ) -> Tensor:
         """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C).
 
         documents: integers (B, T), from the loader; used if attention.documents is on. None: one document.
         cache: as in next_logits().
+        part: which part of the batch idx is. documents are those of its whole sequences.
         """
-        T = idx.shape[1]
+        tokens = part.tokens(idx.shape[1])
+        T = len(tokens) * part.ranks  # of the whole sequence
         if T > self.config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={self.config.context_length}")
-        positions = slice(T) if cache is None else cache.positions
+        positions = slice(tokens.start, tokens.stop) if cache is None else cache.positions
         x = self.embedding(idx)  # (B, T, C)
         ropes = self.ropes(T, idx.device) if cache is None else cache.ropes
+        if part.ranks > 1:
+            ropes = {local: (cos[positions], sin[positions]) for local, (cos, sin) in ropes.items()}
         if self.config.position == "learned":
             x = x + self.positions.weight[positions]
         if cache is not None:
@@ -357,7 +374,7 @@ class GPT(nn.Module):
             }
         seeds, stream_seeds = self.seeds(idx.device)
         if stream_seeds[-1] is not None:
-            keep = keep_table(stream_seeds[-1], x.shape[0], range(T), x.shape[2], self.config.dropout_p)
+            keep = keep_table(stream_seeds[-1], part.sequences(len(x))[0], tokens, x.shape[2], self.config.dropout_p)
             x = dropped(x, keep, self.config.dropout_p)
         device = x.device.type
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
@@ -370,7 +387,7 @@ class GPT(nn.Module):
         form, chunk = self.config.activation_checkpointing, self.config.chunk
         parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
         for block, local, seed, stream_seed, past in parts:
-            context = Context(ropes.get(local), seed, stream_seed, documents, past)
+            context = Context(ropes.get(local), seed, stream_seed, documents, past, part, tokens.start)
             if self.training and (form != "false" or chunk):
                 x = recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run)
             else:
@@ -404,13 +421,18 @@ class GPT(nn.Module):
         return drawn[:attention] or [None] * L, drawn[attention:] or [None] * (L + 1)
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, z_loss: float = 0.0
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        z_loss: float = 0.0,
+        part: Part = WHOLE,
     ) -> Tensor:
         """Token ids int64 (B, T) to logits (B, T, V); with targets int64 (B, T), to the mean loss in nats per token.
 
-        documents: as in hidden(). z_loss: as in model/loss.py; it changes the gradient, not the returned loss.
+        documents and part: as in hidden(). z_loss: as in model/loss.py; it changes the gradient, not the returned loss.
         """
-        x = self.hidden(idx, documents)
+        x = self.hidden(idx, documents, part=part)
         if targets is None:
             return self.logits(x)
         return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)

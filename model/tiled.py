@@ -313,7 +313,7 @@ def hide(s: Tensor, tile: Tile, problem: Problem) -> None:
 def dropout_factor(p: Tensor, tile: Tile, problem: Problem) -> Tensor:
     """Z of one tile, in the shape and dtype of its weights p: 0 where dropped, 1 / (share kept) elsewhere."""
     assert problem.seed is not None
-    batch_heads = p.shape[0] * p.shape[1] // len(tile.rows)
+    batch_heads = p.shape[0] * p.shape[1] // len(tile.rows) if problem.numbers is None else problem.numbers
     keep = keep_mask(problem.seed, batch_heads, tile.rows, tile.columns, problem.dropout_p)
     return keep.to(p.dtype).mul_(keep_scale(problem.dropout_p)).view_as(p)
 

@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
+import train
 from kernels.problem import Problem
 from kernels.sizes import MEASURED, shared_memory
 from lab.meter import peak_bytes
@@ -36,7 +38,8 @@ from tests.reference import FLAT_ROWS
 from tests.test_attention import Largest, cat
 from tests.test_mask import looked
 from tests.test_readme import SCRIPTS, undefined
-from training import config
+from training import config, parallel
+from training.parallel import Ranks, divide
 from training.probe import LIMIT
 
 ROOT = Path(__file__).parents[1]
@@ -689,3 +692,23 @@ def test_what_long_contexts_are_worth_is_what_was_measured():
         before, after = found[name, 0], found[name, 100]
         row = [x[f"loss_given_{n}"] for n in (1024, 8192) for x in (before, after)]
         assert re.search(rf"#   {label} +" + " +".join(f"{x:.3f}" for x in row), recipe)
+
+
+# --- docs/parallel.md ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line", re.findall(r"`torchrun ([^`]*train.py[^`]*)`", (DOCS / "parallel.md").read_text(encoding="utf-8"))
+)
+def test_a_launch_line_of_parallel_md_can_be_shared(line, monkeypatch):
+    """Its keys are right, and its processes can divide the work."""
+    flags, arguments = line.split("train.py")
+    size = int(re.search(r"--nproc-per-node (\d+)", flags)[1])
+    ((cfg, _),) = config.compose(
+        shlex.split(arguments.replace("...", "")), train.Config, "config", ROOT / "conf", "train"
+    )
+    mesh = SimpleNamespace(get_group=lambda name: SimpleNamespace(group_name=name))
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_, **__: mesh)
+    ranks, rows, passes = divide(Ranks(size=size), cfg, train.passes(cfg))
+    assert size * rows * passes == cfg.parallel.context * cfg.batch_size * train.passes(cfg)
+    assert (ranks.part.ranks > 1) == ("parallel.context" in arguments)

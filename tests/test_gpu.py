@@ -100,7 +100,7 @@ def test_the_kernel_of_whole_rows_writes_the_bits_of_a_cpu(N, rows, C):
     definition = keep_mask(seed, N, rows, range(C), 0.2)
 
     def table(seed):
-        return keep_table(seed, N, rows, C, 0.2)
+        return keep_table(seed, range(N), rows, C, 0.2)
 
     assert torch.equal(table(seed.cuda()).cpu(), definition)
     assert torch.equal(torch.compile(table, fullgraph=True, dynamic=False)(seed.cuda()).cpu(), definition)
@@ -108,7 +108,7 @@ def test_the_kernel_of_whole_rows_writes_the_bits_of_a_cpu(N, rows, C):
 
 def test_whole_masks_past_two_to_the_31_elements_are_found():
     seed = torch.tensor(7)
-    keep = keep_table(seed.cuda(), 2, range(2**15 + 64), 2**15 + 64, 0.2)
+    keep = keep_table(seed.cuda(), range(2), range(2**15 + 64), 2**15 + 64, 0.2)
     for n, i, j in ((0, 0, 0), (0, 2**15, 2**15), (1, 0, 2**15), (1, 2**15, 2**15)):
         tile = keep_mask(seed, 2, range(i, i + 64), range(j, j + 64), 0.2)[n]
         assert torch.equal(keep[n, i : i + 64, j : j + 64].cpu(), tile)

@@ -1191,9 +1191,9 @@ def test_documents_are_numbered_only_for_an_attention_that_looks_at_them(call, s
     handed = []
 
     class Spy(GPT):
-        def forward(self, idx, targets=None, documents=None, z_loss=0.0):
+        def forward(self, idx, targets=None, documents=None, **rest):
             handed.append(documents is not None)
-            return super().forward(idx, targets, documents, z_loss)
+            return super().forward(idx, targets, documents, **rest)
 
     monkeypatch.setattr(train, "GPT", Spy)
     there = ["steps=2", f"attention.documents={wanted}", f"runs={tmp_path}", "name=x"]

@@ -100,7 +100,7 @@ class Writer:
         with _memory_enough():
             later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
         self.written = self.thread.submit(later, parents=False)  # a deleted run's folder is not made again
-        return folder / _name(step)
+        return folder / folder_name(step)
 
     def look(self) -> None:
         """Raises the error of a checkpoint that could not be written, if that is known already."""
@@ -148,7 +148,7 @@ def _place(tensor: Tensor) -> tuple:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def _name(step: int) -> str:
+def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
@@ -199,7 +199,7 @@ def save(
     header["sha256"] = {name: _sha256(data) for name, data in files.items()} | {"state.json": _header_hash(header)}
     files["state.json"] = json.dumps(header, indent=1).encode()
 
-    final = folder / _name(step)
+    final = folder / folder_name(step)
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
         folder.mkdir(parents=parents, exist_ok=True)

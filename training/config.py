@@ -25,6 +25,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import asdict, fields, is_dataclass
@@ -57,6 +58,10 @@ SWITCHES = {"-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--r
 SWITCHES |= {"-sc", "--shell-completion"}
 VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
 VALUED |= {"-i", "--info", "--experimental-rerun"}
+
+# A user's mistake is an error in all processes that torchrun has started. All but the first wait so many seconds before
+# they print it. By then the first has ended, and torchrun has ended them.
+FIRST_SPEAKS = 2.0
 
 RESUMED = "resumed"  # name under which a checkpoint's configuration is given to Hydra
 
@@ -148,7 +153,9 @@ def run(
     except (ValueError, OSError) as error:  # OSError: a full disk or an unreadable file; its text says which
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print(f"{file.stem}: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(FIRST_SPEAKS)
+        print(f"{file.stem}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

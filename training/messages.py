@@ -9,6 +9,7 @@ from model.attention import AttentionConfig, sdpa_kernel
 from training import checkpoint
 from training.machine import DTYPES
 from training.metrics import show, stamp
+from training.parallel import bytes_sent
 from training.resume import again, changed, config_of
 from training.run import Run
 from training.step import Numbers
@@ -57,6 +58,15 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
             f"packing: {len(packing):,} windows, {share:.2%} of their tokens are in two of them; a token sees "
             f"{packing.seen:,.0f} tokens of its document on average, without packing {packing.seen_cut:,.0f}"
         )
+    if run.ranks.size > 1:
+        N, width = cfg.parallel.context, DTYPES[str(run.facts["dtype"])].itemsize
+        gradients, exchanged = (
+            f"{size / 1e6:,.1f} MB" for size in bytes_sent(run.ranks, model, run.tokens_per_step, width)
+        )
+        say(
+            f"parallel: {run.ranks.size} processes, each sends {gradients} of gradients a step"
+            + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
+        )
     if cfg.length_warmup_steps:
         short, steps = cfg.length_warmup_from, cfg.length_warmup_steps
         doublings = (cfg.model.context_length // short).bit_length() - 1
@@ -99,7 +109,7 @@ def what_to_try(run: Run, numbers: Numbers) -> str:
         tries.append("attention=naive, to see whether attention does it")
     if run.facts["dtype"] != "float32":
         tries.append("dtype=float32")
-    if not cfg.probe.every:
+    if not cfg.probe.every and run.ranks.size == 1:
         tries.append("probe.every=100, which names the layer, the head and the tile where it begins")
     if cfg.break_it.label:
         tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to train on and see what happens"]

@@ -31,6 +31,7 @@ from data.tokenizer import from_json, same
 from model.gpt import GPT
 from training import checkpoint, config, exchange
 from training.help import typed
+from training.parallel import launcher, restarted
 
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
 # computes from them (dropout does, but only in training). All other keys of these groups must stay the same.
@@ -52,7 +53,11 @@ RUNS_FILES |= {checkpoint.FOLDER, "context.png", "passkey.png"}
 def resumed_config(cfg: Any) -> dict | None:
     """The checkpoint's configuration, with the checkpoint's path as resume=. A resumed run has it instead of the
     defaults. With init_from=, the composed configuration with the parent's model, attention, tokenizer and break_it.
-    None for a new run without a parent. ValueError if there is nothing to resume or no parent."""
+    None for a new run without a parent. ValueError if there is nothing to resume or no parent.
+
+    A run that torchrun starts again resumes its own last checkpoint, if it has one."""
+    if restarted() and cfg.name and checkpoint.last(Path(cfg.runs) / cfg.name / checkpoint.FOLDER):
+        cfg.resume, cfg.init_from = "auto", None
     if cfg.init_from is not None and cfg.resume is not None:
         raise ValueError(
             f"init_from={cfg.init_from} begins a new run, and resume={cfg.resume} goes on with one: leave one out"
@@ -301,4 +306,4 @@ def make_room(folder: Path) -> Path | None:
 def again(cfg: Any) -> str:
     """The command that resumes this run. The rest of the configuration is in the checkpoint."""
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    return shlex.join(["python", "train.py", "resume=auto", f"name={cfg.name}", *where])
+    return shlex.join([*launcher(), "train.py", "resume=auto", f"name={cfg.name}", *where])

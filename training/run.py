@@ -29,6 +29,7 @@ from model.gpt import GPT
 from training import awake, checkpoint, context
 from training.machine import DTYPES
 from training.metrics import Metrics, stamp
+from training.parallel import Ranks
 from training.probe import reading, record, search
 from training.step import Report, TrainStep
 
@@ -41,6 +42,7 @@ class Sent(NamedTuple):
     rng: dict[str, torch.Tensor]  # the random state before it, for the probe and for looks at a failure; else {}
     lr: float
     report: Report
+    text_bytes: int | None = None  # of all ranks' targets; None: to be counted, in a single process
 
 
 @dataclass
@@ -54,13 +56,14 @@ class Run:
     autocast: AbstractContextManager
     dataset: Dataset
     batches: Prefetch  # of the training text
-    accumulation: int  # forward and backward passes per step
+    accumulation: int  # forward and backward passes per step, of all ranks
     model: GPT  # the model that is trained
     averaged: GPT  # the model that is evaluated, sampled and saved: a moving average of `model`, or `model` itself
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # scales the loss in fp16; does nothing for other dtypes
     train_step: TrainStep  # makes one update
     metrics: Metrics
+    ranks: Ranks  # the processes that train together
     step: int  # updates enqueued so far
     saved: Path | None  # the last checkpoint; complete after writer.wait()
     writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
@@ -95,7 +98,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         evaluation = evaluate(run)
         run.val_loss = evaluation["val_loss"]
         metrics.log({"step": run.step, **evaluation})
-    if cfg.sample_tokens and due(run, cfg.sample_every):
+    if cfg.sample_tokens and due(run, cfg.sample_every) and run.ranks.first:
         try:
             metrics.sample(run.step, write_sample(run))
         except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
@@ -106,6 +109,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         run.saved = save(run)
     if run.val_loss < math.inf and metrics.time_to_draw():
         metrics.draw_later()
+    run.ranks.wait()  # for the first, which samples and saves: a GPU that waits for another gives up after some minutes
 
 
 def needs_all(run: Run, signals: list[int]) -> bool:
@@ -151,15 +155,21 @@ def evaluation_mode(model: GPT) -> Iterator[GPT]:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """Mean loss over the validation windows, in nats per token and in bits per byte."""
-    nats = tokens = size = 0.0
+    """Mean loss over the validation windows, in nats per token and in bits per byte. Ranks share the batches."""
+    found: list[float] = []  # nats of each batch
+    nats, tokens, size, share = 0.0, 0, 0, run.ranks.part
     with evaluation_mode(run.averaged) as model:
-        for batch in validation(run.cfg, run.dataset):
-            x, y, documents = batch.to(run.device)
-            with run.autocast:
-                nats += float(model(x, y, documents)) * y.numel()
-            tokens += y.numel()
+        for i, batch in enumerate(validation(run.cfg, run.dataset)):
+            found.append(0.0)
+            tokens += batch.y.numel()
             size += text_bytes(run, batch.y)
+            if i % run.ranks.data_size == run.ranks.data_rank:
+                x, y, documents = batch.to(run.device)
+                x, y, part = share.cut(x), share.cut(y), share._replace(share=0, shares=1)
+                with run.autocast:
+                    found[-1] = float(model(x, y, documents, part=part)) * y.numel()
+    for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
+        nats += of_a_batch
     return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
 
 
@@ -170,6 +180,8 @@ def text_bytes(run: Run, targets: torch.Tensor) -> int:
 
 def measure_the_context(run: Run) -> None:
     """Measures what the context is worth on the validation windows (training/context.py): logs, prints and draws it."""
+    if not run.ranks.first:
+        return
     with evaluation_mode(run.averaged) as model:
         found = context.measure(model, validation(run.cfg, run.dataset), run.dataset, run.cfg.data.source, run.autocast)
     run.metrics.log({"step": run.step, **found})
@@ -261,6 +273,8 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
     fault: the batch at which the run stopped, with its random state. If given, it is saved with the weights of that
     step, and without the optimizer: such a checkpoint cannot be resumed.
     """
+    if not run.ranks.first:
+        return run.folder / into / checkpoint.folder_name(run.step)
     run.metrics.still_there()  # else checkpoint.save() would make a deleted folder again
     if fault is not None:
         tensors, model = fault, run.model

@@ -36,6 +36,7 @@ from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from training.machine import is_out_of_memory
 from training.optimizer import average
+from training.parallel import ALONE, Ranks
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")
@@ -104,7 +105,9 @@ class TrainStep:
         grad_clip: float,
         z_loss: float,
         stop_on_nan: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.model, self.averaged, self.optimizers, self.scaler, self.autocast = (
             model, averaged, optimizers, scaler, autocast
         )  # fmt: skip
@@ -171,7 +174,9 @@ class TrainStep:
         try:
             self.graph = torch.cuda.CUDAGraph()
             # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
-            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device)):
+            # With several ranks, a thread of NCCL looks at its events meanwhile, which is no error of ours.
+            mode = "global" if self.ranks.size == 1 else "thread_local"
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device), capture_error_mode=mode):
                 self.update(self.batches)
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -182,12 +187,19 @@ class TrainStep:
     def update(self, batches: Batch) -> None:
         """The step: everything that the device does with the batches."""
         # Forward and backward. The gradient becomes that of the mean loss over all passes, scaled in fp16.
-        loss = torch.zeros((), device=self.device)
+        ranks, loss = self.ranks, torch.zeros((), device=self.device)
         for x, y, documents in batches.parts():
-            with self.autocast:
-                share = self.loss_of(x, y, documents, z_loss=self.z_loss) / len(batches.x)
-            self.scaler.scale(share).backward()
-            loss += share.detach()
+            x, y = ranks.part.cut(x), ranks.part.cut(y)
+            for turn in range(ranks.turns):
+                if turn != ranks.turn:
+                    self.model.seeds(self.device)  # another rank's pass: its random numbers are drawn and not used
+                    continue
+                with self.autocast:
+                    share = self.loss_of(x, y, documents, z_loss=self.z_loss, part=ranks.part)
+                    share = share / (len(batches.x) * ranks.size)
+                self.scaler.scale(share).backward()
+                loss += share.detach()
+        loss = ranks.add_up(loss, self.model.parameters())
 
         # Clip.
         for optimizer in self.optimizers:

@@ -1,0 +1,71 @@
+"""The part of a batch that one process computes, when several train one model.
+
+Shapes: B batch, T sequence length, H heads, D head size, N processes that share the sequences.
+
+A process has some of the sequences. Or N processes share each sequence: every one has T / N of its tokens. Everything
+but attention treats each token by itself. For attention they exchange tokens against heads, and each computes H / N
+heads of the whole sequence (Ulysses: Jacobs et al. 2023, arXiv 2309.14509). So attention itself is what it is in one
+process, kernels and masks included. It costs four exchanges a layer in the forward: of q, k, v and o.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """Dropout, positions and ALiBi count in the whole batch. These numbers say which part of it this is."""
+
+    share: int = 0  # which of the equal shares of the batch's sequences
+    shares: int = 1
+    rank: int = 0  # which part of the tokens, and of the heads in attention
+    ranks: int = 1  # N
+    group: str = ""  # name of the process group that shares the sequences
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The part's tokens of whole sequences, (B, T) to (B, T / N)."""
+        return x if self.ranks == 1 else x.chunk(self.ranks, dim=1)[self.rank]
+
+    def tokens(self, length: int) -> range:
+        """The part's `length` tokens, counted in the whole sequence."""
+        return range(self.rank * length, (self.rank + 1) * length)
+
+    def sequences(self, B: int) -> tuple[range, int]:
+        """The part's B sequences, counted in the whole batch, and how many that has."""
+        return range(self.share * B, (self.share + 1) * B), self.shares * B
+
+    def numbers(self, B: int, H: int, device: torch.device) -> Tensor | None:
+        """b*H + h in the whole batch, of the part's B sequences and H heads, int64 (B * H,); None: 0, 1, ..."""
+        if self.share == 0 and self.ranks == 1:
+            return None
+        b = torch.arange(self.share * B, (self.share + 1) * B, device=device)
+        h = torch.arange(self.rank * H, (self.rank + 1) * H, device=device)
+        return (b[:, None] * (H * self.ranks) + h).flatten()
+
+
+WHOLE = Part()
+
+
+def to_heads(x: Tensor, part: Part) -> Tensor:
+    """All heads of the part's tokens, (B, T / N, H, D), to its share of the heads of all tokens, (B, T, H / N, D)."""
+    B, n, H, D = x.shape
+    x = x.reshape(B, n, part.ranks, H // part.ranks, D).permute(2, 0, 1, 3, 4)  # to whom: (N, B, T / N, H / N, D)
+    x = exchange(x, part)  # from whom
+    return x.transpose(0, 1).reshape(B, part.ranks * n, H // part.ranks, D)
+
+
+def to_tokens(x: Tensor, part: Part) -> Tensor:
+    """The inverse of to_heads(): (B, T, H / N, D) to (B, T / N, H, D)."""
+    B, T, h, D = x.shape
+    x = x.reshape(B, part.ranks, T // part.ranks, h, D).transpose(0, 1)  # to whom: (N, B, T / N, H / N, D)
+    x = exchange(x, part)  # from whom
+    return x.permute(1, 2, 0, 3, 4).reshape(B, T // part.ranks, part.ranks * h, D)
+
+
+def exchange(x: Tensor, part: Part) -> Tensor:
+    """Sends x[i] to process i, and returns what the processes have sent, in their order. x (N, ...)."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    shape = x.shape
+    return all_to_all_single_autograd(x.contiguous().flatten(0, 1), None, None, part.group).view(shape)

@@ -1,0 +1,96 @@
+"""Runs train.py in several processes, forked from this one: torchrun would take seconds to start each.
+
+    python tests/ranks.py < jobs.json      a list of {"ranks": 2, "arguments": [...], "float64": false, "out": FILE}
+
+Each process of a job has the environment that torchrun gives it, and writes what it prints into FILE.RANK. With float64
+the model is in float64. Each process adds a last line: the bytes that its collectives were given, in each step.
+"""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from model.gpt import GPT
+from training import config
+from training.step import TrainStep
+
+COLLECTIVES = ("allreduce", "all_to_all_single")  # all that a step uses, as torch names the ops
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes that each collective gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        _, _, name = func.name().partition("::")
+        if name.strip("_") in COLLECTIVES:
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            self.bytes[name.strip("_")] += sum(x.numel() * x.itemsize for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def work(job: dict, rank: int, port: int) -> None:
+    """One process of a job, until its end."""
+    with open(f"{job['out']}.{rank}", "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.stdout.reconfigure(line_buffering=True)
+    size = str(job["ranks"])
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if job["ranks"] > 1:
+        os.environ |= dict(zip(names, (str(rank), str(rank), size, size, "127.0.0.1", str(port)), strict=True))
+        os.environ |= {
+            "TORCHELASTIC_RUN_ID": "test",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+    if job.get("float64"):
+        train.GPT = lambda *options: GPT(*options).double()
+    update, counts = TrainStep.update, []
+
+    def counted(step, batches):
+        with Sent() as sent:
+            update(step, batches)
+        counts.append(dict(sent.bytes))
+
+    TrainStep.update = counted
+    sys.argv = ["train.py", *job["arguments"]]
+    code = 0
+    try:
+        config.run(train.main, train.Config, "config", resumed=train.resumed_config, check=train.check)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with open(f"{job['out']}.{rank}", "a") as file:
+        file.write("\n" + json.dumps(counts) + "\n")
+    os._exit(code)  # what was inherited is the parent's to close
+
+
+def main() -> None:
+    for job in json.load(sys.stdin):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(job["ranks"]):
+            if (child := os.fork()) == 0:
+                work(job, rank, port)
+            children.append(child)
+        print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,353 @@
+"""Several processes train one model: the same run in every layout, resumed on another number, ended and begun again."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import train
+from model import dropout
+from model.attention import AttentionConfig, attention
+from model.dropout import keep_mask, keep_table
+from model.gpt import GPT, GPTConfig
+from model.part import Part
+from tests.processes import HANGS
+from training import parallel
+from training.metrics import read_metrics
+from training.parallel import Ranks, bytes_sent, join
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024", "eval_tokens=1024"]
+DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
+STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2"]
+
+WIDE = ["model.position=rope", "attention.windows=[40,null]", "attention.documents=true", "model.chunk=32"]
+RESUMED = ["resume=FROM/wide_both/checkpoints/step_000002", "parallel.context=1"]
+SHORT = ["length_warmup_steps=4", "length_warmup_from=64"]
+# name: (processes, whether in float64, arguments). A step has two passes of four sequences.
+LAYOUTS = {
+    "one": (1, False, []),
+    "data2": (2, False, []),  # a pass each
+    "context2": (2, False, ["parallel.context=2"]),  # half of each sequence
+    "wide_one": (1, True, WIDE),
+    "wide_context2": (2, True, [*WIDE, "parallel.context=2"]),
+    "wide_data4": (4, True, WIDE),  # a sequence of each pass
+    "wide_context4": (4, True, [*WIDE, "parallel.context=4"]),
+    "wide_both": (4, True, [*WIDE, "parallel.context=2"]),  # half of the sequences of one pass
+    "short_one": (1, True, SHORT),
+    "short_data4": (4, True, SHORT),  # a sequence of each pass, cut in two
+    "wide_both_on_1": (1, True, RESUMED),
+    "wide_both_on_2": (2, True, RESUMED),
+}
+QUICK = ["one", "data2", "wide_one", "wide_context2"]
+
+
+def run_all(names: list[str], small: list[str], runs: Path) -> Path:
+    """Runs those of LAYOUTS into the folder `runs`. What each process has printed is in NAME.out.RANK there."""
+    jobs = []
+    for name in names:
+        ranks, wide, more = LAYOUTS[name]
+        arguments = [*STEPS, *small, *SHAPE, *DROPOUT, f"runs={runs}", f"name={name}"]
+        arguments += [argument.replace("FROM", str(runs)) for argument in more]
+        jobs.append({"ranks": ranks, "arguments": arguments, "float64": wide, "out": str(runs / f"{name}.out")})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ranks"],
+        input=json.dumps(jobs), cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
+    )  # fmt: skip
+    codes = [json.loads(line) for line in done.stdout.splitlines()]
+    for job, found in zip(jobs, codes, strict=True):
+        assert found == [0] * job["ranks"], Path(f"{job['out']}.0").read_text() + done.stderr
+    return runs
+
+
+@pytest.fixture(scope="module")
+def layouts(small, tmp_path_factory):
+    return run_all(QUICK, small, tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.fixture(scope="module")
+def wide_layouts(small, tmp_path_factory):
+    names = [name for name in LAYOUTS if name not in (*QUICK, "context2")]
+    return run_all(["wide_one", *names], small, tmp_path_factory.mktemp("wide_layouts"))
+
+
+def losses(run: Path, key: str = "loss") -> dict[int, float]:
+    return {record["step"]: record[key] for record in read_metrics(run / "metrics.jsonl") if key in record}
+
+
+def tensors(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
+    folder = run / "checkpoints" / f"step_{step:06}"
+    files = [folder / "model.safetensors", folder / "optimizer.safetensors"]
+    return {name: x for file in files for name, x in safetensors.torch.load_file(file).items()}
+
+
+def test_two_processes_with_a_pass_each_are_one_process_bit_for_bit(layouts):
+    """A sum of two gradients has one order."""
+    for key in ("loss", "grad_norm", "bits_per_byte", "val_loss", "val_bits_per_byte"):
+        assert losses(layouts / "one", key) == losses(layouts / "data2", key)
+    one, two = tensors(layouts / "one"), tensors(layouts / "data2")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_only_the_first_process_prints_and_writes(layouts):
+    assert "step     4/4" in (layouts / "data2.out.0").read_text()
+    assert (layouts / "data2.out.1").read_text().strip().startswith("[{")  # what tests/ranks.py adds
+    assert [record["step"] for record in read_metrics(layouts / "data2" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
+    assert "ranks 2" in (layouts / "data2.out.0").read_text()
+    assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in (layouts / "data2.out.0").read_text()
+
+
+def assert_sends(name: str, runs: Path) -> None:
+    """All that is given to the collectives, counted in every process."""
+    size, wide, _ = LAYOUTS[name]
+    N, width = {"wide_context2": 2, "wide_context4": 4, "wide_both": 2}.get(name, 1), 8 if wide else 4
+    with torch.device("meta"):
+        position = "rope" if wide else "learned"
+        config = GPTConfig(2, 4, n_embd=32, context_length=128, vocab_size=257, vocab_multiple=64, position=position)
+        model = GPT(config, AttentionConfig("naive"))
+    gradients, exchanged = bytes_sent(Ranks(size=size, part=Part(ranks=N)), model, 1024, width)
+    for rank in range(size):
+        counts = json.loads((runs / f"{name}.out.{rank}").read_text().splitlines()[-1])
+        assert counts[0].pop("allreduce") * 2 * (size - 1) // size == gradients * width // 4
+        assert sum(counts[0].values()) * (N - 1) // N == exchanged
+        assert all(count.pop("allreduce", 0) >= 0 and count == counts[0] for count in counts)
+
+
+@pytest.mark.parametrize("name", ["data2", "wide_context2"])
+def test_a_step_sends_what_the_formula_says(layouts, name):
+    assert_sends(name, layouts)
+
+
+def test_two_processes_that_share_each_sequence_make_the_same_run(layouts):
+    assert_same_run("wide_context2", layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["wide_data4", "wide_context4", "wide_both", "wide_both_on_1", "wide_both_on_2", "short_data4"]
+)
+def test_every_layout_makes_the_same_run(wide_layouts, name):
+    assert_same_run(name, wide_layouts)
+
+
+def assert_same_run(name: str, runs: Path) -> None:
+    """With dropout, windows and documents. In float64, where another order of sums is far below what a wrong mask,
+    position or sum would make. A loss is recorded in float32, from a sum of shares: within one unit in the last place.
+    """
+    one = f"{name.partition('_')[0]}_one"
+    right, found = losses(runs / one), losses(runs / name)
+    assert [*found] == ([3, 4] if "_on_" in name else [1, 2, 3, 4])
+    torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
+    right, found = tensors(runs / one), tensors(runs / name)
+    for weight in right:
+        torch.testing.assert_close(found[weight], right[weight], rtol=1e-9, atol=1e-12, msg=f"{name}: {weight}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wide_data4", "wide_context4", "wide_both"])
+def test_a_step_of_four_sends_what_the_formula_says(wide_layouts, name):
+    assert_sends(name, wide_layouts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are wanted")
+def test_two_gpus_are_one(small, tmp_path):
+    """Recorded steps, in bf16. The first loss is that of one GPU, bit for bit if each has a pass. A GPU adds up the
+    gradient of the embedding in no fixed order, so that two runs on one differ later, too."""
+    runs = run_all(["one", "data2", "context2"], [*small[:-1], "device=cuda", "steps=12"], tmp_path)
+    assert "step: recorded" in (runs / "data2.out.0").read_text()
+    right = losses(runs / "one")
+    assert right[1] == losses(runs / "data2")[1]
+    for name in ("data2", "context2"):
+        torch.testing.assert_close([*losses(runs / name).values()], [*right.values()], rtol=2**-8, atol=0)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["naive", "tiled", "triton"])
+def test_attention_of_a_part_is_that_part_of_attention(impl):
+    """Some sequences, or some heads, with the dropout and the slopes that they have in the whole batch."""
+    if impl == "triton" and (torch.cuda.is_available() or not find_spec("triton")):
+        pytest.skip("the kernels run in Triton's interpreter, where there is no GPU")
+    q, k, v = torch.randn(3, 4, 4, 40, 16).unbind()
+    config, seed = AttentionConfig(impl, alibi=True, dropout_p=0.3), torch.tensor(7)
+    whole = attention(q, k, v, config, seed=seed)
+    rows, heads = slice(2, 4), slice(2, 4)
+    some = attention(q[rows], k[rows], v[rows], config, seed=seed, part=Part(share=1, shares=2))
+    assert torch.equal(some, whole[rows])
+    q, k, v = (x[:, heads] for x in (q, k, v))
+    some = attention(q, k, v, config, seed=seed, part=Part(rank=1, ranks=2))
+    assert torch.equal(some, whole[:, heads])
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
+    if kernel:
+        if torch.cuda.is_available() or not find_spec("triton"):
+            pytest.skip("the kernel runs in Triton's interpreter, where there is no GPU")
+        monkeypatch.setattr(dropout, "runs_kernels", lambda device: True)
+    seed = torch.tensor(-5)
+    whole = keep_mask(seed, 6, range(96), range(40), 0.3)
+    assert torch.equal(keep_table(seed, range(3, 5), range(32, 80), 40, 0.3), whole[3:5, 32:80])
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments", "said"),
+    [
+        (3, [], "3 processes cannot share a step of 1 pass of batch_size=4 equally"),
+        (3, ["tokens_per_step=256"], "3 processes cannot share a step of 2 passes of batch_size=4 equally"),
+        (1, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there is 1"),
+        (3, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there are 3"),
+        (3, ["parallel.context=3"], "model.n_head=2 is not divisible by 3"),
+        (2, ["parallel.context=2"], "parallel.context=2 cuts sequences of 32 tokens into 2 parts"),
+        (2, ["parallel.context=0"], "parallel.context=0 must be at least 1"),
+        (2, ["probe.every=1"], "probe.every=1 looks at the batches of one process"),
+        (2, ["break_it=no_max"], "break_it=no_max is looked at in one process"),
+        (2, ["attention=sdpa", "attention.dropout_p=0.1"], "attention=sdpa draws PyTorch's dropout"),
+        (2, ["device=cuda:1"], "device=cuda:1 is one device, and 2 processes want one each"),
+        (2, ["-m", "seed=1,2"], "-m makes one run after the other"),
+    ],
+)
+def test_what_processes_cannot_share_is_refused_in_one_line(size, arguments, said, call, small, tmp_path, monkeypatch):
+    if size > 1:
+        launch(monkeypatch, size)
+    ended = call(train, *small, "tokens_per_step=null", f"runs={tmp_path}", "steps=1", *arguments)
+    assert ended.code == 2
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def launch(monkeypatch, size: int) -> None:
+    """As if torchrun had started this process as the first of `size`. It joins no others."""
+    environment = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": 0, "LOCAL_RANK": 0}
+    environment |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(parallel, "name_this_start", lambda *_: "")
+    monkeypatch.setattr(parallel.dist, "rendezvous", lambda url: iter([(None, 0, size)]))
+    for name in ("PrefixStore", "init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(parallel.dist, name, lambda *_, **__: None)
+
+
+def test_a_run_that_torchrun_may_start_again_needs_a_name(call, small, tmp_path, monkeypatch):
+    launch(monkeypatch, 1)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    ended = call(train, *small, f"runs={tmp_path}", "steps=1")
+    assert ended.err.startswith("train: torchrun --max-restarts")
+
+
+def test_a_rank_that_loses_another_says_so_in_one_line(monkeypatch):
+    """gloo raises a plain RuntimeError. One of the step's own keeps its traceback."""
+    launch(monkeypatch, 2)
+    with (
+        pytest.raises(ValueError, match="rank 0 has lost another one"),
+        join(train.Config()),
+    ):
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="a bug"), join(train.Config()):
+        raise RuntimeError("a bug")
+
+
+def test_a_model_is_measured_by_one_process(monkeypatch):
+    launch(monkeypatch, 2)
+    with pytest.raises(ValueError, match="eval_only=true measures in one process"):
+        train.main(train.Config(eval_only=True, resume="a run"))
+
+
+def test_ranks_with_other_data_are_refused(monkeypatch):
+    monkeypatch.setattr(Ranks, "same", lambda self, value: {"text": "a1"})
+    with pytest.raises(ValueError, match="rank 1 has text b2, rank 0 has a1"):
+        Ranks(1, 2).refuse_difference(text="b2")
+
+
+# --- torchrun -------------------------------------------------------------------------------------------------------
+
+
+def torchrun(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def workers(agent: subprocess.Popen) -> list[int]:
+    """The processes that torchrun has started, by rank."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(agent.pid)], capture_output=True, text=True)
+    return sorted(map(int, listed.stdout.split()))
+
+
+def last_step(run: Path) -> int:
+    """The last one that was saved."""
+    return max(int(folder.name[-6:]) for folder in (run / "checkpoints").glob("step_*"))
+
+
+def wait_for(path: Path, agent: subprocess.Popen) -> None:
+    until = time.monotonic() + HANGS
+    while not path.exists():
+        assert agent.poll() is None, agent.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank, small, tmp_path):
+    """kill -9 in the middle. torchrun starts all again, and they resume: the losses are those of a run without."""
+    arguments = [*small, *SHAPE, *DROPOUT, "steps=40", "eval_every=40", "checkpoint_every=5", f"runs={tmp_path}"]
+    agent = torchrun(
+        "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1", "train.py", *arguments,
+        "name=killed",
+    )  # fmt: skip
+    wait_for(tmp_path / "killed" / "checkpoints" / "step_000005", agent)
+    os.kill(workers(agent)[rank], signal.SIGKILL)
+    said, _ = agent.communicate(timeout=HANGS)
+    assert agent.returncode == 0, said
+    assert f"exitcode: -9) local_rank: {rank}" in said
+    assert len(re.findall("resumed from .*step_0000", said)) == 1
+    whole = torchrun(
+        "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "train.py", *arguments, "name=whole"
+    )
+    assert whole.wait(HANGS) == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    right, found = tensors(tmp_path / "whole", 40), tensors(tmp_path / "killed", 40)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.slow
+def test_two_agents_are_two_machines(small, tmp_path):
+    """The launch line of docs/parallel.md for several machines, on one. A process is killed: the other machine's start
+    again too. Then both get a signal, and save at one step."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [*small, *SHAPE, "steps=100000", "checkpoint_every=20", f"runs={tmp_path}", "name=two"]
+    agents = [
+        torchrun(
+            "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", "--rdzv-backend=c10d", "--rdzv-id=7",
+            f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "--max-restarts=1", "train.py", *arguments,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    wait_for(tmp_path / "two" / "checkpoints" / "step_000020", agents[0])
+    os.kill(workers(agents[1])[0], signal.SIGKILL)
+    wait_for(tmp_path / "two" / "checkpoints" / f"step_{last_step(tmp_path / 'two') + 40:06}", agents[0])
+    for agent in agents:
+        agent.send_signal(signal.SIGTERM)
+    said = [agent.communicate(timeout=HANGS)[0] for agent in agents]
+    last = max(losses(tmp_path / "two"))
+    assert any("resumed from" in one and f"stopped at step {last}, saved" in one for one in said), said
+    assert (tmp_path / "two" / "checkpoints" / f"step_{last:06}").is_dir()

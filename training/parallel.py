@@ -1,0 +1,350 @@
+"""Several processes that train one model, each on its own GPU. torchrun starts them, torch.distributed connects them.
+
+    torchrun --nproc-per-node 2 train.py ...     the same run as python train.py ..., on two GPUs
+
+    with join(cfg) as ranks: ...                         this process among the others; in a single one nothing happens
+    ranks, rows, passes = divide(ranks, cfg, passes)     what this rank computes of each step
+    loss = ranks.add_up(loss, parameters)                sums over the ranks: the gradients and the losses
+
+Every rank has all weights, and makes the same update with the same gradient. So a step sends each gradient once. The
+passes of a step (gradient accumulation) are shared among the ranks. If there are too few, the sequences of every pass
+are. Batches, their order and the dropout masks are those of one process: a rank draws the seeds of all passes, and a
+mask counts sequences and heads in the whole batch. Only sums over ranks may round in another order.
+
+parallel.context=N gives each sequence to N ranks, which exchange tokens against heads in attention (model/part.py).
+
+Rank 0 alone prints, writes and samples. A rank that fails ends the others: torchrun sees to it.
+"""
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from model.part import WHOLE, Part
+
+BUCKET = 2**26  # gradients that are sent at once, in elements: a quarter of a GiB
+
+
+@dataclass
+class ParallelConfig:
+    """How the processes that torchrun has started share the work. Each sequence goes to `context` of them."""
+
+    context: int = 1  # processes that share each sequence, for contexts that are too long for one GPU
+
+    def __post_init__(self):
+        if self.context < 1:
+            raise ValueError(f"parallel.context={self.context} must be at least 1")
+
+
+class Heard(NamedTuple):
+    """What the ranks tell each other after every step."""
+
+    signals: list[int]  # that any of them has received
+    left: float  # seconds until max_minutes are over, on the rank with the fewest
+    text_bytes: int  # of all ranks' batches
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run. All methods but `first` are to be called by all of them."""
+
+    rank: int = 0
+    size: int = 1
+    turns: int = 1  # so many ranks take turns with the passes of a step
+    turn: int = 0  # this rank's; in the other turns it computes nothing
+    part: Part = WHOLE  # what of a pass's batch this rank computes
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks have different sequences."""
+        return self.size // self.part.ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's sequences among them. Ranks that share sequences are neighbours, on one machine."""
+        return self.rank // self.part.ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def same(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. value: what pickle can copy."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def of_memory(self, model: GPTConfig) -> GPTConfig:
+        """The model with as many tokens a sequence as a rank has, to count its memory by."""
+        return replace(model, context_length=model.context_length // self.part.ranks)
+
+    def refuse_difference(self, **values: Any) -> None:
+        """ValueError if a rank has other values than rank 0."""
+        theirs = self.same(values)
+        for name, value in values.items():
+            if value != theirs[name]:
+                raise ValueError(
+                    f"rank {self.rank} has {name} {value}, rank 0 has {theirs[name]}: "
+                    "give all machines the same files, for example on a shared disk"
+                )
+
+    def hear(self, signals: list[int], left: float, text_bytes: int) -> Heard:
+        """What all ranks know together after a step. They stop at the same step because they know the same."""
+        if self.size == 1:
+            return Heard(signals, left, text_bytes)
+        mine = torch.tensor([signals[0] if signals else 0, left, text_bytes], dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine)
+        numbers, lefts, sizes = torch.stack(every).unbind(1)
+        return Heard([int(number) for number in numbers if number][:1], float(lefts.min()), int(sizes.sum()))
+
+    def sum(self, values: list[float]) -> list[float]:
+        """The sums over the ranks, of float64 numbers."""
+        if self.size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1))  # on the host; dist.barrier() would wait on the GPUs
+
+    def add_up(self, loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+        """Replaces every gradient by its sum over the ranks, and returns the sum of the losses (a scalar).
+
+        Sends in pieces of at most BUCKET elements, or of one gradient. Does not wait for the device, so that a step can
+        be recorded.
+        """
+        if self.size == 1:
+            return loss
+        bucket: list[Tensor] = []
+        for p in parameters:
+            assert p.grad is not None, "every weight takes part in every pass"
+            if bucket and sum(q.numel() for q in bucket) + p.numel() > BUCKET:
+                sum_gradients(bucket)
+                bucket = []
+            bucket.append(p)
+        return sum_gradients(bucket, loss)
+
+
+def sum_gradients(parameters: list[Tensor], loss: Tensor | None = None) -> Tensor:
+    """Sums the gradients of some weights over the ranks, with one message. Returns the sum of the losses, if given."""
+    last = [] if loss is None else [loss.view(1)]
+    flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] + last)
+    dist.all_reduce(flat)
+    *gradients, total = flat.split([*(p.numel() for p in parameters), len(last)])
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient.view_as(p)
+    return total.sum()
+
+
+ALONE = Ranks()
+
+
+def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
+    """Returns the ranks with their parts of a step, this rank's sequences of a pass, and its passes.
+
+    cfg: train.Config. passes: of the whole step, of cfg.batch_size sequences each. ValueError if the ranks cannot share
+    them equally.
+    """
+    N, batch_size = cfg.parallel.context, cfg.batch_size
+    if ranks.size % N:
+        raise ValueError(
+            f"parallel.context={N} wants {N} processes for each sequence, and there "
+            f"{'is 1' if ranks.size == 1 else f'are {ranks.size}'}: start them with torchrun --nproc-per-node {N}, or "
+            "use parallel.context=1"
+        )
+    for heads in ("n_head", "n_kv_head"):
+        if getattr(cfg.model, heads) % N:
+            raise ValueError(
+                f"parallel.context={N}: each process computes a share of the heads, and model.{heads}="
+                f"{getattr(cfg.model, heads)} is not divisible by {N}"
+            )
+    if N > 1 and cfg.length_at(1) % (32 * N):
+        raise ValueError(
+            f"parallel.context={N} cuts sequences of {cfg.length_at(1)} tokens into {N} parts, which have to be "
+            f"multiples of 32: use a model.context_length that is divisible by {32 * N}"
+        )
+    group, data = "", ranks.size // N
+    if N > 1:
+        device = "cuda" if own_device(cfg.device).startswith("cuda") else "cpu"
+        mesh = init_device_mesh(device, (data, N), mesh_dim_names=("data", "context"))
+        group = mesh.get_group("context").group_name
+    part = Part(rank=ranks.rank % N, ranks=N, group=group)
+    ranks = replace(ranks, part=part)
+    if passes % data == 0:
+        return replace(ranks, turns=data, turn=ranks.data_rank), batch_size, passes // data
+    if batch_size % data == 0:
+        rows = batch_size // data
+        return replace(ranks, part=part._replace(share=ranks.data_rank, shares=data)), rows, passes
+    raise ValueError(
+        f"{data} processes cannot share a step of {passes} {'pass' if passes == 1 else 'passes'} of batch_size="
+        f"{batch_size} equally: use a batch_size= that is divisible by {data}, or tokens_per_step= for a number of "
+        "passes that is"
+    )
+
+
+def bytes_sent(ranks: Ranks, model: GPT, tokens: int, width: int) -> tuple[int, int]:
+    """The bytes that each rank sends in a step: for the sum of the gradients, and for exchanges in attention.
+
+    tokens: of the step, of all ranks. width: bytes of an element in products. A sum over n ranks in a ring sends 2
+    (n - 1) / n times its data: once to add up, once to hand out. An exchange of n ranks keeps 1 / n. Activation
+    checkpointing repeats the exchanges of the forward, which is not counted.
+    """
+    N, config = ranks.part.ranks, model.config
+    gradients = 4 * (model.parameter_count() + 1)  # float32, and the loss
+    heads = 2 * config.n_head + 2 * (config.n_kv_head or config.n_head)  # q and o, k and v
+    exchanged = 2 * config.n_layer * heads * config.head_size * width * (tokens // ranks.size)  # forward and backward
+    return 2 * gradients * (ranks.size - 1) // ranks.size, exchanged * (N - 1) // N
+
+
+def refuse_what_is_for_one(cfg: Any, attention: AttentionConfig) -> None:
+    """ValueError for options of a run that several processes do not have. cfg: train.Config. attention: resolved."""
+    if cfg.probe.every:
+        refuse_several(f"probe.every={cfg.probe.every}", "looks at the batches of one process")
+    if cfg.break_it.label:
+        refuse_several(f"break_it={cfg.break_it.label}", "is looked at in one process")
+    if attention.impl == "sdpa" and attention.dropout_p:
+        refuse_several(
+            "attention=sdpa", "draws PyTorch's dropout, the same on all; attention=tiled and triton have ours"
+        )
+
+
+def refuse_several(option: str, why: str) -> None:
+    """ValueError if torchrun has started several processes."""
+    if launched() > 1:
+        raise ValueError(f"{option} {why}: leave it out with torchrun, or use python train.py")
+
+
+class Unheard:
+    """The Metrics of every rank but the first: takes everything, and does nothing."""
+
+    best = None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torchrun: joining, failing and starting again.
+
+
+def launched() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if by_torchrun() else 1
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process. Other launchers set WORLD_SIZE too."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@contextmanager
+def join(cfg: Any) -> Iterator[Ranks]:
+    """Connects this process with the others that torchrun has started. On all but rank 0 nothing is printed from here
+    on but errors.
+
+    cfg: train.Config. ValueError for a device that not every rank can have, and for torchrun --max-restarts without a
+    name, by which the restarted run finds its checkpoints. An error of the connection, as when another rank has ended,
+    becomes a ValueError too.
+    """
+    if by_torchrun() and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0 and cfg.name is None:
+        raise ValueError(
+            "torchrun --max-restarts starts the run again, which has to find its checkpoints: give it name="
+        )
+    if launched() == 1:
+        yield ALONE
+        return
+    if os.environ["RANK"] != "0":
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+    device = own_device(cfg.device)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(name_this_start(store, rank, size), store)
+    # By default torch makes no connection between the hosts where there are GPUs.
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    try:
+        yield Ranks(rank, size)
+    except RuntimeError as error:
+        if not is_about_the_connection(error):
+            raise
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"rank {rank} has lost another one, which ended before it ({why}): what that one said tells why; "
+            "resume=auto goes on from the last checkpoint"
+        ) from error
+    dist.destroy_process_group()
+
+
+def name_this_start(store: dist.Store, rank: int, size: int) -> str:
+    """A name that all processes have agreed on, and that no earlier start of theirs has had.
+
+    torchrun keeps its store when it starts the processes again, with the addresses of those that ended. A connection to
+    them would wait for minutes. And it counts the starts on each machine by itself. So every process leaves a word that
+    only this start of it knows, and rank 0 answers them until all have heard.
+    """
+    word = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"word of {rank}", word)
+        name = store.get(f"answer to {word}").decode()  # waits for it
+        store.set(f"{rank} has heard {name}", "")
+        return name
+    missing = [*range(1, size)]
+    while missing:
+        for other in missing:
+            if store.check([f"word of {other}"]):  # perhaps an old one, which nobody waits with
+                store.set(f"answer to {store.get(f'word of {other}').decode()}", word)
+        missing = [other for other in missing if not store.check([f"{other} has heard {word}"])]
+        time.sleep(0.02)
+    return word
+
+
+def own_device(device: str) -> str:
+    """The device of this rank. auto is its own CUDA GPU, or else the CPU. ValueError if there are too few GPUs."""
+    if launched() == 1:
+        return device
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and here > (there := torch.cuda.device_count()):
+        raise ValueError(
+            f"{here} processes on this machine want a GPU each, and it has {there}: "
+            f"use torchrun --nproc-per-node {there}"
+        )
+    if device.startswith(("cuda:", "mps")):
+        raise ValueError(f"device={device} is one device, and {here} processes want one each: use device=auto")
+    return f"cuda:{local}" if device == "cuda" else device
+
+
+def is_about_the_connection(error: RuntimeError) -> bool:
+    """Whether an error means that other ranks cannot be reached. gloo raises a plain RuntimeError with its file."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def launcher() -> list[str]:
+    """The beginning of a command that starts as many processes on this machine again."""
+    return ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+
+
+def restarted() -> bool:
+    """Whether torchrun has started the processes again, after one has failed."""
+    return by_torchrun() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
