@@ -7,7 +7,7 @@ A block projects to q, k and v, and calls attention() of model/attention.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -342,9 +342,41 @@ class GPT(nn.Module):
         documents: integers (B, T), from the loader; used if attention.documents is on. None: one document.
         cache: as in next_logits().
         """
+        return last_norm(self.norm, *self.through_blocks(idx, documents, cache))
+
+    def through_blocks(
+        self,
+        idx: Tensor,
+        documents: Tensor | None,
+        cache: KVCache | None = None,
+        embed: Callable | None = None,
+        layer: Callable | None = None,
+    ) -> tuple[Tensor, Added | None]:
+        """The residual stream (B, T, C) after the blocks, and what the last of them still has to add.
+
+        idx, documents, cache: as in hidden(). embed, layer: self.embed and self.layer, or what compiles them.
+        """
         T = idx.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} tokens are more than model.context_length={self.config.context_length}")
+        if not self.attention_config.documents:
+            documents = None
+        assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
+        seeds, stream_seeds = self.seeds(idx.device)
+        x, ropes = (embed or self.embed)(idx, stream_seeds[-1], cache)
+        added: Added | None = None  # to x, before anything reads it
+        layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
+        parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
+        for block, local, seed, stream_seed, past in parts:
+            context = Context(ropes.get(local), seed, stream_seed, documents, past)
+            x, added = (layer or self.layer)(block, x, added, context)
+        return x, added
+
+    def embed(
+        self, idx: Tensor, seed: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, dict[bool, tuple[Tensor, Tensor]]]:
+        """The residual stream (B, T, C) before the blocks, and ropes() of the tokens' positions. seed: of dropout."""
+        T = idx.shape[1]
         positions = slice(T) if cache is None else cache.positions
         x = self.embedding(idx)  # (B, T, C)
         ropes = self.ropes(T, idx.device) if cache is None else cache.ropes
@@ -355,27 +387,37 @@ class GPT(nn.Module):
                 local: (cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3))  # (1 or B, 1, T, D / 2)
                 for local, (cos, sin) in ropes.items()
             }
-        seeds, stream_seeds = self.seeds(idx.device)
-        if stream_seeds[-1] is not None:
-            keep = keep_table(stream_seeds[-1], x.shape[0], range(T), x.shape[2], self.config.dropout_p)
+        if seed is not None:
+            keep = keep_table(seed, x.shape[0], range(T), x.shape[2], self.config.dropout_p)
             x = dropped(x, keep, self.config.dropout_p)
         device = x.device.type
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        if not self.attention_config.documents:
-            documents = None
-        assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
-        added: Added | None = None  # to x, before anything reads it
-        layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
+        return x, ropes
+
+    def layer(self, block: nn.Module, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added | None]:
+        """The block. In training it computes activations again, if the configuration says so."""
         form, chunk = self.config.activation_checkpointing, self.config.chunk
-        parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
-        for block, local, seed, stream_seed, past in parts:
-            context = Context(ropes.get(local), seed, stream_seed, documents, past)
-            if self.training and (form != "false" or chunk):
-                x = recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run)
-            else:
-                x, added = block(x, added, context)
-        return last_norm(self.norm, x, added)
+        if self.training and (form != "false" or chunk):
+            return recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run), None
+        return block(x, added, context)
+
+    def loss(self, x: Tensor, added: Added | None, targets: Tensor, z_loss: float) -> Tensor:
+        """What through_blocks() returns, to the mean loss. targets and z_loss: as in forward()."""
+        x = last_norm(self.norm, x, added)
+        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
+
+    def compiled(self, compile: Callable[[Callable], Callable]) -> Callable[..., Tensor]:
+        """forward() with targets, compiled in parts: the embedding, a block, the loss. Blocks that are alike are
+        compiled once. So compiling takes a fraction of the time that it takes for the whole model. The kernels are as
+        many, because a block leaves its last addition to the next norm."""
+        embed, layer, loss = (compile(part) for part in (self.embed, self.layer, self.loss))
+
+        def forward(idx: Tensor, targets: Tensor, documents: Tensor | None = None, z_loss: float = 0.0) -> Tensor:
+            x, added = self.through_blocks(idx, documents, embed=embed, layer=layer)
+            return loss(x, added, targets, z_loss)
+
+        return forward
 
     def ropes(self, length: int, device: torch.device) -> dict[bool, tuple[Tensor, Tensor]]:
         """rope_table() with model.rope_base and YaRN (False) and with model.rope_base_local (True), each if a layer
@@ -410,10 +452,9 @@ class GPT(nn.Module):
 
         documents: as in hidden(). z_loss: as in model/loss.py; it changes the gradient, not the returned loss.
         """
-        x = self.hidden(idx, documents)
         if targets is None:
-            return self.logits(x)
-        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
+            return self.logits(self.hidden(idx, documents))
+        return self.loss(*self.through_blocks(idx, documents), targets, z_loss)
 
     def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids int64 (B, T) to the logits (B, V) of the next token. The head runs on the last position only.
