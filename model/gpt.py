@@ -211,19 +211,25 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, C) to (B, T, C)."""
-        return self.merge(self.attend(*self.project(x, context.rope), context))
+        qkv = self.qkv(x)
+        # With a rotary embedding q and k are tensors of their own, and with a cache longer than x.
+        whole = qkv if context.rope is None and context.past is None else None
+        return self.merge(self.attend(*self.heads(qkv, context.rope), context, whole))
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) to q (B, T, H, D) and k, v (B, T, H_kv, D)."""
+        return self.heads(self.qkv(x), rope)
+
+    def heads(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """project() of what the linear layer makes of x."""
         # Split into q, k, v, then into heads. The other order costs the backward a copy.
-        qkv = self.qkv(x).split(self.widths, dim=-1)
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in qkv)
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in qkv.split(self.widths, dim=-1))
         if rope is not None:
             q, k = (rotate(y.transpose(1, 2), *rope).transpose(1, 2) for y in (q, k))
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, qkv: Tensor | None = None) -> Tensor:
+        """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D). qkv: as in attention()."""
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
         past = context.past
         if past is not None and past.step is not None:
@@ -232,8 +238,9 @@ class CausalSelfAttention(nn.Module):
             if past is not None:
                 k, v = past.fill(q, k, v)
             o = attention(
-                q, k, v, self.attention_config, seed=context.seed, documents=context.documents, break_it=self.break_it
-            )
+                q, k, v, self.attention_config,
+                seed=context.seed, documents=context.documents, break_it=self.break_it, qkv=qkv,
+            )  # fmt: skip
         return o.transpose(1, 2)
 
     def merge(self, o: Tensor) -> Tensor:
