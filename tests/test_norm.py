@@ -90,6 +90,14 @@ def test_every_number_of_a_rows_sums_counts_once(kernel):
     assert torch.equal(results(norm, x, added, dres, dy)["dbias"], dy.sum(0))
 
 
+def test_every_row_of_the_table_of_sums_counts_once(kernel, monkeypatch):
+    """Those of a GPU are more than sum_kernel reads at a time."""
+    monkeypatch.setattr("kernels.norm.processors", lambda device: 33)
+    norm, x, added, dres, _ = inputs(300, "layernorm", torch.float32, torch.float32, False, N=2 * 8 * 33)
+    dy = torch.randint(-8, 8, x.shape).float()
+    assert torch.equal(results(norm, x, added, dres, dy)["dbias"], dy.sum(0))
+
+
 def test_no_tokens_have_no_gradient(kernel):
     norm, x, added, dres, dy = inputs(24, "layernorm", torch.float32, torch.float32, False)
     found = results(norm, x[:0], added._replace(value=added.value[:0]), dres[:0], dy[:0])
