@@ -418,6 +418,9 @@ class GPT(nn.Module):
         """forward() with targets, compiled in parts: the embedding, a block, the loss. Blocks that are alike are
         compiled once. So compiling takes a fraction of the time that it takes for the whole model. The kernels are as
         many, because a block leaves its last addition to the next norm."""
+        # There are as many kinds of blocks as windows, at most; beyond 8 torch would run them uncompiled.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 2 + self.config.n_layer)
         embed, layer, loss = (compile(part) for part in (self.embed, self.layer, self.loss))
 
         def forward(idx: Tensor, targets: Tensor, documents: Tensor | None = None, z_loss: float = 0.0) -> Tensor:

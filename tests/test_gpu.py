@@ -543,7 +543,7 @@ def test_a_compiled_model_learns_as_the_plain_one_does(impl, dropout_p):
         torch.manual_seed(0)
         config = GPTConfig(n_layer=2, n_head=4, n_embd=128, context_length=256, vocab_size=257)
         model = GPT(config, AttentionConfig(impl, dropout_p=dropout_p)).cuda()
-        step = torch.compile(model) if compiled else model
+        step = model.compiled(torch.compile) if compiled else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         idx = torch.randint(257, (8, 257), device="cuda")
         losses.append([])
