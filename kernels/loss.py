@@ -43,9 +43,9 @@ def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, z_loss: float, w
 def tiles_for(V: int) -> tuple[int, int]:
     """Logits in a block, and warps of a program: 16 logits a thread, which are two loads of 16 bytes in 16 bits.
 
-    Reasoned, not measured: where 16 divides V a thread takes at most 64 registers, so two programs of 16 warps share a
-    processor. On an H200 these are 264 rows, with GPT-2's vocabulary 27 MB, and L2 has 50. With 8 warps and half the
-    block it would be twice as many.
+    Where 16 divides V a thread takes at most 64 registers, so two programs of 16 warps share a processor. On an H200
+    these are 264 rows, with GPT-2's vocabulary 27 MB, and L2 has 50. Of what was tried there (blocks of 4,096 to
+    16,384, 8 to 32 warps, hints for L2) the fastest took 2 % less time. A copy of the table takes 28 % less.
     """
     BLOCK = min(8192, max(32, triton.next_power_of_2(V)))
     return BLOCK, max(1, BLOCK // 512)
@@ -85,4 +85,5 @@ def loss_kernel(logits, targets, losses, V, z_loss,
             j = (blocks - 1 - i) * BLOCK + column
             x = tl.load(logits + j, mask=j < V, other=-float("inf")).to(tl.float32)
             gradient = tl.exp2((x - m) * LOG2E) * factor - tl.where(j == target, counted, 0.0)
-            tl.store(logits + j, gradient.to(logits.dtype.element_ty), mask=j < V)
+            # The next to read it is a product, after the whole table. So it leaves L2 to logits of pass 1.
+            tl.store(logits + j, gradient.to(logits.dtype.element_ty), mask=j < V, eviction_policy="evict_first")

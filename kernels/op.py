@@ -42,16 +42,45 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune:
     Raises ValueError for an unsupported dtype, head size or GPU. Shapes and devices are not checked here; attention()
     in model/attention.py does that.
     """
+    check(q, problem, autotune)
+    o, lse, _ = (torch.ops.tilegpt.flash_forward if is_traced(q) else Eager.apply)(q, k, v, *problem, autotune)
+    return o, lse
+
+
+def flash_attention_of(qkv: Tensor, H: int, H_kv: int, problem: Problem, autotune: bool = False) -> Tensor:
+    """o of flash_attention() for q, k and v that lie side by side: qkv (B, T, (H + 2 H_kv) D).
+
+    The kernels write the gradient as one tensor, too. Those of q, k and v would have to be put together by a copy.
+    """
+    q, k, v = heads_of(qkv, H, H_kv)
+    if not qkv.is_contiguous() or q.shape[-1] * q.itemsize % 16:  # a descriptor could not write it
+        return flash_attention(q, k, v, problem, autotune)[0]
+    check(q, problem, autotune)
+    return SideBySide.apply(qkv, H, H_kv, is_traced(qkv), *problem, autotune)
+
+
+def check(q: Tensor, problem: Problem, autotune: bool) -> None:
+    """Raises the ValueError of flash_attention()."""
     if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
     if autotune and "global_mask" in problem.without:
         raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
-    # Calling through the op raises the host time of a forward and backward from 1.0 to 1.6 ms (LOG.md). So the op is
-    # used only where something must see it: torch.compile, subclasses of Tensor, and dispatch modes such as
-    # FlopCounterMode. torch has no public function that tells whether a mode is active.
-    traced = torch.compiler.is_compiling() or type(q) not in (Tensor, Parameter) or _get_current_dispatch_mode()
-    o, lse, _ = (torch.ops.tilegpt.flash_forward if traced else Eager.apply)(q, k, v, *problem, autotune)
-    return o, lse
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether the op must be called. That raises the host time of a forward and backward from 1.0 to 1.6 ms (LOG.md).
+
+    So it is called only where something must see it: torch.compile, subclasses of Tensor, and dispatch modes such as
+    FlopCounterMode. torch has no public function that tells whether a mode is active.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return type(x) not in (Tensor, Parameter) or _get_current_dispatch_mode() is not None
+
+
+def heads_of(qkv: Tensor, H: int, H_kv: int) -> tuple[Tensor, ...]:
+    """q (B, H, T, D); k, v (B, H_kv, T, D), views of qkv (B, T, (H + 2 H_kv) D)."""
+    return qkv.unflatten(-1, (H + 2 * H_kv, -1)).transpose(1, 2).split((H, H_kv, H_kv), dim=1)
 
 
 class Eager(torch.autograd.Function):
@@ -68,6 +97,25 @@ class Eager(torch.autograd.Function):
     def backward(ctx, do, dlse, _):
         # With create_graph=True the gradients come from the op, which raises if they are differentiated.
         return backward(ctx, do, dlse, None, flash_backward if torch.is_grad_enabled() else gradients)
+
+
+class SideBySide(torch.autograd.Function):
+    """flash_attention_of(), with and without the ops."""
+
+    @staticmethod
+    def forward(ctx, qkv, H, H_kv, traced, *description):
+        o, _, lse2 = (flash_forward if traced else forward)(*heads_of(qkv, H, H_kv), *description)
+        ctx.heads, ctx.traced = (H, H_kv), traced
+        keep(ctx, (qkv, o, lse2), description)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        refuse_tangents("triton", do)
+        (qkv, o, lse2), description = kept(ctx, 3)
+        # As in Eager: with create_graph=True the op, which raises if its result is differentiated.
+        compute = backward_of if ctx.traced or torch.is_grad_enabled() else gradient_of
+        return compute(qkv, o, lse2, do, *ctx.heads, *description), None, None, None, *[None] * len(description)
 
 
 def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
@@ -133,10 +181,29 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, *description
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv. description: as in forward()."""
+    found = like_heads(q), like_heads(k), like_heads(v)
+    write_gradients(found, q, k, v, o, lse2, do, dlse, *description)
+    return found
+
+
+def gradient_of(qkv: Tensor, o: Tensor, lse2: Tensor, do: Tensor, H: int, H_kv: int, *description) -> Tensor:
+    """gradients() side by side, like qkv (B, T, (H + 2 H_kv) D). description: as in forward()."""
+    found = torch.empty_like(qkv)
+    write_gradients(heads_of(found, H, H_kv), *heads_of(qkv, H, H_kv), o, lse2, do, None, *description)
+    return found
+
+
+def write_gradients(
+    found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor,
+    dlse: Tensor | None, *description,
+) -> None:  # fmt: skip
+    """Writes gradients() into the tensors `found`: dq, dk and dv, which a descriptor can write."""
     problem, autotune = Problem(*description[:-1]), description[-1]
-    dq, dk, dv = like_heads(q), like_heads(k), like_heads(v)
+    dq, dk, dv = found
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_()
+        dk.zero_()
+        dv.zero_()
+        return
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     (B, H, T, _), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     dropout = problem.seed is not None
@@ -167,7 +234,6 @@ def gradients(
         rows = launch_with("dq", launch_dq, q, dropout, autotune)
         # dq_kernel fills row_terms up to a multiple of its BLOCK_M, so dkdv_kernel's BLOCK_M must divide that
         launch_with("dkdv", launch_dkdv, q, dropout, autotune, rows)
-    return dq, dk, dv
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,6 +251,12 @@ flash_backward = torch.library.custom_op(
     schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse, "
     + f"{INPUTS}) -> {RESULTS}",
 )
+backward_of = torch.library.custom_op(
+    "tilegpt::flash_backward_of",
+    gradient_of,
+    mutates_args=(),
+    schema=f"(Tensor qkv, Tensor o, Tensor lse2, Tensor do, SymInt H, SymInt H_kv, {INPUTS}) -> Tensor",
+)
 
 
 @flash_forward.register_fake
@@ -197,34 +269,47 @@ def _(q, k, v, *others):
     return like_heads(q), like_heads(k), like_heads(v)
 
 
+backward_of.register_fake(lambda qkv, *others: torch.empty_like(qkv))
+
+
 def keep_for_backward(ctx, inputs, output):
-    """Saves q, k, v, o, lse2 and the description. Tensors go through save_for_backward, so that autograd notices
-    in-place changes and frees them."""
+    """Saves q, k, v, o, lse2 and the description."""
     ctx.set_materialize_grads(False)
     q, k, v, *description = inputs
     o, _, lse2 = output
-    tensors = [x if isinstance(x, Tensor) else None for x in description]
+    keep(ctx, (q, k, v, o, lse2), description)
+
+
+def keep(ctx, tensors, description):
+    """Saves them for kept(). Tensors go through save_for_backward, so that autograd notices in-place changes and frees
+    them."""
     ctx.description = [None if isinstance(x, Tensor) else x for x in description]
-    ctx.save_for_backward(q, k, v, o, lse2, *tensors)
+    ctx.save_for_backward(*tensors, *(x if isinstance(x, Tensor) else None for x in description))
+
+
+def kept(ctx, n: int):
+    """The n tensors and the description that keep() has saved."""
+    saved = ctx.saved_tensors
+    return saved[:n], [x if tensor is None else tensor for x, tensor in zip(ctx.description, saved[n:], strict=True)]
 
 
 def backward(ctx, do, dlse, _, compute=flash_backward):
     """The gradients of forward()'s inputs, None for all but q, k and v. do or dlse is None if the loss does not use it.
     compute: the op, or the function that it calls."""
     refuse_tangents("triton", do, dlse)
-    q, k, v, o, lse2, *tensors = ctx.saved_tensors
-    description = [x if tensor is None else tensor for x, tensor in zip(ctx.description, tensors, strict=True)]
+    (q, k, v, o, lse2), description = kept(ctx, 5)
     do = torch.zeros_like(o) if do is None else do
     return *compute(q, k, v, o, lse2, do, dlse, *description), *[None] * len(description)
 
 
 def refuse(ctx, *_):
-    """The backward of flash_backward. There is no second derivative, so it raises."""
+    """The backward of the backwards. There is no second derivative, so it raises."""
     raise RuntimeError("attention=triton has no second derivative (create_graph=True); use attention=naive")
 
 
 flash_forward.register_autograd(backward, setup_context=keep_for_backward)
 flash_backward.register_autograd(refuse)
+backward_of.register_autograd(refuse)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

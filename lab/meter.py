@@ -21,7 +21,7 @@ PARTS = {
     "products": r"gemm|cutlass|nvjet|cublas|xmma|splitk|triton_tem|::(add)?mm_?$",
     "loss": r"loss|softmax|logsumexp|entropy|scatter|gather|(::|_)exp_?(_|$)",
     "clip and optimizer": r"adam|muon|multi_tensor|foreach|vector_norm|normtwo|lerp",
-    "norm": r"layer_?norm|rms_?norm|gammabeta|^norm_kernel$",
+    "norm": r"layer_?norm|rms_?norm|gammabeta|^(norm|sum)_kernel$",
     "activation": r"gelu|silu|tanh",
     "copies and casts": r"copy|memcpy|memset|clone|catarray|(::|_)cat(_|$)|fill|zero",
 }

@@ -201,6 +201,7 @@ def attention(
     break_it: BreakIt = UNBROKEN,
     part: Part = WHOLE,
     return_lse: bool = False,
+    qkv: Tensor | None = None,
 ) -> Output:
     """o = dropout(softmax(q k^T * softmax_scale + mask)) v, by the implementation that config.impl names.
 
@@ -213,6 +214,7 @@ def attention(
     document. The queries are the last T tokens. (config.documents says whether the model passes them.)
     part: which sequences and heads of a batch these are, if another process has the others; dropout and ALiBi count by
     it.
+    qkv: (B, T, (H + 2 H_kv) D), of which q, k and v are views, side by side. Triton then makes its gradient as a whole.
     Returns o (B, H, T, D) in q's dtype, and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for
     float64 inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0.
     Raises ValueError for shapes, dtypes, devices or options that do not fit together.
@@ -229,7 +231,7 @@ def attention(
         if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
         tokens = {"documents_q": documents[:, T_k - T :], "documents_k": documents}
-    return attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse, part)
+    return attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse, part, qkv)
 
 
 def attention_varlen(
@@ -280,6 +282,7 @@ def attend(
     break_it: BreakIt,
     return_lse: bool,
     part: Part = WHOLE,
+    qkv: Tensor | None = None,
 ) -> Output:
     """What attention() and attention_varlen() share. tokens: the fields of Problem that group the tokens."""
     check_switches(config, break_it, causal, bool(tokens), softmax_scale)
@@ -295,8 +298,10 @@ def attend(
             case "tiled":
                 o, lse = tiled_attention(q, k, v, problem, config.block_m, config.block_n, config.order)
             case "triton":
-                from kernels.op import flash_attention  # imported here: triton is not installed everywhere
+                from kernels.op import flash_attention, flash_attention_of  # triton is not installed everywhere
 
+                if qkv is not None and not return_lse:
+                    return flash_attention_of(qkv, q.shape[1], k.shape[1], problem, config.autotune)
                 o, lse = flash_attention(q, k, v, problem, config.autotune)
             case "sdpa":
                 if beyond_sdpa(config) or tokens or return_lse:

@@ -7,7 +7,7 @@ A block projects to q, k and v, and calls attention() of model/attention.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -214,19 +214,26 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x (B, T, C) to (B, T, C)."""
-        return self.merge(self.attend(*self.project(x, context.rope), context))
+        qkv = self.qkv(x)
+        # With a rotary embedding q and k are tensors of their own, with a cache longer than x, and of several processes
+        # each has other heads.
+        whole = qkv if context.rope is None and context.past is None and context.part.ranks == 1 else None
+        return self.merge(self.attend(*self.heads(qkv, context.rope), context, whole))
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) to q (B, T, H, D) and k, v (B, T, H_kv, D)."""
+        return self.heads(self.qkv(x), rope)
+
+    def heads(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """project() of what the linear layer makes of x."""
         # Split into q, k, v, then into heads. The other order costs the backward a copy.
-        qkv = self.qkv(x).split(self.widths, dim=-1)
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in qkv)
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in qkv.split(self.widths, dim=-1))
         if rope is not None:
             q, k = (rotate(y.transpose(1, 2), *rope).transpose(1, 2) for y in (q, k))
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, qkv: Tensor | None = None) -> Tensor:
+        """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D). qkv: as in attention()."""
         part, past = context.part, context.past
         if part.ranks > 1:
             q, k, v = (to_heads(y, part) for y in (q, k, v))  # the whole T, and H / N or H_kv / N heads
@@ -238,7 +245,7 @@ class CausalSelfAttention(nn.Module):
                 k, v = past.fill(q, k, v)
             o = attention(
                 q, k, v, self.attention_config,
-                seed=context.seed, documents=context.documents, break_it=self.break_it, part=part,
+                seed=context.seed, documents=context.documents, break_it=self.break_it, part=part, qkv=qkv,
             )  # fmt: skip
         o = o.transpose(1, 2)
         return to_tokens(o, part) if part.ranks > 1 else o
@@ -356,10 +363,45 @@ class GPT(nn.Module):
         cache: as in next_logits().
         part: which part of the batch idx is. documents are those of its whole sequences.
         """
+        return last_norm(self.norm, *self.through_blocks(idx, documents, cache, part))
+
+    def through_blocks(
+        self,
+        idx: Tensor,
+        documents: Tensor | None,
+        cache: KVCache | None = None,
+        part: Part = WHOLE,
+        embed: Callable | None = None,
+        layer: Callable | None = None,
+    ) -> tuple[Tensor, Added | None]:
+        """The residual stream (B, T, C) after the blocks, and what the last of them still has to add.
+
+        idx, documents, cache, part: as in hidden(). embed, layer: self.embed and self.layer, or what compiles them.
+        """
+        tokens = part.tokens(idx.shape[1])
+        if len(tokens) * part.ranks > self.config.context_length:
+            raise ValueError(
+                f"{len(tokens) * part.ranks} tokens are more than model.context_length={self.config.context_length}"
+            )
+        if not self.attention_config.documents:
+            documents = None
+        assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
+        seeds, stream_seeds = self.seeds(idx.device)
+        x, ropes = (embed or self.embed)(idx, stream_seeds[-1], cache, part)
+        added: Added | None = None  # to x, before anything reads it
+        layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
+        parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
+        for block, local, seed, stream_seed, past in parts:
+            context = Context(ropes.get(local), seed, stream_seed, documents, past, part, tokens.start)
+            x, added = (layer or self.layer)(block, x, added, context)
+        return x, added
+
+    def embed(
+        self, idx: Tensor, seed: Tensor | None, cache: KVCache | None, part: Part
+    ) -> tuple[Tensor, dict[bool, tuple[Tensor, Tensor]]]:
+        """The residual stream (B, T, C) before the blocks, and ropes() of the tokens' positions. seed: of dropout."""
         tokens = part.tokens(idx.shape[1])
         T = len(tokens) * part.ranks  # of the whole sequence
-        if T > self.config.context_length:
-            raise ValueError(f"{T} tokens are more than model.context_length={self.config.context_length}")
         positions = slice(tokens.start, tokens.stop) if cache is None else cache.positions
         x = self.embedding(idx)  # (B, T, C)
         ropes = self.ropes(T, idx.device) if cache is None else cache.ropes
@@ -372,27 +414,42 @@ class GPT(nn.Module):
                 local: (cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3))  # (1 or B, 1, T, D / 2)
                 for local, (cos, sin) in ropes.items()
             }
-        seeds, stream_seeds = self.seeds(idx.device)
-        if stream_seeds[-1] is not None:
-            keep = keep_table(stream_seeds[-1], part.sequences(len(x))[0], tokens, x.shape[2], self.config.dropout_p)
+        if seed is not None:
+            keep = keep_table(seed, part.sequences(len(x))[0], tokens, x.shape[2], self.config.dropout_p)
             x = dropped(x, keep, self.config.dropout_p)
         device = x.device.type
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        if not self.attention_config.documents:
-            documents = None
-        assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
-        added: Added | None = None  # to x, before anything reads it
-        layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
+        return x, ropes
+
+    def layer(self, block: nn.Module, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added | None]:
+        """The block. In training it computes activations again, if the configuration says so."""
         form, chunk = self.config.activation_checkpointing, self.config.chunk
-        parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
-        for block, local, seed, stream_seed, past in parts:
-            context = Context(ropes.get(local), seed, stream_seed, documents, past, part, tokens.start)
-            if self.training and (form != "false" or chunk):
-                x = recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run)
-            else:
-                x, added = block(x, added, context)
-        return last_norm(self.norm, x, added)
+        if self.training and (form != "false" or chunk):
+            return recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run), None
+        return block(x, added, context)
+
+    def loss(self, x: Tensor, added: Added | None, targets: Tensor, z_loss: float) -> Tensor:
+        """What through_blocks() returns, to the mean loss. targets and z_loss: as in forward()."""
+        x = last_norm(self.norm, x, added)
+        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
+
+    def compiled(self, compile: Callable[[Callable], Callable]) -> Callable[..., Tensor]:
+        """forward() with targets, compiled in parts: the embedding, a block, the loss. Blocks that are alike are
+        compiled once. So compiling takes a fraction of the time that it takes for the whole model. The kernels are as
+        many, because a block leaves its last addition to the next norm."""
+        # There are as many kinds of blocks as windows, at most; beyond 8 torch would run them uncompiled.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 2 + self.config.n_layer)
+        embed, layer, loss = (compile(part) for part in (self.embed, self.layer, self.loss))
+
+        def forward(
+            idx: Tensor, targets: Tensor, documents: Tensor | None = None, z_loss: float = 0.0, part: Part = WHOLE
+        ) -> Tensor:
+            x, added = self.through_blocks(idx, documents, part=part, embed=embed, layer=layer)
+            return loss(x, added, targets, z_loss)
+
+        return forward
 
     def ropes(self, length: int, device: torch.device) -> dict[bool, tuple[Tensor, Tensor]]:
         """rope_table() with model.rope_base and YaRN (False) and with model.rope_base_local (True), each if a layer
@@ -432,10 +489,9 @@ class GPT(nn.Module):
 
         documents and part: as in hidden(). z_loss: as in model/loss.py; it changes the gradient, not the returned loss.
         """
-        x = self.hidden(idx, documents, part=part)
         if targets is None:
-            return self.logits(x)
-        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
+            return self.logits(self.hidden(idx, documents, part=part))
+        return self.loss(*self.through_blocks(idx, documents, part=part), targets, z_loss)
 
     def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids int64 (B, T) to the logits (B, V) of the next token. The head runs on the last position only.

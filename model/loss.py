@@ -135,8 +135,10 @@ def sums_in_chunks(
             losses, dlogits = by_torch(x_i, weight, targets_i[:, None], z_loss, want_gradient)
         total += losses.sum()
         if want_x:
-            dx[i : i + chunk] = dlogits @ weight
-        if want_weight:
+            torch.mm(dlogits, weight, out=dx[i : i + chunk])
+        if want_weight and kernel and x.is_cuda:  # adds the product before it would be rounded to x's dtype
+            torch.addmm(dweight, dlogits.T, small_x_i, out_dtype=dweight.dtype, out=dweight)
+        elif want_weight:
             dweight += dlogits.T @ small_x_i
         del dlogits  # or it would be in memory beside the next chunk's
     return total, dx, dweight

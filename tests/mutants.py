@@ -35,6 +35,7 @@ NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_
 OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_validation"
 RESUMED = "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
 IMPORTED = "exchange::test_logits_are_transformers_after_import_and_after_export"
+WRITING = "test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights"
 STRANGER = "exchange::test_a_strangers_folder_is_refused_in_one_line"
 SKIPPED = "train::test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight"
 
@@ -100,7 +101,9 @@ TABLE = [
     ("a short batch counts as a whole one",
      "part=part)) * y.numel()", "part=part)) * run.cfg.batch_size * run.cfg.model.context_length", "arithmetic"),
     ("a sample takes training's random numbers",
-     "torch.Generator(run.device).manual_seed(run.cfg.seed)", "None", "arithmetic"),
+     "Kept(model, 1, Sampler(), generator, cache=True)", "Kept(model, 1, Sampler(), None, cache=True)", "arithmetic"),
+    ("a later sample is of the first one's weights", "if run.writing is not None:\n        torch._foreach_copy_(",
+     "if run.writing is not None:\n        zip(", "train::" + WRITING),
     ("the weights are kept, not their average",
      "named_parameters()), run.averaged", "named_parameters()), run.model", "arithmetic"),
     ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
@@ -138,9 +141,13 @@ TABLE = [
     ("rmsnorm with torch's epsilon",
      "return RMSNorm(config.n_embd, eps=config.norm_eps)", "return RMSNorm(config.n_embd)", "arithmetic"),
     ("the mlp without its norm", "Added(self.mlp(y)", "Added(self.mlp(x)", "gpt"),
-    ("no norm before the head", "return last_norm(self.norm, x, added)", "return added.to(x)", "gpt"),
+    ("no norm before the head", "x = last_norm(self.norm, x, added)", "x = added.to(x)", "gpt arithmetic"),
+    ("more than eight kinds of blocks run uncompiled", "max(config.recompile_limit, 2 + self.config.n_layer)",
+     "config.recompile_limit", "gpt::test_blocks_that_are_alike_are_compiled_once_and_none_is_left_out"),
     ("the stream's gradient ends at a norm", "gradient = tl.load(dres", "gradient = 0 * tl.load(dres", "norm"),
     ("a program does its first rows alone", "tl.num_programs(0) * ROWS):", "N):", "norm"),
+    ("a long table of sums is added up in part", "for first in range(0, P, 256):", "for first in range(0, 256, 256):",
+     "norm"),
     ("a norm's mean has no gradient", "of_mean[:, None] + x_i", "0 * of_mean[:, None] + x_i", "norm"),
     ("what was dropped has a gradient", "tl.where(kept != 0, gradient.to(tl.float32) * scale, 0.0)",
      "gradient.to(tl.float32) * scale", "norm"),

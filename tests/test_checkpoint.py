@@ -14,6 +14,7 @@ from concurrent import futures
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from training import checkpoint
@@ -83,6 +84,21 @@ def test_a_checkpoint_holds_only_safetensors_and_json(tmp_path):
         "tokenizer.json",
     ]
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # and nothing is left lying beside it
+
+
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
+
+
+def test_the_files_are_safetensors_own_but_for_the_copy_that_stops_training(tmp_path, monkeypatch):
+    """Its save() copies every tensor and meanwhile no other thread of Python runs."""
+    tensors = {f"{name}.w": torch.arange(6).view(2, 3).to(getattr(torch, name)) for name in DTYPES}
+    tensors |= {"step": torch.tensor(3.0), "empty": torch.zeros(0, 4), "\u00e9": torch.ones(5, dtype=torch.float16)}
+    wanted, own, copied = safetensors.torch.save(tensors), safetensors.torch.save, []
+    monkeypatch.setattr(safetensors.torch, "save", lambda given: copied.extend(given.values()) or own(given))
+    for name in ("model", "optimizer"):
+        path = save(tmp_path, 1, **{name: tensors})
+        assert (path / f"{name}.safetensors").read_bytes() == wanted
+    assert not sum(t.numel() for t in copied)
 
 
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path):

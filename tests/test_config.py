@@ -645,6 +645,31 @@ def test_a_real_script_finds_its_own_conf_from_anywhere(tmp_path):
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+CYCLE = """
+class Cycle:
+    def __del__(self):
+        print("looked at once more")
+
+KEPT = Cycle()
+KEPT.me = KEPT
+"""
+
+
+def test_a_script_ends_without_a_last_look_at_every_object(tmp_path):
+    """With torch imported that took a second."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("defaults: [config_schema]\n")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    found = []
+    for script in (CYCLE, CYCLE + SCRIPT):
+        (tmp_path / "script.py").write_text(script)
+        command = [sys.executable, str(tmp_path / "script.py")]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        assert done.returncode == 0
+        found.append("looked at once more" in done.stdout)
+    assert found == [True, False]
+
+
 # Writing down and reading back
 
 

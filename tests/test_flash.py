@@ -501,6 +501,10 @@ def of_the_op(dtype: torch.dtype) -> tuple:
 def test_the_op_is_registered_as_torch_wants_it():
     """Its schema, its fake (shapes and strides), its autograd, and all of that traced with symbolic shapes."""
     torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, of_the_op(torch.float32))
+    q, *_, autotune = of_the_op(torch.float32)
+    problem, qkv = Problem(8, 8, scale=0.25), torch.randn(1, 8, 3 * 16)
+    opcheck = (qkv, q.detach(), torch.zeros(1, 1, 8), q.detach(), 1, 1, *problem, autotune)
+    torch.library.opcheck(torch.ops.tilegpt.flash_backward_of.default, opcheck)
 
 
 def test_a_dispatch_mode_sees_the_op_and_nobody_else_waits_for_it():
@@ -545,6 +549,54 @@ def test_activation_checkpointing_draws_the_same_mask_again():
     assert torch.equal(plain, again)
     for a, b in zip(*(torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (plain, again)), strict=True):
         assert torch.equal(a, b)
+
+
+def side_by_side(D: int, whole: bool, through=lambda f: f) -> tuple[torch.Tensor, torch.Tensor]:
+    """o of q, k and v that are views of one tensor, with grouped heads, and that tensor's gradient. through: wraps the
+    function."""
+    qkv = torch.randn(2, 40, 4 * D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    config, seed = replace(TRITON, window=30, dropout_p=0.2), torch.tensor(SEED)
+
+    def attend(qkv):
+        q, k, v = op.heads_of(qkv, 2, 1)
+        return attention(q, k, v, config, seed=seed, qkv=qkv if whole else None)
+
+    o = through(attend)(qkv)
+    return o.detach(), *torch.autograd.grad(o.sin().sum(), qkv)
+
+
+KEEP = partial(create_selective_checkpoint_contexts, keep_attention)
+THROUGH = {
+    "eager": lambda f: f,
+    "compiled": partial(torch.compile, fullgraph=True, backend="aot_eager"),
+    "again": lambda f: partial(checkpoint, f, use_reentrant=False),
+    "selective": lambda f: partial(checkpoint, f, use_reentrant=False, context_fn=KEEP),
+}
+
+
+@pytest.mark.parametrize(("through", "D"), [(way, 16) for way in THROUGH] + [("eager", 18)])
+def test_gradients_side_by_side_have_the_bits_of_those_put_together(through, D):
+    for found, right in zip(side_by_side(D, True, THROUGH[through]), side_by_side(D, False), strict=True):
+        assert torch.equal(found, right)
+
+
+def test_nothing_puts_gradients_together_that_lie_side_by_side():
+    """The kernels write into the one tensor that the projection reads. A head size of 18 has no such rows."""
+
+    class Copies(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Copies.count += any(word in str(function) for word in ("cat", "copy", "clone", "slice_backward", "add"))
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+    for D, whole in ((16, True), (16, False), (18, True)):
+        Copies.count = 0
+        with Copies():
+            side_by_side(D, whole)
+        counts.append(Copies.count)
+    assert counts[0] == 0 < min(counts[1:])
 
 
 def test_a_selective_checkpoint_keeps_o_and_lse_and_changes_no_bit():

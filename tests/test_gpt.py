@@ -1,6 +1,7 @@
 """The model is GPT-2's, or Llama's, by its fields; causal, whatever the attention."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -177,9 +178,8 @@ def test_activation_checkpointing_changes_no_bit_with_dropout_in_attention_and_b
     idx, targets = torch.randint(50, (2, 2, 40))
     found = []
     for form in FORMS[:2] if backend else FORMS:
-        layers = 1 if backend else 2  # a layer takes seconds to compile
-        model = gpt(impl, 0.3, 0.1, n_layer=layers, activation_checkpointing=form, **MODERN)
-        step = torch.compile(model, backend=backend) if backend else model
+        model = gpt(impl, 0.3, 0.1, n_layer=2, activation_checkpointing=form, **MODERN)
+        step = model.compiled(partial(torch.compile, backend=backend)) if backend else model
         torch.manual_seed(7)
         losses = [step(idx, targets) for _ in range(2)]
         sum(losses).backward()
@@ -280,6 +280,26 @@ def test_a_selective_checkpoint_computes_attention_once(impl, op, times, chunk):
         with Calls(op) as calls:
             model(*torch.randint(50, (2, 2, 64))).backward()
         assert calls.count == 3 * each
+
+
+@pytest.mark.parametrize(
+    ("windows", "graphs"), [(None, 4), ([*range(10, 20), None, None], 13)], ids=["alike", "eleven kinds"]
+)
+def test_blocks_that_are_alike_are_compiled_once_and_none_is_left_out(windows, graphs):
+    """Four graphs: the embedding, the first block, which has no addition to make, another block, and the loss."""
+    found, idx = [], torch.randint(50, (2, 2, 40))
+    torch._dynamo.reset()
+
+    def keep(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=12, n_head=2, n_embd=16, context_length=40, vocab_size=50)
+    model = GPT(config, AttentionConfig("naive", windows=windows))
+    loss = model.compiled(partial(torch.compile, backend=keep, fullgraph=True))(*idx)
+    assert len(found) == graphs
+    assert torch.equal(loss, model(*idx))
 
 
 def test_a_compiled_selective_checkpoint_computes_attention_once_and_changes_no_bit():

@@ -270,6 +270,25 @@ def test_the_triton_op_is_registered_as_torch_wants_it(sizes):
     torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, (q, k, v, *problem, False))
 
 
+def test_gradients_side_by_side_have_the_bits_of_those_put_together():
+    from kernels.op import heads_of
+
+    qkv = torch.randn(2, 300, 8 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    config, seed = AttentionConfig("triton", dropout_p=0.2), torch.tensor(7, device="cuda")
+
+    def attend(qkv, whole):
+        q, k, v = heads_of(qkv, 4, 2)
+        return attention(q, k, v, config, seed=seed, qkv=qkv if whole else None)
+
+    def both(function, whole):
+        o = function(qkv, whole)
+        return o, torch.autograd.grad(o.square().sum(), qkv)[0]
+
+    apart = both(attend, False)
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        assert all(torch.equal(a, b) for a, b in zip(both(function, True), apart, strict=True))
+
+
 def test_compiled_triton_is_one_graph_and_gives_the_same_bits():
     case = Case(300, D=64, H=4, H_kv=2, window=200, dropout_p=0.1)
     inputs = case.inputs(torch.bfloat16, "cuda")
@@ -543,7 +562,7 @@ def test_a_compiled_model_learns_as_the_plain_one_does(impl, dropout_p):
         torch.manual_seed(0)
         config = GPTConfig(n_layer=2, n_head=4, n_embd=128, context_length=256, vocab_size=257)
         model = GPT(config, AttentionConfig(impl, dropout_p=dropout_p)).cuda()
-        step = torch.compile(model) if compiled else model
+        step = model.compiled(torch.compile) if compiled else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         idx = torch.randint(257, (8, 257), device="cuda")
         losses.append([])

@@ -251,7 +251,12 @@ KERNELS = {  # names as the profiler has them
         "triton_red_fused_linalg_vector_norm_3",
         "aten::_fused_adamw_",
     ],
-    "norm": ["triton_per_fused__to_copy_add_native_layer_norm_backward_12", "aten::native_layer_norm"],
+    "norm": [
+        "triton_per_fused__to_copy_add_native_layer_norm_backward_12",
+        "norm_kernel",
+        "sum_kernel",
+        "aten::native_layer_norm",
+    ],
     "activation": ["triton_poi_fused__to_copy_gelu_backward_5", "aten::gelu"],
     "copies and casts": [
         "Memcpy HtoD (Pinned -> Device)",

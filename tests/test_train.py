@@ -1059,7 +1059,9 @@ def test_a_sample_is_written_with_weights_in_the_dtype_of_the_products(call, sma
     """Each made once: a tied head stays tied, and in float32 they are the model's own."""
     runs, models, write = [], [], training.run.write_sample
     monkeypatch.setattr(training.run, "write_sample", lambda run: runs.append(run) or write(run))
-    monkeypatch.setattr(training.run, "generate", lambda model, *rest: models.append(model) or generate(model, *rest))
+    monkeypatch.setattr(
+        training.run, "generate", lambda *given, **options: models.append(given[0]) or generate(*given, **options)
+    )
     arguments = ["steps=2", "sample_every=1", "sample_tokens=3", f"dtype={dtype}", "compile=false", "ema_decay=0.5"]
     assert call(train, *small, *arguments, f"runs={tmp_path}", "name=x").code == 0
     wanted = {"float32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -1069,6 +1071,25 @@ def test_a_sample_is_written_with_weights_in_the_dtype_of_the_products(call, sma
         own = model.norm.weight.data_ptr() == run.averaged.norm.weight.data_ptr()
         assert own == (dtype == "float32")
         assert run.averaged.training
+
+
+def test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights(call, small, tmp_path, monkeypatch):
+    texts, write = [], training.run.write_sample
+
+    def twice(run):
+        """By what is kept, as where steps are recorded, and by what is made anew."""
+        kept, run.train_step.way = run.writing, "recorded"
+        text, run.writing, kept = write(run), None, kept or run.writing
+        texts.append((text, write(run)))
+        run.writing, run.train_step.way = kept, "eager"
+        return text
+
+    monkeypatch.setattr(training.run, "write_sample", twice)
+    arguments = ["steps=3", "sample_every=1", "sample_tokens=20", "dtype=bf16", "compile=false", "optimizer.lr=0.1"]
+    assert call(train, *small, *arguments, "optimizer.warmup_steps=0", f"runs={tmp_path}", "name=x").code == 0
+    assert len(texts) == 3
+    assert len(set(texts)) > 1
+    assert all(kept == anew for kept, anew in texts)
 
 
 def test_a_checkpoint_that_its_thread_cannot_write_ends_the_run(call, small, tmp_path, monkeypatch):

@@ -19,6 +19,8 @@ Two decisions shape this file:
   refuses free text such as prompt="def f(x):".
 """
 
+import atexit
+import gc
 import inspect
 import os
 import re
@@ -123,6 +125,7 @@ def run(
     Ctrl-C, or 128 + the signal that a KeyboardInterrupt names. A ValueError is a user's mistake and prints one line on
     stderr; HYDRA_FULL_ERROR=1 prints the traceback. Any other exception is a bug and keeps its traceback.
     """
+    atexit.register(gc.freeze)  # or Python goes through torch's objects once more before it ends, for about a second
     file = Path(inspect.getfile(script))
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the shell's >&- has closed it

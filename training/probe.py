@@ -98,7 +98,7 @@ def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor
     door, listening = gpt.attention, True
 
     def recording(q, k, v, config, **options):
-        o = door(q, k, v, config, **options)
+        o = door(q, k, v, config, **options | {"qkv": None})  # or q, k and v would have no gradient
         if listening:  # activation checkpointing makes each call a second time, in the backward
             rest = (options[name] for name in ("break_it", "seed", "documents"))
             calls.append(Call(len(calls), q, k, v, o, config, *rest))

@@ -24,7 +24,7 @@ import torch
 
 from data.loader import Batch, Dataset, Prefetch, fingerprint, validation_batches
 from data.tokenizer import END_OF_TEXT, TextStream, to_json
-from model.generate import NotFinite, Sampler, generate
+from model.generate import Kept, NotFinite, Sampler, generate
 from model.gpt import GPT
 from training import awake, checkpoint, context
 from training.machine import DTYPES
@@ -74,6 +74,7 @@ class Run:
     left: float = math.inf  # seconds until max_minutes are over
     context: dict[str, float] | None = None  # what the context was worth before the first step, if it was measured
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
+    writing: "Writing | None" = None  # what writes samples, if it is kept
     code: int = 1  # exit code; loop() sets it when it returns
 
     @cached_property
@@ -192,21 +193,42 @@ def measure_the_context(run: Run) -> None:
         run.context = found
 
 
+class Writing(NamedTuple):
+    """What writes samples: the averaged model with weights in the dtype of the products, which no token has to cast."""
+
+    model: GPT
+    generator: torch.Generator  # of its own: training's random numbers stay as they are
+    keep: Kept  # on a GPU the recorded token
+
+
 def write_sample(run: Run) -> str:
     """A sample: the model's text after an end-of-text token, where documents begin. NotFinite as Sampler.choose()."""
     encoding = run.dataset.encoding
-    generator = torch.Generator(run.device).manual_seed(run.cfg.seed)  # leaves training's random numbers as they are
     end = encoding.encode_single_token(END_OF_TEXT)
     idx = torch.tensor([[end]], device=run.device)
     stream = TextStream(encoding)
-    # With weights in the dtype of the products, no token casts them, and a GPU can record it. deepcopy() takes these
-    # weights for the model's own, and so makes no copy in float32.
+    model, generator, keep = writing_of(run)
+    generator.manual_seed(run.cfg.seed)
+    tokens = map(int, generate(model, idx, run.cfg.sample_tokens, keep.sampler, generator, cache=keep))
+    # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
+    return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
+
+
+@torch.no_grad()
+def writing_of(run: Run) -> Writing:
+    """What writes samples, with the weights of today. In a run whose steps are recorded it stays from sample to sample,
+    because it takes most of a sample's time. It takes no memory from such steps: theirs is never given back."""
+    if run.writing is not None:
+        torch._foreach_copy_(list(run.writing.model.parameters()), list(run.averaged.parameters()))
+        return run.writing
+    # deepcopy() takes these weights for the model's own, and so makes no copy in float32.
     dtype = DTYPES[str(run.facts["dtype"])]
     weights = {id(p): torch.nn.Parameter(p.detach().to(dtype)) for p in run.averaged.parameters()}
-    with evaluation_mode(copy.deepcopy(run.averaged, weights)) as model:
-        tokens = map(int, generate(model, idx, run.cfg.sample_tokens, Sampler(), generator))
-        # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
-        return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
+    model, generator = copy.deepcopy(run.averaged, weights).eval(), torch.Generator(run.device)
+    writing = Writing(model, generator, Kept(model, 1, Sampler(), generator, cache=True))
+    if run.train_step.way == "recorded":
+        run.writing = writing
+    return writing
 
 
 def look(run: Run) -> dict[str, float]:

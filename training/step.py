@@ -25,6 +25,7 @@ import logging
 import math
 import time
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,8 @@ class TrainStep:
             model, averaged, optimizers, scaler, autocast
         )  # fmt: skip
         self.way, self.grad_clip, self.z_loss, self.stop_on_nan = way, grad_clip, z_loss, stop_on_nan
-        self.loss_of = model if way == "eager" else torch.compile(model, dynamic=False, options=COMPILE_OPTIONS)
+        compile = partial(torch.compile, dynamic=False, options=COMPILE_OPTIONS)
+        self.loss_of = model if way == "eager" else model.compiled(compile)
         weight = next(model.parameters())
         self.device = device = weight.device
         self.ahead = AHEAD.get(device.type, 0)
