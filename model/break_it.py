@@ -145,8 +145,8 @@ FAILURES = {
         "and so is o. In fp16 the weights lose digits below a score of -9.7.\n\n"
         "The gradients are wrong, too. delta is the row sum of do * o. If o is too small, so is delta. Then ds = p (dp "
         "- delta) is too large, and so is dq. If all weights are 0, the row has no gradient.\n\n"
-        "A row with one score above -87.3 is right. So the command sets attention.window=1, which leaves each row a "
-        "single score. The right ds of such a row is 0, so any other ds is an error",
+        "In float32 a row with one score above -87.3 is right. So the command sets attention.window=1, which leaves "
+        "each row a single score. The right ds of such a row is 0, so any other ds is an error",
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once the log-sum-exp of a row is below -87.3 (in fp16 once all its scores are below -9.7)",
         not_in_naive="naive has no running maximum",
@@ -205,7 +205,7 @@ FAILURES = {
     ),
     "bf16_ties": Failure(
         ("wide_output",),
-        "sums of 32 bits",
+        "float32 for the sum acc",
         "nothing: over 100 steps the loss differs from that of the unbroken run by no more than noise. python "
         "breakit.py failure=bf16_ties shows the errors of o",
         "each tile's product p v is rounded to 16 bits before it is added. Keys whose scores are equal to the maximum "

@@ -164,7 +164,7 @@ def test_the_times_are_those_of_the_results():
     naive, triton = (float(measured(impl, 16_384, "backward")["ms"]) for impl in ("naive", "triton"))
     assert f"naive takes {naive:.1f} ms for the {products('naive')[1]:g} products of its backward" in said
     assert f"triton take {triton:.1f} ms for {sum(kernel_products())}" in said
-    assert f"That is {naive / triton:.0f} times faster" in said
+    assert f"That is {naive / triton:.0f} times as fast" in said
 
 
 def test_the_memory_of_naive_is_that_of_the_results_and_of_six_tables():
