@@ -55,13 +55,13 @@ Each failure has two commands below:
 - The first command trains the default model with arguments that *wake* the failure: they make its condition hold.
   **Seen** says what the first 100 steps of this training show. Some commands set `break_it.score_gain=N`. It multiplies
   the scores by N, so that the failure shows in a short run.
-- The second command measures the failure in the lab, `python breakit.py`, which also wrote this page (commit
-  {commit}, torch {torch}, {device}). **Measured** has its figures, which are from small models.
+- The second command, `python breakit.py`, is the lab. It measures the failure on small models, and its figures are
+  under **Measured**. The lab also wrote this page (commit {commit}, torch {torch}, {device}).
 
 Under **Measured**:
 
-- The table takes q, k, v and gradients from {model}. "Scores x 24.7" says
-  that the lab multiplied the scores by 24.7. An error is |found - right| / |right|, where right is computed in float64.
+- The table takes q, k, v and gradients from {model}. "Scores x 24.7" means that the lab
+  multiplied the scores by 24.7. An error is |found - right| / |right|, where right is computed in float64.
 - The line below the table compares two short trainings, with and without the failure: 2 layers, 64 channels, a context
   of 128 tokens. A loss is the mean of the last ten steps.
 - In the pictures the unbroken algorithm is black and dashed. The broken one is in colour. A cross is a value that is

@@ -117,7 +117,7 @@ FAILURES = {
         ("rescale_sum",),
         "the rescaling of the sum l",
         "the loss falls as usual for 60 steps, then rises; the scores keep growing; never NaN",
-        "l is the sum of the weights. Without the rescaling, the weights of earlier tiles are too large in it. So l is "
+        "l is the sum of the weights. Without the rescaling, the weights of earlier tiles enter l too large. So l is "
         "too large, and o = acc / l is too small",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
@@ -127,8 +127,8 @@ FAILURES = {
         ("rescale_output",),
         "the rescaling of the output acc",
         "the loss falls as usual for 30 steps, then rises; o becomes several times too large; never NaN",
-        "acc is the sum of the weights times v. Without the rescaling, the weights of earlier tiles are too large in "
-        "it. l is right. So o = acc / l is too large",
+        "acc is the sum of the weights times v. Without the rescaling, the weights of earlier tiles enter acc too "
+        "large. l is right. So o = acc / l is too large",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, because it has one pass",
@@ -138,13 +138,15 @@ FAILURES = {
         "the low start of the running maximum",
         "rows of o are 0; at first the gradient norm is many times larger than in the unbroken run; the loss stays "
         "somewhat higher",
-        "the running maximum m starts at 0 and can only grow. If all scores of a row are negative, m stays 0 and the "
-        "weights are exp(s). At the end acc is divided by l, but never by less than the smallest normal float32, "
-        "exp(-87.3), so that a row without a key does not divide by 0. If l is smaller, o is too small. If all scores "
-        "are below -104, exp(s) is 0 in float32, and so is o. In fp16 the weights lose digits below a score of -9.7. "
-        "The backward takes delta, the row sum of do * o, from this o. If o is too small, so is delta, and ds = p (dp "
-        "- delta) and dq are too large. If all weights are 0, the row has no gradient. One score above -87.3 makes a "
-        "row right. So the command has attention.window=1: each row then has a single score, and its right ds is 0",
+        "the running maximum m starts at 0 and can only grow. If all scores of a row are far below 0, m stays 0, "
+        "and the weights exp(s) and their sum l are tiny. At the end tiled divides acc by max(l, exp(-87.3)), because "
+        "a row without a key has l = 0. (exp(-87.3) is the smallest normal float32.) So a row with a smaller l is "
+        "divided by too much, and its o is too small. If all scores of a row are below -104, all its weights are 0, "
+        "and so is o. In fp16 the weights lose digits below a score of -9.7.\n\n"
+        "The gradients are wrong, too. delta is the row sum of do * o. If o is too small, so is delta. Then ds = p (dp "
+        "- delta) is too large, and so is dq. If all weights are 0, the row has no gradient.\n\n"
+        "In float32 a row with one score above -87.3 is right. So the command sets attention.window=1, which leaves "
+        "each row a single score. The right ds of such a row is 0, so any other ds is an error",
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once the log-sum-exp of a row is below -87.3 (in fp16 once all its scores are below -9.7)",
         not_in_naive="naive has no running maximum",
@@ -152,8 +154,8 @@ FAILURES = {
     "local_mask": Failure(
         ("global_mask",),
         "the tile's position in the mask",
-        "from step 50 on the training and the validation loss are lower than in the unbroken run, because tokens see "
-        "the future; the samples make no sense",
+        "from step 50 on the training and the validation loss are far lower than in the unbroken run, because tokens "
+        "see the future; the samples make no sense",
         "each tile counts its rows and columns from 0, and the causal mask compares these numbers. So rows see keys of "
         "the future",
         wakes="attention.block_m=128 attention.block_n=32",
@@ -166,16 +168,18 @@ FAILURES = {
         "from step 50 on the loss is somewhat higher than in the unbroken run; never NaN",
         "the scores are sqrt(D) times too large. So softmax puts most of a row's weight on few keys, and with large "
         "scores nearly all on one. Then ds = p (dp - delta) is nearly 0, and the row hardly learns to look at another "
-        "key. In other rows dq and dk are too large, because ds k and ds q are not divided by sqrt(D) either",
+        "key. In rows whose weight is still spread over several keys, dq and dk are too large, because the factor "
+        "1 / sqrt(D) is missing in them, too",
         wakes="break_it.score_gain=10",
-        acts="always, and more with a larger head size D",
+        acts="always; the effect grows with the head size D",
     ),
     "unguarded_mask": Failure(
         ("guard_empty_rows",),
         "the guard for rows that have seen no key",
         "NaN at the first step, before the first update",
-        "as long as a row has seen no key, its maximum m is -inf, and exp(-inf - -inf) is NaN. The guard puts a finite "
-        "number in place of -inf",
+        "without the guard m starts at -inf. As long as a row has seen no key, its m stays -inf, and exp(-inf - -inf) "
+        "is NaN. With the guard, tiled and triton start m at the lowest finite float32, and naive replaces an m of "
+        "-inf by 0. (In zero_init_max m starts at 0: that is finite, but not low)",
         wakes="attention.window=8",
         acts="where a row sees no key of the first tile that is computed for it, for example under a window",
     ),
@@ -191,22 +195,24 @@ FAILURES = {
     "unrestored_seed": Failure(
         ("restore_seed",),
         "the reset of the dropout seed before a block is computed again",
-        "the first loss is right, and in 100 steps the loss hardly differs from that of the unbroken run. But dq, dk "
-        "and dv are wrong: metrics.jsonl records their error, as gradient_error",
+        "the first loss is right, and for 50 steps the loss hardly differs from that of the unbroken run; at step 100 "
+        "it is about 0.1 nats higher. dq, dk and dv are wrong from the first step on: metrics.jsonl records their "
+        "error, as gradient_error",
         "with activation checkpointing the backward computes each block a second time. Without the reset, dropout then "
-        "draws another mask. So the gradients belong to another network than the loss",
+        "draws another mask. So the loss is that of one dropout mask, and the gradients are those of another",
         wakes="attention.dropout_p=0.5 model.activation_checkpointing=true",
         acts="in the backward, with dropout and activation checkpointing",
     ),
     "bf16_ties": Failure(
         ("wide_output",),
-        "sums of 32 bits",
+        "float32 for the sum acc",
         "nothing: over 100 steps the loss differs from that of the unbroken run by no more than noise. python "
         "breakit.py failure=bf16_ties shows the errors of o",
         "each tile's product p v is rounded to 16 bits before it is added. Keys whose scores are equal to the maximum "
-        "have a weight of exactly 1. If their values have one sign, their sum often lies halfway between two 16-bit "
-        "numbers. The small weights of the other keys then decide the rounding, and they move it away from 0 every "
-        "time. Over thousands of steps this bias may add up (Qiu and Yao 2025, arXiv 2510.04212)",
+        "have a weight of exactly 1. The sum of their values often lies halfway between two 16-bit numbers. Then the "
+        "other keys decide how it is rounded. If all values have the same sign, these keys move the sum a little "
+        "further from 0, so it is rounded away from 0, every time. Over thousands of steps this bias may add up (Qiu "
+        "and Yao 2025, arXiv 2510.04212)",
         wakes="dtype=bf16",
         acts="in 16 bits, where several scores of a row are equal to its maximum",
         not_in_naive="naive has one product and rounds it once",

@@ -274,7 +274,7 @@ def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> Non
     Raises ValueError if config has softmax_scale, dropout_p or documents. The model's forward raises ValueError, one
     line, for what our attention cannot compute: padding, packed texts and any other mask than a causal one with a
     window. If transformers builds a mask, each layer compares it, (B, T, T_k). transformers looks for packed texts only
-    with use_cache=False; else it takes them for one text, with every attention.
+    with use_cache=False; else it takes them for one text, also with its own eager and sdpa attention.
     """
     for option, usual in (("softmax_scale", None), ("dropout_p", 0), ("documents", False)):
         if (value := getattr(config, option)) != usual:

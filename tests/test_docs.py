@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import statistics
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -145,7 +146,7 @@ def products(impl: str) -> list[float]:
 def test_the_products_of_both_passes():
     (naive, naive_backward), (same, tiled_backward) = products("naive"), products("tiled")
     assert naive == same
-    said = section("What is saved, and what is not")
+    said = section("What gets cheaper, and what does not")
     assert f"forward has {naive:g} such products in naive and in tiled" in said
     assert f"backward has {naive_backward:g} in naive and {tiled_backward:g} in tiled" in said
     table = tables("product")
@@ -162,10 +163,11 @@ def measured(impl: str, T: int, which: str) -> dict[str, str]:
 
 
 def test_the_times_are_those_of_the_results():
-    said = section("What is saved, and what is not")
+    said = section("What gets cheaper, and what does not")
     naive, triton = (float(measured(impl, 16_384, "backward")["ms"]) for impl in ("naive", "triton"))
     assert f"naive takes {naive:.1f} ms for the {products('naive')[1]:g} products of its backward" in said
     assert f"triton take {triton:.1f} ms for {sum(kernel_products())}" in said
+    assert f"That is {naive / triton:.0f} times as fast" in said
 
 
 def test_the_memory_of_naive_is_that_of_the_results_and_of_six_tables():
@@ -331,6 +333,8 @@ def test_the_rounding_of_a_key_with_all_the_weight():
     rounded = weight.bfloat16().float()
     found = [row[2] for row in tables("| with the true maximum | with m too small by 0.3")]
     assert found == [f"{weight:.4f}", f"{rounded:.4f}", f"{weight:.4f}", f"{rounded / weight:.4f} v"]
+    assert f"This o is {100 * (rounded / weight - 1):.2f} % too large" in GPU
+    assert f"it is {100 * (rounded / weight - 1):.2f} % of dp" in GPU
 
 
 @pytest.mark.parametrize("row", tables("keys, score, v"), ids=lambda row: row[0])
@@ -369,7 +373,7 @@ def test_a_score_modifier_goes_where_the_page_says(row):
 
 def test_the_bias_of_sums_of_16_bits():
     bias = tied_errors(3, BreakIt(wide_output=False)).mean().abs()
-    assert f"with three such scores, o is off by {bias:.2f} of bf16's last digit on average" in PAGE
+    assert f"with three such scores, o is off on average by {bias:.2f} of the distance between" in PAGE
     assert f"{drop_threshold(0.1)} of 256, {drop_threshold(0.1) / 2.56:.1f} %" in section("Dropout")
     assert f"Z is then 256 / {256 - drop_threshold(0.1)}" in section("Dropout")
 
@@ -390,7 +394,17 @@ def test_the_versions_and_the_flops_on_the_results_page():
             found = {(row["device"], row["torch"][:4], row["triton"][:3]) for row in csv.DictReader(file)}
         assert found == {("NVIDIA H200", "2.11", "3.6")}
     forward, backward = (2 * PASSES[which] for which in ("forward", "backward"))
-    assert f"counts as {forward:g} matrix products of the visible scores and a backward as {backward:g}," in said
+    assert f"those of {forward:g} matrix products in a forward and {backward:g} in a backward," in said
+
+
+def test_the_speeds_with_and_without_kept_memory_are_medians_of_the_logs():
+    log = " ".join((ROOT / "LOG.md").read_text(encoding="utf-8").split("**Keeping freed memory**")[1].split())
+    runs = [[float(x) for x in found.split()] for found in re.findall(r"(?:sdpa|tiled) ((?:1?\.\d+ ?){13})", log)[:4]]
+    assert [len(found) for found in runs] == [13] * 4
+    sdpa, own, kept, own_kept = (f"{statistics.median(found):.2f}" for found in runs)
+    said = " ".join(RESULTS.split())
+    assert f"speed of sdpa was {sdpa} times nanoGPT's, and that of tiled {own}." in said
+    assert f"kept its memory too, they were {kept} and {own_kept}." in said
 
 
 # --- docs/exercises.md -----------------------------------------------------------------------------------------------
@@ -665,7 +679,7 @@ def test_the_times_of_naives_operations_are_those_of_the_roofline():
     text = " ".join(section("Traffic").split())
     for figure in (
         f"a copy moved {copied:.2f} TB/s", f"did {multiplied:.0f} TFLOP/s",
-        f"is {multiplied / copied:.0f} FLOPs per byte", f"move {mb / 1e3:.1f} GB",
+        f"is {round(multiplied) / round(copied, 2):.0f} FLOPs per byte", f"move {mb / 1e3:.1f} GB",
         f"A copy of {mb / 1e3:.1f} GB takes {mb / 1e3 / copied:.1f} ms", f"add up to {ms:.1f} ms",
         f"{24 * 4096**2 * (16 * 4 + 4 * 2) / 1e9:.1f} GB of this are the 20 tables", f"takes {naive:.1f} ms",
         f"take {of_products:.2f} ms of it, {of_products / ms:.0%}".replace("%", " %"),
@@ -687,6 +701,15 @@ def test_what_long_contexts_are_worth_is_what_was_measured():
     assert f"{long['loss_given_16384']:.3f} in windows' second halves" in recipe
     assert f"these bytes better, with {short['loss_given_01024']:.3f}" in recipe
     assert f"{found['recall at 16,384, window of 32', 300]['recall_accuracy']:.1%}".replace("%", " %") in page
+    told: dict[bool | None, list[float]] = {}  # told up to 3,072 tokens back: True; 4,096: False; further: None
+    for key, share in found["passkey", 3000].items():
+        if cell := re.fullmatch(r"passkey_(\d+)_depth_(\d+)", key):
+            back = int(cell[1]) * (100 - int(cell[2])) // 100
+            told.setdefault(back <= 3072 if back <= 4096 else None, []).append(share)
+    near, at, beyond = (sum(told[where]) / len(told[where]) for where in (True, False, None))
+    assert f"{near:.0%} of the numbers that were told up to 3,072 tokens back".replace("%", " %") in page
+    assert f"{at:.0%} of those 4,096 back".replace("%", " %") in page
+    assert beyond == 0
     recipe = (ROOT / "conf/experiment/long_extend.yaml").read_text(encoding="utf-8")
     for name, label in (("long_extend", "YaRN"), ("long_extend with rope_base=1e6", "model.rope_base=1e6")):
         before, after = found[name, 0], found[name, 100]
