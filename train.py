@@ -56,6 +56,7 @@ from training.parallel import (
     ParallelConfig,
     Ranks,
     Unheard,
+    begin,
     divide,
     join,
     own_device,
@@ -338,6 +339,8 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
             broken=broken,
             resume_step=step if same_run else None,
         )
+    ranks.wait()  # until the first has the folder
+    begin()
     run = Run(
         cfg=cfg, folder=folder, facts=facts, device=device, autocast=autocast, dataset=dataset, batches=batches,
         accumulation=accumulation, model=model, averaged=averaged, optimizers=optimizers, scaler=scaler,

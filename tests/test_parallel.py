@@ -15,6 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 
+import bench
+import sample
 import train
 from model import dropout
 from model.attention import AttentionConfig, attention
@@ -214,7 +216,12 @@ def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
         (1, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there is 1"),
         (3, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there are 3"),
         (3, ["parallel.context=3"], "model.n_head=2 is not divisible by 3"),
-        (2, ["parallel.context=2"], "parallel.context=2 cuts sequences of 32 tokens into 2 parts"),
+        (2, ["parallel.context=2"], "cuts sequences of model.context_length=32 tokens into 2 parts"),
+        (
+            2,
+            ["parallel.context=2", "model.context_length=64", "length_warmup_steps=1", "length_warmup_from=32"],
+            "sequences of length_warmup_from=32 tokens into 2 parts, which have to be multiples of 32: use a length_",
+        ),
         (2, ["parallel.context=0"], "parallel.context=0 must be at least 1"),
         (2, ["probe.every=1"], "probe.every=1 looks at the batches of one process"),
         (2, ["break_it=no_max"], "break_it=no_max is looked at in one process"),
@@ -250,6 +257,28 @@ def test_a_run_that_torchrun_may_start_again_needs_a_name(call, small, tmp_path,
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     ended = call(train, *small, f"runs={tmp_path}", "steps=1")
     assert ended.err.startswith("train: torchrun --max-restarts")
+
+
+def test_a_restart_goes_on_with_its_own_run_only(call, small, tmp_path, monkeypatch):
+    """The first start refuses a name that another run has. The next must not resume that run instead."""
+    arguments = [*small, "name=other", f"runs={tmp_path / 'runs'}", "checkpoint_every=1"]
+    assert call(train, *arguments, "steps=1").code == 0
+    launch(monkeypatch, 1)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for start in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"attempt_{start}" / "0" / "error.json"))
+        assert "exists already" in call(train, *arguments, "steps=2", "optimizer.lr=0.1").err
+    assert call(train, *arguments, "steps=2", "resume=auto").code == 0
+    assert call(train, *arguments, "steps=3").code == 0  # as torchrun starts this one again
+
+
+@pytest.mark.parametrize("script", [sample, bench])
+def test_other_scripts_are_one_process(script, call, monkeypatch):
+    launch(monkeypatch, 2)
+    ended = call(script)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert f"torchrun has started 2: use python {script.__name__}.py" in ended.err
 
 
 def test_a_rank_that_loses_another_says_so_in_one_line(monkeypatch):

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -177,10 +178,11 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
                 f"parallel.context={N}: each process computes a share of the heads, and model.{heads}="
                 f"{getattr(cfg.model, heads)} is not divisible by {N}"
             )
-    if N > 1 and cfg.length_at(1) % (32 * N):
+    if N > 1 and (short := cfg.length_at(1)) % (32 * N):
+        key = "model.context_length" if short == cfg.model.context_length else "length_warmup_from"
         raise ValueError(
-            f"parallel.context={N} cuts sequences of {cfg.length_at(1)} tokens into {N} parts, which have to be "
-            f"multiples of 32: use a model.context_length that is divisible by {32 * N}"
+            f"parallel.context={N} cuts sequences of {key}={short} tokens into {N} parts, which have to be multiples "
+            f"of 32: use a {key} that is divisible by {32 * N}"
         )
     group, data = "", ranks.size // N
     if N > 1:
@@ -345,6 +347,24 @@ def launcher() -> list[str]:
     return ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
 
 
+def begun() -> Path | None:
+    """A file that all starts of this torchrun on this machine share, there once the run has its folder. None if
+    torchrun cannot start them again, or has no folder for it (--log-dir=/dev/null)."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/LOCAL_RANK/error.json
+    again = by_torchrun() and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0
+    return Path(error_file).parents[2] / "begun" if again and error_file else None
+
+
+def begin() -> None:
+    """Lets torchrun's later starts go on with this run. To be called when all ranks know that its folder is theirs."""
+    if file := begun():
+        file.touch()
+
+
 def restarted() -> bool:
-    """Whether torchrun has started the processes again, after one has failed."""
-    return by_torchrun() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    """Whether torchrun has started the processes again, after one has failed, and had begun their run before. If not,
+    a run of that name is another one, which the first start has refused to touch."""
+    if not by_torchrun() or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0:
+        return False
+    file = begun()
+    return file is None or file.exists()
