@@ -143,8 +143,8 @@ FAILURES = {
         "a row without a key has l = 0. (exp(-87.3) is the smallest normal float32.) So a row with a smaller l is "
         "divided by too much, and its o is too small. If all scores of a row are below -104, all its weights are 0, "
         "and so is o. In fp16 the weights lose digits below a score of -9.7.\n\n"
-        "The gradients are wrong, too. delta is the row sum of do * o. If o is too small, so is delta. Then ds = p (dp "
-        "- delta) is too large, and so is dq. If all weights are 0, the row has no gradient.\n\n"
+        "The gradients are wrong, too. delta is the row sum of do * o. If o is too small, delta is too near 0. Then "
+        "ds = p (dp - delta) is wrong, and so are dq and dk. If all weights are 0, the row has no gradient.\n\n"
         "In float32 a row with one score above -87.3 is right. So the command sets attention.window=1, which leaves "
         "each row a single score. The right ds of such a row is 0, so any other ds is an error",
         wakes="break_it.score_gain=1000 attention.window=1",
@@ -205,7 +205,7 @@ FAILURES = {
     ),
     "bf16_ties": Failure(
         ("wide_output",),
-        "float32 for the sum acc",
+        "float32 for each tile's product p v",
         "nothing: over 100 steps the loss differs from that of the unbroken run by no more than noise. python "
         "breakit.py failure=bf16_ties shows the errors of o",
         "each tile's product p v is rounded to 16 bits before it is added. Keys whose scores are equal to the maximum "

@@ -681,7 +681,7 @@ def test_the_times_of_naives_operations_are_those_of_the_roofline():
         f"a copy moved {copied:.2f} TB/s", f"did {multiplied:.0f} TFLOP/s",
         f"is {round(multiplied) / round(copied, 2):.0f} FLOPs per byte", f"move {mb / 1e3:.1f} GB",
         f"A copy of {mb / 1e3:.1f} GB takes {mb / 1e3 / copied:.1f} ms", f"add up to {ms:.1f} ms",
-        f"{24 * 4096**2 * (16 * 4 + 4 * 2) / 1e9:.1f} GB of this are the 20 tables", f"takes {naive:.1f} ms",
+        f"{24 * 4096**2 * (16 * 4 + 4 * 2) / 1e9:.1f} GB of this are 20 reads or writes of an N x N table", f"takes {naive:.1f} ms",
         f"take {of_products:.2f} ms of it, {of_products / ms:.0%}".replace("%", " %"),
         f"do {1e3 * gflop / moved:.0f} FLOPs per byte", f"takes {triton:.2f} ms for the same {gflop:.0f} GFLOP",
         f"{naive / triton:.0f} times as fast", f"{float(whole['triton']['mb']):.0f} MB",
