@@ -495,7 +495,7 @@ def of_the_op(dtype: torch.dtype) -> tuple:
     inputs = Case(8, B=1, H=1, D=16).inputs(dtype)
     q, k, v = (inputs[name].requires_grad_() for name in "qkv")
     problem = Problem(8, 8, scale=0.25, window=21, seed=torch.tensor(SEED), drop_threshold=77)
-    return q, k, v, *problem, False
+    return q, k, v, *problem, False, "auto"
 
 
 def test_the_op_is_registered_as_torch_wants_it():
