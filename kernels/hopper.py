@@ -6,10 +6,11 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
 The steps have the numbers of model/attention.py; kernels/flash.py has the same forward without this page's machinery.
 kernels/op.py calls launch_forward.
 
-One program computes CONSUMERS tiles of ROWS query rows each. Its warps have different jobs:
+A group is CONSUMERS tiles of ROWS query rows each. Each processor runs one program, which computes one group after the
+other. Its warps have different jobs:
 
-    producer    one warp: copies q, then tiles of k and v, from memory to shared memory, ahead of their use (TMA)
-    consumer    four warps (a warpgroup) for each tile of queries: steps 1 to 6
+    producer    one warp: takes the groups; copies q, then tiles of k and v, to shared memory, ahead of their use (TMA)
+    consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
 
 - Copies and matrix products are asynchronous. A consumer starts the product q k^T of a tile and the product p v of the
   tile before, and computes the softmax of one while the other still runs. The other consumers' products fill the rest.
@@ -17,7 +18,8 @@ One program computes CONSUMERS tiles of ROWS query rows each. Its warps have dif
 - p never leaves the registers: it is the first operand of p v as it came out of the softmax.
 - Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is the first one, outside
   of the loop.
-- The programs with the most work start first.
+- A program takes its next group from a counter in memory, and copies its tiles while this group is still computed.
+- tests/gluon_on_cpu.py runs this file on a CPU, in many orders of its jobs and copies.
 
 Limits: float16 and bfloat16, D 64 or 128, and no mask but the causal one. kernels/op.py sends the rest to flash.py.
 
@@ -97,8 +99,8 @@ class Shared(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 # The launch.
 
-# (head size, RAGGED) -> ROWS, BLOCK_N, CONSUMERS, STAGES: the fastest on an H200 (LOG.md). With RAGGED, three
-# consumers would have too few registers.
+# (head size, RAGGED) -> ROWS, BLOCK_N, CONSUMERS, STAGES. Head size 128: the fastest tried on an H200 (LOG.md). Head
+# size 64: not timed. With RAGGED, three consumers would have too few registers.
 TILES = {
     (64, False): (64, 128, 3, 2),
     (64, True): (64, 128, 2, 2),

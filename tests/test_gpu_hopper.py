@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from model.attention import AttentionConfig, attention, left_to_portable
 from model.break_it import BreakIt
 from tests.reference import Case, assert_within_budget, case_name, error, largest, run
+from tests.test_hopper import PLACES, dominated
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
@@ -47,31 +48,17 @@ def test_hopper_is_within_twice_naives_error(case, D, dtype):
     assert_within_budget(run(inputs, case, HOPPER), run(inputs, case, NAIVE), in_float64(inputs, case))
 
 
-def dominated(D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool) -> dict:
-    """Inputs whose keys at `places` have scores about `above` nats higher than the others; they differ by `apart`."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, do = (torch.randn(2, 2, 640, D, device="cuda", generator=generator) for _ in range(4))
-    q, k = q * 0.05, k * 0.05
-    q[..., 0], k[..., 0] = 1, 0
-    for number, place in enumerate(places):
-        k[..., place, 0] = above + apart * number
-        if same_values:
-            v[..., place, :] = v[..., places[0], :]
-    made = {"q": q, "k": k, "v": v, "do": do}
-    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(2, 2, 640, device="cuda")}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
-@pytest.mark.parametrize("places", [[70], [70, 71], [5, 300], [300, 70], [5, 140, 300, 301]], ids=str)
+@pytest.mark.parametrize("places", PLACES, ids=str)
 def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
     """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within 1.1 times
     the error of PyTorch's FlashAttention."""
     case = Case(640, D=D, softmax_scale=1.0)
     for above in (8.0, 16.0, 30.0):
         for apart in (0.0, 0.125):
-            inputs = dominated(D, dtype, above, apart, places, same_values)
+            inputs = dominated(D, dtype, above, apart, places, same_values, 640, "cuda")
             reference = in_float64(inputs, case)
             found, naive = run(inputs, case, HOPPER), run(inputs, case, NAIVE)
             assert_within_budget(*({name: x[name] for name in ("o", "lse")} for x in (found, naive, reference)))

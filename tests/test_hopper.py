@@ -15,9 +15,13 @@ NAIVE = AttentionConfig("naive")
 WHOLE = on_cpu()
 
 
-def forward(hopper, case: Case, seed: int, dtype=torch.bfloat16) -> dict[str, Tensor]:
+# The keys that dominate in dominated(): in one tile or two, the later ones in earlier tiles, and in two pairs.
+PLACES = [[70], [70, 71], [5, 300], [300, 70], [5, 140, 300, 301]]
+
+
+def forward(hopper, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
     """o and lse by hopper. seed: of the order of its jobs, which run on one to three processors."""
-    inputs = case.inputs(dtype)
+    inputs = inputs or case.inputs(dtype)
     q, k, v = (inputs[name] for name in "qkv")
     o, lse, lse2 = torch.full_like(q, torch.nan), *torch.full((2, *q.shape[:3]), torch.nan).unbind()
     problem = Problem(q.shape[2], k.shape[2], case.softmax_scale or case.D**-0.5, case.causal)
@@ -26,8 +30,8 @@ def forward(hopper, case: Case, seed: int, dtype=torch.bfloat16) -> dict[str, Te
     return {"o": o, "lse": lse}
 
 
-def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16) -> dict[str, Tensor]:
-    inputs = case.inputs(dtype)
+def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
+    inputs = inputs or case.inputs(dtype)
     q, k, v = (inputs[name].to(of) for name in "qkv")
     o, lse = attention(q, k, v, NAIVE, causal=case.causal, softmax_scale=case.softmax_scale, return_lse=True)
     return {"o": o, "lse": lse}
@@ -51,6 +55,35 @@ def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16) -> dict[str, Tensor
 def test_it_is_within_twice_naives_error(case, dtype):
     found = forward(WHOLE, case, 0, dtype)
     assert_within_budget(found, naive(case, dtype, dtype), naive(case, torch.float64, dtype))
+
+
+def dominated(
+    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, T: int, device="cpu"
+) -> dict[str, Tensor]:
+    """Inputs whose keys at `places` have scores about `above` nats higher than the others; they differ by `apart`."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, T, D, device=device, generator=generator) for _ in range(4))
+    q, k = q * 0.05, k * 0.05
+    q[..., 0], k[..., 0] = 1, 0
+    for number, place in enumerate(places):
+        k[..., place, 0] = above + apart * number
+        if same_values:
+            v[..., place, :] = v[..., places[0], :]
+    made = {"q": q, "k": k, "v": v, "do": do}
+    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(1, 2, T, device=device)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
+    """tests/test_gpu_hopper.py has the gradients too."""
+    case = Case(340, B=1, D=D, softmax_scale=1.0)
+    for above, apart in ((8.0, 0.0), (16.0, 0.125), (30.0, 0.0)):
+        inputs = dominated(D, dtype, above, apart, places, same_values, case.T)
+        found = forward(WHOLE, case, 0, dtype, inputs)
+        assert_within_budget(found, naive(case, dtype, dtype, inputs), naive(case, torch.float64, dtype, inputs))
 
 
 @pytest.mark.parametrize("case", [Case(400, D=64, B=1, H_kv=1), Case(260, D=128, B=1)], ids=case_name)
