@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels.problem import Problem
-from model.attention import AttentionConfig, attention
+from model.attention import AttentionConfig, attention, left_to_portable, resolve
 from tests.gluon_on_cpu import launch, on_cpu
 from tests.reference import Case, assert_within_budget, case_name
 
@@ -123,3 +123,24 @@ def test_some_order_shows_a_wait_that_is_missing(line, instead):
         if not all(torch.equal(found[name], right[name]) for name in right):
             return
     raise AssertionError("no order showed it")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, "it runs on Hopper GPUs (sm_90), not on cpu"),
+        ({"kernel": "portable"}, "attention.kernel=portable"),
+        ({"windows": [8, None]}, "it has no attention.windows=[8, None]"),
+        ({"dropout_p": 0.1}, "it has no attention.dropout_p=0.1"),
+        ({"autotune": True}, "attention.autotune=true tunes the portable kernels"),
+    ],
+    ids=str,
+)
+def test_a_run_says_why_it_has_the_portable_forward(changed, why):
+    config = AttentionConfig(**{"impl": "triton", **changed})
+    assert left_to_portable(config, torch.device("cpu")) == why
+
+
+def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
+    with pytest.raises(ValueError, match=r"kernel=hopper: it has no attention\.window=8; use "):
+        resolve(AttentionConfig("triton", kernel="hopper", window=8), "cpu")

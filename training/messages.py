@@ -42,7 +42,7 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     elif attention.impl == "triton":
         dtype = DTYPES[str(run.facts["dtype"])]
         why = left_to_portable(attention, run.device, cfg.break_it, cfg.model.head_size, dtype)
-        detail = f", portable kernels (hopper: {why})" if why else ", hopper forward, portable backward"
+        detail = f", portable kernels (not hopper.py: {why})" if why else ", forward of hopper.py"
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n, kernel=attention.kernel)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
