@@ -164,7 +164,8 @@ def main(cfg: Config) -> None:
 
     attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
     if cfg.impl is not None:
-        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order)  # others than tiled refuse `order`
+        # Most others refuse these two.
+        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order, kernel=AttentionConfig.kernel)
     model = trained.network(attention, device).to(DTYPES[pick_dtype(cfg.dtype, device)]).eval()
 
     broken = trained.state["broken"]

@@ -1,4 +1,5 @@
-"""Calls the kernels of flash.py: checks inputs, launches, registers the op for torch.compile and its autograd.
+"""Calls the kernels of flash.py and hopper.py: checks inputs, launches, registers the op for torch.compile and its
+autograd.
 
     o, lse = flash_attention(q, k, v, Problem(T, T_k, scale=D**-0.5))
 
@@ -6,14 +7,15 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
 The file reads top down. flash_attention checks its inputs, and calls either the op or Eager, which skips the op.
-forward launches forward_kernel. gradients launches dq_kernel and then dkdv_kernel. kernels/task.py turns a Problem
-(kernels/problem.py) into the Task that the kernels take.
+forward launches the forward_kernel of flash.py or, where it can, that of hopper.py. gradients launches dq_kernel and
+then dkdv_kernel. kernels/task.py turns a Problem (kernels/problem.py) into the Task that the kernels of flash.py take.
 """
 
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -28,7 +30,9 @@ from kernels.task import SOFTMAX, how_for, in_tiles, mask_of, task_for
 # The entry point.
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune: bool = False) -> tuple[Tensor, Tensor]:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune: bool = False, kernel: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """o = dropout(softmax(q k^T * scale + mask)) v, and the log-sum-exp of the scores; both have gradients.
 
     q (B, H, T, D); k, v (B, H_kv, T_k, D), float32, float16 or bfloat16, H a multiple of H_kv, D at most 256, any
@@ -37,34 +41,40 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune:
     problem: what to compute.
     autotune: time several tile sizes at the first call of a kind, and keep the fastest. Two runs may choose different
     tiles, and then the last bits of their results differ.
+    kernel: of the forward. portable: flash.py's; hopper: hopper.py's; auto: hopper.py's at the head sizes of TAKEN,
+    where it can, else flash.py's.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row that sees
     no key gives o = 0, lse = -inf and gradients 0.
-    Raises ValueError for an unsupported dtype, head size or GPU. Shapes and devices are not checked here; attention()
-    in model/attention.py does that.
+    Raises ValueError for an unsupported dtype, head size or GPU, and for kernel="hopper" where that cannot compute it.
+    Shapes and devices are not checked here; attention() in model/attention.py does that.
     """
-    check(q, problem, autotune)
-    o, lse, _ = (torch.ops.tilegpt.flash_forward if is_traced(q) else Eager.apply)(q, k, v, *problem, autotune)
+    check(q, problem, autotune, kernel)
+    o, lse, _ = (torch.ops.tilegpt.flash_forward if is_traced(q) else Eager.apply)(q, k, v, *problem, autotune, kernel)
     return o, lse
 
 
-def flash_attention_of(qkv: Tensor, H: int, H_kv: int, problem: Problem, autotune: bool = False) -> Tensor:
+def flash_attention_of(
+    qkv: Tensor, H: int, H_kv: int, problem: Problem, autotune: bool = False, kernel: str = "auto"
+) -> Tensor:
     """o of flash_attention() for q, k and v that lie side by side: qkv (B, T, (H + 2 H_kv) D).
 
     The kernels write the gradient as one tensor, too. Those of q, k and v would have to be put together by a copy.
     """
     q, k, v = heads_of(qkv, H, H_kv)
     if not qkv.is_contiguous() or q.shape[-1] * q.itemsize % 16:  # a descriptor could not write it
-        return flash_attention(q, k, v, problem, autotune)[0]
-    check(q, problem, autotune)
-    return SideBySide.apply(qkv, H, H_kv, is_traced(qkv), *problem, autotune)
+        return flash_attention(q, k, v, problem, autotune, kernel)[0]
+    check(q, problem, autotune, kernel)
+    return SideBySide.apply(qkv, H, H_kv, is_traced(qkv), *problem, autotune, kernel)
 
 
-def check(q: Tensor, problem: Problem, autotune: bool) -> None:
+def check(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> None:
     """Raises the ValueError of flash_attention()."""
     if (refused := refusal(q.dtype, q.shape[-1], q.device)) is not None:
         raise ValueError(refused)
     if autotune and "global_mask" in problem.without:
         raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
+    if kernel == "hopper" and (refused := not_by_hopper(q, problem, autotune, kernel)):
+        raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
 
 
 def is_traced(x: Tensor) -> bool:
@@ -142,18 +152,59 @@ def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
     return None
 
 
+def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> str:
+    """Why the forward is left to flash.py, as the end of a message; empty if hopper.py computes it."""
+    if autotune:
+        return "attention.autotune=true tunes the portable kernels"
+    # Everything that is neither a length, the scale nor the causal mask.
+    if problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64) != Problem(0, 0):
+        return "it has no window, documents, positions, block mask, softcap, alibi, dropout or break_it"
+    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
+
+
+# Head sizes at which attention.kernel=auto takes hopper.py. None yet: its last form was not run on a GPU (LOG.md).
+TAKEN: tuple[int, ...] = ()
+
+
+@cache
+def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str) -> str:
+    """Why hopper.py does not compute attention of this dtype, head size and GPU; empty if it does."""
+    if kernel == "portable":
+        return "attention.kernel=portable"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return f"it runs on Hopper GPUs (sm_90), not on {name}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it has float16 and bfloat16, not {dtype}"
+    if D not in (64, 128):
+        return f"it has head sizes 64 and 128, not {D}"
+    if kernel == "auto" and D not in TAKEN:
+        return "attention.kernel=hopper takes it"
+    try:
+        import kernels.hopper  # noqa: F401  (Gluon's names change from one Triton to the next)
+    except (ImportError, AttributeError) as error:
+        return f"it wants Triton 3.6 to 3.9, not {triton.__version__} ({error})"
+    return ""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Launches.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor, Tensor]:
     """Returns o, lse, and lse in base 2 for the backward. Converting lse to base 2 there would round it, and that would
-    scale all weights of a row by the same wrong factor. description: the fields of a Problem, then autotune."""
-    problem, autotune = Problem(*description[:-1]), description[-1]
+    scale all weights of a row by the same wrong factor. description: the fields of a Problem, autotune, kernel."""
+    problem, autotune, kernel = Problem(*description[:-2]), *description[-2:]
     o, lse, lse2 = empty_results(q)
     if q.numel() == 0:
         return o, lse, lse2
     q, k, v = aligned(q), aligned(k), aligned(v)
+    if not not_by_hopper(q, problem, autotune, kernel):
+        from kernels.hopper import launch_forward  # imported here: other GPUs need no Gluon
+
+        with on(q.device):
+            launch_forward(q, k, v, o, lse, lse2, problem)
+        return o, lse, lse2
     B, H, T, _ = q.shape
     mask = mask_of(problem, sizes.tiles_for("forward", q, problem.seed is not None)[:2])
     # Not with alibi, which lowers the scores of distant keys. Without a causal mask the tiles that compute their
@@ -198,7 +249,7 @@ def write_gradients(
     dlse: Tensor | None, *description,
 ) -> None:  # fmt: skip
     """Writes gradients() into the tensors `found`: dq, dk and dv, which a descriptor can write."""
-    problem, autotune = Problem(*description[:-1]), description[-1]
+    problem, autotune = Problem(*description[:-2]), description[-2]
     dq, dk, dv = found
     if q.numel() == 0:
         dk.zero_()
@@ -239,7 +290,7 @@ def write_gradients(
 # ---------------------------------------------------------------------------------------------------------------------
 # The op and its autograd. A Problem is passed as its fields.
 
-INPUTS = f"{FIELDS}, bool autotune"
+INPUTS = f"{FIELDS}, bool autotune, str kernel"
 RESULTS = "(Tensor, Tensor, Tensor)"
 flash_forward = torch.library.custom_op(
     "tilegpt::flash_forward", forward, mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {INPUTS}) -> {RESULTS}"

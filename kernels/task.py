@@ -6,7 +6,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, D head size.
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -200,24 +200,35 @@ class Strided(NamedTuple):
     width: int  # D
 
 
-def in_tiles(x: Tensor, rows: int) -> TensorDescriptor | Strided:
-    """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D."""
+def in_tiles(x: Tensor, rows: int, layout: Any = None) -> TensorDescriptor | Strided:
+    """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D. layout: of such a tile in
+    shared memory, for kernels/hopper.py, which says it itself."""
     if not sizes.has_descriptors(x.device):
         b, h, t = strides_of(x.shape, x.stride())
         return Strided(x, b, h, t, x.shape[2], x.shape[3])
     # This skips __init__ and its checks: checked() has run them for this kind of tensor. It takes 0.8 us instead of
     # 3.0. A forward and backward make 16 descriptors, so their host time is a sixth shorter (LOG.md).
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(checked(x.shape, x.stride(), x.dtype, rows))
+    kind, attributes = checked(x.shape, x.stride(), x.dtype, rows, layout)
+    descriptor: Any = object.__new__(kind)
+    vars(descriptor).update(attributes)
     descriptor.base = x
     return descriptor
 
 
 @lru_cache(1024)
-def checked(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict:
-    """The attributes of a descriptor that Triton made and checked."""
+def checked(
+    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int, layout: Any
+) -> tuple[type, dict]:
+    """The class and the attributes of a descriptor that Triton made and checked."""
     block = [1, 1, rows, block_d(shape[3])]
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*strides_of(shape, stride), 1], block))
+    tensor = torch.empty(0, dtype=dtype), list(shape), [*strides_of(shape, stride), 1], block
+    if layout is None:
+        descriptor = TensorDescriptor(*tensor)
+    else:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as WithLayout  # only Hopper needs Gluon
+
+        descriptor = WithLayout(*tensor, layout)
+    return type(descriptor), vars(descriptor)
 
 
 def strides_of(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:

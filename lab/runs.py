@@ -72,7 +72,9 @@ def replay(path: Path, device: torch.device) -> None:
     if impl == "triton" and (why := triton_refusal(device.type)):
         show(f"{why}: using tiled instead")
         impl = "tiled"
-    attention = replace(attention, impl=impl, autotune=attention.autotune and impl == "triton")
+    attention = replace(attention, impl=impl)
+    if impl != "triton":  # the others refuse its options
+        attention = replace(attention, autotune=False, kernel="auto")
     net = kept.network(attention, device).train()
     checkpoint.set_rng_state(tensors)  # for the same dropout
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)

@@ -62,12 +62,15 @@ class AttentionConfig:
     block_mask_size: int = 64  # tokens along each side of a block of block_mask
     dropout_p: float = 0.0  # share of the attention weights dropped in training
     autotune: bool = False  # triton: time several tile sizes at the first call, and use the fastest
+    kernel: str = "auto"  # of the forward of triton: hopper | portable | auto, portable as long as hopper is new
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
             raise ValueError(f"attention.impl={self.impl} is not known; choose auto, naive, tiled, sdpa or triton")
         if self.order not in ("queries_outside", "keys_outside"):
             raise ValueError(f"attention.order={self.order} is not known; choose queries_outside or keys_outside")
+        if self.kernel not in ("auto", "portable", "hopper"):
+            raise ValueError(f"attention.kernel={self.kernel} is not known; choose auto, portable or hopper")
         for name in ("block_m", "block_n", "block_mask_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"attention.{name}={getattr(self, name)} must be at least 1; 64 or 128 are usual")
@@ -116,7 +119,7 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
       triton cannot run there;
     - sdpa on a GPU for everything else.
 
-    triton refuses head sizes above 256 and float64 only at its first call.
+    triton refuses head sizes above 256 and float64 only at its first call, and kernel=hopper those that it lacks.
     Raises ValueError with the reason and the way out.
     """
     if config.impl == "auto":
@@ -139,7 +142,13 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
         raise ValueError(
             f"attention.autotune=true: {config.impl} has nothing to tune; leave it out or use attention=triton"
         )
+    if config.impl != "triton" and config.kernel != "auto":
+        raise ValueError(
+            f"attention.kernel={config.kernel}: {config.impl} has no such kernel; leave it out or use attention=triton"
+        )
     check_switches(config, break_it)
+    if config.kernel == "hopper" and (refused := left_to_portable(config, torch.device(device), break_it)):
+        raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
     return config
 
 
@@ -150,6 +159,24 @@ def triton_refusal(device: str) -> str | None:
     except ModuleNotFoundError as error:  # triton exists for Linux only
         return f"attention.impl=triton: {error}; pip install triton (Linux), or use attention=tiled or attention=sdpa"
     return refusal(torch.float32, 64, torch.device(device))
+
+
+def left_to_portable(
+    config: AttentionConfig, device: torch.device, break_it: BreakIt = UNBROKEN, D: int = 128, dtype=torch.bfloat16
+) -> str:
+    """Why the forward of a training run's attention is left to kernels/flash.py; empty if kernels/hopper.py has it.
+    D: head size; dtype: of q, k and v."""
+    from kernels.op import hopper_lacks
+
+    if config.autotune:
+        return "attention.autotune=true tunes the portable kernels"
+    if options := beyond_sdpa(config):
+        return f"it has no {options}"
+    if config.dropout_p:
+        return f"it has no attention.dropout_p={config.dropout_p}"
+    if break_it.without:
+        return f"it has no break_it={break_it.label}"
+    return hopper_lacks(dtype, D, device, config.kernel)
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:
@@ -301,8 +328,8 @@ def attend(
                 from kernels.op import flash_attention, flash_attention_of  # triton is not installed everywhere
 
                 if qkv is not None and not return_lse:
-                    return flash_attention_of(qkv, q.shape[1], k.shape[1], problem, config.autotune)
-                o, lse = flash_attention(q, k, v, problem, config.autotune)
+                    return flash_attention_of(qkv, q.shape[1], k.shape[1], problem, config.autotune, config.kernel)
+                o, lse = flash_attention(q, k, v, problem, config.autotune, config.kernel)
             case "sdpa":
                 if beyond_sdpa(config) or tokens or return_lse:
                     raise ValueError("sdpa has no windows, documents and the like, and no lse; use impl=tiled")

@@ -5,8 +5,9 @@
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
 D, "pages"] the same with keys in pages, [dtype, B, "linear768"] that of a linear layer with B rows of 768,
-["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward. SOURCE: a text to take
-for kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
+["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"]
+those of kernels/hopper.py. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list: for each kernel
+what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -65,7 +66,7 @@ def compile_only(self, *args, grid, warmup, **options):
             "loads": sorted(set(re.findall(r"ld\.global\.v\d\.b\d+", ptx))),
             "registers": int(re.search(r"Used (\d+) registers", log)[1]) if assembled else None,
             "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]) if assembled else None,
-            "wgmma": "wgmma" in ptx,
+            "wgmma": ptx.count("wgmma.mma_async"),
             "warnings": [line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
             "ptx": hashlib.sha256(ptx.encode()).hexdigest(),
         }
@@ -136,6 +137,14 @@ for dtype, D, dropout in CASES:
         dy, x, weight, stats = torch.empty(2, D, dtype=getattr(torch, dtype)), torch.empty(2, D), *torch.empty(2, D)
         keep = torch.empty(2, D, dtype=torch.bool)
         norm_backward(dy, x, x, stats, stats, weight, keep, 1.25, dy.dtype, True)
+        continue
+    if dropout == "hopper":
+        from kernels.hopper import launch_forward
+
+        k = torch.empty(1, 2, 500, D, dtype=getattr(torch, dtype))
+        for T in (500, 97):  # the mask cuts one tile of every row, and more
+            q, lse = torch.empty(1, 4, T, D, dtype=k.dtype), torch.empty(1, 4, T)
+            launch_forward(q, k, k, q, lse, lse, Problem(T, 500))
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

@@ -337,6 +337,9 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
 @table(r"""
     attention.impl=flash                                    attention.impl=flash is not known
     attention=tiled attention.autotune=true                 attention.autotune=true: tiled has nothing to tune
+    attention=tiled attention.kernel=hopper                 attention.kernel=hopper: tiled has no such kernel; leave it
+    attention=sdpa attention.kernel=portable                attention.kernel=portable: sdpa has no such kernel; leave it
+    attention=triton attention.kernel=fast                  attention.kernel=fast is not known; choose auto, portable or
     attention.block_m=0                                     attention.block_m=0 must be at least 1
     attention.order=rows                                    attention.order=rows is not known
     attention=naive attention.order=keys_outside            attention.order=keys_outside: naive has no such loops

@@ -211,7 +211,17 @@ TOKENS = {name: OPTIONS[name] for name in ("learned", "none", "windows_alibi_sof
 }  # fmt: skip
 # What changes no logits of a model in eval mode and without autocast; and what has no cache.
 NOT_IN_A_TOKEN = {"dropout_p", "residual_dtype", "activation_checkpointing", "chunk"}
-NOT_IN_A_TOKEN |= {"impl", "block_m", "block_n", "order", "autotune", "documents", "block_mask", "block_mask_size"}
+NOT_IN_A_TOKEN |= {
+    "impl",
+    "block_m",
+    "block_n",
+    "order",
+    "autotune",
+    "kernel",
+    "documents",
+    "block_mask",
+    "block_mask_size",
+}
 
 
 def test_the_cases_of_a_token_have_every_option():

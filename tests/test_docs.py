@@ -358,7 +358,7 @@ def test_what_the_triton_forward_keeps_for_its_backward():
     problem = Problem(65_536, 65_536, scale=0.125, seed=seed, drop_threshold=26)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda _: None):
-        torch.ops.tilegpt.flash_forward(q, q, q, *problem, False)
+        torch.ops.tilegpt.flash_forward(q, q, q, *problem, False, "auto")
     assert sorted(kept) == [seed.nbytes, 3 * 2**20, *[96 * 2**20] * 4]
     assert "each of these four takes 96 MiB, and lse takes 3 MiB" in GPU
 

@@ -269,7 +269,7 @@ def another(config, name: str):
 
 # What is not in a model of transformers: how a run trains, and how attention is computed.
 NOT_EXPORTED = {"vocab_multiple", "residual_dtype", "activation_checkpointing", "chunk", "dropout_p"}
-NOT_EXPORTED |= {"impl", "block_m", "block_n", "order", "autotune", "documents", "block_mask_size"}
+NOT_EXPORTED |= {"impl", "block_m", "block_n", "order", "autotune", "kernel", "documents", "block_mask_size"}
 
 
 @pytest.mark.parametrize(("name", "without"), [("gpt2", {"bias", "rope_base"}), ("llama", set())])

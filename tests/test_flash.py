@@ -495,15 +495,15 @@ def of_the_op(dtype: torch.dtype) -> tuple:
     inputs = Case(8, B=1, H=1, D=16).inputs(dtype)
     q, k, v = (inputs[name].requires_grad_() for name in "qkv")
     problem = Problem(8, 8, scale=0.25, window=21, seed=torch.tensor(SEED), drop_threshold=77)
-    return q, k, v, *problem, False
+    return q, k, v, *problem, False, "auto"
 
 
 def test_the_op_is_registered_as_torch_wants_it():
     """Its schema, its fake (shapes and strides), its autograd, and all of that traced with symbolic shapes."""
     torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, of_the_op(torch.float32))
-    q, *_, autotune = of_the_op(torch.float32)
+    q, *_, autotune, kernel = of_the_op(torch.float32)
     problem, qkv = Problem(8, 8, scale=0.25), torch.randn(1, 8, 3 * 16)
-    opcheck = (qkv, q.detach(), torch.zeros(1, 1, 8), q.detach(), 1, 1, *problem, autotune)
+    opcheck = (qkv, q.detach(), torch.zeros(1, 1, 8), q.detach(), 1, 1, *problem, autotune, kernel)
     torch.library.opcheck(torch.ops.tilegpt.flash_backward_of.default, opcheck)
 
 

@@ -40,6 +40,7 @@ TOKEN += [["float32", 256, "decode"], ["float32", 16, "linear768"]]
 TABLE = [["bool", 384, "table"]]
 NORM = [["bfloat16", C, "norm"] for C in (384, 768, 8192)]  # experiment=shakespeare_gpu, GPT-2, the widest
 OTHERS = LOSS + NORM + TOKEN + TABLE
+HOPPER = [[dtype, D, "hopper"] for D in (64, 128) for dtype in ("bfloat16", "float16")]
 
 
 def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
@@ -193,3 +194,17 @@ def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
         (tmp_path / f"{arch}.py").write_text(text, encoding="utf-8")
         plain = result(start(arch, [ALL[case]], tmp_path / "cache", str(tmp_path / f"{arch}.py")))
         assert plain == compiled[arch][3 * case : 3 * case + 3]
+
+
+def test_the_forward_for_hopper_computes_in_registers_and_nothing_waits_for_its_products(tmp_path):
+    """A warning, C7510 and its like, says that ptxas made asynchronous products wait for each other. C7508 says that it
+    did not give the warps their registers. With three consumers some integers are spilled, outside of the loop over
+    tiles of keys."""
+    kernels = result(start(90, HOPPER, tmp_path))
+    assert len(kernels) == 2 * len(HOPPER)  # one for every tile of queries at the diagonal's corner, one for others
+    for found, consumers in zip(kernels, [3, 2, 3, 2] + [2] * 4, strict=True):
+        assert not found["warnings"]
+        assert found["shared"] <= SHARED[90]
+        assert found["spills"] <= (128 if consumers == 3 else 0)
+        # For each consumer, a tile's scores and values: before and in the loop, in the loop and after it.
+        assert found["wgmma"] == consumers * 2 * (found["D"] // 16 + 128 // 16)

@@ -51,7 +51,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from training.help import help_text
-from training.parallel import launched
 
 T = TypeVar("T")
 
@@ -134,8 +133,9 @@ def run(
     try:
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
-        if launched() > 1 and "parallel" not in known_keys(schema):
-            raise ValueError(f"it is one process, and torchrun has started {launched()}: use python {file.name}")
+        started = os.environ["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else "1"  # by torchrun
+        if started != "1" and "parallel" not in known_keys(schema):
+            raise ValueError(f"it is one process, and torchrun has started {started}: use python {file.name}")
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
         # The scripts set it during their imports. It lasts until here, because OmegaConf may lose a KeyboardInterrupt.
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import asdict
 
 from data.loader import fingerprint
-from model.attention import AttentionConfig, sdpa_kernel
+from model.attention import AttentionConfig, left_to_portable, sdpa_kernel
 from training import checkpoint
 from training.machine import DTYPES
 from training.metrics import show, stamp
@@ -40,7 +40,11 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     elif attention.impl == "sdpa":
         kernel = sdpa_kernel(cfg.model, DTYPES[str(run.facts["dtype"])], run.device, attention.dropout_p)
         detail = f", PyTorch's {kernel} kernel"
-    usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n)
+    elif attention.impl == "triton":
+        dtype = DTYPES[str(run.facts["dtype"])]
+        why = left_to_portable(attention, run.device, cfg.break_it, cfg.model.head_size, dtype)
+        detail = f", portable kernels (not hopper.py: {why})" if why else ", forward of hopper.py"
+    usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n, kernel=attention.kernel)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
     say(

@@ -335,7 +335,7 @@ def first_bad_backward(call: Call) -> Place | None:
     problem, wide = call.problem(), sum_dtype(call.q.dtype)
     q, k, v = by_key_head(call.q, call.k, call.v)
     N, G, T, _ = q.shape
-    config = replace(call.config, impl="tiled", autotune=False, order="queries_outside")
+    config = replace(call.config, impl="tiled", autotune=False, kernel="auto", order="queries_outside")
     o, lse = attention(call.q, call.k, call.v, config, seed=call.seed, documents=call.documents,
                        break_it=call.break_it, return_lse=True)  # fmt: skip
     if problem.seed is not None and not call.break_it.same_seed:

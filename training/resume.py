@@ -38,7 +38,7 @@ from training.parallel import launcher, restarted
 MAY_DIFFER = {
     "model": {"vocab_size", "dropout_p", "activation_checkpointing", "chunk"},
     "tokenizer": set(),
-    "attention": {"impl", "block_m", "block_n", "order", "autotune", "dropout_p"},
+    "attention": {"impl", "block_m", "block_n", "order", "autotune", "kernel", "dropout_p"},
 }
 
 ROPE = {"rope_base", "rope_base_local", "yarn_factor", "yarn_original"}  # which a longer context may change

@@ -1,0 +1,400 @@
+"""The forward of FlashAttention for Hopper GPUs (sm_90), in Gluon, Triton's language that shows the machine.
+
+Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
+    q, o (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
+
+The steps have the numbers of model/attention.py; kernels/flash.py has the same forward without this page's machinery.
+kernels/op.py calls launch_forward.
+
+A group is CONSUMERS tiles of ROWS query rows each. Each processor runs one program, which computes one group after the
+other. Its warps have different jobs:
+
+    producer    one warp: takes the groups; copies q, then tiles of k and v, to shared memory, ahead of their use (TMA)
+    consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
+
+- Copies and matrix products are asynchronous. A consumer starts the product q k^T of a tile and the product p v of the
+  tile before, and computes the softmax of one while the other still runs. The other consumers' products fill the rest.
+- Barriers in shared memory count the copies. `full`: a tile of k or v has arrived. `free`: all consumers have read it.
+- p never leaves the registers: it is the first operand of p v as it came out of the softmax.
+- Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is the first one, outside
+  of the loop.
+- A program takes its next group from a counter in memory, and copies its tiles while this group is still computed.
+- tests/gluon_on_cpu.py runs this file on a CPU, in many orders of its jobs and copies.
+
+Limits: float16 and bfloat16, D 64 or 128, and no mask but the causal one. kernels/op.py sends the rest to flash.py.
+
+Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs of the warps and for the overlap; Triton's
+Gluon tutorials.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.problem import Problem
+from kernels.task import LOWEST, in_tiles
+
+# Triton 3.7 renamed the barrier of a job's threads, 3.8 the copies, and 3.9 refuses the old names.
+all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+START = gl.constexpr(LOWEST)
+LN2 = gl.constexpr(math.log(2))
+NAMES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class How:
+    """What the kernel is compiled for: every field is a constexpr. how() makes each one once, so that Triton can
+    compare them by identity."""
+
+    ROWS: gl.constexpr  # of queries, of one consumer
+    BLOCK_N: gl.constexpr
+    D: gl.constexpr
+    CONSUMERS: gl.constexpr
+    STAGES: gl.constexpr  # tiles of k, and as many of v, in shared memory
+    CAUSAL: gl.constexpr
+    RAGGED: gl.constexpr  # the mask may cut more than a consumer's first tile
+
+
+class Sizes(NamedTuple):
+    N: int  # B * H
+    H: int
+    T: int
+    T_k: int
+
+
+class Shared(NamedTuple):
+    """What lies in shared memory: places for tiles, and barriers with one entry for each place."""
+
+    q: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
+    v: gl.shared_memory_descriptor  # (STAGES, 1, 1, BLOCK_N, D)
+    o: gl.shared_memory_descriptor  # (CONSUMERS, 1, 1, ROWS, D)
+    q_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    k_free: gl.shared_memory_descriptor
+    v_free: gl.shared_memory_descriptor
+    group: gl.shared_memory_descriptor  # (2, 1): the number of the next group of tiles of queries, and of the one after
+    group_full: gl.shared_memory_descriptor
+    group_free: gl.shared_memory_descriptor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The launch.
+
+# (head size, RAGGED) -> ROWS, BLOCK_N, CONSUMERS, STAGES. Head size 128: the fastest tried on an H200 (LOG.md). Head
+# size 64: not timed. With RAGGED, three consumers would have too few registers.
+TILES = {
+    (64, False): (64, 128, 3, 2),
+    (64, True): (64, 128, 2, 2),
+    (128, False): (64, 128, 2, 2),
+    (128, True): (64, 128, 2, 2),
+}
+ROWS = 64  # in every entry
+# Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
+# then give most of theirs to the consumers.
+REGISTERS = {2: 168, 3: 128}
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:
+    """Writes o, lse, and lse in base 2 for the backward. The caller has checked that kernels/hopper.py can do it."""
+    (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
+    ragged = problem.causal and (T_k - T) % ROWS != 0
+    rows, block_n, consumers, _ = TILES[D, ragged]
+    groups = -(-T // (rows * consumers)) * B * H  # of CONSUMERS tiles of queries
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    forward_kernel[(min(groups, processors(q.device)),)](
+        *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, rows), (k, block_n), (v, block_n), (o, rows))),
+        lse, lse2, taken, B * H, T, T_k, H, H // H_kv, problem.scale * math.log2(math.e),
+        how(D, problem.causal, ragged), num_warps=4, maxnreg=REGISTERS[consumers],
+    )  # fmt: skip
+
+
+@cache
+def how(D: int, causal: bool, ragged: bool) -> How:
+    """Makes the How of these arguments, once."""
+    rows, block_n, consumers, stages = TILES[D, ragged]
+    return How(*map(gl.constexpr, (rows, block_n, D, consumers, stages, causal, ragged)))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """The number of streaming multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile of rows x D lies in shared memory, so that copies and matrix products both read it."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, D], NAMES[dtype])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernel. 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
+
+
+@gluon.jit(do_not_specialize=["N", "T", "T_k", "H", "G"])  # one compiled kernel for all lengths
+def forward_kernel(q, k, v, o, lse, lse2, taken, N, T, T_k, H, G, scale2, how: gl.constexpr):
+    """N: B * H. scale2: softmax_scale * log2(e). Makes the buffers and barriers, and gives the warps their jobs."""
+    sizes = Sizes(N, H, T, T_k)
+    shared = Shared(
+        gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
+        gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
+        gl.allocate_shared_memory(v.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], v.layout),
+        gl.allocate_shared_memory(o.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], o.layout),
+        barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),
+        barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(2, 1), barriers(2, how.CONSUMERS),
+    )  # fmt: skip
+    # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
+    if how.CONSUMERS == 3:
+        gl.warp_specialize([
+            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 0)),
+            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 1)),
+            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 2)),
+            (producer, (shared, q, k, v, taken, sizes, G, how)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 0)),
+            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 1)),
+            (producer, (shared, q, k, v, taken, sizes, G, how)),
+        ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N barriers in shared memory, each of which completes a phase after COUNT arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(found.index(i), count=COUNT)
+    return found
+
+
+@gluon.jit
+def groups_of(sizes, how: gl.constexpr):
+    """How many groups of CONSUMERS tiles of queries there are."""
+    return sizes.N * gl.cdiv(sizes.T, how.CONSUMERS * how.ROWS)
+
+
+@gluon.jit
+def group_at(group, sizes, how: gl.constexpr):
+    """b, h, n and the first row of a group, and how many tiles of keys it visits. Programs that run at the same time
+    have neighbouring groups, and so the same keys. Of a head the last rows come first, which see the most keys."""
+    per_head = gl.cdiv(sizes.T, how.CONSUMERS * how.ROWS)
+    n = group // per_head
+    row0 = (per_head - 1 - group % per_head) * (how.CONSUMERS * how.ROWS)
+    stop, _ = key_tiles(row0, how.CONSUMERS * how.ROWS, sizes, how)
+    return n // sizes.H, n % sizes.H, n, row0, stop
+
+
+@gluon.jit
+def key_tiles(row0, ROWS: gl.constexpr, sizes, how: gl.constexpr):
+    """For ROWS rows from row0 on: the tiles 0 to stop - 1 are visited, and the mask cuts none of the first `whole`.
+    stop is at least 1, so that a row that sees no key is as any other, with weights of 0."""
+    stop, whole = gl.cdiv(sizes.T_k, how.BLOCK_N), sizes.T_k // how.BLOCK_N
+    if how.CAUSAL:
+        low = row0 + sizes.T_k - sizes.T
+        stop = gl.minimum(stop, gl.cdiv(gl.maximum(low + ROWS, 0), how.BLOCK_N))
+        whole = gl.minimum(whole, gl.maximum(low + 1, 0) // how.BLOCK_N)
+    return gl.maximum(stop, 1), whole
+
+
+@gluon.jit
+def producer(shared, q, k, v, taken, sizes, G, how: gl.constexpr):
+    """Takes one group after the other until there are no more, tells the consumers, and copies the tiles of q, k and v
+    as they free the places. So the next group's tiles are there before this one ends."""
+    count = 0  # of tiles of keys, over all groups
+    turn = 0
+    group = gl.program_id(0)
+    while group < groups_of(sizes, how):
+        following = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        tell(shared, turn, following)
+        b, h, _, row0, stop = group_at(group, sizes, how)
+        for c in gl.static_range(how.CONSUMERS):
+            # A new barrier is past phase 1. So all places begin as free.
+            mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)
+            copy(q, b, h, row0 + c * how.ROWS, shared.q_full.index(c), shared.q.index(c))
+        for tile in range(stop):
+            place, phase = count % how.STAGES, count // how.STAGES & 1
+            column0 = (stop - 1 - tile) * how.BLOCK_N
+            mbarrier.wait(shared.k_free.index(place), phase ^ 1)
+            copy(k, b, h // G, column0, shared.k_full.index(place), shared.k.index(place))
+            mbarrier.wait(shared.v_free.index(place), phase ^ 1)
+            copy(v, b, h // G, column0, shared.v_full.index(place), shared.v.index(place))
+            count += 1
+        group = following
+        turn += 1
+
+
+@gluon.jit
+def tell(shared, turn, group):
+    """The producer writes the number of the group of turn + 1."""
+    mbarrier.wait(shared.group_free.index(turn & 1), turn // 2 & 1 ^ 1)
+    shared.group.index(turn & 1).store(gl.full([1], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(shared.group_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def told(shared, turn):
+    """A consumer reads that number."""
+    mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)
+    group = gl.max(shared.group.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    all_threads()  # have read it
+    mbarrier.arrive(shared.group_free.index(turn & 1), count=1)
+    return group
+
+
+@gluon.jit
+def copy(x, b, h, row, full, tile):
+    """Starts to copy a tile of x. `full` completes its phase when the bytes are there. Rows outside x become 0."""
+    mbarrier.expect(full, x.block_type.nbytes)
+    copy_in(x, [b, h, row, 0], full, tile)
+
+
+@gluon.jit
+def consumer(shared, o, lse, lse2, sizes, scale2, how: gl.constexpr, C: gl.constexpr):
+    """Steps 1 to 6 for the C-th tile of queries of each group that the producer takes."""
+    count = 0  # of tiles of keys, over all groups
+    turn = 0
+    group = gl.program_id(0)
+    while group < groups_of(sizes, how):
+        count = attend(count, group, turn & 1, shared, o, lse, lse2, sizes, scale2, how, C)
+        group = told(shared, turn)
+        turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attend(count, group, phase, shared, o, lse, lse2, sizes, scale2, how: gl.constexpr, C: gl.constexpr):
+    """Steps 1 to 6 for one tile of queries. phase: of the barrier of q. Returns the new count."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
+    b, h, n, row0, stop = group_at(group, sizes, how)
+    row0 += C * how.ROWS
+    i = row0 + gl.arange(0, how.ROWS, gl.SliceLayout(1, s_layout))
+    mine, whole = key_tiles(row0, how.ROWS, sizes, how)
+    for _ in range(stop - mine):  # only the rows of other consumers see these
+        skip(shared.k_full, shared.k_free, count, how)
+        skip(shared.v_full, shared.v_free, count, how)
+        count += 1
+
+    q_i = as_matrix(shared.q.index(C), how.ROWS, how)
+    acc = gl.zeros([how.ROWS, how.D], gl.float32, o_layout)
+    m = gl.full([how.ROWS], START, gl.float32, gl.SliceLayout(1, s_layout))
+    l = gl.full([how.ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+    mbarrier.wait(shared.q_full.index(C), phase)
+    s = scores(q_i, shared, count, s_layout, how)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
+    s = hide(s, i, mine - 1, sizes, how)  # 2
+    p, m, l, alpha = online_softmax(s, m, l, scale2)  # 3
+    p = as_operand(p, o_layout, q_i.dtype)
+    for tile in range(1, mine):
+        count += 1
+        s = scores(q_i, shared, count, s_layout, how)
+        acc = add_values(acc, p, shared, count - 1, how)
+        s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
+        mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
+        if how.RAGGED and mine - 1 - tile >= whole:
+            s = hide(s, i, mine - 1 - tile, sizes, how)
+        p_new, m, l, alpha = online_softmax(s, m, l, scale2)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
+        p = as_operand(p_new, o_layout, q_i.dtype)
+    mbarrier.arrive(shared.q_free.index(C), count=1)
+    acc = add_values(acc, p, shared, count, how)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(shared.v_free.index(count % how.STAGES), count=1)
+
+    # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
+    divisor = gl.convert_layout(gl.where(l == 0, 1.0, l), gl.SliceLayout(1, o_layout))
+    tma.store_wait(0)  # until the previous o has left its place
+    as_matrix(shared.o.index(C), how.ROWS, how).store((acc / gl.expand_dims(divisor, 1)).to(o.dtype))
+    fence_async_shared()
+    copy_out(o, [b, h, row0, 0], shared.o.index(C))  # writes no rows past T
+    at = n.to(gl.int64) * sizes.T + i
+    gl.store(lse + at, m * LN2 + gl.log(l), mask=i < sizes.T)
+    gl.store(lse2 + at, m + gl.log2(l), mask=i < sizes.T)
+    return count + 1
+
+
+@gluon.jit
+def skip(full, free, count, how: gl.constexpr):
+    """Frees a tile unread. Before it is there, another consumer may still read what was in its place."""
+    place = count % how.STAGES
+    mbarrier.wait(full.index(place), count // how.STAGES & 1)
+    all_threads()  # have waited: a thread that comes later might wait for the next tile
+    mbarrier.arrive(free.index(place), count=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps of a tile.
+
+
+@gluon.jit
+def scores(q_i, shared, count, layout: gl.constexpr, how: gl.constexpr):
+    """Step 1: starts q k^sizes.T, (ROWS, BLOCK_N)."""
+    place = count % how.STAGES
+    mbarrier.wait(shared.k_full.index(place), count // how.STAGES & 1)
+    k_j = as_matrix(shared.k.index(place), how.BLOCK_N, how)
+    s = gl.zeros([how.ROWS, how.BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(q_i, k_j.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_values(acc, p, shared, count, how: gl.constexpr):
+    """Step 5: starts acc + p v, (ROWS, D)."""
+    place = count % how.STAGES
+    mbarrier.wait(shared.v_full.index(place), count // how.STAGES & 1)
+    return warpgroup_mma(p, as_matrix(shared.v.index(place), how.BLOCK_N, how), acc, is_async=True)
+
+
+@gluon.jit
+def hide(s, i, tile, sizes, how: gl.constexpr):
+    """Step 2: -inf for keys past the last, and for those that the causal mask hides from rows i."""
+    j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)), 0)
+    end = gl.full([how.ROWS], sizes.T_k, gl.int32, i.type.layout)
+    if how.CAUSAL:
+        end = gl.minimum(i + 1 + sizes.T_k - sizes.T, sizes.T_k)
+    return gl.where(j < gl.expand_dims(end - tile * how.BLOCK_N, 1), s, -float("inf"))
+
+
+@gluon.jit
+def online_softmax(s, m, l, scale2):
+    """Step 3: returns p, and the new m, l and alpha. m is in base 2."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale2)
+    p = gl.exp2(gl.fma(s, gl.full_like(s, scale2), -gl.expand_dims(m_new, 1) + gl.zeros_like(s)))
+    alpha = gl.exp2(m - m_new)
+    return p, m_new, l * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def as_operand(p, o_layout: gl.constexpr, dtype: gl.constexpr):
+    """p in 16 bits, as the first operand of p v. Each thread already holds its part."""
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+
+
+@gluon.jit
+def as_matrix(tile, ROWS: gl.constexpr, how: gl.constexpr):
+    """A tile (1, 1, ROWS, D) in shared memory as (ROWS, D)."""
+    return tile.reshape((ROWS, how.D))

@@ -1,0 +1,384 @@
+"""Runs kernels/hopper.py on a CPU, one step at a time, in an order that a seed decides.
+
+    hopper = on_cpu()                                    the module, with a Gluon that is made here
+    launch(hopper, seed, q, k, v, o, lse, lse2, problem)
+
+Triton's interpreter knows no Gluon. Here every job of every program is a thread, and only one of them runs at a time.
+Whenever one does something that others can see, the seed picks who goes on: another job, or a copy or matrix product
+that was started before. A place in shared memory holds NaN from the start of a copy to its end. So a job that does not
+wait, or that frees a place too early, gives other results in some order, or breaks a barrier. A job counts as one
+thread: what its own 32 or 128 threads do to each other is not seen.
+"""
+
+import math
+import random
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).resolve().parents[1] / "kernels" / "hopper.py"
+
+
+class Orders:
+    """Who runs next. Each job, copy and product has a speed of its own, from 1 to 100,000. So it may be late by far."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.main = threading.Semaphore(0)
+        self.speeds: dict[Any, float] = {}  # of the jobs that have not ended, and the copies and products in flight
+
+    def run(self) -> None:
+        while self.speeds:
+            able = {one: speed for one, speed in self.speeds.items() if not isinstance(one, Job) or one.ready()}
+            assert able, "deadlock: " + ", ".join(sorted(job.name for job in self.speeds))
+            (chosen,) = self.random.choices(list(able), list(able.values()))
+            if isinstance(chosen, Job):
+                chosen.turn.release()
+                self.main.acquire()
+                if chosen.error:
+                    raise chosen.error
+            else:
+                del self.speeds[chosen]
+                chosen()
+
+    def add(self, one: Any) -> None:
+        self.speeds[one] = 10 ** self.random.uniform(0, 5)
+
+
+class Job(threading.Thread):
+    """A job of a program. until: what it waits for."""
+
+    def __init__(self, orders: Orders, program: int, programs: int, do: Callable, *args):
+        super().__init__(daemon=True, name=getattr(do, "__name__", "?"))
+        self.orders, self.do, self.args = orders, do, args
+        self.program, self.programs = Number(program), Number(programs)
+        self.turn, self.error = threading.Semaphore(0), None
+        self.ready: Callable[[], bool] = lambda: True
+        self.products: list[Product] = []  # in flight, the oldest first
+        self.leaving = 0  # copies to memory in flight
+        orders.add(self)
+        self.start()
+
+    def run(self) -> None:
+        self.turn.acquire()
+        try:
+            self.do(*self.args)
+        except Exception as error:  # goes to the thread of the test
+            self.error = error
+        del self.orders.speeds[self]
+        self.orders.main.release()
+
+    def pause(self, until: Callable[[], bool] = lambda: True) -> None:
+        """Lets others go on, until `until` holds."""
+        self.ready = until
+        self.orders.main.release()
+        self.turn.acquire()
+
+
+def job() -> Job:
+    found = threading.current_thread()
+    assert isinstance(found, Job)
+    return found
+
+
+class Number(int):
+    """An integer as a kernel has it."""
+
+    def to(self, dtype: Any) -> "Number":
+        return self
+
+
+for operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and"):
+    plain = getattr(int, f"__{operation}__")
+    setattr(Number, f"__{operation}__", lambda a, b, plain=plain: Number(plain(a, b)) if isinstance(b, int) else
+            getattr(torch.as_tensor(int(a)), plain.__name__)(b))  # fmt: skip
+
+
+class Tile(Tensor):
+    """A tensor in registers."""
+
+    type = property(lambda self: SimpleNamespace(layout=None))
+
+
+def tile(x: Tensor) -> Tile:
+    return x.as_subclass(Tile)
+
+
+class Place:
+    """Shared memory."""
+
+    def __init__(self, x: Tensor):
+        self.x, self.dtype = x, x.dtype
+
+    def index(self, i: int) -> "Place":
+        return Place(self.x[int(i)])
+
+    def reshape(self, shape: tuple) -> "Place":
+        return Place(self.x.view(shape))
+
+    def permute(self, order: tuple) -> "Place":
+        return Place(self.x.permute(order))
+
+    def store(self, x: Tensor) -> None:
+        job().pause()
+        self.x.copy_(x)
+
+    def load(self, layout: Any) -> Tensor:
+        job().pause()
+        return tile(self.x.clone())
+
+
+class Barrier:
+    """An mbarrier: a phase completes when `count` have arrived and all bytes that were announced have come."""
+
+    def __init__(self):
+        self.phases = 0
+
+    def index(self, i: int) -> "Barrier":
+        return self.each[int(i)]
+
+    def arrive(self, bytes: int = 0) -> None:
+        assert self.missing > 0, "one more arrival than the phase has: hardware stops the program here"
+        self.missing -= 1
+        self.bytes += bytes
+        self.complete()
+
+    def complete(self) -> None:
+        if self.missing == self.bytes == 0:
+            self.phases, self.missing = self.phases + 1, self.count
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.missing = count
+    barrier.bytes = 0
+
+
+def wait(barrier: Barrier, phase: int) -> None:
+    job().pause(lambda: barrier.phases & 1 != phase)
+
+
+def arrive(barrier: Barrier, count: int) -> None:
+    job().pause()
+    barrier.arrive()
+
+
+def expect(barrier: Barrier, bytes: int) -> None:
+    job().pause()
+    barrier.arrive(bytes)
+
+
+def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if layout == "barriers":
+        found = Barrier()
+        found.each = [Barrier() for _ in range(shape[0])]
+        return found
+    return Place(torch.full(shape, -1 if dtype == torch.int32 else math.nan, dtype=dtype))
+
+
+class Descriptor:
+    """A tensor (B, H, T, D) and the shape of its tiles."""
+
+    def __init__(self, x: Tensor, rows: int):
+        self.x, self.rows, self.dtype, self.layout = x, rows, x.dtype, None
+        self.block_type = SimpleNamespace(nbytes=rows * x.shape[3] * x.itemsize)
+
+    def at(self, b: int, h: int, row: int) -> Tensor:
+        return self.x[int(b), int(h), int(row) : int(row) + self.rows]
+
+
+def copy_in(x: Descriptor, at: list, full: Barrier, place: Place) -> None:
+    job().pause()
+    place.x.fill_(math.nan)
+
+    def come():
+        found = x.at(*at[:3])
+        place.x.zero_()
+        place.x.view(x.rows, -1)[: len(found)] = found
+        full.bytes -= x.block_type.nbytes
+        full.complete()
+
+    job().orders.add(come)
+
+
+def copy_out(x: Descriptor, at: list, place: Place) -> None:
+    mine = job()
+    mine.pause()
+    mine.leaving += 1
+
+    def go():
+        found = x.at(*at[:3])
+        found.copy_(place.x.view(x.rows, -1)[: len(found)])
+        mine.leaving -= 1
+
+    mine.orders.add(go)
+
+
+def wait_copies(left: int) -> None:
+    mine = job()
+    mine.pause(lambda: mine.leaving <= left)
+
+
+class Product:
+    """A matrix product in flight. Those of a job end in the order in which they began."""
+
+    def __init__(self, a: Any, b: Place, acc: Tensor, use_acc: bool):
+        self.a, self.b, self.acc, self.use_acc, self.job = a, b, acc, use_acc, job()
+
+    def __call__(self) -> None:
+        for product in self.job.products[: self.job.products.index(self) + 1]:
+            a = product.a.x if isinstance(product.a, Place) else product.a
+            found = a.float() @ product.b.x.float()
+            product.result = tile(found + product.acc if product.use_acc else found)
+            self.job.products.remove(product)
+            if product is not self:
+                del self.job.orders.speeds[product]
+
+
+def start_product(a: Any, b: Place, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Product:
+    job().pause()
+    found = Product(a, b, acc, use_acc)
+    found.job.products.append(found)
+    found.job.orders.add(found)
+    return found
+
+
+def wait_products(left: int, products: list[Product]) -> Tensor:
+    mine = job()
+    mine.pause(lambda: len(mine.products) <= left)
+    assert all(hasattr(product, "result") for product in products), "a result is read before its product has ended"
+    return products[0].result
+
+
+def warp_specialize(jobs: list, warps: list[int], registers: list[int]) -> None:
+    mine = job()
+    begun = [Job(mine.orders, mine.program, mine.programs, do, *args) for do, args in jobs]
+    mine.pause(lambda: mine.orders.speeds.keys().isdisjoint(begun))
+
+
+class Pointer:
+    def __init__(self, x: Tensor, at: Any = 0):
+        self.x, self.places = x, at
+
+    def __add__(self, at: Any) -> "Pointer":
+        return Pointer(self.x, self.places + at)
+
+
+def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
+    pointer.x.view(-1)[pointer.places[mask]] = values[mask].as_subclass(Tensor)
+
+
+def atomic_add(x: Tensor, by: int) -> Number:
+    job().pause()
+    found = Number(x)
+    x += by
+    return found
+
+
+def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
+    def found(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            return tile(of_tensors(torch.as_tensor(a), torch.as_tensor(b)))
+        return Number(of_ints(a, b))
+
+    return found
+
+
+def language() -> dict[str, Any]:
+    """Gluon's functions, as far as kernels/hopper.py calls them."""
+    return {
+        "constexpr": lambda x: x,
+        "shared_memory_descriptor": Place,
+        "static_range": range,
+        "program_id": lambda axis: job().program,
+        "num_programs": lambda axis: job().programs,
+        "cdiv": lambda a, b: Number(-(-a // b)),
+        "minimum": least_or_greatest(min, torch.minimum),
+        "maximum": least_or_greatest(max, torch.maximum),
+        "where": torch.where,
+        "arange": lambda start, stop, layout: tile(torch.arange(start, stop, dtype=torch.int32)),
+        "zeros": lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
+        "full": lambda shape, value, dtype, layout: tile(torch.full(shape, value, dtype=dtype)),
+        "full_like": torch.full_like,
+        "zeros_like": torch.zeros_like,
+        "expand_dims": torch.unsqueeze,
+        "convert_layout": lambda x, layout: x,
+        "fma": lambda a, b, c: (a.double() * b + c).float(),
+        "exp2": torch.exp2,
+        "log": torch.log,
+        "log2": torch.log2,
+        "max": lambda x, axis: x.amax(axis) if x.ndim > 1 else Number(x.amax()),
+        "sum": torch.sum,
+        "store": store,
+        "atomic_add": atomic_add,
+        "barrier": lambda: job().pause(),
+        "allocate_shared_memory": allocate,
+        "warp_specialize": warp_specialize,
+        **dict.fromkeys(
+            ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
+             "NVMMASharedLayout"), lambda *_: None),
+        **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64")},
+    }  # fmt: skip
+
+
+def on_cpu(change: Callable[[str], str] = lambda source: source) -> ModuleType:
+    """kernels/hopper.py with the Gluon of this file. change: of its text, to plant a fault."""
+    parts = {
+        "jit": lambda f=None, **_: f or (lambda f: f),
+        "language": SimpleNamespace(**language()),
+        "fence_async_shared": lambda: None,
+        "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,
+                                    MBarrierLayout=lambda: "barriers"),
+        "tma": SimpleNamespace(async_load=copy_in, async_store=copy_out, store_wait=wait_copies),
+        "warpgroup_mma": start_product,
+        "warpgroup_mma_wait": wait_products,
+    }  # fmt: skip
+    fakes: dict[str, Any] = {}
+    for name in ("", ".language", ".language.nvidia", ".language.nvidia.hopper"):
+        fakes[f"triton.experimental.gluon{name}"] = SimpleNamespace(**parts)
+    fakes["triton.experimental"] = SimpleNamespace(gluon=SimpleNamespace(**parts))
+    kept = {name: sys.modules.get(name) for name in fakes}
+    sys.modules.update(fakes)
+    try:
+        module = ModuleType("hopper_on_cpu")
+        sys.modules[module.__name__] = module  # dataclasses look it up
+        exec(compile(change(SOURCE.read_text(encoding="utf-8")), SOURCE, "exec"), module.__dict__)
+    finally:
+        for name, found in kept.items():
+            if found is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = found
+    return module
+
+
+def launch(
+    hopper: ModuleType, seed: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Any,
+    programs: int = 2,
+) -> None:  # fmt: skip
+    """launch_forward() of kernels/hopper.py, on as many processors as `programs`."""
+    orders = Orders(seed)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def run(*args, num_warps, maxnreg):
+                args = [Pointer(x) if x is lse or x is lse2 else Number(x) if type(x) is int else x for x in args]
+                for program in range(grid[0]):
+                    Job(orders, program, grid[0], kernel, *args)
+                orders.run()
+
+            return run
+
+    kernel, hopper.forward_kernel = hopper.forward_kernel, Kernel()
+    hopper.processors = lambda device: programs
+    hopper.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
+    hopper.shared_layout = lambda *_: None
+    try:
+        hopper.launch_forward(q, k, v, o, lse, lse2, problem)
+    finally:
+        hopper.forward_kernel = kernel

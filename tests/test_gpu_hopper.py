@@ -1,0 +1,145 @@
+"""kernels/hopper.py on a Hopper GPU: pytest -m gpu."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels import op
+from model.attention import AttentionConfig, attention, left_to_portable
+from model.break_it import BreakIt
+from tests.reference import Case, assert_within_budget, case_name, error, largest, run
+from tests.test_hopper import PLACES, dominated
+
+on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
+
+NAIVE = AttentionConfig("naive")
+HOPPER, PORTABLE, AUTO = (AttentionConfig("triton", kernel=kernel) for kernel in ("hopper", "portable", "auto"))
+# Around the tiles: 64 rows of a consumer, 128 keys, 128 or 192 rows of a group; heads with more groups than processors;
+# rows that see no key; every key seen; heads that share keys; large scores; a scale.
+CASES = [Case(T, D=64) for T in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 333, 1000)]
+CASES += [
+    Case(97, 500, D=64),
+    Case(500, 97, D=64),
+    Case(64, 1000, D=64),
+    Case(1, 333, D=64),
+    Case(333, causal=False, D=64),
+    Case(200, 77, causal=False, D=64),
+    Case(700, B=8, H=12, H_kv=4, D=64),
+    Case(520, H=8, H_kv=1, D=64),
+    Case(300, sigma=4.0, D=64),
+    Case(300, softmax_scale=0.5, D=64),
+]
+
+
+def in_float64(inputs: dict, case: Case) -> dict:
+    """naive in float64, whose results tests/test_attention.py compares with the oracle."""
+    return {name: x.cpu() for name, x in run({key: x.double() for key, x in inputs.items()}, case, NAIVE).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_hopper_is_within_twice_naives_error(case, D, dtype):
+    case = replace(case, D=D)
+    inputs = case.inputs(dtype, "cuda")
+    assert_within_budget(run(inputs, case, HOPPER), run(inputs, case, NAIVE), in_float64(inputs, case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
+    """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within 1.1 times
+    the error of PyTorch's FlashAttention."""
+    case = Case(640, D=D, softmax_scale=1.0)
+    for above in (8.0, 16.0, 30.0):
+        for apart in (0.0, 0.125):
+            inputs = dominated(D, dtype, above, apart, places, same_values, 640, "cuda")
+            reference = in_float64(inputs, case)
+            found, naive = run(inputs, case, HOPPER), run(inputs, case, NAIVE)
+            assert_within_budget(*({name: x[name] for name in ("o", "lse")} for x in (found, naive, reference)))
+            q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+            theirs = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs["do"]), strict=True))
+            for name, gradient in theirs.items():
+                right = reference[name]
+                budget = 2 * (error(naive[name], right) + torch.finfo(dtype).eps * largest(right))
+                assert error(found[name], right) <= max(budget, 1.1 * error(gradient, right)), (name, above, apart)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(D):
+    """A race between copies and products would show as other bits. A second stream takes processors and memory."""
+    case = Case(1500, B=4, H=12, D=D)
+    q, k, v = (case.inputs(torch.bfloat16, "cuda")[name] for name in "qkv")
+    first, first_lse = attention(q, k, v, HOPPER, return_lse=True)
+    beside, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    same = torch.ones((), dtype=torch.bool, device="cuda")
+    for i in range(1000):
+        if i % 10 == 0:
+            with torch.cuda.stream(beside):
+                x = (x @ x).clamp(-1, 1)
+        held = torch.empty(i % 7 * 2**20, device="cuda")  # so that o lies elsewhere the next time
+        o, lse = attention(q, k, v, HOPPER, return_lse=True)
+        same &= (o == first).all() & (lse == first_lse).all()
+        del held, o, lse
+    assert same
+
+
+def test_auto_takes_the_head_sizes_that_it_names_and_portable_elsewhere(monkeypatch):
+    case = Case(300, D=128)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    by_kernel = {config.kernel: run(inputs, case, config) for config in (HOPPER, PORTABLE, AUTO)}
+    assert all(torch.equal(by_kernel["auto"][name], by_kernel["portable"][name]) for name in by_kernel["auto"])
+    assert not torch.equal(by_kernel["hopper"]["lse"], by_kernel["portable"]["lse"])
+    monkeypatch.setattr(op, "TAKEN", (128,))
+    op.hopper_lacks.cache_clear()
+    auto = run(inputs, case, AUTO)
+    assert all(torch.equal(auto[name], by_kernel["hopper"][name]) for name in auto)
+    for case in (Case(300, D=128, window=100), Case(300, D=128, dropout_p=0.1), Case(300, D=80), Case(300, D=64)):
+        inputs = case.inputs(torch.bfloat16, "cuda")
+        auto, portable = (run(inputs, case, config) for config in (AUTO, PORTABLE))
+        assert all(torch.equal(auto[name], portable[name]) for name in auto)
+    op.hopper_lacks.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "why"),
+    [
+        ({"window": 8}, {}, "it has no window"),
+        ({"dropout_p": 0.1}, {"seed": 1}, "dropout"),
+        ({"autotune": True}, {}, "autotune=true tunes the portable kernels"),
+        ({}, {"documents": True}, "documents"),
+        ({}, {"break_it": BreakIt(rescale_sum=False)}, "break_it"),
+        ({}, {"D": 80}, "head sizes 64 and 128, not 80"),
+        ({}, {"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
+    ],
+    ids=str,
+)
+def test_hopper_refuses_what_it_cannot_do_in_one_line(changed, options, why):
+    options = dict(options)
+    D, dtype = options.pop("D", 64), options.pop("dtype", torch.bfloat16)
+    q, k, v = torch.randn(3, 1, 2, 64, D, device="cuda", dtype=dtype).unbind()
+    if "documents" in options:
+        options["documents"] = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+    if "seed" in options:
+        options["seed"] = torch.tensor(1, device="cuda")
+    with pytest.raises(ValueError, match=f"attention.kernel=hopper: .*{why}.*; use attention.kernel=auto"):
+        attention(q, k, v, replace(HOPPER, **changed), **options)
+
+
+def test_the_start_of_a_run_names_the_kernel():
+    device = torch.device("cuda")
+    assert left_to_portable(HOPPER, device) == ""
+    assert "attention.window=8" in left_to_portable(replace(AUTO, window=8), device)
+    assert "attention.dropout_p=0.1" in left_to_portable(replace(AUTO, dropout_p=0.1), device)
+    assert "head sizes" in left_to_portable(AUTO, device, D=80)
+    assert left_to_portable(AUTO, device) == "attention.kernel=hopper takes it"
+    assert left_to_portable(HOPPER, device, D=64) == ""
+    assert left_to_portable(PORTABLE, device) == "attention.kernel=portable"
