@@ -13,7 +13,8 @@ other. Its warps have different jobs:
     consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
 
 - Copies and matrix products are asynchronous. A consumer starts the product q k^T of a tile and the product p v of the
-  tile before, and computes the softmax of one while the other still runs. The other consumers' products fill the rest.
+  tile before. While it computes a softmax, the products of the other consumers run. Its own p v could run then too, as
+  the code says, but ptxas moves the wait for it ahead of the softmax. Variants that hold the wait back were not faster.
 - Barriers in shared memory count the copies. `full`: a tile of k or v has arrived. `free`: all consumers have read it.
 - p never leaves the registers: it is the first operand of p v as it came out of the softmax.
 - Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is the first one, outside
