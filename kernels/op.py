@@ -162,7 +162,7 @@ def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> s
     return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
 
 
-# Head sizes at which attention.kernel=auto takes hopper.py. None yet: its last form was not run on a GPU (LOG.md).
+# Head sizes at which attention.kernel=auto takes hopper.py. None yet: tests/test_gpu_hopper.py was never run (LOG.md).
 TAKEN: tuple[int, ...] = ()
 
 
