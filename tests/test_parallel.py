@@ -19,6 +19,7 @@ import bench
 import sample
 import train
 from model import dropout
+from model import gpt as gpt_module
 from model.attention import AttentionConfig, attention
 from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
@@ -380,3 +381,34 @@ def test_two_agents_are_two_machines(small, tmp_path):
     last = max(losses(tmp_path / "two"))
     assert any("resumed from" in one and f"stopped at step {last}, saved" in one for one in said), said
     assert (tmp_path / "two" / "checkpoints" / f"step_{last:06}").is_dir()
+
+
+@pytest.fixture
+def alone_with_a_part(monkeypatch):
+    """A model, and tokens of the second half of a sequence. Nothing is exchanged with the process of the first half."""
+    for exchange in ("to_heads", "to_tokens"):
+        monkeypatch.setattr(gpt_module, exchange, lambda x, part: x)
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=32, context_length=8, vocab_size=16, position="learned")
+    return GPT(config, AttentionConfig("naive")), torch.randint(16, (1, 4)), Part(rank=1, ranks=2)
+
+
+def test_heads_that_were_exchanged_do_not_come_with_those_before(alone_with_a_part, monkeypatch):
+    """From qkv attention() would compute the heads of before."""
+    net, idx, part = alone_with_a_part
+    seen, whole = [], gpt_module.attention
+
+    def attention(*inputs, qkv, **options):
+        seen.append(qkv)
+        return whole(*inputs, qkv=qkv, **options)
+
+    monkeypatch.setattr(gpt_module, "attention", attention)
+    net.hidden(idx)
+    net.hidden(idx, part=part)
+    assert [qkv is None for qkv in seen] == [False, True]
+
+
+def test_a_model_in_parts_counts_the_tokens_of_a_part_as_the_whole_model_does(alone_with_a_part):
+    net, idx, part = alone_with_a_part
+    in_parts = net.compiled(lambda function: function)
+    assert in_parts(idx, idx, part=part) == net(idx, idx, part=part) != net(idx, idx)
