@@ -114,7 +114,8 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
     """Turns impl=auto into the implementation that will run, and refuses one that cannot run, before any work is done.
 
     auto chooses
-    - tiled without a GPU, and for order=keys_outside;
+    - tiled without a GPU, so that the code to read is the code that runs (sdpa is faster there: docs/training.md), and
+      for order=keys_outside;
     - triton on a GPU for windows, documents, block masks, softcap, ALiBi, dropout or a broken switch, or tiled if
       triton cannot run there;
     - sdpa on a GPU for everything else.
