@@ -99,6 +99,10 @@ TABLE = [
      "parallel::test_heads_that_were_exchanged_do_not_come_with_those_before"),
     ("a compiled model takes a part for the whole", "part=part, embed=embed, layer=layer)", "embed=embed, layer=layer)",
      "parallel::test_a_model_in_parts_counts_the_tokens_of_a_part_as_the_whole_model_does"),
+    ("heads that were exchanged come with those before", " and context.part.ranks == 1 else None", " else None",
+     "parallel::test_heads_that_were_exchanged_do_not_come_with_those_before"),
+    ("a compiled model takes a part for the whole", "part=part, embed=embed, layer=layer)", "embed=embed, layer=layer)",
+     "parallel::test_a_model_in_parts_counts_the_tokens_of_a_part_as_the_whole_model_does"),
     ("an exchange is counted once", "exchanged = 2 * config.n_layer", "exchanged = config.n_layer", "parallel"),
     # --- evaluation, sample and resume ---
     ("validation with dropout", "model.eval()\n", "\n", "arithmetic"),
