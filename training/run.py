@@ -108,7 +108,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         measure_the_context(run)
     if due(run, cfg.checkpoint_every) or save_now:
         run.saved = save(run)
-    if run.val_loss < math.inf and metrics.time_to_draw():
+    if run.val_loss < math.inf and (run.ending or metrics.time_to_draw()):
         metrics.draw_later()
     run.ranks.wait()  # for the first, which samples and saves: a GPU that waits for another gives up after some minutes
 
