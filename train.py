@@ -16,9 +16,11 @@ A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, sa
 """
 
 if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits at once, without a traceback.
+    import gc
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # until begin_collecting()
 
 import copy
 import math
@@ -39,6 +41,7 @@ from model.gpt import GPT, GPTConfig
 from training import checkpoint, config, context
 from training.machine import (
     about,
+    begin_collecting,
     is_out_of_memory,
     keep_memory,
     memory_gib,
@@ -240,11 +243,13 @@ def main(cfg: Config) -> int:
     Raises ValueError for a mistake that the user can correct. Does not change cfg.
     """
     if cfg.eval_only:
+        begin_collecting()
         refuse_several("eval_only=true", "measures in one process")
         return context.evaluate(copy.deepcopy(cfg))
     with ExitStack() as stack:
         ranks = stack.enter_context(join(cfg))
         run = set_up(copy.deepcopy(cfg), ranks, stack)
+        begin_collecting()
         caught = stack.enter_context(stop_signals())
         try:
             run.code = loop(run, caught)

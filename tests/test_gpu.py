@@ -683,13 +683,13 @@ def small_run(tmp_path: Path, name: str, way: str, steps: int, recipe: dict, **k
 
 
 def what_it_was(run: Path) -> tuple[list[tuple], dict[str, torch.Tensor]]:
-    """Loss, norm and scale of each step, and all tensors of the last checkpoint."""
+    """Loss, norm and scale of each step, all validation losses, and all tensors of the last checkpoint."""
     from training import checkpoint
     from training.metrics import read_metrics
 
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+    names = ("step", "loss", "grad_norm", "loss_scale", "val_loss")
+    steps = [tuple(row.get(name) for name in names) for row in read_metrics(run / "metrics.jsonl")]
     last = checkpoint.load(checkpoint.last(run / checkpoint.FOLDER))
-    steps = [(row["step"], row["loss"], row["grad_norm"], row.get("loss_scale")) for row in rows]
     return steps, last.model | last.optimizer()
 
 
@@ -704,10 +704,11 @@ def assert_same_run(a: Path, b: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recorded_run_is_the_compiled_one_bit_for_bit(tmp_path, repeatable, recipe):
+    """Its evaluations too, which are recorded beside the step, and replayed from the second one on."""
     import train
 
     for way in ("true", "graph"):
-        assert train.main(small_run(tmp_path, way, way, 200, dict(RECIPES[recipe]))) == 0
+        assert train.main(small_run(tmp_path, way, way, 200, dict(RECIPES[recipe]), eval_every=25)) == 0
     assert_same_run(tmp_path / "true", tmp_path / "graph")
 
 

@@ -108,7 +108,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         measure_the_context(run)
     if due(run, cfg.checkpoint_every) or save_now:
         run.saved = save(run)
-    if run.val_loss < math.inf and metrics.time_to_draw():
+    if run.val_loss < math.inf and (run.ending or metrics.time_to_draw()):
         metrics.draw_later()
     run.ranks.wait()  # for the first, which samples and saves: a GPU that waits for another gives up after some minutes
 
@@ -154,21 +154,20 @@ def evaluation_mode(model: GPT) -> Iterator[GPT]:
         model.train()
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
     """Mean loss over the validation windows, in nats per token and in bits per byte. Ranks share the batches."""
-    found: list[float] = []  # nats of each batch
-    nats, tokens, size, share = 0.0, 0, 0, run.ranks.part
-    with evaluation_mode(run.averaged) as model:
+    losses: list[float | torch.Tensor] = []  # of each batch, nats per token; 0 for another rank's
+    sizes: list[int] = []  # tokens of each batch
+    size = 0
+    with evaluation_mode(run.averaged):
         for i, batch in enumerate(validation(run.cfg, run.dataset)):
-            found.append(0.0)
-            tokens += batch.y.numel()
+            losses.append(0.0)
+            sizes.append(batch.y.numel())
             size += text_bytes(run, batch.y)
             if i % run.ranks.data_size == run.ranks.data_rank:
-                x, y, documents = batch.to(run.device)
-                x, y, part = share.cut(x), share.cut(y), share._replace(share=0, shares=1)
-                with run.autocast:
-                    found[-1] = float(model(x, y, documents, part=part)) * y.numel()
+                losses[-1] = run.train_step.loss_of_windows(batch)
+    found = [float(loss) * tokens for loss, tokens in zip(losses, sizes, strict=True)]  # waits for the device
+    nats, tokens = 0.0, sum(sizes)
     for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
         nats += of_a_batch
     return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
