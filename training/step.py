@@ -176,8 +176,8 @@ class TrainStep:
         try:
             self.graph = torch.cuda.CUDAGraph()
             # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
-            # With several ranks, a thread of NCCL looks at its events meanwhile, which is no error of ours.
-            mode = "global" if self.ranks.size == 1 else "thread_local"
+            # With several processes, a thread of NCCL looks at its events meanwhile, which is no error of ours.
+            mode = "thread_local" if torch.distributed.is_initialized() else "global"
             with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device), capture_error_mode=mode):
                 self.update(self.batches)
         except RuntimeError as error:
