@@ -153,7 +153,7 @@ def rows_of(
         row |= {"slowest": round(max(ms), 3), "tokens_per_s": round(tokens / median * 1e3)}
         row |= {"peak_gib": round(side.peak / 2**30, 3)}
         if side.ranks.size > 1:
-            row["sent_mb"] = round(sum(bytes_sent(side.ranks, model, tokens, width)) / 1e6, 1)
+            row["sent_mb"] = round(sum(bytes_sent(side.ranks, model, tokens, width, side.passes)) / 1e6, 1)
             against = [statistics.median(other) / median for other in times[1:]]
             row |= dict(zip(("linear", "own"), (round(x, 4) for x in against), strict=False))
             if "linear" in row:
