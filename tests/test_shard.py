@@ -13,9 +13,9 @@ from training.shard import copy_of
 # The windows of an evaluation are three batches, so one of two ranks has none at the end.
 LONG = ["steps=20", "eval_every=10", "checkpoint_every=10", "sample_every=20", "eval_tokens=1536", "ema_decay=0.9"]
 UNCLIPPED = [*LONG, "optimizer.grad_clip=0"]
-WIDE = [*LONG, *WIDE, "attention.impl=tiled"]
+WIDE = [*LONG, *WIDE]
 SHARD = "parallel.shard=true"
-RESUMED = ["resume=FROM/wide_shard4/checkpoints/step_000010", "parallel.shard=false"]
+RESUMED = [*LONG, "resume=FROM/wide_shard4/checkpoints/step_000010"]
 # name: (processes, whether in float64, arguments), as in tests/test_parallel.py
 LAYOUTS = {
     "one": (1, False, UNCLIPPED),
@@ -24,10 +24,9 @@ LAYOUTS = {
     "wide_shard2": (2, True, [*WIDE, SHARD, "model.activation_checkpointing=selective"]),
     "wide_shard4": (4, True, [*WIDE, SHARD]),
     "wide_both": (4, True, [*WIDE, SHARD, "parallel.context=2", "model.activation_checkpointing=true"]),
-    "wide_shard4_on_1": (1, True, RESUMED),
+    "wide_shard4_on_1": (1, True, [*RESUMED, "parallel.shard=false"]),
     "wide_shard4_on_2": (2, True, RESUMED),
-    "wide_shard4_on_2_shards": (2, True, RESUMED[:1]),
-    "wide_shard4_again": (4, True, RESUMED[:1]),
+    "wide_shard4_again": (4, True, RESUMED),
 }
 QUICK = ["one", "shard2"]
 

@@ -72,7 +72,7 @@ def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed,
 def test_a_step_of_shared_weights_is_compiled():
     way, why = choose_way("auto", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
     assert (way, why) == ("compiled", "parallel.shard=true gathers weights between the blocks, from Python")
-    with pytest.raises(ValueError, match="compile=graph: parallel.shard=true .*; use compile=auto"):
+    with pytest.raises(ValueError, match=r"compile=graph: parallel\.shard=true .*; use compile=auto"):
         choose_way("graph", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
 
 

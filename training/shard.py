@@ -1,6 +1,6 @@
 """The weights of a model shared among the ranks (parallel.shard=true), by torch's FSDP2 (fully_shard).
 
-    shard(model, ranks.size, device)    each of N ranks keeps an N-th of every weight, of its gradient and AdamW's state
+    shard(model, ranks.size, device)    each of N ranks keeps an N-th of every weight, its gradient and AdamW state
     local(x)                            the part of a weight or a gradient that this rank has
     whole(x)                            all of it; all ranks call this together
     as_in(x, p)                         the whole tensor x shared as p is
