@@ -78,7 +78,7 @@ LONG = GPTConfig(
 CASES = {
     "gpt2-1k": Shared(gpt2(1024).model, 64, rounds=4),
     "gpt2-1k-4": Shared(gpt2(1024).model, 64, passes=4, rounds=3, steps=2),
-    "gpt2-256k": Shared(replace(LONG, context_length=2**18), 1, 1, True, "false", warm_up=1, rounds=2, steps=1),
+    "gpt2-256k": Shared(replace(LONG, context_length=2**18), 1, 1, True, "false", warm_up=1, rounds=1, steps=1),
     "gpt2-1m": Shared(replace(LONG, context_length=2**20, chunk=2**16), 1, 1, True, "false", 0, 1, 1),
     "laptop": Shared(GPTConfig(2, 2, n_embd=32, context_length=64, vocab_size=257), 4, rounds=3, steps=4),
     "laptop-context": Shared(GPTConfig(2, 2, n_embd=32, context_length=64, vocab_size=257), 4, 1, True, rounds=3),

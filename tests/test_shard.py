@@ -80,7 +80,7 @@ def test_a_step_sends_the_weights_twice_and_the_gradients_once(quick):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("wide_") and name != "wide_one"])
 def test_every_layout_makes_the_same_run(name, wide):
-    """With dropout, windows, documents, pieces, an average and clipping. Within 64 units in the last place of the
+    """With dropout, windows, documents, pieces, an average and clipping. Within 512 units in the last place of the
     largest number of a tensor, in float64. A loss is recorded in float32, from a sum of shares."""
     right, found = losses(wide / "wide_one"), losses(wide / name)
     assert [*found] == [*range(11 if "FROM" in str(LAYOUTS[name]) else 1, 21)]
@@ -88,7 +88,7 @@ def test_every_layout_makes_the_same_run(name, wide):
     right, found = tensors(wide / "wide_one", 20), tensors(wide / name, 20)
     assert right.keys() == found.keys()
     for weight, x in right.items():
-        assert (found[weight].double() - x.double()).abs().max() <= 64 * 2**-52 * x.abs().max(), weight
+        assert (found[weight].double() - x.double()).abs().max() <= 512 * 2**-52 * x.abs().max(), weight
 
 
 @pytest.mark.slow
