@@ -1,9 +1,13 @@
 """Times the training step of several processes beside that of one.
 
-    torchrun --nproc-per-node 2 bench.py mode=ranks [cases=[gpt2-1k]]
+    torchrun --nproc-per-node 2 -m lab.ranks gpt2-1k gpt2-1k-4 gpt2-256k [--out docs]
 
-Each case has one model. The same step is made by all processes together, and by the first one alone, in turn. For data
-parallel the first also makes a step with as many passes as each of them had.
+Each case has one model. All processes make a step together, and the first one makes the same step alone, in turn. With
+data parallel the first one also makes a step with as many passes as each of them had. Rows go to ranks.csv.
+
+    gpt2-1k     GPT-2 124M, T=1,024: a pass of 64 sequences on each; gpt2-1k-4: four passes
+    gpt2-256k   GPT-2's sizes, one sequence of 262,144 tokens on all (parallel.context); gpt2-1m: of 1,048,576
+    laptop      a small model on CPUs; laptop-context: each sequence on all
 
 Shapes: B sequences of a pass, T tokens in each.
 """
@@ -12,6 +16,7 @@ import gc
 import json
 import statistics
 import time
+from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -137,29 +142,25 @@ def rows_of(
             ms.append(turn(side, case.steps, ranks, device))
     if not ranks.first:
         return []
-    width = 2 if device.type == "cuda" else 4
-    found = []
-    for side, ms in zip(sides, times, strict=True):
-        tokens = side.passes * case.B * config.context_length * (1 if case.context else side.ranks.size)
-        median = statistics.median(ms)
-        row: dict[str, Any] = {
-            "n_layer": config.n_layer,
-            "C": config.n_embd,
-            "H": config.n_head,
-            "V": config.vocab_size,
-        }
-        row |= {"T": config.context_length, "B": case.B, "ranks": side.ranks.size, "context": side.ranks.part.ranks}
-        row |= {"passes": side.passes, "how": side.how, "ms": round(median, 3), "fastest": round(min(ms), 3)}
-        row |= {"slowest": round(max(ms), 3), "tokens_per_s": round(tokens / median * 1e3)}
-        row |= {"peak_gib": round(side.peak / 2**30, 3)}
-        if side.ranks.size > 1:
-            row["sent_mb"] = round(sum(bytes_sent(side.ranks, model, tokens, width, side.passes)) / 1e6, 1)
-            against = [statistics.median(other) / median for other in times[1:]]
-            row |= dict(zip(("linear", "own"), (round(x, 4) for x in against), strict=False))
-            if "linear" in row:
-                row["linear"] = round(against[0] / size, 4)
-        found.append(row)
+    medians = [statistics.median(ms) for ms in times]
+    found = [row_of(case, model, side, ms, device) for side, ms in zip(sides, times, strict=True)]
+    for key, one, divisor in zip(("linear", "own"), medians[1:], (size, 1), strict=False):
+        found[0][key] = round(one / divisor / medians[0], 4)
     return found
+
+
+def row_of(case: Shared, model: GPT, side: Side, ms: list[float], device: torch.device) -> dict[str, Any]:
+    """The row of a side. ms: a step, in each turn."""
+    config, ranks, median = case.model, side.ranks, statistics.median(ms)
+    tokens = side.passes * case.B * config.context_length * ranks.size // ranks.part.ranks
+    row: dict[str, Any] = {"n_layer": config.n_layer, "C": config.n_embd, "H": config.n_head, "V": config.vocab_size}
+    row |= {"T": config.context_length, "B": case.B, "ranks": ranks.size, "context": ranks.part.ranks}
+    row |= {"passes": side.passes, "how": side.how, "tokens_per_s": round(tokens / median * 1e3)}
+    times = {"ms": median, "fastest": min(ms), "slowest": max(ms), "peak_gib": side.peak / 2**30}
+    if ranks.size > 1:
+        width = 2 if device.type == "cuda" else 4
+        times["sent_mb"] = sum(bytes_sent(ranks, model, tokens, width, side.passes)) / 1e6
+    return row | {key: round(x, 3) for key, x in times.items()}
 
 
 def enter(
@@ -227,9 +228,11 @@ def turn(side: Side, steps: int, everyone: Ranks, device: torch.device) -> float
 
 
 if __name__ == "__main__":
-    import sys
-
-    names, out = sys.argv[1].split(","), Path(sys.argv[2])
-    chosen = SimpleNamespace(device="auto", name=None)
-    with join(chosen) as joined:
-        race_ranks(names, joined, alone="--together" not in sys.argv, device=pick_device(own_device("auto")), out=out)
+    asked = ArgumentParser(prog="lab.ranks")
+    asked.add_argument("cases", nargs="+", choices=CASES)
+    asked.add_argument("--together", action="store_true", help="leave out the steps of one process")
+    asked.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of ranks.csv")
+    chosen = asked.parse_args()
+    with join(SimpleNamespace(device="auto", name=None)) as joined:
+        device = pick_device(own_device("auto"))
+        race_ranks(chosen.cases, joined, alone=not chosen.together, device=device, out=chosen.out)

@@ -443,6 +443,7 @@ def test_parameter_counts_of_the_presets():
         sizes[path.stem] = model.parameter_count()
     assert sizes["gpt2"] == 124_439_808 + 47 * 768  # GPT-2's published size, and 47 rows to a round number
     assert sizes["gpt2-medium"] == 354_823_168 + 47 * 1024
+    assert sizes["gpt2-xl"] == 1_557_611_200 + 47 * 1600
     assert sizes["nano-gpt2"] == 859_008
     assert 0.7e6 < sizes["nano"] < 0.9e6
     assert 100e6 < sizes["modern-124m"] < 130e6

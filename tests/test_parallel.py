@@ -1,5 +1,6 @@
 """Several processes train one model: the same run in every layout, resumed on another number, ended and begun again."""
 
+import csv
 import json
 import os
 import re
@@ -347,6 +348,26 @@ def wait_for(path: Path, agent: subprocess.Popen) -> None:
         assert agent.poll() is None, agent.communicate()[0]
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_steps_of_two_processes_are_timed_beside_those_of_one(tmp_path):
+    said = torchrun(
+        "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "-m", "lab.ranks", "laptop", "laptop-context",
+        f"--out={tmp_path}",
+    ).communicate(timeout=HANGS)[0]  # fmt: skip
+    assert (tmp_path / "ranks.csv").exists(), said
+    with open(tmp_path / "ranks.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    layouts = [tuple(int(row[key]) for key in ("ranks", "context", "passes")) for row in rows]
+    assert layouts == [(2, 1, 1), (1, 1, 2), (1, 1, 1), (2, 2, 1), (1, 1, 1)]
+    for both, one in ((rows[0], rows[1]), (rows[3], rows[4])):
+        assert float(both["linear"]) == pytest.approx(float(one["ms"]) / 2 / float(both["ms"]), abs=1e-3)
+        tokens = {"laptop": 512, "laptop-context": 256}[both["case"]]
+        for row in (both, one):
+            assert int(row["tokens_per_s"]) == pytest.approx(tokens / float(row["ms"]) * 1e3, rel=1e-3)
+    assert float(rows[0]["own"]) == pytest.approx(float(rows[2]["ms"]) / float(rows[0]["ms"]), abs=1e-3)
+    assert rows[3]["own"] == rows[1]["linear"] == ""
 
 
 @pytest.mark.slow
