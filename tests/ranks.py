@@ -3,8 +3,8 @@
     python tests/ranks.py < jobs.json      a list of {"ranks": 2, "arguments": [...], "float64": false, "out": FILE}
 
 Each process of a job has the environment that torchrun gives it, and writes what it prints into FILE.RANK. With float64
-the model is in float64. Each process adds a last line: the bytes that its collectives were given in each step, and
-those of the weights and the optimizer's state that it has.
+the model is in float64. Each process adds a last line: the bytes that its collectives were given in each step, how
+many they were in the last one, and the bytes of the weights and the optimizer's state that it holds.
 """
 
 import json
@@ -33,11 +33,13 @@ class Sent(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         _, _, name = func.name().partition("::")
         if (name := name.strip("_")) in COLLECTIVES:
             given = args[COLLECTIVES[name]]
+            self.calls[name] += 1
             self.bytes[name] += sum(x.numel() * x.itemsize for x in (given if isinstance(given, list) else [given]))
         return func(*args, **(kwargs or {}))
 
@@ -59,15 +61,15 @@ def work(job: dict, rank: int, port: int) -> None:
         }
     if job.get("float64"):
         train.GPT = lambda *options: GPT(*options).double()
-    update, counts, held = TrainStep.update, [], 0
+    update, counts, last = TrainStep.update, [], {}
 
     def counted(step, batches):
-        nonlocal held
         with Sent() as sent:
             update(step, batches)
         counts.append(dict(sent.bytes))
         states = [x for optimizer in step.optimizers for state in optimizer.state.values() for x in state.values()]
         held = sum(local(x).nbytes for x in (*step.model.parameters(), *states))
+        last.update(calls=dict(sent.calls), held=held)
 
     TrainStep.update = counted
     sys.argv = ["train.py", *job["arguments"]]
@@ -80,7 +82,7 @@ def work(job: dict, rank: int, port: int) -> None:
         traceback.print_exc()
         code = 1
     with open(f"{job['out']}.{rank}", "a") as file:
-        file.write("\n" + json.dumps({"sent": counts, "held": held}) + "\n")
+        file.write("\n" + json.dumps({"sent": counts} | last) + "\n")
     os._exit(code)  # what was inherited is the parent's to close
 
 

@@ -371,10 +371,11 @@ def test_steps_of_two_processes_are_timed_beside_those_of_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank, small, tmp_path):
+@pytest.mark.parametrize(("rank", "more"), [(0, []), (1, ["parallel.shard=true"])])
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank, more, small, tmp_path):
     """kill -9 in the middle. torchrun starts all again, and they resume: the losses are those of a run without."""
     arguments = [*small, *SHAPE, *DROPOUT, "steps=40", "eval_every=40", "checkpoint_every=5", f"runs={tmp_path}"]
+    arguments += more
     agent = torchrun(
         "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1", "train.py", *arguments,
         "name=killed",

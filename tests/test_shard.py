@@ -21,8 +21,7 @@ LAYOUTS = {
     "one": (1, False, UNCLIPPED),
     "shard2": (2, False, [*UNCLIPPED, SHARD]),
     "wide_one": (1, True, WIDE),
-    "wide_shard2": (2, True, [*WIDE, SHARD, "model.activation_checkpointing=selective"]),
-    "wide_shard4": (4, True, [*WIDE, SHARD]),
+    "wide_shard4": (4, True, [*WIDE, SHARD, "model.activation_checkpointing=selective"]),
     "wide_both": (4, True, [*WIDE, SHARD, "parallel.context=2", "model.activation_checkpointing=true"]),
     "wide_shard4_on_1": (1, True, [*RESUMED, "parallel.shard=false"]),
     "wide_shard4_on_2": (2, True, RESUMED),
@@ -75,6 +74,12 @@ def test_a_step_sends_the_weights_twice_and_the_gradients_once(quick):
             assert (count["allgather_base"] + count["reduce_scatter_base"]) // 2 == sent
             assert count["allgather_base"] == 2 * count["reduce_scatter_base"]
             assert count["allreduce"] == 8  # loss and norm
+
+
+def test_the_weights_of_one_block_are_together_at_a_time(quick):
+    """Two blocks and the rest of the model: each has a message of its own, not the model one for all."""
+    calls = counted(quick / "shard2.out.0")["calls"]
+    assert calls == {"allgather_base": 2 * 3, "reduce_scatter_base": 3, "allreduce": 2}
 
 
 @pytest.mark.slow
