@@ -92,6 +92,7 @@ from training.run import (
     text_bytes,
     validation,
 )
+from training.shard import shard
 from training.step import Numbers, TrainStep, choose_way
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
@@ -285,7 +286,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     dtype = pick_dtype(cfg.dtype, device)
     autocast = set_precision(dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, cfg.parallel.shard)
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
     ranks, rows, own_passes = divide(ranks, cfg, accumulation)
@@ -302,13 +303,16 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
     size = ranks.of_memory(cfg.model)
-    settled, which = ranks.same(settle(size, attention, rows, dtype, device, ema=cfg.ema_decay > 0))
+    settled, which = ranks.same(settle(size, attention, rows, dtype, device, cfg.ema_decay > 0, ranks.shards))
     settled = replace(settled, context_length=cfg.model.context_length)
-    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it)
-    model = make_model(replace(cfg, model=settled), attention, device)
+    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it, cfg.parallel.shard)
+    model = make_model(replace(cfg, model=settled), attention, torch.device("cpu") if cfg.parallel.shard else device)
     if parent:
         model.load_state_dict(parent.model)
     averaged = copy.deepcopy(model) if cfg.ema_decay else model
+    if cfg.parallel.shard:
+        for network in dict.fromkeys((model, averaged)):
+            shard(network, ranks.size, device)
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are smaller than 6e-8, the smallest number in fp16. The scaler therefore multiplies the loss by a
     # power of two. After many good steps it doubles this scale. After an infinite gradient it halves the scale, and
@@ -413,7 +417,7 @@ def check(cfg: Config) -> None:
     refuse_several("-m", "makes one run after the other")
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, cfg.parallel.shard)
     refuse_another_parent(cfg)
     passes(cfg)
     cfg = copy.deepcopy(cfg)

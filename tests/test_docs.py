@@ -721,6 +721,24 @@ def test_what_long_contexts_are_worth_is_what_was_measured():
 # --- docs/parallel.md ------------------------------------------------------------------------------------------------
 
 
+def test_the_speeds_of_two_gpus_are_those_of_the_csv():
+    with open(DOCS / "ranks.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["device"], row["torch"][:4], row["dtype"]) for row in rows} == {("NVIDIA H200", "2.11", "bf16")}
+    said = (DOCS / "parallel.md").read_text(encoding="utf-8")
+    two = {row["case"]: row for row in rows if row["ranks"] == "2"}
+    for case, both in two.items():
+        one = next((row for row in rows if row["case"] == case and row["ranks"] == "1"), None)
+        ms, gib = f"{float(both['ms']):,.0f} ms", f"{float(both['peak_gib']):.1f}"
+        if one is None:
+            assert f"| - | {ms} | - | -, {gib} |" in said
+        else:
+            alone = f"| {float(one['ms']):,.0f} ms | {ms} | {100 * float(both['linear']):.1f} % |"
+            assert f"{alone} {float(one['peak_gib']):.1f}, {gib} |" in said
+    one = next(row for row in rows if row["case"] == "gpt2-1k" and row["ranks"] == "1" and row["passes"] == "1")
+    assert f"take {float(two['gpt2-1k']['ms']) - float(one['ms']):.1f} ms of the 118." in said
+
+
 @pytest.mark.parametrize(
     "line", re.findall(r"`torchrun ([^`]*train.py[^`]*)`", (DOCS / "parallel.md").read_text(encoding="utf-8"))
 )

@@ -69,6 +69,13 @@ def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed,
         )
 
 
+def test_a_step_of_shared_weights_is_compiled():
+    way, why = choose_way("auto", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
+    assert (way, why) == ("compiled", "parallel.shard=true gathers weights between the blocks, from Python")
+    with pytest.raises(ValueError, match=r"compile=graph: parallel\.shard=true .*; use compile=auto"):
+        choose_way("graph", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
+
+
 def test_a_seed_that_is_drawn_again_in_python_keeps_a_step_from_being_recorded():
     model, broken = GPTConfig(activation_checkpointing=True), BreakIt(restore_seed=False)
     way, why = choose_way("auto", CUDA, AttentionConfig("triton", dropout_p=0.1), model, broken)

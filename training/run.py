@@ -6,7 +6,6 @@
 train.py makes the Run and its steps. Nothing here changes what is learned, nor training's random numbers.
 """
 
-import copy
 import math
 import os
 import time
@@ -31,6 +30,7 @@ from training.machine import DTYPES
 from training.metrics import Metrics, stamp
 from training.parallel import Ranks
 from training.probe import reading, record, search
+from training.shard import copy_of
 from training.step import Report, TrainStep
 
 
@@ -99,7 +99,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         evaluation = evaluate(run)
         run.val_loss = evaluation["val_loss"]
         metrics.log({"step": run.step, **evaluation})
-    if cfg.sample_tokens and due(run, cfg.sample_every) and run.ranks.first:
+    if cfg.sample_tokens and due(run, cfg.sample_every) and (run.ranks.first or run.ranks.shards > 1):
         try:
             metrics.sample(run.step, write_sample(run))
         except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
@@ -166,6 +166,8 @@ def evaluate(run: Run) -> dict[str, float]:
             size += text_bytes(run, batch.y)
             if i % run.ranks.data_size == run.ranks.data_rank:
                 losses[-1] = run.train_step.loss_of_windows(batch)
+        if run.ranks.shards > 1 and (len(losses) - 1) % run.ranks.data_size < run.ranks.data_rank:
+            run.train_step.loss_of_windows(batch)  # for nothing: the others need this rank's weights for their last one
     found = [float(loss) * tokens for loss, tokens in zip(losses, sizes, strict=True)]  # waits for the device
     nats, tokens = 0.0, sum(sizes)
     for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
@@ -220,10 +222,7 @@ def writing_of(run: Run) -> Writing:
     if run.writing is not None:
         torch._foreach_copy_(list(run.writing.model.parameters()), list(run.averaged.parameters()))
         return run.writing
-    # deepcopy() takes these weights for the model's own, and so makes no copy in float32.
-    dtype = DTYPES[str(run.facts["dtype"])]
-    weights = {id(p): torch.nn.Parameter(p.detach().to(dtype)) for p in run.averaged.parameters()}
-    model, generator = copy.deepcopy(run.averaged, weights).eval(), torch.Generator(run.device)
+    model, generator = copy_of(run.averaged, DTYPES[str(run.facts["dtype"])]).eval(), torch.Generator(run.device)
     writing = Writing(model, generator, Kept(model, 1, Sampler(), generator, cache=True))
     if run.train_step.way == "recorded":
         run.writing = writing
@@ -294,7 +293,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
     fault: the batch at which the run stopped, with its random state. If given, it is saved with the weights of that
     step, and without the optimizer: such a checkpoint cannot be resumed.
     """
-    if not run.ranks.first:
+    if not run.ranks.first and run.ranks.shards == 1:
         return run.folder / into / checkpoint.folder_name(run.step)
     run.metrics.still_there()  # else checkpoint.save() would make a deleted folder again
     if fault is not None:
@@ -305,10 +304,14 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
         if run.averaged is not run.model:
             tensors |= {f"{name}.trained": p for name, p in parameters.items()}
         tensors |= checkpoint.rng_state()
+    weights = model.state_dict(keep_vars=True)
+    if not run.ranks.first:
+        checkpoint.give(weights, tensors)
+        return run.folder / into / checkpoint.folder_name(run.step)
     return run.writer.save(
         run.folder / into,
         run.step,
-        model=model.state_dict(),
+        model=weights,
         optimizer=tensors,
         state={
             "config": asdict(run.cfg),

@@ -39,6 +39,7 @@ from model.gpt import GPT, GPTConfig
 from training.machine import is_out_of_memory
 from training.optimizer import average
 from training.parallel import ALONE, Ranks
+from training.shard import local
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")
@@ -52,12 +53,17 @@ WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled
 
 
 def choose_way(
-    wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, break_it: BreakIt = UNBROKEN
+    wanted: str,
+    device: torch.device,
+    attention: AttentionConfig,
+    model: GPTConfig,
+    break_it: BreakIt = UNBROKEN,
+    shard: bool = False,
 ) -> tuple[str, str]:
     """How the steps of a run are made: eager, compiled or recorded; and why they are not recorded, or "".
 
-    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. ValueError for graph where a step
-    cannot be recorded, and for a checkpoint that attention does not have.
+    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. shard: parallel.shard. ValueError for
+    graph where a step cannot be recorded, and for a checkpoint that attention does not have.
     """
     if attention.impl == "naive" and model.activation_checkpointing == "selective":
         raise ValueError(
@@ -67,6 +73,8 @@ def choose_way(
     obstacle = ""
     if device.type != "cuda":
         obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
+    elif shard:
+        obstacle = "parallel.shard=true gathers weights between the blocks, from Python"
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
     elif model.activation_checkpointing == "true" and (attention.impl == "sdpa" or not break_it.restore_seed):
@@ -193,8 +201,8 @@ class TrainStep:
                 self.stream = torch.cuda.Stream(self.device)
             else:
                 pool = self.graph.pool()
-            # With several ranks, a thread of NCCL looks at its events meanwhile, which is no error of ours.
-            mode = "global" if self.ranks.size == 1 else "thread_local"
+            # With several processes, a thread of NCCL looks at its events meanwhile, which is no error of ours.
+            mode = "thread_local" if torch.distributed.is_initialized() else "global"
             with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode):
                 run()
         except RuntimeError as error:
@@ -224,7 +232,8 @@ class TrainStep:
         # Clip.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip or math.inf)
+        norm = ranks.norm([local(p.grad) for p in self.model.parameters() if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.grad_clip or math.inf, norm)
 
         # The guard. With a scale above 1, an infinite gradient is normal: this update alone is left out, and the scaler
         # answers with a smaller scale. With a scale of 1 (always, for dtypes other than fp16) the model itself made the
