@@ -361,6 +361,14 @@ def test_a_training_measures_every_n_steps_and_changes_no_bit(trained):
     assert not (runs / "plain/context.png").exists()
 
 
+def test_windows_overlap_where_the_text_is_short_and_not_made():
+    """A window of recall must begin with its document."""
+    text = SimpleNamespace(val=np.arange(1000, dtype=np.uint16), val_documents=np.zeros(1, np.int64))
+    for source, windows in {"text": 200, "recall": 31}.items():
+        cfg = train.Config(batch_size=4, eval_tokens=6400, data=DataConfig(source), model=GPTConfig(context_length=32))
+        assert sum(len(batch.x) for batch in context.windows_of(cfg, text)) == windows
+
+
 def test_windows_of_a_made_text_are_its_documents_in_training_too(call, small, tmp_path, monkeypatch):
     """A random offset would cut every document in two, and leave less to recall, at worst nothing."""
     monkeypatch.setattr("data.made.DOCUMENTS", 60)

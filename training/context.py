@@ -22,7 +22,7 @@ T context length, B windows in a batch.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,17 @@ PROMPTS = 20  # texts of each length and depth
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring.
+
+
+def windows_of(cfg: Any, dataset: Dataset) -> Iterator[Batch]:
+    """The windows of a measurement, always the same, of about eval_tokens tokens. cfg: train.py's Config.
+
+    If the validation text has fewer, the windows overlap. Each token of the text is then at several positions, and
+    losses by position are of nearly the same tokens. A text that is made has one document in each window.
+    """
+    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
+    numbered, overlap = cfg.attention.documents, cfg.data.source not in SHORTEST
+    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered, overlap=overlap)
 
 
 def measure(
@@ -302,9 +313,7 @@ def evaluate(cfg: Any) -> int:
         raise ValueError(
             f"{dataset.folder} has tokens of another tokenizer than {trained.path}: name a text of the same"
         )
-    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
-    numbered = cfg.attention.documents
-    batches = validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered)
+    batches = windows_of(cfg, dataset)
     model = trained.network(cfg.attention, device, cfg.model.context_length).eval()
 
     broken = trained.state["broken"]
