@@ -75,12 +75,11 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
             + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
         )
     if cfg.length_warmup_steps:
-        short, steps = cfg.length_warmup_from, cfg.length_warmup_steps
-        doublings = (cfg.model.context_length // short).bit_length() - 1
-        begins = [1 - (-i * steps // doublings) for i in range(doublings + 1)]  # where length_at() rises
+        steps, (short, *longer) = cfg.length_warmup_steps, cfg.lengths
+        begins = [1 - (-i * steps // len(longer)) for i in range(1, len(longer) + 1)]  # where length_at() rises
         say(
             f"length warm-up: sequences of {short} tokens, "
-            + ", ".join(f"{short << i} from step {step}" for i, step in enumerate(begins) if i)
+            + ", ".join(f"{length} from step {step}" for length, step in zip(longer, begins, strict=True))
         )
         if cfg.steps < begins[-1]:
             say(

@@ -185,7 +185,8 @@ def measure_the_context(run: Run) -> None:
     if not run.ranks.first:
         return
     with evaluation_mode(run.averaged) as model:
-        found = context.measure(model, validation(run.cfg, run.dataset), run.dataset, run.cfg.data.source, run.autocast)
+        windows = context.windows_of(run.cfg, run.dataset)
+        found = context.measure(model, windows, run.dataset, run.cfg.data.source, run.autocast)
     run.metrics.log({"step": run.step, **found})
     run.metrics.say(context.table(found))
     title = f"{run.cfg.name}, step {run.step}"
