@@ -156,9 +156,9 @@ def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> s
     """Why the forward is left to flash.py, as the end of a message; empty if hopper.py computes it."""
     if autotune:
         return "attention.autotune=true tunes the portable kernels"
-    # Everything that is neither a length, the scale nor the causal mask.
-    if problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64) != Problem(0, 0):
-        return "it has no window, documents, positions, block mask, softcap, alibi, dropout or break_it"
+    wanted = problem.softcap, problem.slopes, problem.positions, problem.blocks
+    if any(x is not None for x in wanted) or problem.without:
+        return "it has no softcap, alibi, positions, block mask or break_it"
     return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
 
 

@@ -170,10 +170,8 @@ def left_to_portable(
 
     if config.autotune:
         return "attention.autotune=true tunes the portable kernels"
-    if options := beyond_sdpa(config):
+    if options := given(config, "block_mask", "softcap", "alibi"):
         return f"it has no {options}"
-    if config.dropout_p:
-        return f"it has no attention.dropout_p={config.dropout_p}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
     return hopper_lacks(dtype, D, device, config.kernel)
@@ -181,7 +179,11 @@ def left_to_portable(
 
 def beyond_sdpa(config: AttentionConfig) -> str:
     """The options that PyTorch's function has no argument for, as key=value; empty if there are none."""
-    names = ("window", "windows", "documents", "block_mask", "softcap", "alibi")
+    return given(config, "window", "windows", "documents", "block_mask", "softcap", "alibi")
+
+
+def given(config: AttentionConfig, *names: str) -> str:
+    """Those of the options that are set, as key=value."""
     return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
 
