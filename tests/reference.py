@@ -217,6 +217,15 @@ def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
 def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **options) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv of one of ours, through the door."""
     q, k, v = (inputs[name].detach().requires_grad_() for name in ("q", "k", "v"))
+    o, lse = run_forward(q, k, v, case, config, **options)
+    # lse = -inf has no gradient worth the name: where a row sees nothing it gets 0
+    dlse = inputs["dlse"].masked_fill(lse == -torch.inf, 0.0)
+    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (inputs["do"], dlse))
+    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, case: Case, config: AttentionConfig, **options) -> tuple:
+    """o and lse."""
     config = replace(
         config,
         window=case.window,
@@ -229,7 +238,7 @@ def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **option
     documents = None
     if case.documents is not None:
         documents = table(case.B, k.shape[2], case.document).to(q.device)
-    o, lse = attention(
+    return attention(
         q,
         k,
         v,
@@ -241,10 +250,6 @@ def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **option
         return_lse=True,
         **options,
     )
-    # lse = -inf has no gradient worth the name: where a row sees nothing it gets 0
-    dlse = inputs["dlse"].masked_fill(lse == -torch.inf, 0.0)
-    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (inputs["do"], dlse))
-    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
 def drawn(
