@@ -284,7 +284,10 @@ def key_tiles(b, row0, task, how: gl.constexpr):
         if how.AT_MOST:
             stop = gl.minimum(stop, gl.cdiv(gl.maximum(low + how.ROWS + task.at_most, 0), how.BLOCK_N))
             whole_stop = gl.minimum(whole_stop, gl.maximum(low + 1 + task.at_most, 0) // how.BLOCK_N)
-    return start, whole_start, whole_stop, gl.maximum(stop, start + 1)
+    stop = gl.maximum(stop, start + 1)
+    if row0 >= task.T:  # rows past the last: one tile, because every consumer visits some
+        start = stop - 1
+    return start, whole_start, whole_stop, stop
 
 
 @gluon.jit
@@ -295,8 +298,6 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
     turn = 0
     group = gl.program_id(0)
     while group < groups_of(task, how):
-        following = gl.num_programs(0) + gl.atomic_add(taken, 1)
-        tell(shared, turn, following)
         b, h, _, row0, start, stop = group_at(group, task, how)
         for c in gl.static_range(how.CONSUMERS):
             # A new barrier is past phase 1. So all places begin as free.
@@ -310,7 +311,9 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
             mbarrier.wait(shared.v_free.index(place), phase ^ 1)
             copy(v, b, h // G, column0, shared.v_full.index(place), shared.v.index(place))
             count += 1
-        group = following
+        # Only now, when the consumers have STAGES tiles left: a group taken early would wait here while others idle.
+        group = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        tell(shared, turn, group)
         turn += 1
 
 
