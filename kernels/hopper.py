@@ -99,7 +99,8 @@ class Task(NamedTuple):
     seed: Tensor
     threshold: int
     numbers: Tensor  # (N,)
-    keep_scale: float
+    keep_scale: float  # 1 / (share kept)
+    zero: float  # 0.0: see Dropout of kernels/task.py
 
 
 class Shared(NamedTuple):
@@ -154,7 +155,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
         B * H, H, T, T_k, mask.at_least or 0, mask.at_most or 0,
         mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
         problem.scale * math.log2(math.e), problem.seed if dropout else lse, problem.drop_threshold,
-        lse if problem.numbers is None else problem.numbers, 256 / (256 - problem.drop_threshold),
+        lse if problem.numbers is None else problem.numbers, 256 / (256 - problem.drop_threshold), 0.0,
         how(D, *rules, not cut_once, dropout, problem.numbers is not None), num_warps=4, maxnreg=REGISTERS[consumers],
     )  # fmt: skip
 
@@ -206,10 +207,10 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 @gluon.jit(do_not_specialize=["N", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])  # compiled once for all
 def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits,
-                   scale2, seed, threshold, numbers, keep_scale, how: gl.constexpr):  # fmt: skip
+                   scale2, seed, threshold, numbers, keep_scale, zero, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
     task = Task(N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits, scale2, seed, threshold, numbers,
-                keep_scale)  # fmt: skip
+                keep_scale, zero)  # fmt: skip
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -490,7 +491,7 @@ def dropped(p, n, row0, tile, task, how: gl.constexpr):
         )
         word = gl.where((i & 16) != 0, gl.where((i & 8) != 0, w3, w2), gl.where((i & 8) != 0, w1, w0))
         keep = (word << (24 - (j & 24)).to(gl.uint32)) >= (task.threshold << 24).to(gl.uint32)
-        p = gl.where(keep, p, 0.0)
+        p = gl.where(keep, p, task.zero)
     return p
 
 

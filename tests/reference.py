@@ -309,6 +309,26 @@ def assert_float64_right(found: dict[str, Tensor], reference: dict[str, Tensor],
         assert error(found[name], right) <= budget, f"{name}: error {error(found[name], right):.3g} > {budget:.3g}"
 
 
+# The keys that dominate in dominated(): in one tile or two, the later ones in earlier tiles, and in two pairs.
+PLACES = [[70], [70, 71], [5, 300], [300, 70], [5, 140, 300, 301]]
+
+
+def dominated(
+    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, T: int, device="cpu"
+) -> dict[str, Tensor]:
+    """Inputs whose keys at `places` have scores about `above` nats higher than the others; they differ by `apart`."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, T, D, device=device, generator=generator) for _ in range(4))
+    q, k = q * 0.05, k * 0.05
+    q[..., 0], k[..., 0] = 1, 0
+    for number, place in enumerate(places):
+        k[..., place, 0] = above + apart * number
+        if same_values:
+            v[..., place, :] = v[..., places[0], :]
+    made = {"q": q, "k": k, "v": v, "do": do}
+    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(1, 2, T, device=device)}
+
+
 # Without the maximum, of keys that are all alike: what o is, in naive and in tiled and triton, where a sum overflows.
 FLAT_ROWS = [  # keys, score, v, naive's o, tiled's and triton's
     (1024, 83.0, 1e-3, 0.0, 0.0),  # each weight is finite, their sum is not

@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels import op
 from model.attention import AttentionConfig, attention, left_to_portable
 from model.break_it import BreakIt
-from tests.reference import Case, assert_within_budget, case_name, error, largest, run
-from tests.test_hopper import PLACES, dominated
+from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, error, largest, run
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
@@ -32,6 +31,15 @@ CASES += [
     Case(520, H=8, H_kv=1, D=64),
     Case(300, sigma=4.0, D=64),
     Case(300, softmax_scale=0.5, D=64),
+    Case(1000, window=1, D=64),
+    Case(1000, H_kv=1, window=130, D=64),
+    Case(500, 700, causal=False, window=200, D=64),
+    Case(700, 500, window=100, D=64),
+    Case(1000, documents=(1, 400, 0, 57, 542), D=64),
+    Case(500, 700, causal=False, documents=(300, 400), D=64),
+    Case(700, H=6, H_kv=2, dropout_p=0.1, D=64),
+    Case(300, 500, dropout_p=0.5, D=64),
+    Case(1000, documents=(100, 300, 600), window=150, H=6, H_kv=2, dropout_p=0.25, D=64),
 ]
 
 
@@ -54,8 +62,9 @@ def test_hopper_is_within_twice_naives_error(case, D, dtype):
 @pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
-    """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within 1.1 times
-    the error of PyTorch's FlashAttention."""
+    """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within three times
+    the error of PyTorch's FlashAttention. That error is chance: between two orders of summing, both right, the largest
+    differed by up to 2.75 times in these cases (on a CPU)."""
     case = Case(640, D=D, softmax_scale=1.0)
     for above in (8.0, 16.0, 30.0):
         for apart in (0.0, 0.125):
@@ -70,7 +79,7 @@ def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
             for name, gradient in theirs.items():
                 right = reference[name]
                 budget = 2 * (error(naive[name], right) + torch.finfo(dtype).eps * largest(right))
-                assert error(found[name], right) <= max(budget, 1.1 * error(gradient, right)), (name, above, apart)
+                assert error(found[name], right) <= max(budget, 3 * error(gradient, right)), (name, above, apart)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -112,10 +121,10 @@ def test_auto_takes_the_head_sizes_that_it_names_and_portable_elsewhere(monkeypa
 @pytest.mark.parametrize(
     ("changed", "options", "why"),
     [
-        ({"window": 8}, {}, "it has no window"),
-        ({"dropout_p": 0.1}, {"seed": 1}, "dropout"),
+        ({"softcap": 2.0}, {}, "it has no softcap"),
+        ({"alibi": True}, {}, "alibi"),
+        ({"block_mask": ["x"]}, {}, "block mask"),
         ({"autotune": True}, {}, "autotune=true tunes the portable kernels"),
-        ({}, {"documents": True}, "documents"),
         ({}, {"break_it": BreakIt(rescale_sum=False)}, "break_it"),
         ({}, {"D": 80}, "head sizes 64 and 128, not 80"),
         ({}, {"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
@@ -126,10 +135,6 @@ def test_hopper_refuses_what_it_cannot_do_in_one_line(changed, options, why):
     options = dict(options)
     D, dtype = options.pop("D", 64), options.pop("dtype", torch.bfloat16)
     q, k, v = torch.randn(3, 1, 2, 64, D, device="cuda", dtype=dtype).unbind()
-    if "documents" in options:
-        options["documents"] = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
-    if "seed" in options:
-        options["seed"] = torch.tensor(1, device="cuda")
     with pytest.raises(ValueError, match=f"attention.kernel=hopper: .*{why}.*; use attention.kernel=auto"):
         attention(q, k, v, replace(HOPPER, **changed), **options)
 

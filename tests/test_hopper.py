@@ -11,14 +11,10 @@ pytest.importorskip("triton", reason="triton is made for Linux")
 from kernels import op
 from model.attention import AttentionConfig, left_to_portable, resolve
 from tests.gluon_on_cpu import launch, on_cpu
-from tests.reference import Case, assert_within_budget, case_name, run_forward
+from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run_forward
 
 NAIVE = AttentionConfig("naive")
 WHOLE = on_cpu()
-
-
-# The keys that dominate in dominated(): in one tile or two, the later ones in earlier tiles, and in two pairs.
-PLACES = [[70], [70, 71], [5, 300], [300, 70], [5, 140, 300, 301]]
 
 
 def forward(
@@ -71,22 +67,6 @@ def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None
 def test_it_is_within_twice_naives_error(case, dtype):
     found = forward(WHOLE, case, 0, dtype)
     assert_within_budget(found, naive(case, dtype, dtype), naive(case, torch.float64, dtype))
-
-
-def dominated(
-    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, T: int, device="cpu"
-) -> dict[str, Tensor]:
-    """Inputs whose keys at `places` have scores about `above` nats higher than the others; they differ by `apart`."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, T, D, device=device, generator=generator) for _ in range(4))
-    q, k = q * 0.05, k * 0.05
-    q[..., 0], k[..., 0] = 1, 0
-    for number, place in enumerate(places):
-        k[..., place, 0] = above + apart * number
-        if same_values:
-            v[..., place, :] = v[..., places[0], :]
-    made = {"q": q, "k": k, "v": v, "do": do}
-    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(1, 2, T, device=device)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
