@@ -22,7 +22,8 @@ other. Its warps have different jobs:
 - A program takes its next group from a counter in memory, and copies its tiles while this group is still computed.
 - tests/gluon_on_cpu.py runs this file on a CPU, in many orders of its jobs and copies.
 
-Limits: float16 and bfloat16, D 64 or 128, and no mask but the causal one. kernels/op.py sends the rest to flash.py.
+Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout. kernels/op.py sends the rest to
+flash.py.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs of the warps and for the overlap; Triton's
 Gluon tutorials.
@@ -71,8 +72,8 @@ class How:
     compare them by identity."""
 
     ROWS: gl.constexpr  # of queries, of one consumer
-    BLOCK_N: gl.constexpr
     D: gl.constexpr
+    BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr  # tiles of k, and as many of v, in shared memory
     AT_LEAST: gl.constexpr  # these three: whether there is such a rule
@@ -118,24 +119,23 @@ class Shared(NamedTuple):
     v_free: gl.shared_memory_descriptor
     group: gl.shared_memory_descriptor  # (2, 1): the number of the next group of tiles of queries, and of the one after
     group_full: gl.shared_memory_descriptor
-    group_free: gl.shared_memory_descriptor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The launch.
 
-# (head size, RAGGED) -> ROWS, BLOCK_N, CONSUMERS, STAGES. Head size 128: the fastest tried on an H200 (LOG.md). Head
-# size 64: not timed. With RAGGED, three consumers would have too few registers.
-TILES = {
-    (64, False): (64, 128, 3, 2),
-    (64, True): (64, 128, 2, 2),
-    (128, False): (64, 128, 2, 2),
-    (128, True): (64, 128, 2, 2),
-}
-ROWS = 64  # in every entry
+ROWS = 64  # of a consumer's tile
 # Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
 # then give most of theirs to the consumers.
-REGISTERS = {2: 168, 3: 128}
+REGISTERS = {2: 168, 3: 128, 4: 96}
+
+
+def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
+    """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200 (LOG.md). plain: the mask cuts one tile of every tile
+    of queries, and there is no dropout. Otherwise three or four consumers have too few registers."""
+    if D == 64 and plain:
+        return (64, 4, 4) if T_k <= 2048 else (128, 3, 2)
+    return 128, 2, 2
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:
@@ -145,33 +145,33 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
     documents, dropout = mask.documents_q is not None, problem.seed is not None
     cut_once = mask.at_least is None and not documents and (mask.at_most is None or (T_k - T) % ROWS == 0)
     rules = mask.at_least is not None, mask.at_most is not None, documents
-    rows, block_n, consumers, _ = TILES[D, not cut_once or dropout]
-    groups = -(-T // (rows * consumers))  # of CONSUMERS tiles of queries, in a head
-    visits = visits_of(q, k, problem, groups * consumers, rows, block_n) if documents else lse
+    tiles = tiles_for(D, T_k, cut_once and not dropout)
+    block_n, consumers, _ = tiles
+    groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
+    visits = visits_of(q, k, problem, groups * consumers, block_n) if documents else lse
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
-        *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, rows), (k, block_n), (v, block_n), (o, rows))),
+        *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))),
         lse, lse2, taken, H // H_kv,
         B * H, H, T, T_k, mask.at_least or 0, mask.at_most or 0,
         mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
         problem.scale * math.log2(math.e), problem.seed if dropout else lse, problem.drop_threshold,
         lse if problem.numbers is None else problem.numbers, 256 / (256 - problem.drop_threshold), 0.0,
-        how(D, *rules, not cut_once, dropout, problem.numbers is not None), num_warps=4, maxnreg=REGISTERS[consumers],
+        how(D, *tiles, *rules, not cut_once, dropout, problem.numbers is not None),
+        num_warps=4, maxnreg=REGISTERS[consumers],
     )  # fmt: skip
 
 
 @cache
-def how(D: int, at_least: bool, at_most: bool, documents: bool, ragged: bool, dropout: bool, numbers: bool) -> How:
-    """Makes the How of these arguments, once."""
-    rows, block_n, consumers, stages = TILES[D, ragged or dropout]
-    fields = rows, block_n, D, consumers, stages, at_least, at_most, documents, ragged, dropout, numbers
-    return How(*map(gl.constexpr, fields))
+def how(D: int, *others) -> How:
+    """Makes the How of these fields, all but ROWS, once."""
+    return How(*map(gl.constexpr, (ROWS, D, *others)))
 
 
-def visits_of(q: Tensor, k: Tensor, problem: Problem, n: int, rows: int, block_n: int) -> Tensor:
+def visits_of(q: Tensor, k: Tensor, problem: Problem, n: int, block_n: int) -> Tensor:
     """Which tiles of keys each of n tiles of queries visits: int32 (B, n, 4), as key_tiles() returns them."""
     visits = torch.empty(q.shape[0], n, 4, dtype=torch.int32, device=q.device)
-    tile = Tiles(rows, block_n, 1, 1)
+    tile = Tiles(ROWS, block_n, 1, 1)
     task = task_for(problem, mask_of(problem), q, k, tile)
     visits_kernel[(n, q.shape[0])](visits, task, how_for(q, problem, tile), num_warps=1)
     return visits
@@ -219,10 +219,18 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, H, T, T_k, at_least, at_m
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(2, 1), barriers(2, how.CONSUMERS),
+        barriers(2, 1),
     )  # fmt: skip
     # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
-    if how.CONSUMERS == 3:
+    if how.CONSUMERS == 4:
+        gl.warp_specialize([
+            (consumer, (shared, o, lse, lse2, task, how, 0)),
+            (consumer, (shared, o, lse, lse2, task, how, 1)),
+            (consumer, (shared, o, lse, lse2, task, how, 2)),
+            (consumer, (shared, o, lse, lse2, task, how, 3)),
+            (producer, (shared, q, k, v, taken, G, task, how)),
+        ], [4, 4, 4, 1], [112, 112, 112, 24])  # fmt: skip
+    elif how.CONSUMERS == 3:
         gl.warp_specialize([
             (consumer, (shared, o, lse, lse2, task, how, 0)),
             (consumer, (shared, o, lse, lse2, task, how, 1)),
@@ -320,8 +328,8 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
 
 @gluon.jit
 def tell(shared, turn, group):
-    """The producer writes the number of the group of turn + 1."""
-    mbarrier.wait(shared.group_free.index(turn & 1), turn // 2 & 1 ^ 1)
+    """The producer writes the number of the group of turn + 1. All consumers have read the number that was there: they
+    have freed the q of that group."""
     shared.group.index(turn & 1).store(gl.full([1], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(shared.group_full.index(turn & 1), count=1)
 
@@ -330,10 +338,7 @@ def tell(shared, turn, group):
 def told(shared, turn):
     """A consumer reads that number."""
     mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)
-    group = gl.max(shared.group.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    all_threads()  # have read it
-    mbarrier.arrive(shared.group_free.index(turn & 1), count=1)
-    return group
+    return gl.max(shared.group.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -62,7 +62,7 @@ class AttentionConfig:
     block_mask_size: int = 64  # tokens along each side of a block of block_mask
     dropout_p: float = 0.0  # share of the attention weights dropped in training
     autotune: bool = False  # triton: time several tile sizes at the first call, and use the fastest
-    kernel: str = "auto"  # of the forward of triton: hopper | portable | auto, portable as long as hopper is new
+    kernel: str = "auto"  # of the forward of triton: hopper | portable | auto, the faster one
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
@@ -174,7 +174,8 @@ def left_to_portable(
         return f"it has no {options}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
-    return hopper_lacks(dtype, D, device, config.kernel)
+    window = bool(config.window or config.windows)
+    return hopper_lacks(dtype, D, device, config.kernel, config.dropout_p > 0, window)
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import op
 from model.attention import AttentionConfig, attention, left_to_portable
 from model.break_it import BreakIt
 from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, error, largest, run
@@ -17,8 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a
 
 NAIVE = AttentionConfig("naive")
 HOPPER, PORTABLE, AUTO = (AttentionConfig("triton", kernel=kernel) for kernel in ("hopper", "portable", "auto"))
-# Around the tiles: 64 rows of a consumer, 128 keys, 128 or 192 rows of a group; heads with more groups than processors;
-# rows that see no key; every key seen; heads that share keys; large scores; a scale.
+# Around the tiles: 64 rows of a consumer, 64 or 128 keys, 128 to 256 rows of a group; heads with more groups than
+# processors; rows that see no key; every key seen; heads that share keys; large scores; a scale.
 CASES = [Case(T, D=64) for T in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 333, 1000)]
 CASES += [
     Case(97, 500, D=64),
@@ -30,6 +29,10 @@ CASES += [
     Case(700, B=8, H=12, H_kv=4, D=64),
     Case(520, H=8, H_kv=1, D=64),
     Case(300, sigma=4.0, D=64),
+    Case(2500, B=1, D=64),  # more than 2048 keys: three consumers
+    Case(2113, B=1, H=4, H_kv=2, D=64),
+    Case(200, 2120, D=64),
+    Case(300, 2500, causal=False, D=64),
     Case(300, softmax_scale=0.5, D=64),
     Case(1000, window=1, D=64),
     Case(1000, H_kv=1, window=130, D=64),
@@ -82,10 +85,10 @@ def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
                 assert error(found[name], right) <= max(budget, 3 * error(gradient, right)), (name, above, apart)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(D):
+@pytest.mark.parametrize(("T", "D"), [(1500, 64), (2500, 64), (1500, 128)])  # four, three and two consumers
+def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(T, D):
     """A race between copies and products would show as other bits. A second stream takes processors and memory."""
-    case = Case(1500, B=4, H=12, D=D)
+    case = Case(T, B=4, H=12, D=D)
     q, k, v = (case.inputs(torch.bfloat16, "cuda")[name] for name in "qkv")
     first, first_lse = attention(q, k, v, HOPPER, return_lse=True)
     beside, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -101,21 +104,26 @@ def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(D):
     assert same
 
 
-def test_auto_takes_the_head_sizes_that_it_names_and_portable_elsewhere(monkeypatch):
-    case = Case(300, D=128)
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        (Case(300, D=64), HOPPER),
+        (Case(300, D=128, window=100), HOPPER),
+        (Case(300, D=64, documents=(100, 200)), HOPPER),
+        (Case(300, D=128, dropout_p=0.1), HOPPER),
+        (Case(300, D=64, dropout_p=0.1), PORTABLE),
+        (Case(300, D=128, dropout_p=0.1, window=100), PORTABLE),
+        (Case(300, D=64, softcap=2.0), PORTABLE),
+        (Case(300, D=80), PORTABLE),
+    ],
+    ids=lambda x: case_name(x) if isinstance(x, Case) else x.kernel,
+)
+def test_auto_takes_the_faster_forward_that_can(case, taken):
     inputs = case.inputs(torch.bfloat16, "cuda")
-    by_kernel = {config.kernel: run(inputs, case, config) for config in (HOPPER, PORTABLE, AUTO)}
-    assert all(torch.equal(by_kernel["auto"][name], by_kernel["portable"][name]) for name in by_kernel["auto"])
-    assert not torch.equal(by_kernel["hopper"]["lse"], by_kernel["portable"]["lse"])
-    monkeypatch.setattr(op, "TAKEN", (128,))
-    op.hopper_lacks.cache_clear()
-    auto = run(inputs, case, AUTO)
-    assert all(torch.equal(auto[name], by_kernel["hopper"][name]) for name in auto)
-    for case in (Case(300, D=128, window=100), Case(300, D=128, dropout_p=0.1), Case(300, D=80), Case(300, D=64)):
-        inputs = case.inputs(torch.bfloat16, "cuda")
-        auto, portable = (run(inputs, case, config) for config in (AUTO, PORTABLE))
-        assert all(torch.equal(auto[name], portable[name]) for name in auto)
-    op.hopper_lacks.cache_clear()
+    auto, found = run(inputs, case, AUTO), run(inputs, case, taken)
+    assert all(torch.equal(auto[name], found[name]) for name in auto)
+    if taken is HOPPER:
+        assert not torch.equal(auto["lse"], run(inputs, case, PORTABLE)["lse"])
 
 
 @pytest.mark.parametrize(
@@ -141,10 +149,10 @@ def test_hopper_refuses_what_it_cannot_do_in_one_line(changed, options, why):
 
 def test_the_start_of_a_run_names_the_kernel():
     device = torch.device("cuda")
-    assert left_to_portable(HOPPER, device) == ""
-    assert "attention.window=8" in left_to_portable(replace(AUTO, window=8), device)
-    assert "attention.dropout_p=0.1" in left_to_portable(replace(AUTO, dropout_p=0.1), device)
+    assert left_to_portable(AUTO, device) == left_to_portable(AUTO, device, D=64) == ""
+    assert left_to_portable(replace(AUTO, window=8), device) == ""
+    assert "slower with dropout at head size 64" in left_to_portable(replace(AUTO, dropout_p=0.1), device, D=64)
+    assert left_to_portable(replace(HOPPER, dropout_p=0.1), device, D=64) == ""
+    assert "attention.softcap=8" in left_to_portable(replace(AUTO, softcap=8.0), device)
     assert "head sizes" in left_to_portable(AUTO, device, D=80)
-    assert left_to_portable(AUTO, device) == "attention.kernel=hopper takes it"
-    assert left_to_portable(HOPPER, device, D=64) == ""
     assert left_to_portable(PORTABLE, device) == "attention.kernel=portable"

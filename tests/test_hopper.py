@@ -52,6 +52,8 @@ def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None
         Case(200, 333, D=128, B=1, causal=False),
         Case(150, D=128, B=1, sigma=4.0),
         Case(150, D=64, B=1, softmax_scale=0.5),
+        Case(264, 2120, D=64, B=1),  # three consumers
+        Case(100, 2100, D=64, B=1, causal=False),
         Case(400, D=64, B=1, window=130),
         Case(300, 400, D=128, B=1, window=1),
         Case(200, 333, D=64, B=1, causal=False, window=40),
@@ -83,7 +85,14 @@ def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(400, D=64, B=1, H_kv=1), Case(260, D=128, B=1), Case(500, D=64, B=1, H=1, window=70)], ids=case_name
+    "case",
+    [
+        Case(400, D=64, B=1, H_kv=1),
+        Case(456, 2120, D=64, B=1, H=1),
+        Case(260, D=128, B=1),
+        Case(500, D=64, B=1, H=1, window=70),
+    ],
+    ids=case_name,
 )
 def test_no_order_of_jobs_and_copies_changes_a_bit(case):
     first = forward(WHOLE, case, 0)
@@ -98,7 +107,7 @@ def test_no_order_of_jobs_and_copies_changes_a_bit(case):
         # A consumer that frees a tile without waiting for it takes the next one for there while it still comes.
         ("        mbarrier.wait(shared.v_full.index(place), phase)\n        all_threads()", "        all_threads()"),
         ("            mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)\n", ""),
-        ("    mbarrier.wait(shared.group_free.index(turn & 1), turn // 2 & 1 ^ 1)\n", ""),
+        ("    mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)\n", ""),
         ("    tma.store_wait(0)  # until the previous o has left its place\n", ""),
         ("s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
     ],
