@@ -41,8 +41,8 @@ def flash_attention(
     problem: what to compute.
     autotune: time several tile sizes at the first call of a kind, and keep the fastest. Two runs may choose different
     tiles, and then the last bits of their results differ.
-    kernel: of the forward. portable: flash.py's; hopper: hopper.py's; auto: hopper.py's at the head sizes of TAKEN,
-    where it can, else flash.py's.
+    kernel: of the forward. portable: flash.py's; hopper: hopper.py's; auto: hopper.py's where it can and is faster
+    (hopper_lacks), else flash.py's.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row that sees
     no key gives o = 0, lse = -inf and gradients 0.
     Raises ValueError for an unsupported dtype, head size or GPU, and for kernel="hopper" where that cannot compute it.
@@ -156,18 +156,14 @@ def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> s
     """Why the forward is left to flash.py, as the end of a message; empty if hopper.py computes it."""
     if autotune:
         return "attention.autotune=true tunes the portable kernels"
-    # Everything that is neither a length, the scale nor the causal mask.
-    if problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64) != Problem(0, 0):
-        return "it has no window, documents, positions, block mask, softcap, alibi, dropout or break_it"
-    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
-
-
-# Head sizes at which attention.kernel=auto takes hopper.py. None yet: tests/test_gpu_hopper.py was never run (LOG.md).
-TAKEN: tuple[int, ...] = ()
+    wanted = problem.softcap, problem.slopes, problem.positions, problem.blocks
+    if any(x is not None for x in wanted) or problem.without:
+        return "it has no softcap, alibi, positions, block mask or break_it"
+    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, problem.seed is not None, problem.window is not None)
 
 
 @cache
-def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str) -> str:
+def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, dropout: bool, window: bool) -> str:
     """Why hopper.py does not compute attention of this dtype, head size and GPU; empty if it does."""
     if kernel == "portable":
         return "attention.kernel=portable"
@@ -178,8 +174,8 @@ def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str) 
         return f"it has float16 and bfloat16, not {dtype}"
     if D not in (64, 128):
         return f"it has head sizes 64 and 128, not {D}"
-    if kernel == "auto" and D not in TAKEN:
-        return "attention.kernel=hopper takes it"
+    if kernel == "auto" and dropout and (D == 64 or window):
+        return "it is slower with dropout at head size 64 or in a window; attention.kernel=hopper takes it"
     try:
         import kernels.hopper  # noqa: F401  (Gluon's names change from one Triton to the next)
     except (ImportError, AttributeError) as error:

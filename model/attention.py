@@ -62,7 +62,7 @@ class AttentionConfig:
     block_mask_size: int = 64  # tokens along each side of a block of block_mask
     dropout_p: float = 0.0  # share of the attention weights dropped in training
     autotune: bool = False  # triton: time several tile sizes at the first call, and use the fastest
-    kernel: str = "auto"  # of the forward of triton: hopper | portable | auto, portable as long as hopper is new
+    kernel: str = "auto"  # of the forward of triton: hopper | portable | auto, the faster one
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
@@ -171,18 +171,21 @@ def left_to_portable(
 
     if config.autotune:
         return "attention.autotune=true tunes the portable kernels"
-    if options := beyond_sdpa(config):
+    if options := given(config, "block_mask", "softcap", "alibi"):
         return f"it has no {options}"
-    if config.dropout_p:
-        return f"it has no attention.dropout_p={config.dropout_p}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
-    return hopper_lacks(dtype, D, device, config.kernel)
+    window = bool(config.window or config.windows)
+    return hopper_lacks(dtype, D, device, config.kernel, config.dropout_p > 0, window)
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:
     """The options that PyTorch's function has no argument for, as key=value; empty if there are none."""
-    names = ("window", "windows", "documents", "block_mask", "softcap", "alibi")
+    return given(config, "window", "windows", "documents", "block_mask", "softcap", "alibi")
+
+
+def given(config: AttentionConfig, *names: str) -> str:
+    """Those of the options that are set, as key=value."""
     return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
 
