@@ -51,7 +51,7 @@ def compile_only(self, *args, grid, warmup, **options):
     how = args[-1]  # every kernel's last argument
     with redirect_stdout(StringIO()) as log:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    if self.__name__ == "sum_kernel":  # of a norm: the same for every width, so it is compiled once
+    if self.__name__ in ("sum_kernel", "row_terms_kernel", "scaled_kernel"):  # the same for several cases, compiled once
         return kernel
     ptx, log = kernel.asm["ptx"], log.getvalue()
     assembled, of_flash = dtype != "float32", not isinstance(dropout, str)
@@ -145,6 +145,14 @@ for dtype, D, dropout in CASES:
         for T in (500, 97):  # the mask cuts one tile of every row, and more
             q, lse = torch.empty(1, 4, T, D, dtype=k.dtype), torch.empty(1, 4, T)
             launch_forward(q, k, k, q, lse, lse, Problem(T, 500))
+        continue
+    if dropout == "hopper_backward":
+        from kernels.hopper_backward import launch_backward
+
+        q, k = (torch.empty(1, H, 500, D, dtype=getattr(torch, dtype)) for H in (4, 2))
+        lse = torch.empty(1, 4, 500)
+        for causal in (True, False):
+            launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem(500, 500, causal=causal))
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None
