@@ -387,11 +387,10 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scale, scale2, how: gl.
 
 
 @gluon.jit
-def step(
-    dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2, MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr
-):
-    """Steps 8 to 11 and dk for a tile of queries, and dq for the one before. s: its q k^T, transposed. Returns that of
-    the next."""
+def step(dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2,
+         MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Steps 8 to 12 for one tile of queries, but for dq, which is that of the tile before. begun: count at the first
+    tile, before which there is none."""
     d_layout: gl.constexpr = dk_c.type.layout
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
     place, phase = count & 1, count >> 1 & 1
@@ -444,9 +443,9 @@ def scores(count, shared, how: gl.constexpr, C: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
     place = count & 1
     mbarrier.wait(shared.q_full.index(place), count >> 1 & 1)
-    q_i = as_matrix(shared.q.index(place), how.BLOCK_M, how)
+    q_i, k_c = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.k.index(C), how.KEYS, how)
     s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, layout)
-    return warpgroup_mma(as_matrix(shared.k.index(C), how.KEYS, how), q_i.permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(k_c, q_i.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
