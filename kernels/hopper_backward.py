@@ -120,7 +120,7 @@ class Shared(NamedTuple):
 
 def launch_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None,
-    found: tuple[Tensor, Tensor, Tensor], problem: Problem,
+    found: tuple[Tensor, ...], problem: Problem,
 ) -> None:  # fmt: skip
     """Writes dq, dk and dv into `found`. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is
     contiguous. The caller has checked that this file can do it."""
@@ -316,9 +316,9 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                 added = counters + (1 + ((b * sizes.H + h) * stop + t) * 2 + C)
                 head, row = half_at(h, t, how, C)
                 place = (count & 1) * 2 + C
-                mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 while gl.load(added, volatile=True) != last - tile:
                     pass
+                mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 if tile == last:
                     copy_out(sums, [b, head, row, 0], shared.dq.index(place))
                 else:
