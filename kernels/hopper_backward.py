@@ -69,6 +69,7 @@ add_out = getattr(tma, "async_atomic_add", async_add)
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, just fit into its registers.
 BLOCK_M = {64: 128, 128: 64}
+SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,8 @@ class How:
 
 
 class Sizes(NamedTuple):
-    N: int  # B * H_kv
+    begin: int  # b * H_kv + h_kv of the first key head of this launch
+    N: int  # of key heads of this launch
     H: int
     G: int  # H / H_kv: query heads that share a key head
     T: int
@@ -126,24 +128,31 @@ def launch_backward(
     contiguous. The caller has checked that this file can do it."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     dq, dk, dv = found
-    rows = BLOCK_M[D]
+    rows, G, scale = BLOCK_M[D], H // H_kv, problem.scale
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
-    sums = lse2.new_empty(B, H * D // 64, T, 64)  # of dq, in pieces of 64 columns
-    counters = torch.zeros(1 + B * H * tiles * 2, dtype=torch.int32, device=q.device)  # tiles of keys taken; turns
     row_terms_kernel[(B * H * tiles,)](
         o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, rows, D, num_warps=4
     )
-    items = -(-T_k // (2 * KEYS)) * B * H_kv
-    backward_kernel[(min(items, processors(q.device)),)](
-        *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, rows), (do, rows))),
+    inputs = [
+        *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
         *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
-        in_tiles(sums, 64, SUMS), in_tiles(terms, 1, TERMS), counters,
-        B * H_kv, H, H // H_kv, T, T_k, problem.scale, problem.scale * math.log2(math.e),
-        how(D, problem.causal), num_warps=4, maxnreg=168,
-    )  # fmt: skip
+        in_tiles(terms, 1, TERMS),
+    ]
     unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
-    scaled_kernel[(B * H * tiles,)](sums, dq, *dq.stride()[:3], H, T, unseeing, problem.scale, rows, D, num_warps=4)
+    N = min(B * H_kv, max(1, SUMS_BYTES // (4 * G * T * D)))  # key heads at a time
+    sums = lse2.new_empty(1, N * G * D // 64, T, 64)  # of dq, in pieces of 64 columns
+    for begin in range(0, B * H_kv, N):
+        N = min(N, B * H_kv - begin)
+        items = -(-T_k // (2 * KEYS)) * N
+        counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
+        backward_kernel[(min(items, processors(q.device)),)](
+            *inputs, in_tiles(sums, 64, SUMS), counters, begin, N, H, G, T, T_k, scale, scale * math.log2(math.e),
+            how(D, problem.causal), num_warps=4, maxnreg=168,
+        )  # fmt: skip
+        scaled_kernel[(N * G * tiles,)](
+            sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
+        )
 
 
 SUMS = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.float32)
@@ -179,13 +188,14 @@ def row_terms_kernel(
     tl.store(terms + at + ROWS, minus_delta)
 
 
-@triton.jit(do_not_specialize=["H", "T", "unseeing"])
-def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, H, T, unseeing, scale, ROWS: tl.constexpr, D: tl.constexpr):
-    """dq = sums * scale, rounded to its dtype; 0 in the rows before `unseeing`."""
+@triton.jit(do_not_specialize=["begin", "H", "T", "unseeing"])
+def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS: tl.constexpr, D: tl.constexpr):
+    """dq = sums * scale, rounded to its dtype; 0 in the rows before `unseeing`. The sums are those of the heads from
+    n = begin on."""
     tiles = tl.cdiv(T, ROWS)
     n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     i, d = (tile * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, D)[None, :]
-    b, h, row = (n // H).to(tl.int64), (n % H).to(tl.int64), i.to(tl.int64)
+    b, h, row = ((begin + n) // H).to(tl.int64), ((begin + n) % H).to(tl.int64), i.to(tl.int64)
     at = ((n.to(tl.int64) * (D // 64) + d // 64) * T + row) * 64 + d % 64
     x = tl.load(sums + at, mask=(i < T) & (i >= unseeing), other=0.0)
     tl.store(dq + b * dq_b + h * dq_h + row * dq_t + d, (x * scale).to(dq.dtype.element_ty), mask=i < T)
@@ -195,10 +205,11 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, H, T, unseeing, scale, ROWS: tl.co
 # The kernel. 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["N", "H", "G", "T", "T_k"])
-def backward_kernel(q, do, k, v, dk, dv, sums, terms, counters, N, H, G, T, T_k, scale, scale2, how: gl.constexpr):
-    """N: B * H_kv. scale2: softmax_scale * log2(e). Makes the buffers and barriers, and gives the warps their jobs."""
-    sizes = Sizes(N, H, G, T, T_k)
+@gluon.jit(do_not_specialize=["begin", "N", "H", "G", "T", "T_k"])  # one compiled kernel for all lengths
+def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, T, T_k, scale, scale2,
+                    how: gl.constexpr):  # fmt: skip
+    """scale2: softmax_scale * log2(e). Makes the buffers and barriers, and gives the warps their jobs."""
+    sizes = Sizes(begin, N, H, G, T, T_k)
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
     shared = Shared(
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
@@ -231,11 +242,10 @@ def items_of(sizes, how: gl.constexpr):
 
 @gluon.jit
 def item_at(item, sizes, how: gl.constexpr):
-    """The batch, key head and number of a tile of keys; the first tile of queries that sees it, the first that the mask
-    does not cut, and the number of all. Of a head the last keys come first."""
+    """The key head (counted from sizes.begin) and the number of a tile of keys; the first tile of queries that sees it,
+    the first that the mask does not cut, and the number of all. Of a head the last keys come first."""
     per_head = gl.cdiv(sizes.T_k, 2 * how.KEYS)
     n, tile = item // per_head, per_head - 1 - item % per_head
-    H_kv = sizes.H // sizes.G
     stop = gl.cdiv(sizes.T, how.BLOCK_M)
     first, whole = tile * 0, tile * 0
     if how.CAUSAL:
@@ -243,7 +253,14 @@ def item_at(item, sizes, how: gl.constexpr):
         first = gl.maximum(low, 0) // how.BLOCK_M
         whole = gl.minimum(gl.cdiv(gl.maximum(low + 2 * how.KEYS - 1, 0), how.BLOCK_M), stop)
     whole = gl.where((tile + 1) * (2 * how.KEYS) > sizes.T_k, stop, whole)
-    return n // H_kv, n % H_kv, tile, first, whole, stop
+    return n, tile, first, whole, stop
+
+
+@gluon.jit
+def head_at(n, sizes):
+    """b and h_kv of a key head."""
+    H_kv = sizes.H // sizes.G
+    return (sizes.begin + n) // H_kv, (sizes.begin + n) % H_kv
 
 
 @gluon.jit
@@ -255,7 +272,8 @@ def producer(shared, q, do, k, v, terms, counters, sizes, how: gl.constexpr):
     item = gl.atomic_add(counters, 1)
     tell(shared, turn, item)
     while item < items_of(sizes, how):
-        b, h_kv, tile, first, _, stop = item_at(item, sizes, how)
+        n, tile, first, _, stop = item_at(item, sizes, how)
+        b, h_kv = head_at(n, sizes)
         # A new barrier is past phase 1. So all places begin as free.
         mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
@@ -307,22 +325,22 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
     turn = 0
     item = told(shared, turn, 1)
     while item < items_of(sizes, how):
-        b, h_kv, tile, first, _, stop = item_at(item, sizes, how)
-        for h in range(h_kv * sizes.G, (h_kv + 1) * sizes.G):
+        n, tile, first, _, stop = item_at(item, sizes, how)
+        for h in range(n * sizes.G, (n + 1) * sizes.G):
             for t in range(first, stop):
                 last = gl.cdiv(sizes.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees: it comes first
                 if how.CAUSAL:
                     last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + sizes.T_k - sizes.T) // (2 * how.KEYS))
-                added = counters + (1 + ((b * sizes.H + h) * stop + t) * 2 + C)
+                added = counters + (1 + (h * stop + t) * 2 + C)
                 head, row = half_at(h, t, how, C)
                 place = (count & 1) * 2 + C
                 while gl.load(added, volatile=True) != last - tile:
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 if tile == last:
-                    copy_out(sums, [b, head, row, 0], shared.dq.index(place))
+                    copy_out(sums, [0, head, row, 0], shared.dq.index(place))
                 else:
-                    add_out(sums, [b, head, row, 0], shared.dq.index(place))
+                    add_out(sums, [0, head, row, 0], shared.dq.index(place))
                 tma.store_wait(0)  # until it is read
                 mbarrier.arrive(shared.dq_free.index(place), count=1)
                 wait_written()
@@ -360,7 +378,7 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scale, scale2, how: gl.
     """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of the barrier of k and v. Returns the new
     count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
-    b, h_kv, tile, first, whole, stop = item_at(item, sizes, how)
+    n, tile, first, whole, stop = item_at(item, sizes, how)
     column0 = (2 * tile + C) * how.KEYS
     dk_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
@@ -379,6 +397,7 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scale, scale2, how: gl.
     as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * scale).to(dk.dtype))
     as_matrix(shared.v.index(C), how.KEYS, how).store(dv_c.to(dv.dtype))
     fence_async_shared()
+    b, h_kv = head_at(n, sizes)
     copy_out(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
     copy_out(dv, [b, h_kv, column0, 0], shared.v.index(C))
     tma.store_wait(0)

@@ -93,6 +93,14 @@ def test_no_order_of_jobs_and_copies_changes_a_bit(case):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
+    case = Case(70, B=2, H=6, H_kv=3, D=64)
+    whole = gradients(WHOLE, case, 0)
+    monkeypatch.setattr(WHOLE, "SUMS_BYTES", 4 * (4 * 2 * 70 * 64))  # of four of the six key heads
+    parts = gradients(WHOLE, case, 0)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
