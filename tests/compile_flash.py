@@ -6,8 +6,8 @@ ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
 D, "pages"] the same with keys in pages, [dtype, B, "linear768"] that of a linear layer with B rows of 768,
 ["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"]
-those of kernels/hopper.py. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list: for each kernel
-what came out of it.
+those of kernels/hopper.py, [dtype, D, "hopper_backward"] that of kernels/hopper_backward.py. SOURCE: a text to take for
+kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -151,8 +151,7 @@ for dtype, D, dropout in CASES:
 
         q, k = (torch.empty(1, H, 500, D, dtype=getattr(torch, dtype)) for H in (4, 2))
         lse = torch.empty(1, 4, 500)
-        for causal in (True, False):
-            launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem(500, 500, causal=causal))
+        launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem(500, 500))
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None
