@@ -488,11 +488,12 @@ def start_dq(count, shared, how: gl.constexpr, C: gl.constexpr):
 def hide(s, t, column0, sizes, how: gl.constexpr):
     """-inf for keys past the last, and for those that the causal mask hides."""
     i = gl.arange(0, how.BLOCK_M, gl.SliceLayout(0, s.type.layout))
-    j = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, s.type.layout)), 1)
-    end = gl.full([how.BLOCK_M], sizes.T_k, gl.int32, i.type.layout)
+    j = gl.arange(0, how.KEYS, gl.SliceLayout(1, s.type.layout))
+    first = j * 0  # the first query of the tile that sees key j
     if how.CAUSAL:
-        end = gl.minimum(i + (t * how.BLOCK_M + 1 + sizes.T_k - sizes.T), sizes.T_k)
-    return gl.where(j < gl.expand_dims(end - column0, 0), s, -float("inf"))
+        first = j + (column0 + sizes.T - sizes.T_k - t * how.BLOCK_M)
+    first = gl.where(j < sizes.T_k - column0, first, how.BLOCK_M)
+    return gl.where(gl.expand_dims(first, 1) <= gl.expand_dims(i, 0), s, -float("inf"))
 
 
 @builtin
