@@ -1,9 +1,7 @@
-"""Runs kernels/hopper.py and hopper_backward.py on a CPU, one step at a time, in an order that a seed decides.
+"""Runs kernels/hopper.py on a CPU, one step at a time, in an order that a seed decides.
 
     hopper = on_cpu()                                    the module, with a Gluon that is made here
     launch(hopper, seed, q, k, v, o, lse, lse2, problem)
-    backward = backward_on_cpu()
-    launch_backward(backward, seed, q, k, v, o, lse2, do, dlse, found, problem)
 
 Triton's interpreter knows no Gluon. Here every job of every program is a thread, and only one of them runs at a time.
 Whenever one does something that others can see, the seed picks who goes on: another job, or a copy or matrix product
@@ -25,7 +23,6 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).resolve().parents[1] / "kernels" / "hopper.py"
-BACKWARD = SOURCE.with_name("hopper_backward.py")
 
 
 class Orders:
@@ -66,7 +63,6 @@ class Job(threading.Thread):
         self.products: list[Product] = []  # in flight, the oldest first
         self.leaving = 0  # copies to memory that have not read their place
         self.landing = 0  # those that have not written to memory
-        self.seen: tuple[Any, ...] = ()  # the last number that load() found, and where
         orders.add(self)
         self.start()
 
@@ -99,7 +95,7 @@ class Number(int):
         return self
 
 
-for operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "rshift"):
+for operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and"):
     plain = getattr(int, f"__{operation}__")
     setattr(Number, f"__{operation}__", lambda a, b, plain=plain: Number(plain(a, b)) if isinstance(b, int) else
             getattr(torch.as_tensor(int(a)), plain.__name__)(b))  # fmt: skip
@@ -234,18 +230,9 @@ def copy_out(x: Descriptor, at: list, place: Place, add: bool = False) -> None:
     mine.orders.add(leave)
 
 
-def add_out(x: Descriptor, at: list, place: Place) -> None:
-    copy_out(x, at, place, add=True)
-
-
 def wait_copies(left: int) -> None:
     mine = job()
     mine.pause(lambda: mine.leaving <= left)
-
-
-def wait_written() -> None:
-    mine = job()
-    mine.pause(lambda: mine.landing == 0)
 
 
 class Product:
@@ -273,7 +260,7 @@ def start_product(a: Any, b: Place, acc: Any, use_acc: bool = True, is_async: bo
     return found
 
 
-def wait_products(left: int, products: list[Product]) -> Tensor:
+def wait_products(left: int, products: list[Product]) -> Any:
     mine = job()
     mine.pause(lambda: len(mine.products) <= left)
     assert all(hasattr(product, "result") for product in products), "a result is read before its product has ended"
@@ -298,33 +285,11 @@ def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
     pointer.x.view(-1)[pointer.places[mask]] = values[mask].as_subclass(Tensor)
 
 
-def load(pointer: Pointer, volatile: bool = False) -> Number:
-    """A number that other programs change. A job that asks again is waiting for another."""
-    mine, place = job(), pointer.x.view(-1)[int(pointer.places) :][:1]
-    mine.pause(lambda: mine.seen != (place.data_ptr(), int(place)))
-    mine.seen = place.data_ptr(), int(place)
-    return Number(place)
-
-
-def atomic_add(pointer: Pointer, by: int, sem: str = "") -> Number:
+def atomic_add(x: Tensor, by: int) -> Number:
     job().pause()
-    place = pointer.x.view(-1)[int(pointer.places) :][:1]
-    found = Number(place)
-    place += by
+    found = Number(x)
+    x += by
     return found
-
-
-class Layout:
-    """How numbers lie in threads or in shared memory, which is nothing here."""
-
-    def __init__(self, *_: Any, **__: Any): ...
-
-    @staticmethod
-    def get_default_for(*_: Any) -> None: ...
-
-
-def where(condition: Any, a: Any, b: Any) -> Any:
-    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
 
 
 def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
@@ -347,7 +312,7 @@ def language() -> dict[str, Any]:
         "cdiv": lambda a, b: Number(-(-a // b)),
         "minimum": least_or_greatest(min, torch.minimum),
         "maximum": least_or_greatest(max, torch.maximum),
-        "where": where,
+        "where": torch.where,
         "arange": lambda start, stop, layout: tile(torch.arange(start, stop, dtype=torch.int32)),
         "zeros": lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
         "full": lambda shape, value, dtype, layout: tile(torch.full(shape, value, dtype=dtype)),
@@ -362,31 +327,33 @@ def language() -> dict[str, Any]:
         "max": lambda x, axis: x.amax(axis) if x.ndim > 1 else Number(x.amax()),
         "sum": torch.sum,
         "store": store,
-        "load": load,
         "atomic_add": atomic_add,
         "barrier": lambda: job().pause(),
         "allocate_shared_memory": allocate,
         "warp_specialize": warp_specialize,
         **dict.fromkeys(
             ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
-             "NVMMASharedLayout"), Layout),
+             "NVMMASharedLayout"), lambda *_: None),
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64")},
     }  # fmt: skip
 
 
-def on_cpu(change: Callable[[str], str] = lambda source: source, path: Path = SOURCE) -> ModuleType:
-    """kernels/hopper.py with the Gluon of this file. change: of its text, to plant a fault."""
+def on_cpu(
+    change: Callable[[str], str] = lambda source: source, path: Path = SOURCE, more: dict[str, Any] | None = None
+) -> ModuleType:
+    """kernels/hopper.py with the Gluon of this file. change: of its text, to plant a fault. path: of another file that
+    calls the functions `more` too, some of them in Gluon's language."""
+    more = more or {}
     parts = {
         "jit": lambda f=None, **_: f or (lambda f: f),
-        "language": SimpleNamespace(**language()),
+        "language": SimpleNamespace(**language() | more),
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,
                                     MBarrierLayout=lambda: "barriers"),
-        "tma": SimpleNamespace(async_load=copy_in, async_store=copy_out, async_atomic_add=add_out,
-                               store_wait=wait_copies),
-        "builtin": lambda f: f,
+        "tma": SimpleNamespace(async_load=copy_in, async_store=copy_out, store_wait=wait_copies),
         "warpgroup_mma": start_product,
         "warpgroup_mma_wait": wait_products,
+        **more,
     }  # fmt: skip
     fakes: dict[str, Any] = {}
     for name in ("", ".language", ".language._core", ".language.nvidia", ".language.nvidia.hopper"):
@@ -407,63 +374,28 @@ def on_cpu(change: Callable[[str], str] = lambda source: source, path: Path = SO
     return module
 
 
-def backward_on_cpu(change: Callable[[str], str] = lambda source: source) -> ModuleType:
-    """kernels/hopper_backward.py likewise. It takes a few functions from kernels/hopper.py."""
-    kept = sys.modules.get("kernels.hopper")
-    sys.modules["kernels.hopper"] = on_cpu()
-    try:
-        module = on_cpu(change, BACKWARD)
-    finally:
-        del sys.modules["kernels.hopper"]
-        if kept is not None:
-            sys.modules["kernels.hopper"] = kept
-    module.wait_written = wait_written
-    module.halves = lambda place: Place(place.x.view(64, 2, 64).transpose(0, 1))
-    return module
-
-
-def kernel_for(kernel: Callable, orders: Orders) -> Any:
-    """A kernel whose launch starts a job for each program, and runs them to their end."""
+def launch(
+    hopper: ModuleType, seed: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Any,
+    programs: int = 2,
+) -> None:  # fmt: skip
+    """launch_forward() of kernels/hopper.py, on as many processors as `programs`."""
+    orders = Orders(seed)
 
     class Kernel:
         def __getitem__(self, grid):
             def run(*args, num_warps, maxnreg):
-                args = [Pointer(x) if isinstance(x, Tensor) else Number(x) if type(x) is int else x for x in args]
+                args = [Pointer(x) if x is lse or x is lse2 else Number(x) if type(x) is int else x for x in args]
                 for program in range(grid[0]):
                     Job(orders, program, grid[0], kernel, *args)
                 orders.run()
 
             return run
 
-    return Kernel()
-
-
-def launch(
-    hopper: ModuleType, seed: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Any,
-    programs: int = 2,
-) -> None:  # fmt: skip
-    """launch_forward() of kernels/hopper.py, on as many processors as `programs`."""
-    kernel = hopper.forward_kernel
-    hopper.forward_kernel = kernel_for(kernel, Orders(seed))
-    on_processors(hopper, programs)
+    kernel, hopper.forward_kernel = hopper.forward_kernel, Kernel()
+    hopper.processors = lambda device: programs
+    hopper.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
+    hopper.shared_layout = lambda *_: None
     try:
         hopper.launch_forward(q, k, v, o, lse, lse2, problem)
     finally:
         hopper.forward_kernel = kernel
-
-
-def launch_backward(module: ModuleType, seed: int, *args: Any, programs: int = 2) -> None:
-    """launch_backward() of kernels/hopper_backward.py, on as many processors as `programs`."""
-    kernel = module.backward_kernel
-    module.backward_kernel = kernel_for(kernel, Orders(seed))
-    on_processors(module, programs)
-    try:
-        module.launch_backward(*args)
-    finally:
-        module.backward_kernel = kernel
-
-
-def on_processors(module: ModuleType, programs: int) -> None:
-    module.processors = lambda device: programs
-    module.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
-    module.shared_layout = lambda *_: None

@@ -1,5 +1,5 @@
-"""kernels/hopper_backward.py on a CPU, by tests/gluon_on_cpu.py: what it computes, in many orders of its jobs and
-copies."""
+"""kernels/hopper_backward.py on a CPU, by tests/gluon_backward_on_cpu.py: what it computes, in many orders of its jobs
+and copies."""
 
 import math
 
@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels.problem import Problem
 from model.attention import AttentionConfig, attention, backward_left_to_portable
-from tests.gluon_on_cpu import backward_on_cpu, launch_backward
+from tests.gluon_backward_on_cpu import backward_on_cpu, launch_backward
 from tests.reference import Case, assert_within_budget, case_name
 from tests.test_hopper import PLACES, dominated
 from training.messages import kernels_of
