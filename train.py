@@ -16,9 +16,11 @@ A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, sa
 """
 
 if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits at once, without a traceback.
+    import gc
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # until begin_collecting()
 
 import copy
 import math
@@ -39,6 +41,7 @@ from model.gpt import GPT, GPTConfig
 from training import checkpoint, config, context
 from training.machine import (
     about,
+    begin_collecting,
     is_out_of_memory,
     keep_memory,
     memory_gib,
@@ -89,6 +92,7 @@ from training.run import (
     text_bytes,
     validation,
 )
+from training.shard import shard
 from training.step import Numbers, TrainStep, choose_way
 from training.sweep import sweep
 from training.wandb_run import WandbConfig
@@ -131,10 +135,11 @@ class Config:
     max_minutes: float | None = None
     batch_size: int = 16  # sequences per forward and backward pass; lower it if memory runs out
     tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
-    # steps of the sequence-length warm-up, 0: off. The sequences begin with length_warmup_from tokens and double to
+    # steps of the sequence-length warm-up, 0: off. The sequences begin with length_warmup_from tokens and grow to
     # model.context_length, each length for as many steps. A step has more of them, so that it has as many tokens.
     length_warmup_steps: int = 0
     length_warmup_from: int = 128  # tokens of the first sequences in a length warm-up
+    length_warmup_by: int = 2  # how many times as long the next sequences are; they reach model.context_length exactly
     pack: bool = False  # pack documents into windows (best fit), so that none is cut that is not longer than a window
     z_loss: float = 0.0  # weight of the z-loss, mean(logsumexp(logits)^2), added to the loss; 1e-4 is usual, 0: off
     # decay of a moving average of the weights (EMA), which is evaluated, sampled and saved; 0: off. It averages over
@@ -205,19 +210,24 @@ class Config:
 
     def check_length_warmup(self) -> None:
         """Raises ValueError for a length warm-up that cannot be."""
-        steps, short, T = self.length_warmup_steps, self.length_warmup_from, self.model.context_length
+        steps, short, by, T = (
+            self.length_warmup_steps, self.length_warmup_from, self.length_warmup_by, self.model.context_length
+        )  # fmt: skip
         if not steps:
             return
-        doublings = (T // short).bit_length() - 1 if short > 0 else 0
-        if doublings < 1 or short << doublings != T:
+        if by < 2:
+            raise ValueError(f"length_warmup_by={by} must be at least 2; 2 doubles the sequences")
+        if not 0 < short < T or self.lengths[-1] != T:
+            grows = "double" if by == 2 else f"grow {by}-fold"
+            divided = ", ".join(str(by**i) for i in (1, 2, 3))
             raise ValueError(
-                f"length_warmup_from={short} does not double to model.context_length={T}; "
-                "use model.context_length divided by 2, 4, 8, ..."
+                f"length_warmup_from={short} does not {grows} to model.context_length={T}; "
+                f"use model.context_length divided by {divided}, ..."
             )
-        if steps < doublings:
+        if steps < len(self.lengths) - 1:
             raise ValueError(
-                f"length_warmup_steps={steps} must be at least {doublings}, the number of lengths that are shorter "
-                f"than model.context_length={T}; 0 leaves the warm-up out"
+                f"length_warmup_steps={steps} must be at least {len(self.lengths) - 1}, the number of lengths that are "
+                f"shorter than model.context_length={T}; 0 leaves the warm-up out"
             )
         if self.data.source == "recall":
             raise ValueError(
@@ -225,13 +235,19 @@ class Config:
                 "shorter sequence has both; leave the warm-up out"
             )
 
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of a sequence, from the first of a length warm-up on; the last is model.context_length."""
+        found = [self.length_warmup_from if self.length_warmup_steps else self.model.context_length]
+        while found[-1] < self.model.context_length:
+            found.append(found[-1] * self.length_warmup_by)
+        return found
+
     def length_at(self, step: int) -> int:
         """The tokens of a sequence in update number `step`, which counts from 1."""
-        T = self.model.context_length
         if step > self.length_warmup_steps:
-            return T
-        doublings = (T // self.length_warmup_from).bit_length() - 1
-        return self.length_warmup_from << (step - 1) * doublings // self.length_warmup_steps
+            return self.model.context_length
+        return self.lengths[(step - 1) * (len(self.lengths) - 1) // self.length_warmup_steps]
 
 
 def main(cfg: Config) -> int:
@@ -240,11 +256,13 @@ def main(cfg: Config) -> int:
     Raises ValueError for a mistake that the user can correct. Does not change cfg.
     """
     if cfg.eval_only:
+        begin_collecting()
         refuse_several("eval_only=true", "measures in one process")
         return context.evaluate(copy.deepcopy(cfg))
     with ExitStack() as stack:
         ranks = stack.enter_context(join(cfg))
         run = set_up(copy.deepcopy(cfg), ranks, stack)
+        begin_collecting()
         caught = stack.enter_context(stop_signals())
         try:
             run.code = loop(run, caught)
@@ -280,7 +298,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     dtype = pick_dtype(cfg.dtype, device)
     autocast = set_precision(dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, cfg.parallel.shard)
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
     ranks, rows, own_passes = divide(ranks, cfg, accumulation)
@@ -297,13 +315,16 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
     size = ranks.of_memory(cfg.model)
-    settled, which = ranks.same(settle(size, attention, rows, dtype, device, ema=cfg.ema_decay > 0))
+    settled, which = ranks.same(settle(size, attention, rows, dtype, device, cfg.ema_decay > 0, ranks.shards))
     settled = replace(settled, context_length=cfg.model.context_length)
-    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it)
-    model = make_model(replace(cfg, model=settled), attention, device)
+    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it, cfg.parallel.shard)
+    model = make_model(replace(cfg, model=settled), attention, torch.device("cpu") if cfg.parallel.shard else device)
     if parent:
         model.load_state_dict(parent.model)
     averaged = copy.deepcopy(model) if cfg.ema_decay else model
+    if cfg.parallel.shard:
+        for network in dict.fromkeys((model, averaged)):
+            shard(network, ranks.size, device)
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are smaller than 6e-8, the smallest number in fp16. The scaler therefore multiplies the loss by a
     # power of two. After many good steps it doubles this scale. After an infinite gradient it halves the scale, and
@@ -408,7 +429,7 @@ def check(cfg: Config) -> None:
     refuse_several("-m", "makes one run after the other")
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, cfg.parallel.shard)
     refuse_another_parent(cfg)
     passes(cfg)
     cfg = copy.deepcopy(cfg)

@@ -421,18 +421,22 @@ def validation_batches(
     context_length: int,
     max_tokens: int,
     with_documents: bool = True,
+    overlap: bool = False,
 ) -> Iterator[Batch]:
     """Windows with about `max_tokens` tokens of the validation text, evenly spread over it. They are always the same.
 
     New random windows each time would add noise to the loss, and the best checkpoint would be the one with the easiest
-    windows. The last batch may be smaller. with_documents: as in Loader. Raises ValueError if the text is shorter than
-    one window.
+    windows. The last batch may be smaller. with_documents: as in Loader. overlap: windows overlap if the text has fewer
+    than max_tokens; false: there are fewer windows then. Raises ValueError if the text is shorter than one window.
     """
     check_length(tokens, context_length, "validation")
     numbered = documents if with_documents else None
     windows = (len(tokens) - 1) // context_length
-    taken = min(windows, max(1, max_tokens // context_length))
+    wanted = max(1, max_tokens // context_length)
+    taken = min(wanted, len(tokens) - context_length if overlap else windows)
     starts = np.arange(taken) * windows // taken * context_length
+    if taken > windows:
+        starts = np.arange(taken) * (len(tokens) - 1 - context_length) // (taken - 1)
     spans = [[(int(start), context_length)] for start in starts]
     # We return a generator instead of using yield, so that the check above runs now and not at the first batch.
     return (make_batch(tokens, numbered, spans[i : i + batch_size]) for i in range(0, taken, batch_size))

@@ -22,7 +22,8 @@ other. Its warps have different jobs:
 - A program takes its next group from a counter in memory, and copies its tiles while this group is still computed.
 - tests/gluon_on_cpu.py runs this file on a CPU, in many orders of its jobs and copies.
 
-Limits: float16 and bfloat16, D 64 or 128, and no mask but the causal one. kernels/op.py sends the rest to flash.py.
+Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout. kernels/op.py sends the rest to
+flash.py.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs of the warps and for the overlap; Triton's
 Gluon tutorials.
@@ -34,6 +35,8 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,8 +48,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.flash import key_tiles as tiles_of_flash
+from kernels.flash import philox as philox_of_flash
 from kernels.problem import Problem
-from kernels.task import LOWEST, in_tiles
+from kernels.sizes import Tiles
+from kernels.task import LOWEST, Mask, Visits, how_for, in_tiles, mask_of, task_for
+from kernels.task import Task as Portable
 
 # Triton 3.7 renamed the barrier of a job's threads, 3.8 the copies, and 3.9 refuses the old names.
 all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -55,6 +62,7 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 
 START = gl.constexpr(LOWEST)
 LN2 = gl.constexpr(math.log(2))
+philox = gluon.jit(philox_of_flash.fn)
 NAMES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -64,19 +72,36 @@ class How:
     compare them by identity."""
 
     ROWS: gl.constexpr  # of queries, of one consumer
-    BLOCK_N: gl.constexpr
     D: gl.constexpr
+    BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr  # tiles of k, and as many of v, in shared memory
-    CAUSAL: gl.constexpr
+    AT_LEAST: gl.constexpr  # these three: whether there is such a rule
+    AT_MOST: gl.constexpr
+    DOCUMENTS: gl.constexpr
     RAGGED: gl.constexpr  # the mask may cut more than a consumer's first tile
+    DROPOUT: gl.constexpr
+    NUMBERS: gl.constexpr  # of the masks of dropout
 
 
-class Sizes(NamedTuple):
+class Task(NamedTuple):
+    """What to compute, in the words of kernels/task.py. A tensor that How says there is none of is any other."""
+
     N: int  # B * H
     H: int
     T: int
     T_k: int
+    at_least: int  # the lowest column - position
+    at_most: int  # the highest
+    documents_q: Tensor  # (B, T)
+    documents_k: Tensor  # (B, T_k)
+    visits: Tensor  # (B, tiles of queries, 4): what key_tiles() returns
+    scale2: float  # softmax_scale * log2(e)
+    seed: Tensor
+    threshold: int
+    numbers: Tensor  # (N,)
+    keep_scale: float  # 1 / (share kept)
+    zero: float  # 0.0: see Dropout of kernels/task.py
 
 
 class Shared(NamedTuple):
@@ -94,45 +119,74 @@ class Shared(NamedTuple):
     v_free: gl.shared_memory_descriptor
     group: gl.shared_memory_descriptor  # (2, 1): the number of the next group of tiles of queries, and of the one after
     group_full: gl.shared_memory_descriptor
-    group_free: gl.shared_memory_descriptor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The launch.
 
-# (head size, RAGGED) -> ROWS, BLOCK_N, CONSUMERS, STAGES. Head size 128: the fastest tried on an H200 (LOG.md). Head
-# size 64: not timed. With RAGGED, three consumers would have too few registers.
-TILES = {
-    (64, False): (64, 128, 3, 2),
-    (64, True): (64, 128, 2, 2),
-    (128, False): (64, 128, 2, 2),
-    (128, True): (64, 128, 2, 2),
-}
-ROWS = 64  # in every entry
+ROWS = 64  # of a consumer's tile
 # Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
 # then give most of theirs to the consumers.
-REGISTERS = {2: 168, 3: 128}
+REGISTERS = {2: 168, 3: 128, 4: 96}
+
+
+def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
+    """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200 (LOG.md). plain: the mask cuts one tile of every tile
+    of queries, and there is no dropout. Otherwise three or four consumers have too few registers."""
+    if D == 64 and plain:
+        return (64, 4, 4) if T_k <= 2048 else (128, 3, 2)
+    return 128, 2, 2
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:
     """Writes o, lse, and lse in base 2 for the backward. The caller has checked that kernels/hopper.py can do it."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
-    ragged = problem.causal and (T_k - T) % ROWS != 0
-    rows, block_n, consumers, _ = TILES[D, ragged]
-    groups = -(-T // (rows * consumers)) * B * H  # of CONSUMERS tiles of queries
+    mask = mask_of(problem)
+    documents, dropout = mask.documents_q is not None, problem.seed is not None
+    cut_once = mask.at_least is None and not documents and (mask.at_most is None or (T_k - T) % ROWS == 0)
+    rules = mask.at_least is not None, mask.at_most is not None, documents
+    tiles = tiles_for(D, T_k, cut_once and not dropout)
+    block_n, consumers, _ = tiles
+    groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
+    visits = visits_of(q, k, problem, groups * consumers, block_n) if documents else lse
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    forward_kernel[(min(groups, processors(q.device)),)](
-        *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, rows), (k, block_n), (v, block_n), (o, rows))),
-        lse, lse2, taken, B * H, T, T_k, H, H // H_kv, problem.scale * math.log2(math.e),
-        how(D, problem.causal, ragged), num_warps=4, maxnreg=REGISTERS[consumers],
+    forward_kernel[(min(groups * B * H, processors(q.device)),)](
+        *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))),
+        lse, lse2, taken, H // H_kv,
+        B * H, H, T, T_k, mask.at_least or 0, mask.at_most or 0,
+        mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
+        problem.scale * math.log2(math.e), problem.seed if dropout else lse, problem.drop_threshold,
+        lse if problem.numbers is None else problem.numbers, 256 / (256 - problem.drop_threshold), 0.0,
+        how(D, *tiles, *rules, not cut_once, dropout, problem.numbers is not None),
+        num_warps=4, maxnreg=REGISTERS[consumers],
     )  # fmt: skip
 
 
 @cache
-def how(D: int, causal: bool, ragged: bool) -> How:
-    """Makes the How of these arguments, once."""
-    rows, block_n, consumers, stages = TILES[D, ragged]
-    return How(*map(gl.constexpr, (rows, block_n, D, consumers, stages, causal, ragged)))
+def how(D: int, *others) -> How:
+    """Makes the How of these fields, all but ROWS, once."""
+    return How(*map(gl.constexpr, (ROWS, D, *others)))
+
+
+def visits_of(q: Tensor, k: Tensor, problem: Problem, n: int, block_n: int) -> Tensor:
+    """Which tiles of keys each of n tiles of queries visits: int32 (B, n, 4), as key_tiles() returns them."""
+    visits = torch.empty(q.shape[0], n, 4, dtype=torch.int32, device=q.device)
+    tile = Tiles(ROWS, block_n, 1, 1)
+    task = task_for(problem, mask_of(problem), q, k, tile)
+    visits_kernel[(n, q.shape[0])](visits, task, how_for(q, problem, tile), num_warps=1)
+    return visits
+
+
+@triton.jit
+def visits_kernel(visits, task, how: tl.constexpr):
+    """Writes what key_tiles() of kernels/flash.py says for a tile of queries. Past the last: as for the last."""
+    mask, edges = Mask(*task.mask), Visits(*task.visits)  # made here because of Triton 3.6: see forward_kernel there
+    task = Portable(mask, task.scoring, task.dropout, edges, task.keep_scale, task.H, task.G)
+    b = tl.program_id(1)
+    where = tiles_of_flash(task, b, tl.minimum(tl.program_id(0), tl.cdiv(mask.T, how.BLOCK_M) - 1), how)
+    at = visits + (b * tl.num_programs(0) + tl.program_id(0)) * 4
+    for place in tl.static_range(4):
+        tl.store(at + place, where[place])
 
 
 @cache
@@ -151,10 +205,12 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 # The kernel. 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["N", "T", "T_k", "H", "G"])  # one compiled kernel for all lengths
-def forward_kernel(q, k, v, o, lse, lse2, taken, N, T, T_k, H, G, scale2, how: gl.constexpr):
-    """N: B * H. scale2: softmax_scale * log2(e). Makes the buffers and barriers, and gives the warps their jobs."""
-    sizes = Sizes(N, H, T, T_k)
+@gluon.jit(do_not_specialize=["N", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])  # compiled once for all
+def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits,
+                   scale2, seed, threshold, numbers, keep_scale, zero, how: gl.constexpr):  # fmt: skip
+    """Makes the buffers and barriers, and gives the warps their jobs."""
+    task = Task(N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits, scale2, seed, threshold, numbers,
+                keep_scale, zero)  # fmt: skip
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -163,21 +219,29 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, N, T, T_k, H, G, scale2, how: g
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(2, 1), barriers(2, how.CONSUMERS),
+        barriers(2, 1),
     )  # fmt: skip
     # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
-    if how.CONSUMERS == 3:
+    if how.CONSUMERS == 4:
         gl.warp_specialize([
-            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 0)),
-            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 1)),
-            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 2)),
-            (producer, (shared, q, k, v, taken, sizes, G, how)),
+            (consumer, (shared, o, lse, lse2, task, how, 0)),
+            (consumer, (shared, o, lse, lse2, task, how, 1)),
+            (consumer, (shared, o, lse, lse2, task, how, 2)),
+            (consumer, (shared, o, lse, lse2, task, how, 3)),
+            (producer, (shared, q, k, v, taken, G, task, how)),
+        ], [4, 4, 4, 1], [112, 112, 112, 24])  # fmt: skip
+    elif how.CONSUMERS == 3:
+        gl.warp_specialize([
+            (consumer, (shared, o, lse, lse2, task, how, 0)),
+            (consumer, (shared, o, lse, lse2, task, how, 1)),
+            (consumer, (shared, o, lse, lse2, task, how, 2)),
+            (producer, (shared, q, k, v, taken, G, task, how)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 0)),
-            (consumer, (shared, o, lse, lse2, sizes, scale2, how, 1)),
-            (producer, (shared, q, k, v, taken, sizes, G, how)),
+            (consumer, (shared, o, lse, lse2, task, how, 0)),
+            (consumer, (shared, o, lse, lse2, task, how, 1)),
+            (producer, (shared, q, k, v, taken, G, task, how)),
         ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -191,50 +255,64 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def groups_of(sizes, how: gl.constexpr):
+def groups_of(task, how: gl.constexpr):
     """How many groups of CONSUMERS tiles of queries there are."""
-    return sizes.N * gl.cdiv(sizes.T, how.CONSUMERS * how.ROWS)
+    return task.N * gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
 
 
 @gluon.jit
-def group_at(group, sizes, how: gl.constexpr):
-    """b, h, n and the first row of a group, and how many tiles of keys it visits. Programs that run at the same time
-    have neighbouring groups, and so the same keys. Of a head the last rows come first, which see the most keys."""
-    per_head = gl.cdiv(sizes.T, how.CONSUMERS * how.ROWS)
+def group_at(group, task, how: gl.constexpr):
+    """b, h, n and the first row of a group, and which tiles of keys it visits: start to stop - 1. Programs that run at
+    the same time have neighbouring groups, and so the same keys. Of a head the last rows come first, which see the most
+    keys."""
+    per_head = gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
     n = group // per_head
     row0 = (per_head - 1 - group % per_head) * (how.CONSUMERS * how.ROWS)
-    stop, _ = key_tiles(row0, how.CONSUMERS * how.ROWS, sizes, how)
-    return n // sizes.H, n % sizes.H, n, row0, stop
+    b, h = n // task.H, n % task.H
+    start, _, _, stop = key_tiles(b, row0, task, how)
+    for c in gl.static_range(1, how.CONSUMERS):
+        low, _, _, high = key_tiles(b, row0 + c * how.ROWS, task, how)
+        start, stop = gl.minimum(start, low), gl.maximum(stop, high)
+    return b, h, n, row0, start, stop
 
 
 @gluon.jit
-def key_tiles(row0, ROWS: gl.constexpr, sizes, how: gl.constexpr):
-    """For ROWS rows from row0 on: the tiles 0 to stop - 1 are visited, and the mask cuts none of the first `whole`.
-    stop is at least 1, so that a row that sees no key is as any other, with weights of 0."""
-    stop, whole = gl.cdiv(sizes.T_k, how.BLOCK_N), sizes.T_k // how.BLOCK_N
-    if how.CAUSAL:
-        low = row0 + sizes.T_k - sizes.T
-        stop = gl.minimum(stop, gl.cdiv(gl.maximum(low + ROWS, 0), how.BLOCK_N))
-        whole = gl.minimum(whole, gl.maximum(low + 1, 0) // how.BLOCK_N)
-    return gl.maximum(stop, 1), whole
+def key_tiles(b, row0, task, how: gl.constexpr):
+    """For the ROWS rows from row0 on: tiles start to stop - 1 are visited, and the mask cuts none of those from
+    whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
+    of 0. Returns start, whole_start, whole_stop, stop."""
+    if how.DOCUMENTS:
+        at = task.visits + (b * (gl.cdiv(task.T, how.CONSUMERS * how.ROWS) * how.CONSUMERS) + row0 // how.ROWS) * 4
+        start, whole_start, whole_stop, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    else:
+        start, whole_start, whole_stop, stop = 0, 0, task.T_k // how.BLOCK_N, gl.cdiv(task.T_k, how.BLOCK_N)
+        low = row0 + task.T_k - task.T  # the position of the first row
+        if how.AT_LEAST:
+            start = gl.maximum(low + task.at_least, 0) // how.BLOCK_N
+            whole_start = gl.cdiv(gl.maximum(low + how.ROWS - 1 + task.at_least, 0), how.BLOCK_N)
+        if how.AT_MOST:
+            stop = gl.minimum(stop, gl.cdiv(gl.maximum(low + how.ROWS + task.at_most, 0), how.BLOCK_N))
+            whole_stop = gl.minimum(whole_stop, gl.maximum(low + 1 + task.at_most, 0) // how.BLOCK_N)
+    stop = gl.maximum(stop, start + 1)
+    if row0 >= task.T:  # rows past the last: one tile, because every consumer visits some
+        start = stop - 1
+    return start, whole_start, whole_stop, stop
 
 
 @gluon.jit
-def producer(shared, q, k, v, taken, sizes, G, how: gl.constexpr):
+def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
     """Takes one group after the other until there are no more, tells the consumers, and copies the tiles of q, k and v
     as they free the places. So the next group's tiles are there before this one ends."""
     count = 0  # of tiles of keys, over all groups
     turn = 0
     group = gl.program_id(0)
-    while group < groups_of(sizes, how):
-        following = gl.num_programs(0) + gl.atomic_add(taken, 1)
-        tell(shared, turn, following)
-        b, h, _, row0, stop = group_at(group, sizes, how)
+    while group < groups_of(task, how):
+        b, h, _, row0, start, stop = group_at(group, task, how)
         for c in gl.static_range(how.CONSUMERS):
             # A new barrier is past phase 1. So all places begin as free.
             mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)
             copy(q, b, h, row0 + c * how.ROWS, shared.q_full.index(c), shared.q.index(c))
-        for tile in range(stop):
+        for tile in range(stop - start):
             place, phase = count % how.STAGES, count // how.STAGES & 1
             column0 = (stop - 1 - tile) * how.BLOCK_N
             mbarrier.wait(shared.k_free.index(place), phase ^ 1)
@@ -242,14 +320,16 @@ def producer(shared, q, k, v, taken, sizes, G, how: gl.constexpr):
             mbarrier.wait(shared.v_free.index(place), phase ^ 1)
             copy(v, b, h // G, column0, shared.v_full.index(place), shared.v.index(place))
             count += 1
-        group = following
+        # Only now, when the consumers have STAGES tiles left: a group taken early would wait here while others idle.
+        group = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        tell(shared, turn, group)
         turn += 1
 
 
 @gluon.jit
 def tell(shared, turn, group):
-    """The producer writes the number of the group of turn + 1."""
-    mbarrier.wait(shared.group_free.index(turn & 1), turn // 2 & 1 ^ 1)
+    """The producer writes the number of the group of turn + 1. All consumers have read the number that was there: they
+    have freed the q of that group."""
     shared.group.index(turn & 1).store(gl.full([1], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(shared.group_full.index(turn & 1), count=1)
 
@@ -258,10 +338,7 @@ def tell(shared, turn, group):
 def told(shared, turn):
     """A consumer reads that number."""
     mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)
-    group = gl.max(shared.group.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    all_threads()  # have read it
-    mbarrier.arrive(shared.group_free.index(turn & 1), count=1)
-    return group
+    return gl.max(shared.group.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -272,31 +349,28 @@ def copy(x, b, h, row, full, tile):
 
 
 @gluon.jit
-def consumer(shared, o, lse, lse2, sizes, scale2, how: gl.constexpr, C: gl.constexpr):
+def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
     """Steps 1 to 6 for the C-th tile of queries of each group that the producer takes."""
     count = 0  # of tiles of keys, over all groups
     turn = 0
     group = gl.program_id(0)
-    while group < groups_of(sizes, how):
-        count = attend(count, group, turn & 1, shared, o, lse, lse2, sizes, scale2, how, C)
+    while group < groups_of(task, how):
+        count = attend(count, group, turn & 1, shared, o, lse, lse2, task, how, C)
         group = told(shared, turn)
         turn += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def attend(count, group, phase, shared, o, lse, lse2, sizes, scale2, how: gl.constexpr, C: gl.constexpr):
+def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
     """Steps 1 to 6 for one tile of queries. phase: of the barrier of q. Returns the new count."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
-    b, h, n, row0, stop = group_at(group, sizes, how)
+    b, h, n, row0, first, last = group_at(group, task, how)
     row0 += C * how.ROWS
     i = row0 + gl.arange(0, how.ROWS, gl.SliceLayout(1, s_layout))
-    mine, whole = key_tiles(row0, how.ROWS, sizes, how)
-    for _ in range(stop - mine):  # only the rows of other consumers see these
-        skip(shared.k_full, shared.k_free, count, how)
-        skip(shared.v_full, shared.v_free, count, how)
-        count += 1
+    start, whole_start, whole_stop, stop = key_tiles(b, row0, task, how)
+    count = skip(shared, count, last - stop, how)  # the last rows of a group see more keys
 
     q_i = as_matrix(shared.q.index(C), how.ROWS, how)
     acc = gl.zeros([how.ROWS, how.D], gl.float32, o_layout)
@@ -306,18 +380,20 @@ def attend(count, group, phase, shared, o, lse, lse2, sizes, scale2, how: gl.con
     s = scores(q_i, shared, count, s_layout, how)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
-    s = hide(s, i, mine - 1, sizes, how)  # 2
-    p, m, l, alpha = online_softmax(s, m, l, scale2)  # 3
-    p = as_operand(p, o_layout, q_i.dtype)
-    for tile in range(1, mine):
+    s = hide(s, b, i, stop - 1, task, how)  # 2
+    p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
+    p = as_operand(dropped(p, n, row0, stop - 1, task, how), o_layout, q_i.dtype)  # 4
+    for back in range(2, stop - start + 1):
+        tile = stop - back
         count += 1
         s = scores(q_i, shared, count, s_layout, how)
         acc = add_values(acc, p, shared, count - 1, how)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
-        if how.RAGGED and mine - 1 - tile >= whole:
-            s = hide(s, i, mine - 1 - tile, sizes, how)
-        p_new, m, l, alpha = online_softmax(s, m, l, scale2)
+        if how.RAGGED and (tile >= whole_stop or tile < whole_start):
+            s = hide(s, b, i, tile, task, how)
+        p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
+        p_new = dropped(p_new, n, row0, tile, task, how)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
@@ -326,26 +402,33 @@ def attend(count, group, phase, shared, o, lse, lse2, sizes, scale2, how: gl.con
     acc = add_values(acc, p, shared, count, how)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(shared.v_free.index(count % how.STAGES), count=1)
+    count = skip(shared, count + 1, start - first, how)  # the first rows of a group may see earlier keys
 
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
-    divisor = gl.convert_layout(gl.where(l == 0, 1.0, l), gl.SliceLayout(1, o_layout))
+    factor = gl.convert_layout(task.keep_scale / gl.where(l == 0, 1.0, l), gl.SliceLayout(1, o_layout))
     tma.store_wait(0)  # until the previous o has left its place
-    as_matrix(shared.o.index(C), how.ROWS, how).store((acc / gl.expand_dims(divisor, 1)).to(o.dtype))
+    as_matrix(shared.o.index(C), how.ROWS, how).store((acc * gl.expand_dims(factor, 1)).to(o.dtype))
     fence_async_shared()
     copy_out(o, [b, h, row0, 0], shared.o.index(C))  # writes no rows past T
-    at = n.to(gl.int64) * sizes.T + i
-    gl.store(lse + at, m * LN2 + gl.log(l), mask=i < sizes.T)
-    gl.store(lse2 + at, m + gl.log2(l), mask=i < sizes.T)
-    return count + 1
+    at = n.to(gl.int64) * task.T + i
+    gl.store(lse + at, m * LN2 + gl.log(l), mask=i < task.T)
+    gl.store(lse2 + at, m + gl.log2(l), mask=i < task.T)
+    return count
 
 
 @gluon.jit
-def skip(full, free, count, how: gl.constexpr):
-    """Frees a tile unread. Before it is there, another consumer may still read what was in its place."""
-    place = count % how.STAGES
-    mbarrier.wait(full.index(place), count // how.STAGES & 1)
-    all_threads()  # have waited: a thread that comes later might wait for the next tile
-    mbarrier.arrive(free.index(place), count=1)
+def skip(shared, count, tiles, how: gl.constexpr):
+    """Frees tiles unread, which only the rows of other consumers see. Returns the new count. Before a tile is there,
+    another consumer may still read what was in its place."""
+    for _ in range(tiles):
+        place, phase = count % how.STAGES, count // how.STAGES & 1
+        mbarrier.wait(shared.k_full.index(place), phase)
+        mbarrier.wait(shared.v_full.index(place), phase)
+        all_threads()  # have waited: a thread that comes later might wait for the next tile
+        mbarrier.arrive(shared.k_free.index(place), count=1)
+        mbarrier.arrive(shared.v_free.index(place), count=1)
+        count += 1
+    return count
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -354,7 +437,7 @@ def skip(full, free, count, how: gl.constexpr):
 
 @gluon.jit
 def scores(q_i, shared, count, layout: gl.constexpr, how: gl.constexpr):
-    """Step 1: starts q k^sizes.T, (ROWS, BLOCK_N)."""
+    """Step 1: starts q k^T, (ROWS, BLOCK_N)."""
     place = count % how.STAGES
     mbarrier.wait(shared.k_full.index(place), count // how.STAGES & 1)
     k_j = as_matrix(shared.k.index(place), how.BLOCK_N, how)
@@ -371,13 +454,21 @@ def add_values(acc, p, shared, count, how: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, i, tile, sizes, how: gl.constexpr):
-    """Step 2: -inf for keys past the last, and for those that the causal mask hides from rows i."""
-    j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)), 0)
-    end = gl.full([how.ROWS], sizes.T_k, gl.int32, i.type.layout)
-    if how.CAUSAL:
-        end = gl.minimum(i + 1 + sizes.T_k - sizes.T, sizes.T_k)
-    return gl.where(j < gl.expand_dims(end - tile * how.BLOCK_N, 1), s, -float("inf"))
+def hide(s, b, i, tile, task, how: gl.constexpr):
+    """Step 2: -inf for keys past the last, and for those that the mask hides from rows i."""
+    j = tile * how.BLOCK_N + gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    position = i + (task.T_k - task.T)
+    last = gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
+    if how.AT_MOST:
+        last = gl.minimum(position + task.at_most, last)
+    seen = gl.expand_dims(j, 0) <= gl.expand_dims(last, 1)
+    if how.AT_LEAST:
+        seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(position + task.at_least, 1))
+    if how.DOCUMENTS:
+        of_row = gl.load(task.documents_q + b.to(gl.int64) * task.T + i, mask=i < task.T, other=0)
+        of_key = gl.load(task.documents_k + b.to(gl.int64) * task.T_k + j, mask=j < task.T_k, other=0)
+        seen = seen & (gl.expand_dims(of_row, 1) == gl.expand_dims(of_key, 0))
+    return gl.where(seen, s, -float("inf"))
 
 
 @gluon.jit
@@ -387,6 +478,26 @@ def online_softmax(s, m, l, scale2):
     p = gl.exp2(gl.fma(s, gl.full_like(s, scale2), -gl.expand_dims(m_new, 1) + gl.zeros_like(s)))
     alpha = gl.exp2(m - m_new)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def dropped(p, n, row0, tile, task, how: gl.constexpr):
+    """Step 4 without the factor 1 / (share kept): p where keep_mask() of kernels/flash.py keeps it, else 0."""
+    if how.DROPOUT:
+        if how.NUMBERS:
+            n = gl.load(task.numbers + n)
+        i = gl.expand_dims(gl.arange(0, how.ROWS, gl.SliceLayout(1, p.type.layout)), 1)
+        j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
+        seed = gl.load(task.seed)
+        c0 = (row0 >> 5 << 3).to(gl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(gl.uint32)
+        c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(gl.uint32)
+        w0, w1, w2, w3 = philox(
+            c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
+        )
+        word = gl.where((i & 16) != 0, gl.where((i & 8) != 0, w3, w2), gl.where((i & 8) != 0, w1, w0))
+        keep = (word << (24 - (j & 24)).to(gl.uint32)) >= (task.threshold << 24).to(gl.uint32)
+        p = gl.where(keep, p, task.zero)
+    return p
 
 
 @gluon.jit

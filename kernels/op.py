@@ -43,7 +43,7 @@ def flash_attention(
     autotune: time several tile sizes at the first call of a kind, and keep the fastest. Two runs may choose different
     tiles, and then the last bits of their results differ.
     kernel: portable: flash.py's; hopper: hopper.py's forward, and hopper_backward.py's backward where it can; auto:
-    each at the head sizes of TAKEN and BACKWARD_TAKEN, where it can, else flash.py's.
+    hopper's where they can and are faster (hopper_lacks), else flash.py's.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row that sees
     no key gives o = 0, lse = -inf and gradients 0.
     Raises ValueError for an unsupported dtype, head size or GPU, and for kernel="hopper" where that cannot compute it.
@@ -157,10 +157,10 @@ def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> s
     """Why the forward is left to flash.py, as the end of a message; empty if hopper.py computes it."""
     if autotune:
         return "attention.autotune=true tunes the portable kernels"
-    # Everything that is neither a length, the scale nor the causal mask.
-    if problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64) != Problem(0, 0):
-        return "it has no window, documents, positions, block mask, softcap, alibi, dropout or break_it"
-    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
+    wanted = problem.softcap, problem.slopes, problem.positions, problem.blocks
+    if any(x is not None for x in wanted) or problem.without:
+        return "it has no softcap, alibi, positions, block mask or break_it"
+    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, problem.seed is not None, problem.window is not None)
 
 
 def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> str:
@@ -170,19 +170,15 @@ def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: 
     # Everything that is neither a length, the scale nor the causal mask.
     if problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64) != Problem(0, 0):
         return "it has no window, documents, positions, block mask, softcap, alibi, dropout or break_it"
-    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, backward=True)
-
-
-# Head sizes at which attention.kernel=auto takes hopper.py. None yet: tests/test_gpu_hopper.py was never run (LOG.md).
-TAKEN: tuple[int, ...] = ()
-# Those at which it takes hopper_backward.py: it is the faster one there (LOG.md).
-BACKWARD_TAKEN: tuple[int, ...] = (64, 128)
+    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
 
 
 @cache
-def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, backward: bool = False) -> str:
-    """Why hopper.py, or hopper_backward.py, does not compute attention of this dtype, head size and GPU; empty if it
-    does."""
+def hopper_lacks(
+    dtype: torch.dtype, D: int, device: torch.device, kernel: str, dropout: bool = False, window: bool = False
+) -> str:
+    """Why hopper.py and hopper_backward.py do not compute attention of this dtype, head size and GPU; empty if they
+    do."""
     if kernel == "portable":
         return "attention.kernel=portable"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
@@ -192,8 +188,8 @@ def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, 
         return f"it has float16 and bfloat16, not {dtype}"
     if D not in (64, 128):
         return f"it has head sizes 64 and 128, not {D}"
-    if kernel == "auto" and D not in (BACKWARD_TAKEN if backward else TAKEN):
-        return "attention.kernel=hopper takes it"
+    if kernel == "auto" and dropout and (D == 64 or window):
+        return "it is slower with dropout at head size 64 or in a window; attention.kernel=hopper takes it"
     try:
         import kernels.hopper_backward  # noqa: F401  (Gluon's names change from one Triton to the next)
     except (ImportError, AttributeError) as error:

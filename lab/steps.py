@@ -84,7 +84,8 @@ CASES = {
     "gpt2-32k": gpt2(32_768),
     "gpt2-64k": gpt2(65_536),
 }
-# The models of mode=length: those of experiment=long_laptop and of experiment=long_16k. Their length is set later.
+# The models of mode=length: those of experiment=long_laptop and, without its windows, of experiment=long_16k. Their
+# length is set later.
 LLAMA = GPTConfig(vocab_size=257, position="rope", norm="rmsnorm", mlp="swiglu", bias=False)
 LONG = {
     "long_laptop": replace(LLAMA, n_layer=4, n_head=4, n_kv_head=2, n_embd=128),

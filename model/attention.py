@@ -62,7 +62,7 @@ class AttentionConfig:
     block_mask_size: int = 64  # tokens along each side of a block of block_mask
     dropout_p: float = 0.0  # share of the attention weights dropped in training
     autotune: bool = False  # triton: time several tile sizes at the first call, and use the fastest
-    kernel: str = "auto"  # of triton: hopper | portable | auto, what is faster of these
+    kernel: str = "auto"  # of triton: hopper | portable | auto, the faster one
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
@@ -114,7 +114,8 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
     """Turns impl=auto into the implementation that will run, and refuses one that cannot run, before any work is done.
 
     auto chooses
-    - tiled without a GPU, and for order=keys_outside;
+    - tiled without a GPU, so that the code to read is the code that runs (sdpa is faster there: docs/training.md), and
+      for order=keys_outside;
     - triton on a GPU for windows, documents, block masks, softcap, ALiBi, dropout or a broken switch, or tiled if
       triton cannot run there;
     - sdpa on a GPU for everything else.
@@ -170,13 +171,12 @@ def left_to_portable(
 
     if config.autotune:
         return "attention.autotune=true tunes the portable kernels"
-    if options := beyond_sdpa(config):
+    if options := given(config, "block_mask", "softcap", "alibi"):
         return f"it has no {options}"
-    if config.dropout_p:
-        return f"it has no attention.dropout_p={config.dropout_p}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
-    return hopper_lacks(dtype, D, device, config.kernel)
+    window = bool(config.window or config.windows)
+    return hopper_lacks(dtype, D, device, config.kernel, config.dropout_p > 0, window)
 
 
 def backward_left_to_portable(
@@ -193,12 +193,16 @@ def backward_left_to_portable(
         return f"it has no attention.dropout_p={config.dropout_p}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
-    return hopper_lacks(dtype, D, device, config.kernel, backward=True)
+    return hopper_lacks(dtype, D, device, config.kernel)
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:
     """The options that PyTorch's function has no argument for, as key=value; empty if there are none."""
-    names = ("window", "windows", "documents", "block_mask", "softcap", "alibi")
+    return given(config, "window", "windows", "documents", "block_mask", "softcap", "alibi")
+
+
+def given(config: AttentionConfig, *names: str) -> str:
+    """Those of the options that are set, as key=value."""
     return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
 

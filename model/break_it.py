@@ -209,10 +209,11 @@ FAILURES = {
         "nothing: over 100 steps the loss differs from that of the unbroken run by no more than noise. python "
         "breakit.py failure=bf16_ties shows the errors of o",
         "each tile's product p v is rounded to 16 bits before it is added. Keys whose scores are equal to the maximum "
-        "have a weight of exactly 1. The sum of their values often lies halfway between two 16-bit numbers. Then the "
-        "other keys decide how it is rounded. If all values have the same sign, these keys move the sum a little "
-        "further from 0, so it is rounded away from 0, every time. Over thousands of steps this bias may add up (Qiu "
-        "and Yao 2025, arXiv 2510.04212)",
+        "have a weight of exactly 1, and their values are 16-bit numbers. The sum of two such values often needs one "
+        "bit more than fits. Then it lies exactly halfway between two 16-bit numbers, and the other keys decide how it "
+        "is rounded. If all values have the same sign, these keys move the sum a little further from 0, so it is "
+        "rounded away from 0, every time. Over thousands of steps this bias may add up (Qiu and Yao 2025, arXiv "
+        "2510.04212)",
         wakes="dtype=bf16",
         acts="in 16 bits, where several scores of a row are equal to its maximum",
         not_in_naive="naive has one product and rounds it once",

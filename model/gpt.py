@@ -9,6 +9,7 @@ A block projects to q, k and v, and calls attention() of model/attention.py.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -276,7 +277,16 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-class Block(nn.Module):
+class Unit(nn.Module):
+    """A part of the model whose weights come and go together where ranks share them (training/shard.py)."""
+
+    def within(self, compute: Callable, *inputs, **more):
+        """compute(*inputs, **more). It may read the weights; outside of this and of a call of the module they may be
+        away. All tensors with a gradient are to be handed in."""
+        return compute(*inputs, **more)
+
+
+class Block(Unit):
     """Adds attention, then the MLP, to the residual stream. The input of each is a norm of the stream (pre-norm)."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
@@ -309,7 +319,7 @@ class Block(nn.Module):
         return [keep_table(context.stream_seed, n, tokens, C, self.dropout_p) for n in both]
 
 
-class GPT(nn.Module):
+class GPT(Unit):
     """config: the architecture, with vocab_size set. attention_config: a resolved AttentionConfig (not auto)."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt = UNBROKEN):
@@ -393,7 +403,7 @@ class GPT(nn.Module):
         parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
         for block, local, seed, stream_seed, past in parts:
             context = Context(ropes.get(local), seed, stream_seed, documents, past, part, tokens.start)
-            x, added = (layer or self.layer)(block, x, added, context)
+            x, added = cast(Unit, block).within(layer or self.layer, block, x, added, context)
         return x, added
 
     def embed(
@@ -427,7 +437,7 @@ class GPT(nn.Module):
         form, chunk = self.config.activation_checkpointing, self.config.chunk
         if self.training and (form != "false" or chunk):
             return recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run), None
-        return block(x, added, context)
+        return block.forward(x, added, context)
 
     def loss(self, x: Tensor, added: Added | None, targets: Tensor, z_loss: float) -> Tensor:
         """What through_blocks() returns, to the mean loss. targets and z_loss: as in forward()."""
@@ -449,7 +459,7 @@ class GPT(nn.Module):
             x, added = self.through_blocks(idx, documents, part=part, embed=embed, layer=layer)
             return loss(x, added, targets, z_loss)
 
-        return forward
+        return partial(self.within, forward)
 
     def ropes(self, length: int, device: torch.device) -> dict[bool, tuple[Tensor, Tensor]]:
         """rope_table() with model.rope_base and YaRN (False) and with model.rope_base_local (True), each if a layer

@@ -54,7 +54,7 @@ def in_less_memory(
 
 def whole(block: "Block", x: Tensor, context: "Context") -> Tensor:
     """The block's result (B, T, C)."""
-    x, added = block(x, None, context)
+    x, added = block.forward(x, None, context)
     return added.to(x)
 
 

@@ -142,9 +142,14 @@ for dtype, D, dropout in CASES:
         from kernels.hopper import launch_forward
 
         k = torch.empty(1, 2, 500, D, dtype=getattr(torch, dtype))
-        for T in (500, 97):  # the mask cuts one tile of every row, and more
+        words = torch.zeros(1, 500, dtype=torch.int64)
+        others = {"window": 100, "documents_q": words, "documents_k": words, "seed": words[0, 0], "drop_threshold": 26}
+        for T, more in ((500, {}), (97, {}), (500, others)):  # the mask cuts one tile of every row; more; all there is
             q, lse = torch.empty(1, 4, T, D, dtype=k.dtype), torch.empty(1, 4, T)
-            launch_forward(q, k, k, q, lse, lse, Problem(T, 500))
+            launch_forward(q, k, k, q, lse, lse, Problem(T, 500, **more))
+        if D == 64:  # other tiles for many keys
+            k = torch.empty(1, 2, 2548, D, dtype=k.dtype)
+            launch_forward(q, k, k, q, lse, lse, Problem(500, 2548))
         continue
     if dropout == "hopper_backward":
         from kernels.hopper_backward import launch_backward

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.dropout import philox as philox_of_model
+
+LOW = 0xFFFFFFFF
 SOURCE = Path(__file__).resolve().parents[1] / "kernels" / "hopper.py"
 
 
@@ -92,19 +95,25 @@ class Number(int):
     """An integer as a kernel has it."""
 
     def to(self, dtype: Any) -> "Number":
-        return self
+        return Number(self & LOW) if dtype == torch.uint32 else self
 
 
-for operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and"):
+for operation in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "xor", "lshift", "rshift"):
     plain = getattr(int, f"__{operation}__")
     setattr(Number, f"__{operation}__", lambda a, b, plain=plain: Number(plain(a, b)) if isinstance(b, int) else
             getattr(torch.as_tensor(int(a)), plain.__name__)(b))  # fmt: skip
 
 
 class Tile(Tensor):
-    """A tensor in registers."""
+    """A tensor in registers. torch has no arithmetic for uint32, so such a tile is int64."""
 
     type = property(lambda self: SimpleNamespace(layout=None))
+
+    def to(self, dtype: Any) -> "Tile":
+        return self.long() & LOW if dtype == torch.uint32 else super().to(dtype)
+
+    def __lshift__(self, by: Any) -> "Tile":
+        return super().__lshift__(by) & LOW
 
 
 def tile(x: Tensor) -> Tile:
@@ -285,11 +294,23 @@ def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
     pointer.x.view(-1)[pointer.places[mask]] = values[mask].as_subclass(Tensor)
 
 
-def atomic_add(x: Tensor, by: int) -> Number:
+def load(pointer: Pointer, mask: Tensor | None = None, other: int = 0) -> Any:
+    if mask is None:
+        return Number(pointer.x.view(-1)[int(pointer.places)])
+    return tile(torch.where(mask, pointer.x.view(-1)[torch.where(mask, pointer.places, 0)], other))
+
+
+def atomic_add(pointer: Pointer, by: int) -> Number:
     job().pause()
-    found = Number(x)
-    x += by
+    found = Number(pointer.x)
+    pointer.x.add_(by)
     return found
+
+
+def philox(*words: Any) -> tuple[Tensor, ...]:
+    """The bits of model/dropout.py."""
+    c0, c1, c2, c3, k0, k1 = (word if isinstance(word, Tensor) else int(word) for word in words)
+    return tuple(map(tile, torch.broadcast_tensors(*philox_of_model((c0, c1, c2, c3), (k0, k1)))))
 
 
 def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
@@ -327,6 +348,7 @@ def language() -> dict[str, Any]:
         "max": lambda x, axis: x.amax(axis) if x.ndim > 1 else Number(x.amax()),
         "sum": torch.sum,
         "store": store,
+        "load": load,
         "atomic_add": atomic_add,
         "barrier": lambda: job().pause(),
         "allocate_shared_memory": allocate,
@@ -334,7 +356,7 @@ def language() -> dict[str, Any]:
         **dict.fromkeys(
             ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
              "NVMMASharedLayout"), lambda *_: None),
-        **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64")},
+        **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "uint32", "int64")},
     }  # fmt: skip
 
 
@@ -384,7 +406,7 @@ def launch(
     class Kernel:
         def __getitem__(self, grid):
             def run(*args, num_warps, maxnreg):
-                args = [Pointer(x) if x is lse or x is lse2 else Number(x) if type(x) is int else x for x in args]
+                args = [Pointer(x) if isinstance(x, Tensor) else Number(x) if type(x) is int else x for x in args]
                 for program in range(grid[0]):
                     Job(orders, program, grid[0], kernel, *args)
                 orders.run()
@@ -395,6 +417,7 @@ def launch(
     hopper.processors = lambda device: programs
     hopper.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
     hopper.shared_layout = lambda *_: None
+    hopper.philox = philox
     try:
         hopper.launch_forward(q, k, v, o, lse, lse2, problem)
     finally:

@@ -36,6 +36,7 @@ OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_vali
 RESUMED = "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
 IMPORTED = "exchange::test_logits_are_transformers_after_import_and_after_export"
 WRITING = "test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights"
+EVALUATED = "step::test_validation_losses_are_recorded_once_for_each_shape_and_each_is_its_own_batchs"
 STRANGER = "exchange::test_a_strangers_folder_is_refused_in_one_line"
 SKIPPED = "train::test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight"
 
@@ -80,6 +81,8 @@ TABLE = [
      "min(cfg.ema_decay, (1 + run.step) / (10 + run.step))", "cfg.ema_decay", "arithmetic"),
     ("the average is the wrong way round", "batches, lr, 1 - decay)", "batches, lr, decay)", "arithmetic"),
     ("bits per byte by tokens", "run.tokens_per_step / (math.log(2) * max(1, size))", "1 / math.log(2)", BITS),
+    ("an evaluation is that of the recorded batch", "            place.copy_(batch)\n", "", EVALUATED),
+    ("evaluations stay in the memory of an old graph", "self.recorded_losses.clear()", "pass", EVALUATED),
     # --- several processes ---
     ("each rank has its own mean loss", "(len(batches.x) * ranks.size)", "len(batches.x)", "parallel"),
     ("gradients are not summed", "    dist.all_reduce(flat)\n", "", "parallel"),
@@ -95,11 +98,15 @@ TABLE = [
      "b = torch.arange(self.share * B, (self.share + 1) * B,", "b = torch.arange(B,", "parallel"),
     ("heads come back in another order",
      "x.permute(1, 2, 0, 3, 4).reshape(", "x.permute(1, 2, 3, 0, 4).reshape(", "parallel"),
+    ("heads that were exchanged come with those before", " and context.part.ranks == 1 else None", " else None",
+     "parallel::test_heads_that_were_exchanged_do_not_come_with_those_before"),
+    ("a compiled model takes a part for the whole", "part=part, embed=embed, layer=layer)", "embed=embed, layer=layer)",
+     "parallel::test_a_model_in_parts_counts_the_tokens_of_a_part_as_the_whole_model_does"),
     ("an exchange is counted once", "exchanged = 2 * config.n_layer", "exchanged = config.n_layer", "parallel"),
     # --- evaluation, sample and resume ---
     ("validation with dropout", "model.eval()\n", "\n", "arithmetic"),
     ("a short batch counts as a whole one",
-     "part=part)) * y.numel()", "part=part)) * run.cfg.batch_size * run.cfg.model.context_length", "arithmetic"),
+     "sizes.append(batch.y.numel())", "sizes.append(run.cfg.batch_size * run.cfg.model.context_length)", "arithmetic"),
     ("a sample takes training's random numbers",
      "Kept(model, 1, Sampler(), generator, cache=True)", "Kept(model, 1, Sampler(), None, cache=True)", "arithmetic"),
     ("a later sample is of the first one's weights", "if run.writing is not None:\n        torch._foreach_copy_(",

@@ -3,7 +3,8 @@
     python tests/ranks.py < jobs.json      a list of {"ranks": 2, "arguments": [...], "float64": false, "out": FILE}
 
 Each process of a job has the environment that torchrun gives it, and writes what it prints into FILE.RANK. With float64
-the model is in float64. Each process adds a last line: the bytes that its collectives were given, in each step.
+the model is in float64. Each process adds a last line: the bytes that its collectives were given in each step, how
+many they were in the last one, and the bytes of the weights and the optimizer's state that it holds.
 """
 
 import json
@@ -19,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from model.gpt import GPT
 from training import config
+from training.shard import local
 from training.step import TrainStep
 
-COLLECTIVES = ("allreduce", "all_to_all_single")  # all that a step uses, as torch names the ops
+# All that a step uses, as torch names the ops, and which argument is the larger one.
+COLLECTIVES = {"allreduce": 0, "all_to_all_single": 0, "allgather_base": 0, "reduce_scatter_base": 1}
 
 
 class Sent(TorchDispatchMode):
@@ -30,12 +33,14 @@ class Sent(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         _, _, name = func.name().partition("::")
-        if name.strip("_") in COLLECTIVES:
-            tensors = args[0] if isinstance(args[0], list) else [args[0]]
-            self.bytes[name.strip("_")] += sum(x.numel() * x.itemsize for x in tensors)
+        if (name := name.strip("_")) in COLLECTIVES:
+            given = args[COLLECTIVES[name]]
+            self.calls[name] += 1
+            self.bytes[name] += sum(x.numel() * x.itemsize for x in (given if isinstance(given, list) else [given]))
         return func(*args, **(kwargs or {}))
 
 
@@ -56,12 +61,15 @@ def work(job: dict, rank: int, port: int) -> None:
         }
     if job.get("float64"):
         train.GPT = lambda *options: GPT(*options).double()
-    update, counts = TrainStep.update, []
+    update, counts, last = TrainStep.update, [], {}
 
     def counted(step, batches):
         with Sent() as sent:
             update(step, batches)
         counts.append(dict(sent.bytes))
+        states = [x for optimizer in step.optimizers for state in optimizer.state.values() for x in state.values()]
+        held = sum(local(x).nbytes for x in (*step.model.parameters(), *states))
+        last.update(calls=dict(sent.calls), held=held)
 
     TrainStep.update = counted
     sys.argv = ["train.py", *job["arguments"]]
@@ -74,7 +82,7 @@ def work(job: dict, rank: int, port: int) -> None:
         traceback.print_exc()
         code = 1
     with open(f"{job['out']}.{rank}", "a") as file:
-        file.write("\n" + json.dumps(counts) + "\n")
+        file.write("\n" + json.dumps({"sent": counts} | last) + "\n")
     os._exit(code)  # what was inherited is the parent's to close
 
 

@@ -217,6 +217,15 @@ def oracle(inputs: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
 def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **options) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv of one of ours, through the door."""
     q, k, v = (inputs[name].detach().requires_grad_() for name in ("q", "k", "v"))
+    o, lse = run_forward(q, k, v, case, config, **options)
+    # lse = -inf has no gradient worth the name: where a row sees nothing it gets 0
+    dlse = inputs["dlse"].masked_fill(lse == -torch.inf, 0.0)
+    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (inputs["do"], dlse))
+    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, case: Case, config: AttentionConfig, **options) -> tuple:
+    """o and lse."""
     config = replace(
         config,
         window=case.window,
@@ -229,7 +238,7 @@ def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **option
     documents = None
     if case.documents is not None:
         documents = table(case.B, k.shape[2], case.document).to(q.device)
-    o, lse = attention(
+    return attention(
         q,
         k,
         v,
@@ -241,10 +250,6 @@ def run(inputs: dict[str, Tensor], case: Case, config: AttentionConfig, **option
         return_lse=True,
         **options,
     )
-    # lse = -inf has no gradient worth the name: where a row sees nothing it gets 0
-    dlse = inputs["dlse"].masked_fill(lse == -torch.inf, 0.0)
-    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (inputs["do"], dlse))
-    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
 def drawn(
@@ -302,6 +307,26 @@ def assert_float64_right(found: dict[str, Tensor], reference: dict[str, Tensor],
     for name, right in reference.items():
         budget = 2 * terms * torch.finfo(torch.float64).eps * max(1.0, largest(right))
         assert error(found[name], right) <= budget, f"{name}: error {error(found[name], right):.3g} > {budget:.3g}"
+
+
+# The keys that dominate in dominated(): in one tile or two, the later ones in earlier tiles, and in two pairs.
+PLACES = [[70], [70, 71], [5, 300], [300, 70], [5, 140, 300, 301]]
+
+
+def dominated(
+    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, T: int, device="cpu"
+) -> dict[str, Tensor]:
+    """Inputs whose keys at `places` have scores about `above` nats higher than the others; they differ by `apart`."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, T, D, device=device, generator=generator) for _ in range(4))
+    q, k = q * 0.05, k * 0.05
+    q[..., 0], k[..., 0] = 1, 0
+    for number, place in enumerate(places):
+        k[..., place, 0] = above + apart * number
+        if same_values:
+            v[..., place, :] = v[..., places[0], :]
+    made = {"q": q, "k": k, "v": v, "do": do}
+    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(1, 2, T, device=device)}
 
 
 # Without the maximum, of keys that are all alike: what o is, in naive and in tiled and triton, where a sum overflows.

@@ -645,6 +645,20 @@ def test_validation_of_a_short_text_reads_each_window_once():
     assert tokens.tolist() == list(range((len(COUNT) - 1) // T * T))
 
 
+def test_validation_windows_may_overlap_if_the_text_is_short():
+    """From its first token to its last, evenly, and each other one. A text that is long enough is read as without."""
+    for wanted in 200, 10**9:
+        firsts = torch.cat(
+            [batch.x[:, 0] for batch in validation_batches(COUNT, STARTS, 4, T, wanted * T, overlap=True)]
+        )
+        assert len(firsts) == min(wanted, len(COUNT) - T)
+        assert (firsts[0], firsts[-1]) == (0, len(COUNT) - 1 - T)
+        gaps = firsts.diff()
+        assert 1 <= gaps.min() <= gaps.max() <= gaps.min() + 1
+    apart, whole = ([*validation_batches(COUNT, STARTS, 4, T, 10 * T, overlap=overlap)] for overlap in (True, False))
+    assert all(torch.equal(a.x, b.x) for a, b in zip(apart, whole, strict=True))
+
+
 def test_ten_million_windows_cost_only_their_permutation():
     many = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (10_000_000 * 16 + 16,), (0,))
     one = Loader(many, np.zeros(1, np.int64), batch_size=2, context_length=16, seed=0)

@@ -694,13 +694,23 @@ def test_what_long_contexts_are_worth_is_what_was_measured():
     with open(ROOT / "docs/context.jsonl", encoding="utf-8") as file:
         found = {(row["run"], row["step"]): row for row in map(json.loads, file)}
     page = " ".join((ROOT / "docs/training.md").read_text(encoding="utf-8").split())
-    long, short = found["long_16k", 900], found["long_16k at 1,024", 1000]
-    bits = [long[f"bpb_given_{n:05}"] for n in (32, 1024, 4096)]
-    assert f"{bits[0]:.3f} bits a byte given 32 bytes, {bits[1]:.3f} given 1,024, and {bits[2]:.3f} given 4,096" in page
-    assert f"predicts the same bytes with {short['bpb_given_01024']:.3f} bits a byte, given 1,024" in page
-    recipe = (ROOT / "conf/experiment/long_16k.yaml").read_text(encoding="utf-8")
-    assert f"{long['loss_given_16384']:.3f} in windows' second halves" in recipe
-    assert f"these bytes better, with {short['loss_given_01024']:.3f}" in recipe
+    recipe = (ROOT / "conf/experiment/long_16k.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
+    for text, run in {"standard library": "long_16k", "torch's Python files": "long_16k on torch's source"}.items():
+        long, short = found[run, 900], found[f"{run} at 1,024", 900]
+        assert long["context_same_tokens"] == short["context_same_tokens"]
+        given = [short["bpb_given_01024"], *(long[f"bpb_given_{n:05}"] for n in (1024, 4096, 16384))]
+        assert f"| {text} | {' | '.join(f'{x:.3f}' for x in given)} |" in page
+        assert f"{1 - given[3] / given[0]:.0%} on".replace("%", " %") in page
+        assert abs(given[1] / given[0] - 1) < 0.02
+        assert 1 - given[3] / given[2] < 0.02
+    long, short, plain = (found[f"long_16k{form}", 900] for form in ("", " at 1,024", " without windows"))
+    assert f"model gets {plain['bpb_given_16384']:.3f} bits a byte on the standard library" in page
+    assert f"bits a byte rise to {short['bpb_given_02048']:.3f}" in page
+    of = [
+        f"{x['loss_given_' + n]:.3f}" for x, n in ((long, "16384"), (long, "01024"), (plain, "16384"), (short, "01024"))
+    ]
+    assert "{} given 16,384, and {} given 1,024. Without windows it is {} given 16,384.".format(*of) in recipe
+    assert f"for as many tokens gets {of[3]}, given 1,024" in recipe
     assert f"{found['recall at 16,384, window of 32', 300]['recall_accuracy']:.1%}".replace("%", " %") in page
     told: dict[bool | None, list[float]] = {}  # told up to 3,072 tokens back: True; 4,096: False; further: None
     for key, share in found["passkey", 3000].items():
@@ -719,6 +729,24 @@ def test_what_long_contexts_are_worth_is_what_was_measured():
 
 
 # --- docs/parallel.md ------------------------------------------------------------------------------------------------
+
+
+def test_the_speeds_of_two_gpus_are_those_of_the_csv():
+    with open(DOCS / "ranks.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["device"], row["torch"][:4], row["dtype"]) for row in rows} == {("NVIDIA H200", "2.11", "bf16")}
+    said = (DOCS / "parallel.md").read_text(encoding="utf-8")
+    two = {row["case"]: row for row in rows if row["ranks"] == "2"}
+    for case, both in two.items():
+        one = next((row for row in rows if row["case"] == case and row["ranks"] == "1"), None)
+        ms, gib = f"{float(both['ms']):,.0f} ms", f"{float(both['peak_gib']):.1f}"
+        if one is None:
+            assert f"| - | {ms} | - | -, {gib} |" in said
+        else:
+            alone = f"| {float(one['ms']):,.0f} ms | {ms} | {100 * float(both['linear']):.1f} % |"
+            assert f"{alone} {float(one['peak_gib']):.1f}, {gib} |" in said
+    one = next(row for row in rows if row["case"] == "gpt2-1k" and row["ranks"] == "1" and row["passes"] == "1")
+    assert f"take {float(two['gpt2-1k']['ms']) - float(one['ms']):.1f} ms of the 118." in said
 
 
 @pytest.mark.parametrize(

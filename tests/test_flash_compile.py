@@ -199,16 +199,17 @@ def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
 
 def test_the_forward_for_hopper_computes_in_registers_and_nothing_waits_for_its_products(tmp_path):
     """A warning, C7510 and its like, says that ptxas made asynchronous products wait for each other. C7508 says that it
-    did not give the warps their registers. With three consumers some integers are spilled, outside of the loop over
-    tiles of keys."""
-    kernels = result(start(90, HOPPER, tmp_path))
-    assert len(kernels) == 2 * len(HOPPER)  # one for every tile of queries at the diagonal's corner, one for others
-    for found, consumers in zip(kernels, [3, 2, 3, 2] + [2] * 4, strict=True):
+    did not give the warps their registers."""
+    kernels = [found for found in result(start(90, HOPPER, tmp_path)) if found["kernel"] == "forward_kernel"]
+    # The mask cuts one tile of every row; more; all that there is. Head size 64: and one tile of many keys.
+    consumers, keys = [4, 2, 2, 3] * 2 + [2] * 6, [64, 128, 128, 128] * 2 + [128] * 6
+    everything = [False, False, True, False] * 2 + [False, False, True] * 2
+    for found, C, N, has_all in zip(kernels, consumers, keys, everything, strict=True):
         assert not found["warnings"]
         assert found["shared"] <= SHARED[90]
-        assert found["spills"] <= (128 if consumers == 3 else 0)
+        assert found["spills"] <= (256 if has_all else 0)  # of document numbers, which have 64 bits
         # For each consumer, a tile's scores and values: before and in the loop, in the loop and after it.
-        assert found["wgmma"] == consumers * 2 * (found["D"] // 16 + 128 // 16)
+        assert found["wgmma"] == C * 2 * (found["D"] // 16 + N // 16)
 
 
 def test_the_backward_for_hopper_keeps_its_tiles_in_registers_and_nothing_waits_for_its_products(tmp_path):

@@ -105,21 +105,24 @@ def test_positions_past_8192_stay_apart():
 
 
 @pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": True}], ids=str)
-def test_windowed_layers_have_a_rope_base_of_their_own(fields):
+def test_windowed_layers_have_a_rope_base_of_their_own(fields, monkeypatch):
     """Two local layers to one full. Without model.rope_base_local all have one base. YaRN stretches that one alone."""
     attention = AttentionConfig("naive", windows=[4, 4, None])
     size = {"n_layer": 4, "n_head": 2, "n_embd": 16, "context_length": 8, "vocab_size": 50, "rope_base": 1e6}
-    yarn = 4.0, 2
+    yarn, given, forward = (4.0, 2), {}, Block.forward
+
+    def keep(block, x, added, context):
+        given[block] = context
+        return forward(block, x, added, context)
+
+    monkeypatch.setattr(Block, "forward", keep)
     for local, bases in ((7.0, (7.0, 7.0, 1e6, 7.0)), (None, (1e6,) * 4)):
         stretched = {"yarn_factor": yarn[0], "yarn_original": yarn[1]}
         model = GPT(GPTConfig(**size, position="rope", rope_base_local=local, **stretched, **fields), attention)
-        given = {}
-        for block in model.blocks:
-            block.register_forward_pre_hook(given.__setitem__)
         model(torch.randint(50, (2, 8)))
         for block, base in zip(model.blocks, bases, strict=True):
             table = rope_table(8, 8, base, "cpu", yarn if base == 1e6 else None)
-            assert all(torch.equal(a, b) for a, b in zip(given[block][-1].rope, table, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(given[block].rope, table, strict=True))
 
 
 def test_a_local_base_that_no_layer_reads_is_refused():
@@ -443,6 +446,7 @@ def test_parameter_counts_of_the_presets():
         sizes[path.stem] = model.parameter_count()
     assert sizes["gpt2"] == 124_439_808 + 47 * 768  # GPT-2's published size, and 47 rows to a round number
     assert sizes["gpt2-medium"] == 354_823_168 + 47 * 1024
+    assert sizes["gpt2-xl"] == 1_557_611_200 + 47 * 1600
     assert sizes["nano-gpt2"] == 859_008
     assert 0.7e6 < sizes["nano"] < 0.9e6
     assert 100e6 < sizes["modern-124m"] < 130e6

@@ -683,13 +683,13 @@ def small_run(tmp_path: Path, name: str, way: str, steps: int, recipe: dict, **k
 
 
 def what_it_was(run: Path) -> tuple[list[tuple], dict[str, torch.Tensor]]:
-    """Loss, norm and scale of each step, and all tensors of the last checkpoint."""
+    """Loss, norm and scale of each step, all validation losses, and all tensors of the last checkpoint."""
     from training import checkpoint
     from training.metrics import read_metrics
 
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+    names = ("step", "loss", "grad_norm", "loss_scale", "val_loss")
+    steps = [tuple(row.get(name) for name in names) for row in read_metrics(run / "metrics.jsonl")]
     last = checkpoint.load(checkpoint.last(run / checkpoint.FOLDER))
-    steps = [(row["step"], row["loss"], row["grad_norm"], row.get("loss_scale")) for row in rows]
     return steps, last.model | last.optimizer()
 
 
@@ -704,10 +704,11 @@ def assert_same_run(a: Path, b: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recorded_run_is_the_compiled_one_bit_for_bit(tmp_path, repeatable, recipe):
+    """Its evaluations too, which are recorded beside the step, and replayed from the second one on."""
     import train
 
     for way in ("true", "graph"):
-        assert train.main(small_run(tmp_path, way, way, 200, dict(RECIPES[recipe]))) == 0
+        assert train.main(small_run(tmp_path, way, way, 200, dict(RECIPES[recipe]), eval_every=25)) == 0
     assert_same_run(tmp_path / "true", tmp_path / "graph")
 
 
@@ -934,6 +935,66 @@ def test_no_step_waits_for_the_device(way, kind):
         torch.cuda.set_sync_debug_mode("default")
     assert report.numbers().loss < losses[0]
     assert report.seconds() > 0
+
+
+EVALUATED = {
+    "documents-window": ({"bias": False}, {"impl": "triton", "dropout_p": 0.1, "documents": True, "window": 40}),
+    "rope-grouped": (
+        {
+            "position": "rope",
+            "yarn_factor": 2.0,
+            "yarn_original": 64,
+            "norm": "rmsnorm",
+            "mlp": "swiglu",
+            "n_kv_head": 1,
+        },
+        {"impl": "sdpa"},
+    ),
+    "local-rope": ({"position": "rope", "rope_base_local": 1e3}, {"impl": "triton", "windows": (32, None)}),
+    "alibi-softcap": ({"position": "none"}, {"impl": "triton", "alibi": True, "softcap": 20.0}),
+    "blocks": ({}, {"impl": "triton", "block_mask": ("x.", "xx"), "block_mask_size": 64}),
+    "naive-bf16-stream": ({"residual_dtype": "autocast"}, {"impl": "naive", "dropout_p": 0.1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVALUATED)
+def test_a_recorded_evaluation_has_the_bits_of_one_from_python_and_changes_no_step(name, repeatable):
+    """Its memory is that of the recorded step. Neither may find there what it needs."""
+    from data.loader import Batch
+    from training.optimizer import OptimizerConfig, build_optimizers
+    from training.step import TrainStep
+
+    changes, attention = EVALUATED[name]
+    documents = (torch.arange(128) // 50).int() if "documents" in attention else None
+
+    def draw(generator: torch.Generator, *shape: int) -> Batch:
+        x, y = torch.randint(257, (2, *shape, 128), generator=generator).pin_memory()
+        return Batch(x, y, None if documents is None else documents.expand(x.shape).contiguous().pin_memory())
+
+    losses: list[list[float]] = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        size = {"n_layer": 2, "n_head": 2, "n_embd": 128, "context_length": 128, "vocab_size": 257, "dropout_p": 0.1}
+        model = GPT(GPTConfig(**size, **changes), AttentionConfig(**attention)).cuda()
+        step = TrainStep(
+            model, model, build_optimizers(model, OptimizerConfig()), torch.amp.GradScaler("cuda", enabled=False),
+            torch.autocast("cuda", torch.bfloat16), way="eager", grad_clip=1.0, z_loss=0.0, stop_on_nan=True,
+        )  # fmt: skip
+        step.way = "recorded"  # as it is: compiling takes long
+        trained, evaluated = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+        losses.append([])
+        for _ in range(10):
+            losses[-1].append(step(draw(trained, 1, 8), 1e-3, 0.0).numbers().loss)
+            for B in (8, 3) if evaluates else ():
+                batch = draw(evaluated, B)
+                model.eval()
+                with torch.no_grad():
+                    right = step.forward(batch.to(step.device))
+                assert step.loss_of_windows(batch) == right
+                model.train()
+    assert len(step.recorded_losses) == 2
+    assert losses[0] == losses[1]
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

@@ -7,19 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import op
 from model.attention import AttentionConfig, attention, left_to_portable
 from model.break_it import BreakIt
-from tests.reference import Case, assert_within_budget, case_name, error, largest, run
-from tests.test_hopper import PLACES, dominated
+from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, error, largest, run
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
 
 NAIVE = AttentionConfig("naive")
 HOPPER, PORTABLE, AUTO = (AttentionConfig("triton", kernel=kernel) for kernel in ("hopper", "portable", "auto"))
-# Around the tiles: 64 rows of a consumer, 128 keys, 128 or 192 rows of a group; heads with more groups than processors;
-# rows that see no key; every key seen; heads that share keys; large scores; a scale.
+# Around the tiles: 64 rows of a consumer, 64 or 128 keys, 128 to 256 rows of a group; heads with more groups than
+# processors; rows that see no key; every key seen; heads that share keys; large scores; a scale.
 CASES = [Case(T, D=64) for T in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 333, 1000)]
 CASES += [
     Case(97, 500, D=64),
@@ -31,7 +29,20 @@ CASES += [
     Case(700, B=8, H=12, H_kv=4, D=64),
     Case(520, H=8, H_kv=1, D=64),
     Case(300, sigma=4.0, D=64),
+    Case(2500, B=1, D=64),  # more than 2048 keys: three consumers
+    Case(2113, B=1, H=4, H_kv=2, D=64),
+    Case(200, 2120, D=64),
+    Case(300, 2500, causal=False, D=64),
     Case(300, softmax_scale=0.5, D=64),
+    Case(1000, window=1, D=64),
+    Case(1000, H_kv=1, window=130, D=64),
+    Case(500, 700, causal=False, window=200, D=64),
+    Case(700, 500, window=100, D=64),
+    Case(1000, documents=(1, 400, 0, 57, 542), D=64),
+    Case(500, 700, causal=False, documents=(300, 400), D=64),
+    Case(700, H=6, H_kv=2, dropout_p=0.1, D=64),
+    Case(300, 500, dropout_p=0.5, D=64),
+    Case(1000, documents=(100, 300, 600), window=150, H=6, H_kv=2, dropout_p=0.25, D=64),
 ]
 
 
@@ -54,8 +65,9 @@ def test_hopper_is_within_twice_naives_error(case, D, dtype):
 @pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
-    """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within 1.1 times
-    the error of PyTorch's FlashAttention."""
+    """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within three times
+    the error of PyTorch's FlashAttention. That error is chance: between two orders of summing, both right, the largest
+    differed by up to 2.75 times in these cases (on a CPU)."""
     case = Case(640, D=D, softmax_scale=1.0)
     for above in (8.0, 16.0, 30.0):
         for apart in (0.0, 0.125):
@@ -70,13 +82,13 @@ def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
             for name, gradient in theirs.items():
                 right = reference[name]
                 budget = 2 * (error(naive[name], right) + torch.finfo(dtype).eps * largest(right))
-                assert error(found[name], right) <= max(budget, 1.1 * error(gradient, right)), (name, above, apart)
+                assert error(found[name], right) <= max(budget, 3 * error(gradient, right)), (name, above, apart)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(D):
+@pytest.mark.parametrize(("T", "D"), [(1500, 64), (2500, 64), (1500, 128)])  # four, three and two consumers
+def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(T, D):
     """A race between copies and products would show as other bits. A second stream takes processors and memory."""
-    case = Case(1500, B=4, H=12, D=D)
+    case = Case(T, B=4, H=12, D=D)
     q, k, v = (case.inputs(torch.bfloat16, "cuda")[name] for name in "qkv")
     first, first_lse = attention(q, k, v, HOPPER, return_lse=True)
     beside, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -92,30 +104,35 @@ def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(D):
     assert same
 
 
-def test_auto_takes_the_head_sizes_that_it_names_and_portable_elsewhere(monkeypatch):
-    case = Case(300, D=128)
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        (Case(300, D=64), HOPPER),
+        (Case(300, D=128, window=100), HOPPER),
+        (Case(300, D=64, documents=(100, 200)), HOPPER),
+        (Case(300, D=128, dropout_p=0.1), HOPPER),
+        (Case(300, D=64, dropout_p=0.1), PORTABLE),
+        (Case(300, D=128, dropout_p=0.1, window=100), PORTABLE),
+        (Case(300, D=64, softcap=2.0), PORTABLE),
+        (Case(300, D=80), PORTABLE),
+    ],
+    ids=lambda x: case_name(x) if isinstance(x, Case) else x.kernel,
+)
+def test_auto_takes_the_faster_forward_that_can(case, taken):
     inputs = case.inputs(torch.bfloat16, "cuda")
-    by_kernel = {config.kernel: run(inputs, case, config) for config in (HOPPER, PORTABLE, AUTO)}
-    assert all(torch.equal(by_kernel["auto"][name], by_kernel["portable"][name]) for name in ("o", "lse"))
-    assert not torch.equal(by_kernel["hopper"]["lse"], by_kernel["portable"]["lse"])
-    monkeypatch.setattr(op, "TAKEN", (128,))
-    op.hopper_lacks.cache_clear()
-    auto = run(inputs, case, AUTO)
-    assert all(torch.equal(auto[name], by_kernel["hopper"][name]) for name in ("o", "lse"))
-    for case in (Case(300, D=128, window=100), Case(300, D=128, dropout_p=0.1), Case(300, D=80), Case(300, D=64)):
-        inputs = case.inputs(torch.bfloat16, "cuda")
-        auto, portable = (run(inputs, case, config) for config in (AUTO, PORTABLE))
-        assert all(torch.equal(auto[name], portable[name]) for name in ("o", "lse"))
-    op.hopper_lacks.cache_clear()
+    auto, found = run(inputs, case, AUTO), run(inputs, case, taken)
+    assert all(torch.equal(auto[name], found[name]) for name in auto)
+    if taken is HOPPER:
+        assert not torch.equal(auto["lse"], run(inputs, case, PORTABLE)["lse"])
 
 
 @pytest.mark.parametrize(
     ("changed", "options", "why"),
     [
-        ({"window": 8}, {}, "it has no window"),
-        ({"dropout_p": 0.1}, {"seed": 1}, "dropout"),
+        ({"softcap": 2.0}, {}, "it has no softcap"),
+        ({"alibi": True}, {}, "alibi"),
+        ({"block_mask": ["x"]}, {}, "block mask"),
         ({"autotune": True}, {}, "autotune=true tunes the portable kernels"),
-        ({}, {"documents": True}, "documents"),
         ({}, {"break_it": BreakIt(rescale_sum=False)}, "break_it"),
         ({}, {"D": 80}, "head sizes 64 and 128, not 80"),
         ({}, {"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
@@ -126,20 +143,16 @@ def test_hopper_refuses_what_it_cannot_do_in_one_line(changed, options, why):
     options = dict(options)
     D, dtype = options.pop("D", 64), options.pop("dtype", torch.bfloat16)
     q, k, v = torch.randn(3, 1, 2, 64, D, device="cuda", dtype=dtype).unbind()
-    if "documents" in options:
-        options["documents"] = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
-    if "seed" in options:
-        options["seed"] = torch.tensor(1, device="cuda")
     with pytest.raises(ValueError, match=f"attention.kernel=hopper: .*{why}.*; use attention.kernel=auto"):
         attention(q, k, v, replace(HOPPER, **changed), **options)
 
 
 def test_the_start_of_a_run_names_the_kernel():
     device = torch.device("cuda")
-    assert left_to_portable(HOPPER, device) == ""
-    assert "attention.window=8" in left_to_portable(replace(AUTO, window=8), device)
-    assert "attention.dropout_p=0.1" in left_to_portable(replace(AUTO, dropout_p=0.1), device)
+    assert left_to_portable(AUTO, device) == left_to_portable(AUTO, device, D=64) == ""
+    assert left_to_portable(replace(AUTO, window=8), device) == ""
+    assert "slower with dropout at head size 64" in left_to_portable(replace(AUTO, dropout_p=0.1), device, D=64)
+    assert left_to_portable(replace(HOPPER, dropout_p=0.1), device, D=64) == ""
+    assert "attention.softcap=8" in left_to_portable(replace(AUTO, softcap=8.0), device)
     assert "head sizes" in left_to_portable(AUTO, device, D=80)
-    assert left_to_portable(AUTO, device) == "attention.kernel=hopper takes it"
-    assert left_to_portable(HOPPER, device, D=64) == ""
     assert left_to_portable(PORTABLE, device) == "attention.kernel=portable"

@@ -9,14 +9,13 @@ import torch
 from kernels import op
 from model.attention import AttentionConfig, backward_left_to_portable
 from model.break_it import BreakIt
-from tests.reference import Case, assert_within_budget, run
+from tests.reference import Case, assert_within_budget, case_name, run
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
 
 NAIVE = AttentionConfig("naive")
 HOPPER, PORTABLE, AUTO = (AttentionConfig("triton", kernel=kernel) for kernel in ("hopper", "portable", "auto"))
-GRADIENTS = "dq", "dk", "dv"
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -51,18 +50,25 @@ def test_many_tiles_of_keys_add_to_one_tile_of_queries(D):
         assert_within_budget(run(inputs, case, HOPPER), run(inputs, case, NAIVE), float64)
 
 
-def test_auto_takes_the_head_sizes_that_it_names_and_portable_elsewhere(monkeypatch):
-    cases = [Case(300, D=128), Case(300, D=64), Case(300, D=128, window=100), Case(300, D=128, dropout_p=0.1)]
-    monkeypatch.setattr(op, "TAKEN", ())
-    monkeypatch.setattr(op, "BACKWARD_TAKEN", (128,))
-    op.hopper_lacks.cache_clear()
-    differ = []
-    for case in [*cases, Case(300, D=80)]:
-        inputs = case.inputs(torch.bfloat16, "cuda")
-        auto, portable = (run(inputs, case, config) for config in (AUTO, PORTABLE))
-        differ.append(not all(torch.equal(auto[name], portable[name]) for name in GRADIENTS))
-    op.hopper_lacks.cache_clear()
-    assert differ == [True, False, False, False, False]
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        (Case(300, D=64), "hopper"),
+        (Case(300, D=128, causal=False), "hopper"),
+        (Case(300, D=128, window=100), "portable"),
+        (Case(300, D=80), "portable"),
+    ],
+    ids=lambda x: case_name(x) if isinstance(x, Case) else x,
+)
+def test_auto_takes_the_backward_for_hopper_where_it_can(case, taken):
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+    problem = op.Problem(300, 300, case.D**-0.5, case.causal, case.window)
+    o, _, lse2 = op.forward(q, k, v, *problem, False, "portable")
+    auto, found = (op.gradients(q, k, v, o, lse2, do, None, *problem, False, kernel) for kernel in ("auto", taken))
+    assert all(torch.equal(a, b) for a, b in zip(auto, found, strict=True))
+    reason = op.backward_not_by_hopper(q, problem, False, "auto")
+    assert bool(reason) == (taken == "portable")
 
 
 def test_the_start_of_a_run_names_the_backward():

@@ -1,39 +1,42 @@
 """kernels/hopper.py on a CPU, by tests/gluon_on_cpu.py: what it computes, in many orders of its jobs and copies."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is made for Linux")
 
-from kernels.problem import Problem
-from model.attention import AttentionConfig, attention, left_to_portable, resolve
+from kernels import op
+from model.attention import AttentionConfig, left_to_portable, resolve
 from tests.gluon_on_cpu import launch, on_cpu
-from tests.reference import Case, assert_within_budget, case_name
+from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run_forward
 
 NAIVE = AttentionConfig("naive")
 WHOLE = on_cpu()
 
 
-# The keys that dominate in dominated(): in one tile or two, the later ones in earlier tiles, and in two pairs.
-PLACES = [[70], [70, 71], [5, 300], [300, 70], [5, 140, 300, 301]]
-
-
-def forward(hopper, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
+def forward(
+    hopper, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None, **options
+) -> dict[str, Tensor]:
     """o and lse by hopper. seed: of the order of its jobs, which run on one to three processors."""
+
+    def on_hopper(q, k, v, problem, *_):
+        o, lse, lse2 = torch.full_like(q, torch.nan), *torch.full((2, *q.shape[:3]), torch.nan).unbind()
+        launch(hopper, seed, q, k, v, o, lse, lse2, problem, programs=1 + seed % 3)
+        torch.testing.assert_close(lse2 * torch.tensor(2.0).log(), lse)
+        return o, lse
+
     inputs = inputs or case.inputs(dtype)
-    q, k, v = (inputs[name] for name in "qkv")
-    o, lse, lse2 = torch.full_like(q, torch.nan), *torch.full((2, *q.shape[:3]), torch.nan).unbind()
-    problem = Problem(q.shape[2], k.shape[2], case.softmax_scale or case.D**-0.5, case.causal)
-    launch(hopper, seed, q, k, v, o, lse, lse2, problem, programs=1 + seed % 3)
-    torch.testing.assert_close(lse2 * torch.tensor(2.0).log(), lse)
+    with patch.object(op, "flash_attention", on_hopper):
+        o, lse = run_forward(*(inputs[name] for name in "qkv"), case, AttentionConfig("triton"), **options)
     return {"o": o, "lse": lse}
 
 
 def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
     inputs = inputs or case.inputs(dtype)
-    q, k, v = (inputs[name].to(of) for name in "qkv")
-    o, lse = attention(q, k, v, NAIVE, causal=case.causal, softmax_scale=case.softmax_scale, return_lse=True)
+    o, lse = run_forward(*(inputs[name].to(of) for name in "qkv"), case, NAIVE)
     return {"o": o, "lse": lse}
 
 
@@ -49,28 +52,23 @@ def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None
         Case(200, 333, D=128, B=1, causal=False),
         Case(150, D=128, B=1, sigma=4.0),
         Case(150, D=64, B=1, softmax_scale=0.5),
+        Case(264, 2120, D=64, B=1),  # three consumers
+        Case(100, 2100, D=64, B=1, causal=False),
+        Case(400, D=64, B=1, window=130),
+        Case(300, 400, D=128, B=1, window=1),
+        Case(200, 333, D=64, B=1, causal=False, window=40),
+        Case(333, 200, D=64, B=1, window=100),  # rows that see no key, and a tile without any
+        Case(333, D=64, documents=(33, 100, 0, 200)),
+        Case(200, 333, D=128, B=1, causal=False, documents=(133, 200)),
+        Case(333, D=64, B=1, H=4, H_kv=2, dropout_p=0.1),
+        Case(100, 300, D=128, B=1, dropout_p=0.5),
+        Case(300, D=64, documents=(50, 100, 150), window=60, dropout_p=0.2),
     ],
     ids=case_name,
 )
 def test_it_is_within_twice_naives_error(case, dtype):
     found = forward(WHOLE, case, 0, dtype)
     assert_within_budget(found, naive(case, dtype, dtype), naive(case, torch.float64, dtype))
-
-
-def dominated(
-    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, T: int, device="cpu"
-) -> dict[str, Tensor]:
-    """Inputs whose keys at `places` have scores about `above` nats higher than the others; they differ by `apart`."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, T, D, device=device, generator=generator) for _ in range(4))
-    q, k = q * 0.05, k * 0.05
-    q[..., 0], k[..., 0] = 1, 0
-    for number, place in enumerate(places):
-        k[..., place, 0] = above + apart * number
-        if same_values:
-            v[..., place, :] = v[..., places[0], :]
-    made = {"q": q, "k": k, "v": v, "do": do}
-    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(1, 2, T, device=device)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -86,7 +84,16 @@ def test_keys_that_dominate_are_weighed_exactly(places, same_values, D, dtype):
         assert_within_budget(found, naive(case, dtype, dtype, inputs), naive(case, torch.float64, dtype, inputs))
 
 
-@pytest.mark.parametrize("case", [Case(400, D=64, B=1, H_kv=1), Case(260, D=128, B=1)], ids=case_name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(400, D=64, B=1, H_kv=1),
+        Case(456, 2120, D=64, B=1, H=1),
+        Case(260, D=128, B=1),
+        Case(500, D=64, B=1, H=1, window=70),
+    ],
+    ids=case_name,
+)
 def test_no_order_of_jobs_and_copies_changes_a_bit(case):
     first = forward(WHOLE, case, 0)
     for seed in range(1, 10):
@@ -98,9 +105,9 @@ def test_no_order_of_jobs_and_copies_changes_a_bit(case):
     ("line", "instead"),
     [
         # A consumer that frees a tile without waiting for it takes the next one for there while it still comes.
-        ("    mbarrier.wait(full.index(place), count // how.STAGES & 1)\n    all_threads()", "    all_threads()"),
+        ("        mbarrier.wait(shared.v_full.index(place), phase)\n        all_threads()", "        all_threads()"),
         ("            mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)\n", ""),
-        ("    mbarrier.wait(shared.group_free.index(turn & 1), turn // 2 & 1 ^ 1)\n", ""),
+        ("    mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)\n", ""),
         ("    tma.store_wait(0)  # until the previous o has left its place\n", ""),
         ("s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
     ],
@@ -130,8 +137,8 @@ def test_some_order_shows_a_wait_that_is_missing(line, instead):
     [
         ({}, "it runs on Hopper GPUs (sm_90), not on cpu"),
         ({"kernel": "portable"}, "attention.kernel=portable"),
-        ({"windows": [8, None]}, "it has no attention.windows=[8, None]"),
-        ({"dropout_p": 0.1}, "it has no attention.dropout_p=0.1"),
+        ({"softcap": 2.0}, "it has no attention.softcap=2.0"),
+        ({"alibi": True, "window": 8}, "it has no attention.alibi=True"),
         ({"autotune": True}, "attention.autotune=true tunes the portable kernels"),
     ],
     ids=str,
@@ -142,5 +149,5 @@ def test_a_run_says_why_it_has_the_portable_forward(changed, why):
 
 
 def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
-    with pytest.raises(ValueError, match=r"kernel=hopper: it has no attention\.window=8; use "):
-        resolve(AttentionConfig("triton", kernel="hopper", window=8), "cpu")
+    with pytest.raises(ValueError, match=r"kernel=hopper: it has no attention\.softcap=2.0; use "):
+        resolve(AttentionConfig("triton", kernel="hopper", softcap=2.0), "cpu")

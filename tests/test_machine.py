@@ -1,5 +1,6 @@
 """What the machine is asked for and told."""
 
+import gc
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from tests.processes import HANGS
 from training.machine import pick_device, stop_signals
 
@@ -67,6 +69,21 @@ with stop_signals() as signals:
 show("a last line")
 Path(sys.argv[1], "saved").write_text(str(signals))
 """
+
+
+def test_only_what_a_run_makes_is_looked_through_for_garbage(call, small, tmp_path, monkeypatch):
+    """train.py switches the collector off for its imports. One that is on stays as it is: of two runs in one process,
+    the second would keep the garbage of the first, and its memory on a GPU."""
+    frozen = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(gc.isenabled()))
+    gc.disable()
+    try:
+        for name in ("first", "second"):
+            assert call(train, *small, "steps=1", f"runs={tmp_path}", f"name={name}").code == 0
+            assert gc.isenabled()
+    finally:
+        gc.enable()
+    assert frozen == [False]
 
 
 def test_a_lost_connection_stops_a_run_as_sigterm_does(tmp_path):

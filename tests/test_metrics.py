@@ -257,7 +257,7 @@ def test_drawing_takes_a_small_share_of_a_run(open_metrics, tmp_path, monkeypatc
     monkeypatch.setattr("training.metrics.loss_figure", draw)
     assert run.time_to_draw()
     run.picture()
-    now += 39  # 2 seconds are a twentieth of 40
+    now += 99  # 2 seconds are a fiftieth of 100
     assert not run.time_to_draw()
     now += 1
     assert run.time_to_draw()

@@ -1,5 +1,6 @@
 """Several processes train one model: the same run in every layout, resumed on another number, ended and begun again."""
 
+import csv
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +44,7 @@ LAYOUTS = {
     "one": (1, False, []),
     "data2": (2, False, []),  # a pass each
     "context2": (2, False, ["parallel.context=2"]),  # half of each sequence
+    "shard2": (2, False, ["parallel.shard=true"]),  # a pass each, and half of the weights
     "wide_one": (1, True, WIDE),
     "wide_context2": (2, True, [*WIDE, "parallel.context=2"]),
     "wide_data4": (4, True, WIDE),  # a sequence of each pass
@@ -55,11 +58,11 @@ LAYOUTS = {
 QUICK = ["one", "data2", "wide_one", "wide_context2"]
 
 
-def run_all(names: list[str], small: list[str], runs: Path) -> Path:
-    """Runs those of LAYOUTS into the folder `runs`. What each process has printed is in NAME.out.RANK there."""
+def run_all(names: Iterable[str], small: list[str], runs: Path, layouts: dict = LAYOUTS) -> Path:
+    """Runs those of the layouts into the folder `runs`. What each process has printed is in NAME.out.RANK there."""
     jobs = []
     for name in names:
-        ranks, wide, more = LAYOUTS[name]
+        ranks, wide, more = layouts[name]
         arguments = [*STEPS, *small, *SHAPE, *DROPOUT, f"runs={runs}", f"name={name}"]
         arguments += [argument.replace("FROM", str(runs)) for argument in more]
         jobs.append({"ranks": ranks, "arguments": arguments, "float64": wide, "out": str(runs / f"{name}.out")})
@@ -80,7 +83,7 @@ def layouts(small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wide_layouts(small, tmp_path_factory):
-    names = [name for name in LAYOUTS if name not in (*QUICK, "context2")]
+    names = [name for name in LAYOUTS if name not in (*QUICK, "context2", "shard2")]
     return run_all(["wide_one", *names], small, tmp_path_factory.mktemp("wide_layouts"))
 
 
@@ -105,10 +108,15 @@ def test_two_processes_with_a_pass_each_are_one_process_bit_for_bit(layouts):
 
 def test_only_the_first_process_prints_and_writes(layouts):
     assert "step     4/4" in (layouts / "data2.out.0").read_text()
-    assert (layouts / "data2.out.1").read_text().strip().startswith("[{")  # what tests/ranks.py adds
+    assert (layouts / "data2.out.1").read_text().strip().startswith('{"sent": [{')  # what tests/ranks.py adds
     assert [record["step"] for record in read_metrics(layouts / "data2" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
     assert "ranks 2" in (layouts / "data2.out.0").read_text()
     assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in (layouts / "data2.out.0").read_text()
+
+
+def counted(out: Path) -> dict:
+    """What tests/ranks.py adds to the text of a process."""
+    return json.loads(out.read_text().splitlines()[-1])
 
 
 def assert_sends(name: str, runs: Path) -> None:
@@ -119,9 +127,9 @@ def assert_sends(name: str, runs: Path) -> None:
         position = "rope" if wide else "learned"
         config = GPTConfig(2, 4, n_embd=32, context_length=128, vocab_size=257, vocab_multiple=64, position=position)
         model = GPT(config, AttentionConfig("naive"))
-    gradients, exchanged = bytes_sent(Ranks(size=size, part=Part(ranks=N)), model, 1024, width)
+    gradients, exchanged = bytes_sent(Ranks(size=size, part=Part(ranks=N)), model, 1024, width, 1)
     for rank in range(size):
-        counts = json.loads((runs / f"{name}.out.{rank}").read_text().splitlines()[-1])
+        counts = counted(runs / f"{name}.out.{rank}")["sent"]
         assert counts[0].pop("allreduce") * 2 * (size - 1) // size == gradients * width // 4
         assert sum(counts[0].values()) * (N - 1) // N == exchanged
         assert all(count.pop("allreduce", 0) >= 0 and count == counts[0] for count in counts)
@@ -168,11 +176,12 @@ def test_a_step_of_four_sends_what_the_formula_says(wide_layouts, name):
 def test_two_gpus_are_one(small, tmp_path):
     """Recorded steps, in bf16. The first loss is that of one GPU, bit for bit if each has a pass. A GPU adds up the
     gradient of the embedding in no fixed order, so that two runs on one differ later, too."""
-    runs = run_all(["one", "data2", "context2"], [*small[:-1], "device=cuda", "steps=12"], tmp_path)
+    runs = run_all(["one", "data2", "context2", "shard2"], [*small[:-1], "device=cuda", "steps=12"], tmp_path)
     assert "step: recorded" in (runs / "data2.out.0").read_text()
+    assert "step: compiled (parallel.shard=true" in (runs / "shard2.out.0").read_text()
     right = losses(runs / "one")
     assert right[1] == losses(runs / "data2")[1]
-    for name in ("data2", "context2"):
+    for name in ("data2", "context2", "shard2"):
         torch.testing.assert_close([*losses(runs / name).values()], [*right.values()], rtol=2**-8, atol=0)
 
 
@@ -223,6 +232,14 @@ def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
             ["parallel.context=2", "model.context_length=64", "length_warmup_steps=1", "length_warmup_from=32"],
             "sequences of length_warmup_from=32 tokens into 2 parts, which have to be multiples of 32: use a length_",
         ),
+        (
+            1,
+            ["parallel.shard=true"],
+            "parallel.shard=true cuts the weights into a part for each process, and there is 1",
+        ),
+        (2, ["parallel.shard=true", "optimizer=muon"], "parallel.shard=true: Muon needs whole matrices"),
+        (2, ["parallel.shard=true", "dtype=fp16"], "parallel.shard=true does not scale the loss, as dtype=fp16 needs"),
+        (2, ["parallel.shard=true", "context_every=1"], "context_every=1 measures in one process"),
         (2, ["parallel.context=0"], "parallel.context=0 must be at least 1"),
         (2, ["probe.every=1"], "probe.every=1 looks at the batches of one process"),
         (2, ["break_it=no_max"], "break_it=no_max is looked at in one process"),
@@ -334,10 +351,31 @@ def wait_for(path: Path, agent: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank, small, tmp_path):
+def test_steps_of_two_processes_are_timed_beside_those_of_one(tmp_path):
+    said = torchrun(
+        "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "-m", "lab.ranks", "laptop", "laptop-context",
+        f"--out={tmp_path}",
+    ).communicate(timeout=HANGS)[0]  # fmt: skip
+    assert (tmp_path / "ranks.csv").exists(), said
+    with open(tmp_path / "ranks.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    layouts = [tuple(int(row[key]) for key in ("ranks", "context", "passes")) for row in rows]
+    assert layouts == [(2, 1, 1), (1, 1, 2), (1, 1, 1), (2, 2, 1), (1, 1, 1)]
+    for both, one in ((rows[0], rows[1]), (rows[3], rows[4])):
+        assert float(both["linear"]) == pytest.approx(float(one["ms"]) / 2 / float(both["ms"]), abs=1e-3)
+        tokens = {"laptop": 512, "laptop-context": 256}[both["case"]]
+        for row in (both, one):
+            assert int(row["tokens_per_s"]) == pytest.approx(tokens / float(row["ms"]) * 1e3, rel=1e-3)
+    assert float(rows[0]["own"]) == pytest.approx(float(rows[2]["ms"]) / float(rows[0]["ms"]), abs=1e-3)
+    assert rows[3]["own"] == rows[1]["linear"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "more"), [(0, []), (1, ["parallel.shard=true"])])
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank, more, small, tmp_path):
     """kill -9 in the middle. torchrun starts all again, and they resume: the losses are those of a run without."""
     arguments = [*small, *SHAPE, *DROPOUT, "steps=40", "eval_every=40", "checkpoint_every=5", f"runs={tmp_path}"]
+    arguments += more
     agent = torchrun(
         "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1", "train.py", *arguments,
         "name=killed",

@@ -69,6 +69,13 @@ def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed,
         )
 
 
+def test_a_step_of_shared_weights_is_compiled():
+    way, why = choose_way("auto", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
+    assert (way, why) == ("compiled", "parallel.shard=true gathers weights between the blocks, from Python")
+    with pytest.raises(ValueError, match=r"compile=graph: parallel\.shard=true .*; use compile=auto"):
+        choose_way("graph", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
+
+
 def test_a_seed_that_is_drawn_again_in_python_keeps_a_step_from_being_recorded():
     model, broken = GPTConfig(activation_checkpointing=True), BreakIt(restore_seed=False)
     way, why = choose_way("auto", CUDA, AttentionConfig("triton", dropout_p=0.1), model, broken)
@@ -98,9 +105,9 @@ def test_batches_of_another_shape_are_recorded_anew(monkeypatch):
     done, trained = [], Trained("adamw")
     trained.step.way = "recorded"
 
-    def record(self):
+    def record(self, what, run):
         done.append("record")
-        self.graph = SimpleNamespace(replay=lambda: done.append("replay"))
+        return SimpleNamespace(replay=lambda: done.append("replay"))
 
     monkeypatch.setattr(TrainStep, "record", record)
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
@@ -109,6 +116,29 @@ def test_batches_of_another_shape_are_recorded_anew(monkeypatch):
         for _ in range(5):
             trained.step(Batch(*torch.zeros(2, 2, 64 // length, length, dtype=torch.int64), None), 1e-2, 0.1)
     assert done == [8, 8, 8, "record", "replay", "replay", "reset", 16, 16, 16, "record", "replay", "replay"]
+
+
+def test_validation_losses_are_recorded_once_for_each_shape_and_each_is_its_own_batchs(monkeypatch):
+    """A replay reads where the recorded batch lies, and writes where the last loss was."""
+    recorded, trained = [], Trained("adamw", averaged=True)
+    trained.update()
+
+    def record(self, what, run):
+        recorded.append(run)
+        return SimpleNamespace(replay=run)
+
+    monkeypatch.setattr(TrainStep, "record", record)
+    trained.step.graph = SimpleNamespace()
+    found, right = [], []
+    for B in (4, 4, 2, 4, 2):
+        batch = Batch(*torch.randint(31, (2, B, 16)), None)
+        right.append(trained.average(batch.x, batch.y))
+        found.append(trained.step.loss_of_windows(batch))
+    assert torch.equal(torch.stack(found), torch.stack(right))
+    assert len(recorded) == 2
+    trained.step(Batch(*torch.zeros(2, 1, 8, 8, dtype=torch.int64), None), 1e-2, 0.1)
+    assert trained.step.graph is None
+    assert not trained.step.recorded_losses  # they were in the old graph's memory
 
 
 def test_a_run_says_which_of_sdpas_kernels_runs(call, small, tmp_path):

@@ -517,6 +517,7 @@ def test_every_length_is_timed_with_every_attention(monkeypatch, tmp_path, call)
 def test_the_models_of_the_lengths_are_those_of_the_recipes(name):
     ((cfg, _),) = config.compose([f"experiment={name}"], train.Config, "config", ROOT / "conf", "train")
     recipe = replace(cfg.model, context_length=1, vocab_size=257, activation_checkpointing="false")
+    recipe = replace(recipe, rope_base=1e4, rope_base_local=None)  # no step takes longer for these
     assert replace(steps.LONG[name], context_length=1) == recipe
 
 

@@ -348,6 +348,13 @@ def test_a_length_warmup_that_the_run_does_not_end_is_told(call, small, tmp_path
         assert ended.out.count(never) == told
 
 
+def test_a_length_warmup_may_grow_by_another_factor():
+    warm = {"length_warmup_steps": 6, "model": train.GPTConfig(context_length=512)}
+    for by, lengths in {2: [64, 64, 128, 128, 256, 256, 512], 8: [64] * 6 + [512]}.items():
+        cfg = train.Config(length_warmup_from=64, length_warmup_by=by, **warm)
+        assert [cfg.length_at(step) for step in range(1, 8)] == lengths
+
+
 def test_a_step_that_the_scaler_leaves_out_is_no_nan_and_changes_no_weight(call, small, tmp_path, monkeypatch):
     large_scale(monkeypatch)
     ended = call(train, *small, *TEN, "dtype=fp16", "steps=20", f"runs={tmp_path}", "name=x")

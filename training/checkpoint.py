@@ -46,6 +46,7 @@ from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config
 from training.machine import is_out_of_memory
+from training.shard import as_in, is_shared, whole
 
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
@@ -136,16 +137,28 @@ def _memory_enough() -> Iterator[None]:
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors in the CPU's memory. A tensor with two names stays one."""
+    """Copies of tensors in the CPU's memory, whole. A tensor with two names stays one."""
     copies: dict[tuple, Tensor] = {}
     for tensor in tensors.values():
         if _place(tensor) not in copies:
-            copies[_place(tensor)] = tensor.detach().to("cpu", copy=True)
+            copies[_place(tensor)] = whole(tensor.detach()).to("cpu", copy=True)
     return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
+
+
+def give(*groups: dict[str, Tensor]) -> None:
+    """Sends this rank's parts of shared tensors to the first one, which saves the same groups (Writer.save)."""
+    for tensors in groups:
+        seen = set()
+        for tensor in tensors.values():
+            if _place(tensor) not in seen:
+                seen.add(_place(tensor))
+                whole(tensor.detach())
 
 
 def _place(tensor: Tensor) -> tuple:
     """The same for two tensors if they are the same numbers in memory. All empty tensors have address 0."""
+    if is_shared(tensor):  # a rank's part may be empty
+        return (id(tensor),)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -532,7 +545,8 @@ def load_optimizer_tensors(
         # The step count is on the CPU, unless a fused kernel reads it: reading it from the GPU would synchronise for
         # every parameter. We clone because safetensors' tensors are views into one buffer, perhaps not aligned.
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        optimizer.state[p][key] = tensor.to("cpu" if on_host else p.device).clone()
+        tensor = tensor.to("cpu" if on_host else p.device).clone()
+        optimizer.state[p][key] = tensor if key == "step" else as_in(tensor, p)
 
 
 def rng_state() -> dict[str, Tensor]:

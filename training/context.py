@@ -7,7 +7,7 @@
     loss_given_N       the loss of the last tokens of each window, given at most N tokens: 32, 64, ..., T
     context_gain       the second: the loss given the fewest minus that given all
     recall_accuracy    data=recall: the share of the second string that the model gets right; recall_loss: its loss
-    passkey_L_depth_D  data=passkey: the share of pass keys that it tells, in texts of L tokens, told at D % of them
+    passkey_L_depth_D  data=passkey: the share of pass keys that it finds, in texts of L tokens, told at D % of them
 
 loss_at compares different tokens. loss_given compares the same ones, so its differences are due to the context alone.
 For that, each window is cut into pieces of N tokens that overlap by half. The second half of each piece is measured:
@@ -22,7 +22,7 @@ T context length, B windows in a batch.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,17 @@ PROMPTS = 20  # texts of each length and depth
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring.
+
+
+def windows_of(cfg: Any, dataset: Dataset) -> Iterator[Batch]:
+    """The windows of a measurement, always the same, of about eval_tokens tokens. cfg: train.py's Config.
+
+    If the validation text has fewer, the windows overlap. Each token of the text is then at several positions, and
+    losses by position are of nearly the same tokens. A text that is made has one document in each window.
+    """
+    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
+    numbered, overlap = cfg.attention.documents, cfg.data.source not in SHORTEST
+    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered, overlap=overlap)
 
 
 def measure(
@@ -144,7 +155,7 @@ def losses_of(name: str, nats: float, tokens: int, size: float) -> dict[str, flo
 
 
 def retrieval(model: GPT, dataset: Dataset, autocast: AbstractContextManager) -> dict[str, float]:
-    """The share of pass keys that the model tells, by length and depth. It tells one if every digit has the largest
+    """The share of pass keys that the model finds, by length and depth. It finds one if every digit has the largest
     logit, given the right digits before it: sampling at temperature 0 would write it."""
     T, end = model.config.context_length, dataset.encoding.eot_token
     record, lengths = {}, [T >> i for i in range(T.bit_length()) if T >> i >= SHORTEST["passkey"]]
@@ -180,7 +191,7 @@ def table(record: dict[str, float]) -> str:
         )
     lengths, shares = heat(record)
     if lengths:
-        lines.append("pass keys told, by length of the text and depth of the key")
+        lines.append("pass keys found, by length of the text and depth of the key")
         lines.append("tokens  " + "".join(f"{depth:>6} %" for depth in DEPTHS))
         lines += [
             f"{n:>6}  " + "".join(f"{100 * x:>8.0f}" for x in row) for n, row in zip(lengths, shares, strict=True)
@@ -260,7 +271,7 @@ def curves(record: dict[str, float], before: dict[str, float] | None = None):
 
 
 def heat_map(record: dict[str, float]):
-    """The share of pass keys told, by length (columns) and depth (rows), with the number in each cell."""
+    """The share of pass keys found, by length (columns) and depth (rows), with the number in each cell."""
     from matplotlib.figure import Figure
 
     lengths, shares = heat(record)
@@ -273,7 +284,7 @@ def heat_map(record: dict[str, float]):
     for (row, column), share in np.ndenumerate(image):
         ink = "white" if share > 0.6 else "black"
         axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=ink, fontsize=12)
-    axes.set_title(f"pass keys told, of {PROMPTS} in each cell", fontsize=13)
+    axes.set_title(f"pass keys found, of {PROMPTS} in each cell", fontsize=13)
     return figure
 
 
@@ -302,9 +313,7 @@ def evaluate(cfg: Any) -> int:
         raise ValueError(
             f"{dataset.folder} has tokens of another tokenizer than {trained.path}: name a text of the same"
         )
-    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
-    numbered = cfg.attention.documents
-    batches = validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered)
+    batches = windows_of(cfg, dataset)
     model = trained.network(cfg.attention, device, cfg.model.context_length).eval()
 
     broken = trained.state["broken"]

@@ -27,11 +27,18 @@ FORMS = (("false", False), ("selective", False), ("selective", True), ("true", T
 
 
 def settle(
-    model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, device: torch.device, ema: bool
+    model: GPTConfig,
+    attention: AttentionConfig,
+    batch_size: int,
+    dtype: str,
+    device: torch.device,
+    ema: bool,
+    shards: int = 1,
 ) -> tuple[GPTConfig, str]:
     """The model's configuration without auto, and the line that says what was chosen and why; "" without auto.
 
-    attention: resolved. dtype: float32 | bf16 | fp16. ema: whether the weights are averaged. model.vocab_size is set.
+    attention: resolved. dtype: float32 | bf16 | fp16. ema: whether the weights are averaged. shards: among how many
+    GPUs they are shared. model.vocab_size is set.
     """
     if model.activation_checkpointing != "auto":
         return model, ""
@@ -39,11 +46,11 @@ def settle(
         why = f"activation checkpointing: false (auto counts the memory of a CUDA GPU, not of {device.type})"
         return replace(model, activation_checkpointing="false"), why
     free, _ = torch.cuda.mem_get_info(device)
-    return fastest(free, model, attention, batch_size, dtype, ema)
+    return fastest(free, model, attention, batch_size, dtype, ema, shards)
 
 
 def fastest(
-    free: int, model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, ema: bool
+    free: int, model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, ema: bool, shards: int = 1
 ) -> tuple[GPTConfig, str]:
     """settle() for a GPU with `free` bytes: the first of FORMS that fits, or the one that takes least."""
     options, counted = [], []
@@ -52,7 +59,7 @@ def fastest(
             continue  # naive has no op whose result could be kept
         chunk = model.chunk or (PIECE if pieces and model.context_length > PIECE else None)
         options.append(replace(model, activation_checkpointing=form, chunk=chunk))
-        counted.append(bytes_of(options[-1], attention, batch_size, dtype, ema))
+        counted.append(bytes_of(options[-1], attention, batch_size, dtype, ema, shards=shards))
     fitting = [i for i, size in enumerate(counted) if size * slack(options[i]) <= FITS * free]
     best = fitting[0] if fitting else counted.index(min(counted))
     name = options[best].activation_checkpointing
@@ -69,7 +76,13 @@ def slack(model: GPTConfig) -> float:
 
 
 def bytes_of(
-    model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, ema: bool, norm_kernel: bool = True
+    model: GPTConfig,
+    attention: AttentionConfig,
+    batch_size: int,
+    dtype: str,
+    ema: bool,
+    norm_kernel: bool = True,
+    shards: int = 1,
 ) -> int:
     """The peak memory of a step in bytes: weights, gradients, AdamW's state and activations. The arguments are those of
     settle(), with model.activation_checkpointing settled. norm_kernel: whether kernels/norm.py computes the backward of
@@ -119,5 +132,8 @@ def bytes_of(
 
     # The loss: the last norm, the gradient of its result, the logits of a chunk of tokens, and the head's gradient.
     loss = tokens * (norm + 4 * C + low * C) + min(tokens, KERNEL_CHUNK) * V * low + V * C * (4 + low)
-    weights = whole.parameter_count() * (16 + 4 * ema)
+    weights = whole.parameter_count() * (16 + 4 * ema) // shards
+    if shards > 1:  # what is together for a while: the embedding and the head, a block and the one after it
+        block = sum(p.numel() for p in whole.blocks[0].parameters())
+        weights += 4 * (2 * (whole.parameter_count() - L * block) + 4 * block)
     return weights + tokens * L * kept + max(work, loss)

@@ -65,19 +65,21 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     if run.ranks.size > 1:
         N, width = cfg.parallel.context, DTYPES[str(run.facts["dtype"])].itemsize
         gradients, exchanged = (
-            f"{size / 1e6:,.1f} MB" for size in bytes_sent(run.ranks, model, run.tokens_per_step, width)
+            f"{size / 1e6:,.1f} MB"
+            for size in bytes_sent(run.ranks, model, run.tokens_per_step, width, run.accumulation // run.ranks.turns)
         )
+        keeps = f"keeps 1/{run.ranks.size} of the weights and " if cfg.parallel.shard else ""
         say(
-            f"parallel: {run.ranks.size} processes, each sends {gradients} of gradients a step"
+            f"parallel: {run.ranks.size} processes, each {keeps}sends {gradients} of "
+            f"{'weights and ' if cfg.parallel.shard else ''}gradients a step"
             + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
         )
     if cfg.length_warmup_steps:
-        short, steps = cfg.length_warmup_from, cfg.length_warmup_steps
-        doublings = (cfg.model.context_length // short).bit_length() - 1
-        begins = [1 - (-i * steps // doublings) for i in range(doublings + 1)]  # where length_at() rises
+        steps, (short, *longer) = cfg.length_warmup_steps, cfg.lengths
+        begins = [1 - (-i * steps // len(longer)) for i in range(1, len(longer) + 1)]  # where length_at() rises
         say(
             f"length warm-up: sequences of {short} tokens, "
-            + ", ".join(f"{short << i} from step {step}" for i, step in enumerate(begins) if i)
+            + ", ".join(f"{length} from step {step}" for length, step in zip(longer, begins, strict=True))
         )
         if cfg.steps < begins[-1]:
             say(

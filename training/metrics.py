@@ -146,7 +146,7 @@ def encodable(text: str) -> str:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
-DRAWING = 1 / 20  # how much of a run's time may go into drawing pictures, about
+DRAWING = 1 / 50  # how much of a run's time may go into drawing pictures, about; a GPU's steps wait for them
 PICTURES = 20  # number of pictures that a run sends to wandb; wandb keeps all of them
 SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====$", re.MULTILINE)
 

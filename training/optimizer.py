@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
+from training.shard import local
 
 # Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
 MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch
@@ -186,5 +187,5 @@ def average(averaged: GPT, model: GPT, weight: Tensor) -> None:
 
     We do not use torch's AveragedModel: it has its own update counter and names, which we would have to save.
     """
-    ours, theirs = ([p.detach() for p in network.parameters()] for network in (averaged, model))
+    ours, theirs = ([local(p.detach()) for p in network.parameters()] for network in (averaged, model))
     torch._foreach_lerp_(ours, theirs, [weight] * len(ours))

@@ -43,6 +43,7 @@ class ParallelConfig:
     """How the processes that torchrun has started share the work. Each sequence goes to `context` of them."""
 
     context: int = 1  # processes that share each sequence, for contexts that are too long for one GPU
+    shard: bool = False  # each process keeps a part of the weights and of AdamW's state, for models too large for one
 
     def __post_init__(self):
         if self.context < 1:
@@ -66,6 +67,7 @@ class Ranks:
     turns: int = 1  # so many ranks take turns with the passes of a step
     turn: int = 0  # this rank's; in the other turns it computes nothing
     part: Part = WHOLE  # what of a pass's batch this rank computes
+    shards: int = 1  # into so many parts the weights are cut, one for each rank (training/shard.py)
 
     @property
     def data_size(self) -> int:
@@ -127,6 +129,15 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(torch.zeros(1))  # on the host; dist.barrier() would wait on the GPUs
 
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of all gradients together, of which this rank has these or these parts."""
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.shards == 1:
+            return norm
+        squares = norm.square()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
     def add_up(self, loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         """Replaces every gradient by its sum over the ranks, and returns the sum of the losses (a scalar).
 
@@ -134,6 +145,9 @@ class Ranks:
         be recorded.
         """
         if self.size == 1:
+            return loss
+        if self.shards > 1:  # the backward has summed the gradients
+            dist.all_reduce(loss)
             return loss
         bucket: list[Tensor] = []
         for p in parameters:
@@ -172,6 +186,8 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
             f"{'is 1' if ranks.size == 1 else f'are {ranks.size}'}: start them with torchrun --nproc-per-node {N}, or "
             "use parallel.context=1"
         )
+    if cfg.parallel.shard:
+        check_shard(ranks, cfg)
     for heads in ("n_head", "n_kv_head"):
         if getattr(cfg.model, heads) % N:
             raise ValueError(
@@ -190,7 +206,7 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
         mesh = init_device_mesh(device, (data, N), mesh_dim_names=("data", "context"))
         group = mesh.get_group("context").group_name
     part = Part(rank=ranks.rank % N, ranks=N, group=group)
-    ranks = replace(ranks, part=part)
+    ranks = replace(ranks, part=part, shards=ranks.size if cfg.parallel.shard else 1)
     if passes % data == 0:
         return replace(ranks, turns=data, turn=ranks.data_rank), batch_size, passes // data
     if batch_size % data == 0:
@@ -203,18 +219,42 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
     )
 
 
-def bytes_sent(ranks: Ranks, model: GPT, tokens: int, width: int) -> tuple[int, int]:
-    """The bytes that each rank sends in a step: for the sum of the gradients, and for exchanges in attention.
+def check_shard(ranks: Ranks, cfg: Any) -> None:
+    """ValueError for what a run with parallel.shard=true does not have. cfg: train.Config."""
+    if ranks.size == 1:
+        raise ValueError(
+            "parallel.shard=true cuts the weights into a part for each process, and there is 1: start them with "
+            "torchrun, or use parallel.shard=false"
+        )
+    if cfg.optimizer.kind == "muon":
+        raise ValueError(
+            "parallel.shard=true: Muon needs whole matrices, and a process has some of their rows; "
+            "use optimizer=adamw, or parallel.shard=false"
+        )
+    if cfg.dtype == "fp16":
+        raise ValueError("parallel.shard=true does not scale the loss, as dtype=fp16 needs; use dtype=bf16 or float32")
+    if cfg.context_every:
+        raise ValueError(
+            f"context_every={cfg.context_every} measures in one process, and parallel.shard=true leaves none with all "
+            "weights; use context_every=0, and eval_only=true without torchrun later"
+        )
 
-    tokens: of the step, of all ranks. width: bytes of an element in products. A sum over n ranks in a ring sends 2
-    (n - 1) / n times its data: once to add up, once to hand out. An exchange of n ranks keeps 1 / n. Activation
-    checkpointing repeats the exchanges of the forward, which is not counted.
+
+def bytes_sent(ranks: Ranks, model: GPT, tokens: int, width: int, passes: int) -> tuple[int, int]:
+    """The bytes that each rank sends in a step: of weights and gradients, and for exchanges in attention.
+
+    tokens: of the step, of all ranks. width: bytes of an element in products. passes: of this rank. A sum over n ranks
+    in a ring sends 2 (n - 1) / n times its data: once to add up, once to hand out. With parallel.shard each pass hands
+    out the weights, in the forward and in the backward, and adds up the gradients. An exchange of n ranks keeps 1 / n.
+    Activation checkpointing repeats the exchanges of the forward, which is not counted.
     """
     N, config = ranks.part.ranks, model.config
-    gradients = 4 * (model.parameter_count() + 1)  # float32, and the loss
+    gradients = 2 * 4 * (model.parameter_count() + 1)  # float32, and the loss
+    if ranks.shards > 1:
+        gradients = passes * 3 * 4 * model.parameter_count()
     heads = 2 * config.n_head + 2 * (config.n_kv_head or config.n_head)  # q and o, k and v
     exchanged = 2 * config.n_layer * heads * config.head_size * width * (tokens // ranks.size)  # forward and backward
-    return 2 * gradients * (ranks.size - 1) // ranks.size, exchanged * (N - 1) // N
+    return gradients * (ranks.size - 1) // ranks.size, exchanged * (N - 1) // N
 
 
 def refuse_what_is_for_one(cfg: Any, attention: AttentionConfig) -> None:

@@ -32,6 +32,7 @@ from model.gpt import GPT
 from training import checkpoint, config, exchange
 from training.help import typed
 from training.parallel import launcher, restarted
+from training.shard import as_in
 
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
 # computes from them (dropout does, but only in training). All other keys of these groups must stay the same.
@@ -230,11 +231,12 @@ def restore(
             f"python breakit.py replay={resumed.path}, or resume a checkpoint"
         )
     for network in {model, averaged}:
-        network.load_state_dict(resumed.model)
+        shape = network.state_dict()
+        network.load_state_dict({name: as_in(x, shape.get(name, x)) for name, x in resumed.model.items()})
     with torch.no_grad():
         for name, p in model.named_parameters():
             if f"{name}.trained" in tensors:  # the weights in resumed.model are then the moving average
-                p.copy_(tensors[f"{name}.trained"])
+                p.copy_(as_in(tensors[f"{name}.trained"], p))
     checkpoint.load_optimizer_tensors(optimizers, model.named_parameters(), tensors)
     checkpoint.set_rng_state(tensors)
     loader.load_state_dict(resumed.state["loader"])

@@ -6,7 +6,6 @@
 train.py makes the Run and its steps. Nothing here changes what is learned, nor training's random numbers.
 """
 
-import copy
 import math
 import os
 import time
@@ -31,6 +30,7 @@ from training.machine import DTYPES
 from training.metrics import Metrics, stamp
 from training.parallel import Ranks
 from training.probe import reading, record, search
+from training.shard import copy_of
 from training.step import Report, TrainStep
 
 
@@ -99,7 +99,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         evaluation = evaluate(run)
         run.val_loss = evaluation["val_loss"]
         metrics.log({"step": run.step, **evaluation})
-    if cfg.sample_tokens and due(run, cfg.sample_every) and run.ranks.first:
+    if cfg.sample_tokens and due(run, cfg.sample_every) and (run.ranks.first or run.ranks.shards > 1):
         try:
             metrics.sample(run.step, write_sample(run))
         except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
@@ -108,7 +108,7 @@ def between_steps(run: Run, save_now: bool) -> None:
         measure_the_context(run)
     if due(run, cfg.checkpoint_every) or save_now:
         run.saved = save(run)
-    if run.val_loss < math.inf and metrics.time_to_draw():
+    if run.val_loss < math.inf and (run.ending or metrics.time_to_draw()):
         metrics.draw_later()
     run.ranks.wait()  # for the first, which samples and saves: a GPU that waits for another gives up after some minutes
 
@@ -154,21 +154,22 @@ def evaluation_mode(model: GPT) -> Iterator[GPT]:
         model.train()
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
     """Mean loss over the validation windows, in nats per token and in bits per byte. Ranks share the batches."""
-    found: list[float] = []  # nats of each batch
-    nats, tokens, size, share = 0.0, 0, 0, run.ranks.part
-    with evaluation_mode(run.averaged) as model:
+    losses: list[float | torch.Tensor] = []  # of each batch, nats per token; 0 for another rank's
+    sizes: list[int] = []  # tokens of each batch
+    size = 0
+    with evaluation_mode(run.averaged):
         for i, batch in enumerate(validation(run.cfg, run.dataset)):
-            found.append(0.0)
-            tokens += batch.y.numel()
+            losses.append(0.0)
+            sizes.append(batch.y.numel())
             size += text_bytes(run, batch.y)
             if i % run.ranks.data_size == run.ranks.data_rank:
-                x, y, documents = batch.to(run.device)
-                x, y, part = share.cut(x), share.cut(y), share._replace(share=0, shares=1)
-                with run.autocast:
-                    found[-1] = float(model(x, y, documents, part=part)) * y.numel()
+                losses[-1] = run.train_step.loss_of_windows(batch)
+        if run.ranks.shards > 1 and (len(losses) - 1) % run.ranks.data_size < run.ranks.data_rank:
+            run.train_step.loss_of_windows(batch)  # for nothing: the others need this rank's weights for their last one
+    found = [float(loss) * tokens for loss, tokens in zip(losses, sizes, strict=True)]  # waits for the device
+    nats, tokens = 0.0, sum(sizes)
     for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
         nats += of_a_batch
     return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
@@ -184,7 +185,8 @@ def measure_the_context(run: Run) -> None:
     if not run.ranks.first:
         return
     with evaluation_mode(run.averaged) as model:
-        found = context.measure(model, validation(run.cfg, run.dataset), run.dataset, run.cfg.data.source, run.autocast)
+        windows = context.windows_of(run.cfg, run.dataset)
+        found = context.measure(model, windows, run.dataset, run.cfg.data.source, run.autocast)
     run.metrics.log({"step": run.step, **found})
     run.metrics.say(context.table(found))
     title = f"{run.cfg.name}, step {run.step}"
@@ -221,10 +223,7 @@ def writing_of(run: Run) -> Writing:
     if run.writing is not None:
         torch._foreach_copy_(list(run.writing.model.parameters()), list(run.averaged.parameters()))
         return run.writing
-    # deepcopy() takes these weights for the model's own, and so makes no copy in float32.
-    dtype = DTYPES[str(run.facts["dtype"])]
-    weights = {id(p): torch.nn.Parameter(p.detach().to(dtype)) for p in run.averaged.parameters()}
-    model, generator = copy.deepcopy(run.averaged, weights).eval(), torch.Generator(run.device)
+    model, generator = copy_of(run.averaged, DTYPES[str(run.facts["dtype"])]).eval(), torch.Generator(run.device)
     writing = Writing(model, generator, Kept(model, 1, Sampler(), generator, cache=True))
     if run.train_step.way == "recorded":
         run.writing = writing
@@ -295,7 +294,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
     fault: the batch at which the run stopped, with its random state. If given, it is saved with the weights of that
     step, and without the optimizer: such a checkpoint cannot be resumed.
     """
-    if not run.ranks.first:
+    if not run.ranks.first and run.ranks.shards == 1:
         return run.folder / into / checkpoint.folder_name(run.step)
     run.metrics.still_there()  # else checkpoint.save() would make a deleted folder again
     if fault is not None:
@@ -306,10 +305,14 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
         if run.averaged is not run.model:
             tensors |= {f"{name}.trained": p for name, p in parameters.items()}
         tensors |= checkpoint.rng_state()
+    weights = model.state_dict(keep_vars=True)
+    if not run.ranks.first:
+        checkpoint.give(weights, tensors)
+        return run.folder / into / checkpoint.folder_name(run.step)
     return run.writer.save(
         run.folder / into,
         run.step,
-        model=model.state_dict(),
+        model=weights,
         optimizer=tensors,
         state={
             "config": asdict(run.cfg),

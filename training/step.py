@@ -24,6 +24,7 @@ Shapes: B batch size, T context length. A step's batches are one Batch of (passe
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from model.gpt import GPT, GPTConfig
 from training.machine import is_out_of_memory
 from training.optimizer import average
 from training.parallel import ALONE, Ranks
+from training.shard import local
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")
@@ -51,12 +53,17 @@ WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled
 
 
 def choose_way(
-    wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, break_it: BreakIt = UNBROKEN
+    wanted: str,
+    device: torch.device,
+    attention: AttentionConfig,
+    model: GPTConfig,
+    break_it: BreakIt = UNBROKEN,
+    shard: bool = False,
 ) -> tuple[str, str]:
     """How the steps of a run are made: eager, compiled or recorded; and why they are not recorded, or "".
 
-    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. ValueError for graph where a step
-    cannot be recorded, and for a checkpoint that attention does not have.
+    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. shard: parallel.shard. ValueError for
+    graph where a step cannot be recorded, and for a checkpoint that attention does not have.
     """
     if attention.impl == "naive" and model.activation_checkpointing == "selective":
         raise ValueError(
@@ -66,6 +73,8 @@ def choose_way(
     obstacle = ""
     if device.type != "cuda":
         obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
+    elif shard:
+        obstacle = "parallel.shard=true gathers weights between the blocks, from Python"
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
     elif model.activation_checkpointing == "true" and (attention.impl == "sdpa" or not break_it.restore_seed):
@@ -88,6 +97,14 @@ class Numbers(NamedTuple):
     norm: float  # norm of the whole gradient, before clipping
     scale: float  # loss scale in fp16; 1 for other dtypes
     stopped: bool  # this update or one before it was left out because loss or gradient was not finite
+
+
+class RecordedLoss(NamedTuple):
+    """The loss of validation windows, recorded as a CUDA graph."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch  # where it reads
+    loss: Tensor  # where it writes
 
 
 class TrainStep:
@@ -121,6 +138,7 @@ class TrainStep:
         self.steps = 0  # enqueued
         self.graph: torch.cuda.CUDAGraph | None = None
         self.record_at = 0  # the step that is recorded
+        self.recorded_losses: dict[torch.Size, RecordedLoss] = {}  # by the shape of their batch
         # What a step reads and writes stays at one place in memory, because a recorded step has its addresses.
         self.batches: Batch | None = None  # on the device; made for the first step of each shape
         self.average_weight = torch.zeros((), dtype=weight.dtype, device=device)
@@ -148,6 +166,7 @@ class TrainStep:
                     torch.cuda.synchronize(self.device)  # what is dropped here may still be running
                 torch.compiler.reset()  # torch keeps at most 8 shapes of a model; then it would run eagerly
             self.graph, self.record_at = None, self.steps + WARM_UP
+            self.recorded_losses.clear()  # they are in the memory of that graph
             self.batches = batches.each(lambda part: torch.empty_like(part, device=self.device, pin_memory=False))
         self.batches.copy_(batches)
         self.average_weight.fill_(average_weight)
@@ -157,7 +176,7 @@ class TrainStep:
             else:
                 group["lr"] = lr
         if self.way == "recorded" and self.graph is None and self.steps >= self.record_at:
-            self.record()
+            self.graph = self.record("the step", partial(self.update, self.batches))
         if self.graph is None:
             self.update(self.batches)
         else:
@@ -169,22 +188,29 @@ class TrainStep:
         self.clock = report.end
         return report
 
-    def record(self) -> None:
-        """Records update() as a CUDA graph. Computes nothing: the first replay is the step. ValueError if something in
-        it cannot be recorded, such as a number that Python reads from the device."""
-        assert self.batches is not None
+    def record(self, what: str, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Records run() as a CUDA graph. Computes nothing: the first replay does. ValueError if something in it cannot
+        be recorded, such as a number that Python reads from the device.
+
+        The graphs of evaluations are in the memory of the step's: no two run together, and none keeps anything there.
+        """
         try:
-            self.graph = torch.cuda.CUDAGraph()
-            # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
-            # With several ranks, a thread of NCCL looks at its events meanwhile, which is no error of ours.
-            mode = "global" if self.ranks.size == 1 else "thread_local"
-            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device), capture_error_mode=mode):
-                self.update(self.batches)
+            graph, pool = torch.cuda.CUDAGraph(), None
+            if self.graph is None:
+                # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
+                self.stream = torch.cuda.Stream(self.device)
+            else:
+                pool = self.graph.pool()
+            # With several processes, a thread of NCCL looks at its events meanwhile, which is no error of ours.
+            mode = "thread_local" if torch.distributed.is_initialized() else "global"
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode):
+                run()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             why = str(error).splitlines()[0]
-            raise ValueError(f"the step cannot be recorded as a CUDA graph ({why}); use compile=true") from error
+            raise ValueError(f"{what} cannot be recorded as a CUDA graph ({why}); use compile=true") from error
+        return graph
 
     def update(self, batches: Batch) -> None:
         """The step: everything that the device does with the batches."""
@@ -206,7 +232,8 @@ class TrainStep:
         # Clip.
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip or math.inf)
+        norm = ranks.norm([local(p.grad) for p in self.model.parameters() if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.grad_clip or math.inf, norm)
 
         # The guard. With a scale above 1, an infinite gradient is normal: this update alone is left out, and the scaler
         # answers with a smaller scale. With a scale of 1 (always, for dtypes other than fp16) the model itself made the
@@ -228,6 +255,34 @@ class TrainStep:
         self.model.zero_grad(set_to_none=True)
         for number, value in zip(self.measured.unbind(), (loss, norm, scale, self.stopped), strict=True):  # Numbers
             number.copy_(value)
+
+    @torch.no_grad()
+    def loss_of_windows(self, batch: Batch) -> Tensor:
+        """The averaged model's loss, mean over the tokens of the batch, which is (B, T) and on the CPU: a scalar on the
+        device, in nats. Nothing waits for it. The model is to be in evaluation mode.
+
+        Where steps are recorded, this is recorded too, once for each shape, and has the same bits.
+        """
+        batch = batch.to(self.device)
+        if self.graph is None or self.ranks.size > 1:
+            return self.forward(batch)
+        shape = batch.x.shape
+        if shape in self.recorded_losses:
+            graph, place, loss = self.recorded_losses[shape]
+            place.copy_(batch)
+            graph.replay()
+        else:
+            loss = self.forward(batch)  # which compiles its kernels
+            graph = self.record("an evaluation", lambda: loss.copy_(self.forward(batch)))
+            self.recorded_losses[shape] = RecordedLoss(graph, batch, loss)
+        return loss.clone()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """loss_of_windows() of a batch on the device, from Python."""
+        part = self.ranks.part
+        x, y = part.cut(batch.x), part.cut(batch.y)
+        with self.autocast:
+            return self.averaged(x, y, batch.documents, part=part._replace(share=0, shares=1))
 
     def restart_clock(self) -> None:
         """The time of the next step begins now, and not at the end of the last one."""
