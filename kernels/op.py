@@ -8,7 +8,8 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
 
 The file reads top down. flash_attention checks its inputs, and calls either the op or Eager, which skips the op.
 forward launches the forward_kernel of flash.py or, where it can, that of hopper.py. gradients launches dq_kernel and
-then dkdv_kernel. kernels/task.py turns a Problem (kernels/problem.py) into the Task that the kernels of flash.py take.
+then dkdv_kernel or, where it can, the kernels of hopper_backward.py. kernels/task.py turns a Problem
+(kernels/problem.py) into the Task that the kernels of flash.py take.
 """
 
 from contextlib import nullcontext
@@ -41,8 +42,8 @@ def flash_attention(
     problem: what to compute.
     autotune: time several tile sizes at the first call of a kind, and keep the fastest. Two runs may choose different
     tiles, and then the last bits of their results differ.
-    kernel: of the forward. portable: flash.py's; hopper: hopper.py's; auto: hopper.py's where it can and is faster
-    (hopper_lacks), else flash.py's.
+    kernel: portable: flash.py's; hopper: hopper.py's forward, and hopper_backward.py's backward where it can; auto:
+    hopper's where they can and are faster (hopper_lacks), else flash.py's.
     Returns o (B, H, T, D) like q, (B, T, H, D) in memory, and lse float32 (B, H, T), natural logarithm. A row that sees
     no key gives o = 0, lse = -inf and gradients 0.
     Raises ValueError for an unsupported dtype, head size or GPU, and for kernel="hopper" where that cannot compute it.
@@ -162,9 +163,22 @@ def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> s
     return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, problem.seed is not None, problem.window is not None)
 
 
+def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> str:
+    """Why the backward is left to flash.py; empty if hopper_backward.py computes it."""
+    if autotune:
+        return "attention.autotune=true tunes the portable kernels"
+    # Everything that is neither a length, the scale nor the causal mask.
+    if problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64) != Problem(0, 0):
+        return "it has no window, documents, positions, block mask, softcap, alibi, dropout or break_it"
+    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
+
+
 @cache
-def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, dropout: bool, window: bool) -> str:
-    """Why hopper.py does not compute attention of this dtype, head size and GPU; empty if it does."""
+def hopper_lacks(
+    dtype: torch.dtype, D: int, device: torch.device, kernel: str, dropout: bool = False, window: bool = False
+) -> str:
+    """Why hopper.py and hopper_backward.py do not compute attention of this dtype, head size and GPU; empty if they
+    do."""
     if kernel == "portable":
         return "attention.kernel=portable"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
@@ -177,7 +191,7 @@ def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, 
     if kernel == "auto" and dropout and (D == 64 or window):
         return "it is slower with dropout at head size 64 or in a window; attention.kernel=hopper takes it"
     try:
-        import kernels.hopper  # noqa: F401  (Gluon's names change from one Triton to the next)
+        import kernels.hopper_backward  # noqa: F401  (Gluon's names change from one Triton to the next)
     except (ImportError, AttributeError) as error:
         return f"it wants Triton 3.6 to 3.9, not {triton.__version__} ({error})"
     return ""
@@ -244,12 +258,18 @@ def write_gradients(
         dv.zero_()
         return
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
+    dlse = None if dlse is None else dlse.contiguous()
+    if not backward_not_by_hopper(q, problem, autotune, description[-1]):
+        from kernels.hopper_backward import launch_backward
+
+        with on(q.device):
+            launch_backward(q, k, v, o, lse2, do, dlse, found, problem)
+        return
     (B, H, T, _), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
     dropout = problem.seed is not None
     mask = mask_of(problem, sizes.tiles_for("forward", q, dropout)[:2])
     if problem.seed is not None and "same_seed" in problem.without:
         problem = problem._replace(seed=problem.seed + 1)
-    dlse = None if dlse is None else dlse.contiguous()
     # Each row's -lse2 and delta / keep_scale, next to each other so that one load reads both. Padded to whole tiles.
     padded = -(-T // 128) * 128
     row_terms = lse2.new_empty(B, H, padded, 2)

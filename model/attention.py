@@ -62,7 +62,7 @@ class AttentionConfig:
     block_mask_size: int = 64  # tokens along each side of a block of block_mask
     dropout_p: float = 0.0  # share of the attention weights dropped in training
     autotune: bool = False  # triton: time several tile sizes at the first call, and use the fastest
-    kernel: str = "auto"  # of the forward of triton: hopper | portable | auto, the faster one
+    kernel: str = "auto"  # of triton: hopper | portable | auto, the faster one
 
     def __post_init__(self):
         if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
@@ -177,6 +177,23 @@ def left_to_portable(
         return f"it has no break_it={break_it.label}"
     window = bool(config.window or config.windows)
     return hopper_lacks(dtype, D, device, config.kernel, config.dropout_p > 0, window)
+
+
+def backward_left_to_portable(
+    config: AttentionConfig, device: torch.device, break_it: BreakIt = UNBROKEN, D: int = 128, dtype=torch.bfloat16
+) -> str:
+    """left_to_portable() for the backward, which kernels/hopper_backward.py has or not."""
+    from kernels.op import hopper_lacks
+
+    if config.autotune:
+        return "attention.autotune=true tunes the portable kernels"
+    if options := beyond_sdpa(config):
+        return f"it has no {options}"
+    if config.dropout_p:
+        return f"it has no attention.dropout_p={config.dropout_p}"
+    if break_it.without:
+        return f"it has no break_it={break_it.label}"
+    return hopper_lacks(dtype, D, device, config.kernel)
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:

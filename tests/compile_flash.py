@@ -6,8 +6,8 @@ ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
 D, "pages"] the same with keys in pages, [dtype, B, "linear768"] that of a linear layer with B rows of 768,
 ["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"]
-those of kernels/hopper.py. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list: for each kernel
-what came out of it.
+those of kernels/hopper.py, [dtype, D, "hopper_backward"] that of kernels/hopper_backward.py. SOURCE: a text to take for
+kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -51,7 +51,7 @@ def compile_only(self, *args, grid, warmup, **options):
     how = args[-1]  # every kernel's last argument
     with redirect_stdout(StringIO()) as log:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    if self.__name__ == "sum_kernel":  # of a norm: the same for every width, so it is compiled once
+    if self.__name__ in ("sum_kernel", "row_terms_kernel", "scaled_kernel"):  # one for several cases, compiled once
         return kernel
     ptx, log = kernel.asm["ptx"], log.getvalue()
     assembled, of_flash = dtype != "float32", not isinstance(dropout, str)
@@ -149,6 +149,13 @@ for dtype, D, dropout in CASES:
         if D == 64:  # other tiles for many keys
             k = torch.empty(1, 2, 2548, D, dtype=k.dtype)
             launch_forward(q, k, k, q, lse, lse, Problem(500, 2548))
+        continue
+    if dropout == "hopper_backward":
+        from kernels.hopper_backward import launch_backward
+
+        q, k = (torch.empty(1, H, 500, D, dtype=getattr(torch, dtype)) for H in (4, 2))
+        lse = torch.empty(1, 4, 500)
+        launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem(500, 500))
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

@@ -64,7 +64,8 @@ class Job(threading.Thread):
         self.turn, self.error = threading.Semaphore(0), None
         self.ready: Callable[[], bool] = lambda: True
         self.products: list[Product] = []  # in flight, the oldest first
-        self.leaving = 0  # copies to memory in flight
+        self.leaving = 0  # copies to memory that have not read their place
+        self.landing = 0  # those that have not written to memory
         orders.add(self)
         self.start()
 
@@ -127,6 +128,9 @@ class Place:
 
     def index(self, i: int) -> "Place":
         return Place(self.x[int(i)])
+
+    def slice(self, start: int, length: int) -> "Place":
+        return Place(self.x[start : start + length])
 
     def reshape(self, shape: tuple) -> "Place":
         return Place(self.x.view(shape))
@@ -215,17 +219,24 @@ def copy_in(x: Descriptor, at: list, full: Barrier, place: Place) -> None:
     job().orders.add(come)
 
 
-def copy_out(x: Descriptor, at: list, place: Place) -> None:
+def copy_out(x: Descriptor, at: list, place: Place, add: bool = False) -> None:
     mine = job()
     mine.pause()
     mine.leaving += 1
+    mine.landing += 1
 
-    def go():
-        found = x.at(*at[:3])
-        found.copy_(place.x.view(x.rows, -1)[: len(found)])
+    def leave():
+        tile = place.x.clone().view(x.rows, -1)
         mine.leaving -= 1
 
-    mine.orders.add(go)
+        def land():
+            found = x.at(*at[:3])
+            found.copy_(found + tile[: len(found)] if add else tile[: len(found)])
+            mine.landing -= 1
+
+        mine.orders.add(land)
+
+    mine.orders.add(leave)
 
 
 def wait_copies(left: int) -> None:
@@ -236,20 +247,21 @@ def wait_copies(left: int) -> None:
 class Product:
     """A matrix product in flight. Those of a job end in the order in which they began."""
 
-    def __init__(self, a: Any, b: Place, acc: Tensor, use_acc: bool):
+    def __init__(self, a: Any, b: Place, acc: Any, use_acc: bool):
         self.a, self.b, self.acc, self.use_acc, self.job = a, b, acc, use_acc, job()
 
     def __call__(self) -> None:
         for product in self.job.products[: self.job.products.index(self) + 1]:
             a = product.a.x if isinstance(product.a, Place) else product.a
             found = a.float() @ product.b.x.float()
-            product.result = tile(found + product.acc if product.use_acc else found)
+            acc = product.acc.result if isinstance(product.acc, Product) else product.acc
+            product.result = tile(found + acc if product.use_acc else found)
             self.job.products.remove(product)
             if product is not self:
                 del self.job.orders.speeds[product]
 
 
-def start_product(a: Any, b: Place, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Product:
+def start_product(a: Any, b: Place, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
     job().pause()
     found = Product(a, b, acc, use_acc)
     found.job.products.append(found)
@@ -257,11 +269,11 @@ def start_product(a: Any, b: Place, acc: Tensor, use_acc: bool = True, is_async:
     return found
 
 
-def wait_products(left: int, products: list[Product]) -> Tensor:
+def wait_products(left: int, products: list[Product]) -> Any:
     mine = job()
     mine.pause(lambda: len(mine.products) <= left)
     assert all(hasattr(product, "result") for product in products), "a result is read before its product has ended"
-    return products[0].result
+    return products[0].result if len(products) == 1 else tuple(product.result for product in products)
 
 
 def warp_specialize(jobs: list, warps: list[int], registers: list[int]) -> None:
@@ -348,28 +360,33 @@ def language() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def on_cpu(change: Callable[[str], str] = lambda source: source) -> ModuleType:
-    """kernels/hopper.py with the Gluon of this file. change: of its text, to plant a fault."""
+def on_cpu(
+    change: Callable[[str], str] = lambda source: source, path: Path = SOURCE, more: dict[str, Any] | None = None
+) -> ModuleType:
+    """kernels/hopper.py with the Gluon of this file. change: of its text, to plant a fault. path: of another file that
+    calls the functions `more` too, some of them in Gluon's language."""
+    more = more or {}
     parts = {
         "jit": lambda f=None, **_: f or (lambda f: f),
-        "language": SimpleNamespace(**language()),
+        "language": SimpleNamespace(**language() | more),
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,
                                     MBarrierLayout=lambda: "barriers"),
         "tma": SimpleNamespace(async_load=copy_in, async_store=copy_out, store_wait=wait_copies),
         "warpgroup_mma": start_product,
         "warpgroup_mma_wait": wait_products,
+        **more,
     }  # fmt: skip
     fakes: dict[str, Any] = {}
-    for name in ("", ".language", ".language.nvidia", ".language.nvidia.hopper"):
+    for name in ("", ".language", ".language._core", ".language.nvidia", ".language.nvidia.hopper"):
         fakes[f"triton.experimental.gluon{name}"] = SimpleNamespace(**parts)
     fakes["triton.experimental"] = SimpleNamespace(gluon=SimpleNamespace(**parts))
     kept = {name: sys.modules.get(name) for name in fakes}
     sys.modules.update(fakes)
     try:
-        module = ModuleType("hopper_on_cpu")
+        module = ModuleType(f"{path.stem}_on_cpu")
         sys.modules[module.__name__] = module  # dataclasses look it up
-        exec(compile(change(SOURCE.read_text(encoding="utf-8")), SOURCE, "exec"), module.__dict__)
+        exec(compile(change(path.read_text(encoding="utf-8")), path, "exec"), module.__dict__)
     finally:
         for name, found in kept.items():
             if found is None:

@@ -41,6 +41,7 @@ TABLE = [["bool", 384, "table"]]
 NORM = [["bfloat16", C, "norm"] for C in (384, 768, 8192)]  # experiment=shakespeare_gpu, GPT-2, the widest
 OTHERS = LOSS + NORM + TOKEN + TABLE
 HOPPER = [[dtype, D, "hopper"] for D in (64, 128) for dtype in ("bfloat16", "float16")]
+HOPPER_BACKWARD = [[dtype, D, "hopper_backward"] for D, dtype in ((64, "bfloat16"), (128, "float16"))]
 
 
 def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
@@ -203,3 +204,16 @@ def test_the_forward_for_hopper_computes_in_registers_and_nothing_waits_for_its_
         assert found["spills"] <= (256 if has_all else 0)  # of document numbers, which have 64 bits
         # For each consumer, a tile's scores and values: before and in the loop, in the loop and after it.
         assert found["wgmma"] == C * 2 * (found["D"] // 16 + N // 16)
+
+
+def test_the_backward_for_hopper_keeps_its_tiles_in_registers_and_nothing_waits_for_its_products(tmp_path):
+    """As above. Some integers are spilled: a tile of 64 x 128 numbers would be 32 KiB."""
+    kernels = result(start(90, HOPPER_BACKWARD, tmp_path))
+    assert len(kernels) == len(HOPPER_BACKWARD)
+    for found in kernels:
+        assert not found["warnings"]
+        assert found["shared"] <= SHARED[90]
+        assert found["spills"] <= 512
+        # For each of two consumers, in the loop over tiles that the mask cuts, in that over whole ones, and after them
+        # dq of the last. s, dp, dv, dk, dq: of D / 16, BLOCK_M / 16 or 2 * KEYS / 16 instructions.
+        assert found["wgmma"] == 2 * (2 * (2 * found["D"] // 16 + 2 * (128 * 64 // found["D"]) // 16 + 8) + 8)

@@ -337,16 +337,19 @@ def test_autocast_does_not_reach_into_triton():
     assert torch.equal(inside, attention(q, q, q, TRITON))
 
 
-def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients():
+@pytest.mark.parametrize("config", [PORTABLE, TRITON], ids=["portable", "auto"])
+def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients(config):
+    """The backward for Hopper sums dq in float32."""
     shape = (1, 12, 65_536, 64)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    o = attention(*(x.requires_grad_() for x in (q, k, v)), TRITON)
+    o = attention(*(x.requires_grad_() for x in (q, k, v)), config)
     gradients = torch.autograd.grad(o, (q, k, v), do)
     held = sum(x.nbytes for x in (q, k, v, do, o, *gradients))
-    assert torch.cuda.max_memory_allocated() - before <= 1.1 * held
+    sums = 0 if config is PORTABLE else 4 * q.numel()
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * held + sums
 
 
 def tiles_kept(config: AttentionConfig, documents: torch.Tensor | None, T: int) -> int:
@@ -361,18 +364,19 @@ def tiles_kept(config: AttentionConfig, documents: torch.Tensor | None, T: int) 
 @pytest.mark.parametrize("kind", ["window", "documents", "block_mask"])
 def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, sizes):
     """Half of the tiles, at most 60 % of the time, forward and backward together, at T = 16,384 (two sequences, as the
-    race has of that length: one takes hardly longer than starting its kernels)."""
+    race has of that length: one takes hardly longer than starting its kernels). The portable kernels, which have all
+    masks: the backward for Hopper has none, and would make the whole faster than its half."""
     T = 16_384
-    documents, config = None, TRITON
+    documents, config = None, PORTABLE
     if kind == "window":
         window = round(T * (1 - 0.5**0.5))  # what it leaves out is a triangle of half the area
-        config = replace(TRITON, window=window)
+        config = replace(PORTABLE, window=window)
     elif kind == "documents":
         documents = (torch.arange(T, device="cuda") // (T // 2)).expand(2, T)
     else:  # a chessboard: the diagonal, and every second block below it
         picture = ["".join("x" if (i - j) % 2 == 0 else "." for j in range(16)) for i in range(16)]
-        config = replace(TRITON, block_mask=picture, block_mask_size=1024)
-    assert round(tiles_kept(config, documents, T) / tiles_kept(TRITON, None, T), 2) == 0.5
+        config = replace(PORTABLE, block_mask=picture, block_mask_size=1024)
+    assert round(tiles_kept(config, documents, T) / tiles_kept(PORTABLE, None, T), 2) == 0.5
     q, k, v, do = torch.randn(4, 2, 12, T, 64, device="cuda", dtype=torch.bfloat16).unbind()
 
     def milliseconds(config, documents) -> float:
@@ -382,7 +386,7 @@ def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, sizes):
 
         return sizes.triton.testing.do_bench(step, return_mode="min")  # other tests may use the GPU at the same time
 
-    assert milliseconds(config, documents) <= 0.6 * milliseconds(TRITON, None)
+    assert milliseconds(config, documents) <= 0.6 * milliseconds(PORTABLE, None)
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------

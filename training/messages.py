@@ -5,7 +5,7 @@ import shlex
 from dataclasses import asdict
 
 from data.loader import fingerprint
-from model.attention import AttentionConfig, left_to_portable, sdpa_kernel
+from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, sdpa_kernel
 from training import checkpoint
 from training.machine import DTYPES
 from training.metrics import show, stamp
@@ -42,8 +42,8 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         detail = f", PyTorch's {kernel} kernel"
     elif attention.impl == "triton":
         dtype = DTYPES[str(run.facts["dtype"])]
-        why = left_to_portable(attention, run.device, cfg.break_it, cfg.model.head_size, dtype)
-        detail = f", portable kernels (not hopper.py: {why})" if why else ", forward of hopper.py"
+        asked = attention, run.device, cfg.break_it, cfg.model.head_size, dtype
+        detail = kernels_of(left_to_portable(*asked), backward_left_to_portable(*asked))
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n, kernel=attention.kernel)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
@@ -93,6 +93,16 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         )
     if broken:
         say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
+
+
+def kernels_of(forward: str, backward: str) -> str:
+    """Which kernels attention=triton runs. forward, backward: why it is not that of hopper.py and hopper_backward.py;
+    empty if it is."""
+    if forward and forward == backward:
+        return f", portable kernels (not hopper.py: {forward})"
+    first = f"portable forward (not hopper.py: {forward})" if forward else "forward of hopper.py"
+    second = f"portable backward (not hopper_backward.py: {backward})" if backward else "backward of hopper_backward.py"
+    return f", {first}, {second}"
 
 
 def less_memory(run: Run) -> str:

@@ -1,0 +1,511 @@
+"""The backward of FlashAttention for Hopper GPUs (sm_90), in Gluon. Read kernels/hopper.py first, for its machinery.
+
+Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
+    q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms, turns: see launch_backward
+
+The steps have the numbers of model/attention.py. kernels/flash.py computes each score twice, once for dq and once for
+dk and dv. This file computes it once, in five matrix products for each tile instead of seven:
+
+    a tile of keys, transposed       8: s = k q^T, p        10: dp = v do^T     11: ds
+    sums over its tiles of queries   9: dv += p do          12: dk += ds q
+    added to a sum in memory         12: dq += ds^T k
+
+A program has 2 * KEYS rows of keys and values, and visits the tiles of queries that see them. Its jobs:
+
+    producer    one warp: takes the next tile of keys; copies k and v, then tiles of q and do, with -lse2 and -delta
+    consumer    two, of four warps each: s, p, dp and ds of KEYS keys, whose dk and dv stay in registers; then half of
+                the tile's dq, over the keys of both consumers
+    adder       two, of one warp each: adds a consumer's half to dq in memory (float32)
+
+- A sum of floats depends on its order. So the tiles of keys add to a tile of dq in a fixed order: the last tile of keys
+  first. `turns` counts, for each half of a tile of dq, how many have been added. An adder waits for its turn.
+- Programs take the last tile of keys of a head first. So an adder waits only for tiles that were taken before, and no
+  program waits for one that has not begun. With a causal mask that order also makes waiting rare: a tile of keys begins
+  at its diagonal, so it comes to a tile of queries one step after its predecessor.
+- The first to add a tile stores it, so that nobody has to write zeros first.
+- ds goes through shared memory, because dq sums over the keys of both consumers. All else stays in registers.
+
+Limits: as those of kernels/hopper.py.
+
+Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.hopper import all_threads, as_matrix, as_operand, barriers, copy_in, copy_out, processors, shared_layout
+from kernels.problem import Problem
+from kernels.task import in_tiles
+
+
+@builtin
+def async_add(x, at, tile, _semantic=None):
+    """Starts to add a tile in shared memory to x. Triton has it from 3.8 on."""
+    from triton._C.libtriton import ir
+
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, x.handle, at, tile.handle)
+
+
+add_out = getattr(tma, "async_atomic_add", async_add)
+
+KEYS = 64  # of one consumer
+# Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, just fit into its registers.
+BLOCK_M = {64: 128, 128: 64}
+SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
+
+
+@dataclass(frozen=True, eq=False)
+class How:
+    """What the kernel is compiled for: every field is a constexpr. how() makes each one once."""
+
+    KEYS: gl.constexpr  # of one consumer
+    BLOCK_M: gl.constexpr  # queries of a tile
+    D: gl.constexpr
+    CAUSAL: gl.constexpr
+
+
+class Sizes(NamedTuple):
+    begin: int  # b * H_kv + h_kv of the first key head of this launch
+    N: int  # of key heads of this launch
+    H: int
+    G: int  # H / H_kv: query heads that share a key head
+    T: int
+    T_k: int
+
+
+class Shared(NamedTuple):
+    """What lies in shared memory: places for tiles, and barriers with one entry for each place."""
+
+    k: gl.shared_memory_descriptor  # (2, 1, 1, KEYS, D): one of each consumer; v, and in the end dk and dv, too
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor  # (2, 1, 1, BLOCK_M, D); do too
+    do: gl.shared_memory_descriptor
+    terms: gl.shared_memory_descriptor  # (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta
+    ds: gl.shared_memory_descriptor  # (4, KEYS, BLOCK_M): of two tiles by two consumers
+    dq: gl.shared_memory_descriptor  # (4, 1, 1, 64, 64): halves of two tiles, by two consumers
+    kv_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    kv_free: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    do_free: gl.shared_memory_descriptor
+    ds_free: gl.shared_memory_descriptor
+    dq_free: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor  # (2, 1): the number of the tile of keys, and of the next
+    taken_full: gl.shared_memory_descriptor
+    taken_free: gl.shared_memory_descriptor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The launch.
+
+
+def launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None,
+    found: tuple[Tensor, ...], problem: Problem,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv into `found`. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is
+    contiguous. The caller has checked that this file can do it."""
+    (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
+    dq, dk, dv = found
+    rows, G, scale = BLOCK_M[D], H // H_kv, problem.scale
+    tiles = -(-T // rows)
+    terms = lse2.new_empty(B, H, tiles, 2 * rows)
+    row_terms_kernel[(B * H * tiles,)](
+        o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, rows, D, num_warps=4
+    )
+    inputs = [
+        *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
+        *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
+        in_tiles(terms, 1, TERMS),
+    ]
+    unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
+    N = min(B * H_kv, max(1, SUMS_BYTES // (4 * G * T * D)))  # key heads at a time
+    sums = lse2.new_empty(1, N * G * D // 64, T, 64)  # of dq, in pieces of 64 columns
+    for begin in range(0, B * H_kv, N):
+        N = min(N, B * H_kv - begin)
+        items = -(-T_k // (2 * KEYS)) * N
+        counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
+        backward_kernel[(min(items, processors(q.device)),)](
+            *inputs, in_tiles(sums, 64, SUMS), counters, begin, N, H, G, T, T_k, scale, scale * math.log2(math.e),
+            how(D, problem.causal), num_warps=4, maxnreg=168,
+        )  # fmt: skip
+        scaled_kernel[(N * G * tiles,)](
+            sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
+        )
+
+
+SUMS = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.float32)
+TERMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+
+
+@cache
+def how(D: int, causal: bool) -> How:
+    """Makes the How of these arguments, once."""
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, causal)))
+
+
+@triton.jit(do_not_specialize=["H", "T"])
+def row_terms_kernel(
+    o, do, dlse, lse2, terms, o_b, o_h, o_t, do_b, do_h, do_t, H, T, ROWS: tl.constexpr, D: tl.constexpr
+):
+    """For each row -lse2, and -delta (step 7). A row that sees no key, or is past the last, gets -inf for -lse2. Then
+    its weights are 0."""
+    tiles = tl.cdiv(T, ROWS)
+    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    i, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
+    b, h, row, inside = (n // H).to(tl.int64), (n % H).to(tl.int64), i.to(tl.int64)[:, None], i < T
+    o_i = tl.load(o + b * o_b + h * o_h + row * o_t + d, mask=inside[:, None], other=0.0)
+    do_i = tl.load(do + b * do_b + h * do_h + row * do_t + d, mask=inside[:, None], other=0.0)
+    minus_delta = -tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+    at = n.to(tl.int64) * T + i
+    if dlse is not None:
+        minus_delta += tl.load(dlse + at, mask=inside, other=0.0)
+    minus_lse2 = -tl.load(lse2 + at, mask=inside, other=float("inf"))
+    minus_lse2 = tl.where(minus_lse2 == float("inf"), -float("inf"), minus_lse2)
+    at = tl.program_id(0).to(tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
+    tl.store(terms + at, minus_lse2)
+    tl.store(terms + at + ROWS, minus_delta)
+
+
+@triton.jit(do_not_specialize=["begin", "H", "T", "unseeing"])
+def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS: tl.constexpr, D: tl.constexpr):
+    """dq = sums * scale, rounded to its dtype; 0 in the rows before `unseeing`. The sums are those of the heads from
+    n = begin on."""
+    tiles = tl.cdiv(T, ROWS)
+    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    i, d = (tile * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, D)[None, :]
+    b, h, row = ((begin + n) // H).to(tl.int64), ((begin + n) % H).to(tl.int64), i.to(tl.int64)
+    at = ((n.to(tl.int64) * (D // 64) + d // 64) * T + row) * 64 + d % 64
+    x = tl.load(sums + at, mask=(i < T) & (i >= unseeing), other=0.0)
+    tl.store(dq + b * dq_b + h * dq_h + row * dq_t + d, (x * scale).to(dq.dtype.element_ty), mask=i < T)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernel. 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
+
+
+@gluon.jit(do_not_specialize=["begin", "N", "H", "G", "T", "T_k"])  # one compiled kernel for all lengths
+def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, T, T_k, scale, scale2,
+                    how: gl.constexpr):  # fmt: skip
+    """scale2: softmax_scale * log2(e). Makes the buffers and barriers, and gives the warps their jobs."""
+    sizes = Sizes(begin, N, H, G, T, T_k)
+    rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
+    shared = Shared(
+        gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
+        gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
+        gl.allocate_shared_memory(q.dtype, [2, 1, 1, how.BLOCK_M, how.D], q.layout),
+        gl.allocate_shared_memory(q.dtype, [2, 1, 1, how.BLOCK_M, how.D], q.layout),
+        gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 2 * how.BLOCK_M], terms.layout),
+        gl.allocate_shared_memory(q.dtype, [4, how.KEYS, how.BLOCK_M], rows),
+        gl.allocate_shared_memory(gl.float32, [4, 1, 1, 64, 64], sums.layout),
+        barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2), barriers(4, 1),
+        barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2), barriers(4, 1),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        barriers(2, 1), barriers(2, 4),
+    )  # fmt: skip
+    # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
+    gl.warp_specialize([
+        (consumer, (shared, dk, dv, sizes, scale, scale2, how, 0)),
+        (consumer, (shared, dk, dv, sizes, scale, scale2, how, 1)),
+        (producer, (shared, q, do, k, v, terms, counters, sizes, how)),
+        (adder, (shared, sums, counters, sizes, how, 0)),
+        (adder, (shared, sums, counters, sizes, how, 1)),
+    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+
+
+@gluon.jit
+def items_of(sizes, how: gl.constexpr):
+    """How many tiles of 2 * KEYS keys there are."""
+    return sizes.N * gl.cdiv(sizes.T_k, 2 * how.KEYS)
+
+
+@gluon.jit
+def item_at(item, sizes, how: gl.constexpr):
+    """The key head (counted from sizes.begin) and the number of a tile of keys; the first tile of queries that sees it,
+    the first that the mask does not cut, and the number of all. Of a head the last keys come first."""
+    per_head = gl.cdiv(sizes.T_k, 2 * how.KEYS)
+    n, tile = item // per_head, per_head - 1 - item % per_head
+    stop = gl.cdiv(sizes.T, how.BLOCK_M)
+    first, whole = tile * 0, tile * 0
+    if how.CAUSAL:
+        low = tile * (2 * how.KEYS) + sizes.T - sizes.T_k
+        first = gl.maximum(low, 0) // how.BLOCK_M
+        whole = gl.minimum(gl.cdiv(gl.maximum(low + 2 * how.KEYS - 1, 0), how.BLOCK_M), stop)
+    whole = gl.where((tile + 1) * (2 * how.KEYS) > sizes.T_k, stop, whole)
+    return n, tile, first, whole, stop
+
+
+@gluon.jit
+def head_at(n, sizes):
+    """b and h_kv of a key head."""
+    H_kv = sizes.H // sizes.G
+    return (sizes.begin + n) // H_kv, (sizes.begin + n) % H_kv
+
+
+@gluon.jit
+def producer(shared, q, do, k, v, terms, counters, sizes, how: gl.constexpr):
+    """Takes one tile of keys after the other until there are no more, tells the other jobs, and copies the tiles of k,
+    v, q and do as they free the places."""
+    count = 0  # of tiles of queries, over all tiles of keys
+    turn = 0
+    item = gl.atomic_add(counters, 1)
+    tell(shared, turn, item)
+    while item < items_of(sizes, how):
+        n, tile, first, _, stop = item_at(item, sizes, how)
+        b, h_kv = head_at(n, sizes)
+        # A new barrier is past phase 1. So all places begin as free.
+        mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)
+        mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
+        for c in gl.static_range(2):
+            row = (2 * tile + c) * how.KEYS
+            copy_in(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
+            copy_in(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
+        for h in range(h_kv * sizes.G, (h_kv + 1) * sizes.G):
+            for t in range(first, stop):
+                place, phase = count & 1, count >> 1 & 1
+                full = shared.q_full.index(place)
+                mbarrier.wait(shared.q_free.index(place), phase ^ 1)
+                mbarrier.expect(full, q.block_type.nbytes + terms.block_type.nbytes)
+                copy_in(terms, [b, h, t, 0], full, shared.terms.index(place))
+                copy_in(q, [b, h, t * how.BLOCK_M, 0], full, shared.q.index(place))
+                full = shared.do_full.index(place)
+                mbarrier.wait(shared.do_free.index(place), phase ^ 1)
+                mbarrier.expect(full, do.block_type.nbytes)
+                copy_in(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
+                count += 1
+        # Not earlier: other programs may already wait for the sums of the tile that is taken here.
+        item = gl.atomic_add(counters, 1)
+        turn += 1
+        tell(shared, turn, item)
+
+
+@gluon.jit
+def tell(shared, turn, item):
+    """The producer writes the number of the turn's tile of keys."""
+    mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
+    shared.taken.index(turn & 1).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def told(shared, turn, WARPS: gl.constexpr):
+    """Another job reads that number."""
+    mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)
+    item = gl.max(shared.taken.index(turn & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    all_threads()  # have read it
+    mbarrier.arrive(shared.taken_free.index(turn & 1), count=1)
+    return item
+
+
+@gluon.jit
+def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
+    """Adds the C-th consumer's halves of dq to the sums, each at its turn."""
+    count = 0
+    turn = 0
+    item = told(shared, turn, 1)
+    while item < items_of(sizes, how):
+        n, tile, first, _, stop = item_at(item, sizes, how)
+        for h in range(n * sizes.G, (n + 1) * sizes.G):
+            for t in range(first, stop):
+                last = gl.cdiv(sizes.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees: it comes first
+                if how.CAUSAL:
+                    last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + sizes.T_k - sizes.T) // (2 * how.KEYS))
+                added = counters + (1 + (h * stop + t) * 2 + C)
+                head, row = half_at(h, t, how, C)
+                place = (count & 1) * 2 + C
+                while gl.load(added, volatile=True) != last - tile:
+                    pass
+                mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
+                if tile == last:
+                    copy_out(sums, [0, head, row, 0], shared.dq.index(place))
+                else:
+                    add_out(sums, [0, head, row, 0], shared.dq.index(place))
+                tma.store_wait(0)  # until it is read
+                mbarrier.arrive(shared.dq_free.index(place), count=1)
+                wait_written()
+                all_threads()
+                gl.atomic_add(added, 1, sem="release")
+                count += 1
+        turn += 1
+        item = told(shared, turn, 1)
+
+
+@gluon.jit
+def half_at(h, t, how: gl.constexpr, C: gl.constexpr):
+    """Where the C-th half of a tile of dq lies in the sums: 64 of its 128 columns, or 64 of its 128 rows."""
+    if how.D == 128:
+        head, row = 2 * h + C, t * how.BLOCK_M
+    else:
+        head, row = h, t * how.BLOCK_M + 64 * C
+    return head, row
+
+
+@gluon.jit
+def consumer(shared, dk, dv, sizes, scale, scale2, how: gl.constexpr, C: gl.constexpr):
+    """Steps 8 to 12 for the C-th half of each tile of keys that the producer takes."""
+    count = 0  # of tiles of queries, over all tiles of keys
+    turn = 0
+    item = told(shared, turn, 4)
+    while item < items_of(sizes, how):
+        count = gradients(count, item, turn & 1, shared, dk, dv, sizes, scale, scale2, how, C)
+        turn += 1
+        item = told(shared, turn, 4)
+
+
+@gluon.jit
+def gradients(count, item, phase, shared, dk, dv, sizes, scale, scale2, how: gl.constexpr, C: gl.constexpr):
+    """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of the barrier of k and v. Returns the new
+    count."""
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
+    n, tile, first, whole, stop = item_at(item, sizes, how)
+    column0 = (2 * tile + C) * how.KEYS
+    dk_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
+    dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
+    mbarrier.wait(shared.kv_full.index(0), phase)
+    begun = count
+    for _ in range(sizes.G):
+        for t in range(first, whole):
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2, True, how, C)
+            count += 1
+        for t in range(whole, stop):
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2, False, how, C)
+            count += 1
+    dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
+    hand_over(dq_c, count - 1, shared, C)
+    mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # until the other consumer has read k
+    as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * scale).to(dk.dtype))
+    as_matrix(shared.v.index(C), how.KEYS, how).store(dv_c.to(dv.dtype))
+    fence_async_shared()
+    b, h_kv = head_at(n, sizes)
+    copy_out(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
+    copy_out(dv, [b, h_kv, column0, 0], shared.v.index(C))
+    tma.store_wait(0)
+    mbarrier.arrive(shared.kv_free.index(0), count=1)
+    return count
+
+
+@gluon.jit
+def step(dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2,
+         MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Steps 8 to 12 for one tile of queries, but for dq, which is that of the tile before. begun: count at the first
+    tile, before which there is none."""
+    d_layout: gl.constexpr = dk_c.type.layout
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
+    place, phase = count & 1, count >> 1 & 1
+    q_i, do_i = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.do.index(place), how.BLOCK_M, how)
+    terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
+    s = scores(count, shared, how, C)
+    mbarrier.wait(shared.do_full.index(place), phase)
+    dp = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
+    v_c = as_matrix(shared.v.index(C), how.KEYS, how)
+    dp = warpgroup_mma(v_c, do_i.permute((1, 0)), dp, use_acc=False, is_async=True)  # 10
+    s = warpgroup_mma_wait(1, [s])
+    s = s * scale2 + terms.slice(0, 1).load(s_layout)
+    if MASKED:
+        s = hide(s, t, column0, sizes, how)
+    p = gl.exp2(s)  # 8
+    dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
+    dp = warpgroup_mma_wait(1, [dp])  # until one product still runs
+    ds = (p * (dp + terms.slice(1, 1).load(s_layout))).to(q_i.dtype)  # 11
+    mbarrier.wait(shared.ds_free.index(count & 1), count >> 1 & 1 ^ 1)
+    shared.ds.index((count & 1) * 2 + C).store(ds)
+    fence_async_shared()
+    all_threads()
+    mbarrier.arrive(shared.ds_full.index(count & 1), count=1)
+    dq_c = start_dq(count - 1, shared, how, C)
+    dk_c = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2)), q_i, dk_c, is_async=True)
+    dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
+    mbarrier.arrive(shared.do_free.index(place), count=1)
+    if count > begun:
+        hand_over(dq_c, count - 1, shared, C)
+    dk_c = warpgroup_mma_wait(0, [dk_c])
+    mbarrier.arrive(shared.q_free.index(place), count=1)
+    return dk_c, dv_c
+
+
+@gluon.jit
+def hand_over(dq_c, count, shared, C: gl.constexpr):
+    """Gives half of a tile of dq to the adder, and frees the ds that it came from."""
+    mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
+    place = (count & 1) * 2 + C
+    mbarrier.wait(shared.dq_free.index(place), count >> 1 & 1 ^ 1)
+    shared.dq.index(place).reshape((64, 64)).store(dq_c)
+    fence_async_shared()
+    all_threads()
+    mbarrier.arrive(shared.dq_full.index(place), count=1)
+
+
+@gluon.jit
+def scores(count, shared, how: gl.constexpr, C: gl.constexpr):
+    """Starts k q^T, (KEYS, BLOCK_M)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
+    place = count & 1
+    mbarrier.wait(shared.q_full.index(place), count >> 1 & 1)
+    q_i, k_c = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.k.index(C), how.KEYS, how)
+    s = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, layout)
+    return warpgroup_mma(k_c, q_i.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_dq(count, shared, how: gl.constexpr, C: gl.constexpr):
+    """Starts ds^T k over the keys of both consumers, for half of the tile of queries (64, 64)."""
+    mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    dq_c = gl.zeros([64, 64], gl.float32, layout)
+    for c in gl.static_range(2):
+        ds, k_c = shared.ds.index((count & 1) * 2 + c), shared.k.index(c)
+        # A tile of 128 columns lies in shared memory as two of 64.
+        if how.D == 128:
+            k_c = halves(k_c).index(C)
+        else:
+            ds, k_c = halves(ds).index(C), as_matrix(k_c, how.KEYS, how)
+        dq_c = warpgroup_mma(ds.permute((1, 0)), k_c, dq_c, use_acc=c != 0, is_async=True)
+    return dq_c
+
+
+@gluon.jit
+def hide(s, t, column0, sizes, how: gl.constexpr):
+    """-inf for keys past the last, and for those that the causal mask hides."""
+    i = gl.arange(0, how.BLOCK_M, gl.SliceLayout(0, s.type.layout))
+    j = gl.arange(0, how.KEYS, gl.SliceLayout(1, s.type.layout))
+    first = j * 0  # the first query of the tile that sees key j
+    if how.CAUSAL:
+        first = j + (column0 + sizes.T - sizes.T_k - t * how.BLOCK_M)
+    first = gl.where(j < sizes.T_k - column0, first, how.BLOCK_M)
+    return gl.where(gl.expand_dims(first, 1) <= gl.expand_dims(i, 0), s, -float("inf"))
+
+
+@builtin
+def halves(x, _semantic=None):
+    """Shared memory of a tile whose rows have 128 columns of 16 bits, as (2, 64, 64)."""
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], x.dtype)
+    view = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
+    return view(x.dtype, [2, 64, 64], layout, _semantic=_semantic)
+
+
+@gluon.jit
+def wait_written():
+    """Waits until what this thread copied or added is in memory, for all programs."""
+    wait: gl.constexpr = "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,0 +1,81 @@
+"""kernels/hopper_backward.py on a Hopper GPU: pytest -m gpu. tests/test_gpu_hopper.py has its gradients in all shapes,
+and beside dominant keys: attention.kernel=hopper takes it there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import op
+from model.attention import AttentionConfig, backward_left_to_portable
+from model.break_it import BreakIt
+from tests.reference import Case, assert_within_budget, case_name, run
+
+on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
+
+NAIVE = AttentionConfig("naive")
+HOPPER, PORTABLE, AUTO = (AttentionConfig("triton", kernel=kernel) for kernel in ("hopper", "portable", "auto"))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_same_bits_a_thousand_times_beside_other_work(D):
+    """Tiles of keys add to dq in one order. A second stream takes processors and memory, so programs begin late."""
+    case = Case(1500, B=2, H=12, H_kv=4, D=D)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+    problem = op.Problem(1500, 1500, D**-0.5)
+    o, _, lse2 = op.forward(q, k, v, *problem, False, "portable")
+    first = op.gradients(q, k, v, o, lse2, do, None, *problem, False, "hopper")
+    beside, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    same = torch.ones((), dtype=torch.bool, device="cuda")
+    for i in range(1000):
+        if i % 10 == 0:
+            with torch.cuda.stream(beside):
+                x = (x @ x).clamp(-1, 1)
+        held = torch.empty(i % 7 * 2**20, device="cuda").fill_(torch.nan)  # so that the sums lie elsewhere
+        again = op.gradients(q, k, v, o, lse2, do, None, *problem, False, "hopper")
+        for a, b in zip(first, again, strict=True):
+            same &= (a == b).all()
+        del held, again
+    assert same
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_many_tiles_of_keys_add_to_one_tile_of_queries(D):
+    """More programs than the GPU has processors wait for each other, with a causal mask and without."""
+    for case in (Case(9000, B=1, H=2, H_kv=1, D=D), Case(300, 9000, B=1, D=D, causal=False)):
+        inputs = case.inputs(torch.bfloat16, "cuda")
+        float64 = run({name: x.double() for name, x in inputs.items()}, case, NAIVE)
+        assert_within_budget(run(inputs, case, HOPPER), run(inputs, case, NAIVE), float64)
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        (Case(300, D=64), "hopper"),
+        (Case(300, D=128, causal=False), "hopper"),
+        (Case(300, D=128, window=100), "portable"),
+        (Case(300, D=80), "portable"),
+    ],
+    ids=lambda x: case_name(x) if isinstance(x, Case) else x,
+)
+def test_auto_takes_the_backward_for_hopper_where_it_can(case, taken):
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+    problem = op.Problem(300, 300, case.D**-0.5, case.causal, case.window)
+    o, _, lse2 = op.forward(q, k, v, *problem, False, "portable")
+    auto, found = (op.gradients(q, k, v, o, lse2, do, None, *problem, False, kernel) for kernel in ("auto", taken))
+    assert all(torch.equal(a, b) for a, b in zip(auto, found, strict=True))
+    reason = op.backward_not_by_hopper(q, problem, False, "auto")
+    assert bool(reason) == (taken == "portable")
+
+
+def test_the_start_of_a_run_names_the_backward():
+    device = torch.device("cuda")
+    assert backward_left_to_portable(HOPPER, device) == ""
+    assert backward_left_to_portable(replace(HOPPER, window=8), device) == "it has no attention.window=8"
+    assert backward_left_to_portable(replace(AUTO, dropout_p=0.1), device) == "it has no attention.dropout_p=0.1"
+    assert "break_it" in backward_left_to_portable(AUTO, device, BreakIt(rescale_sum=False))
+    assert "head sizes" in backward_left_to_portable(HOPPER, device, D=80)
+    assert backward_left_to_portable(PORTABLE, device) == "attention.kernel=portable"

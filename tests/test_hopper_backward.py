@@ -1,0 +1,164 @@
+"""kernels/hopper_backward.py on a CPU, by tests/gluon_backward_on_cpu.py: what it computes, in many orders of its jobs
+and copies."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is made for Linux")
+
+from kernels.problem import Problem
+from model.attention import AttentionConfig, attention, backward_left_to_portable
+from tests.gluon_backward_on_cpu import backward_on_cpu, launch_backward
+from tests.reference import Case, assert_within_budget, case_name
+from tests.test_hopper import PLACES, dominated
+from training.messages import kernels_of
+
+NAIVE = AttentionConfig("naive")
+WHOLE = backward_on_cpu()
+NAMES = "dq", "dk", "dv"
+
+
+def gradients(module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
+    """dq, dk and dv by hopper_backward. seed: of the order of its jobs, which run on one to four processors. o and lse
+    are naive's in float64, rounded."""
+    inputs = inputs or case.inputs(dtype)
+    q, k, v, do, dlse = (inputs[name] for name in ("q", "k", "v", "do", "dlse"))
+    o, lse = naive_forward(inputs, case, torch.float64)
+    found = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+    problem = Problem(q.shape[2], k.shape[2], case.softmax_scale or case.D**-0.5, case.causal)
+    lse2 = (lse / math.log(2)).float()
+    args = q, k, v, o.to(dtype), lse2, do, dlse.contiguous(), found, problem
+    launch_backward(module, seed, *args, programs=1 + seed % 4)
+    return dict(zip(NAMES, found, strict=True))
+
+
+def naive_forward(inputs: dict, case: Case, of: torch.dtype) -> tuple[Tensor, Tensor]:
+    q, k, v = (inputs[name].to(of) for name in "qkv")
+    return attention(q, k, v, NAIVE, causal=case.causal, softmax_scale=case.softmax_scale, return_lse=True)
+
+
+def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
+    inputs = inputs or case.inputs(dtype)
+    leaves = {name: inputs[name].to(of).detach().requires_grad_() for name in "qkv"}
+    o, lse = naive_forward(leaves, case, of)
+    seen = lse.isfinite()
+    total = (o * inputs["do"].to(of)).sum() + (lse[seen] * inputs["dlse"].to(lse.dtype)[seen]).sum()
+    return dict(zip(NAMES, torch.autograd.grad(total, list(leaves.values())), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, D=64, B=1),
+        Case(1, D=128, B=1),
+        Case(200, D=64, H=4, H_kv=2, B=1),
+        Case(70, 300, D=128, B=1),  # the mask cuts two tiles of queries for some keys
+        Case(97, 260, D=64, B=1),
+        Case(300, 77, D=64, B=1),  # rows that see no key
+        Case(300, 77, D=128, B=1),
+        Case(140, 200, D=128, B=1, causal=False),
+        Case(150, D=128, B=1, sigma=4.0),
+        Case(150, D=64, B=1, softmax_scale=0.5),
+    ],
+    ids=case_name,
+)
+def test_it_is_within_twice_naives_error(case, dtype):
+    assert_within_budget(gradients(WHOLE, case, 0, dtype), naive(case, dtype, dtype), naive(case, torch.float64, dtype))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("places", PLACES[:3], ids=str)
+def test_keys_that_dominate_are_weighed_exactly(places, D):
+    """dv. For dq and dk delta of a 16-bit o decides; tests/test_gpu_hopper_backward.py compares those with PyTorch."""
+    case = Case(310, B=1, D=D, softmax_scale=1.0)
+    inputs = dominated(D, torch.bfloat16, 16.0, 0.125, places, False, case.T)
+    right, budget = (naive(case, of, inputs=inputs)["dv"] for of in (torch.float64, torch.bfloat16))
+    found = gradients(WHOLE, case, 0, inputs=inputs)["dv"]
+    assert_within_budget({"dv": found}, {"dv": budget}, {"dv": right})
+
+
+CASES = [Case(200, 330, D=64, B=1, H=2, H_kv=1), Case(150, 330, D=128, B=1, H=2)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_no_order_of_jobs_and_copies_changes_a_bit(case):
+    """The tiles of keys add to dq in one order, on any number of processors."""
+    first = gradients(WHOLE, case, 0)
+    for seed in range(1, 8):
+        again = gradients(WHOLE, case, seed)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
+    case = Case(70, B=2, H=6, H_kv=3, D=64)
+    whole = gradients(WHOLE, case, 0)
+    monkeypatch.setattr(WHOLE, "SUMS_BYTES", 4 * (4 * 2 * 70 * 64))  # of four of the six key heads
+    parts = gradients(WHOLE, case, 0)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        # An adder that does not wait for its turn, or that passes it on before its sums are in memory.
+        ("                while gl.load(added, volatile=True) != last - tile:\n                    pass\n", ""),
+        ("                wait_written()\n", ""),
+        ("        mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)\n", ""),
+        ("    mbarrier.wait(shared.ds_free.index(count & 1), count >> 1 & 1 ^ 1)\n", ""),
+        ("    mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)\n", ""),
+        ("    mbarrier.wait(shared.dq_free.index(place), count >> 1 & 1 ^ 1)\n", ""),
+        ("    mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # un", "    # un"),
+        ("dp = warpgroup_mma_wait(1, [dp])", "dp = warpgroup_mma_wait(2, [dp])"),
+    ],
+    ids=["turn", "written", "kv", "ds", "ds_full", "dq", "k", "product"],
+)
+def test_some_order_shows_a_wait_that_is_missing(line, instead):
+    """Else the test above would show nothing."""
+
+    def change(source: str) -> str:
+        assert source.count(line) == 1
+        return source.replace(line, instead)
+
+    broken, case = backward_on_cpu(change), CASES[1]
+    right = gradients(WHOLE, case, 0)
+    for seed in range(100):
+        try:
+            found = gradients(broken, case, seed)
+        except AssertionError:  # deadlock, an arrival too many
+            return
+        if not all(torch.equal(found[name], right[name]) for name in right):
+            return
+    raise AssertionError("no order showed it")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, "it runs on Hopper GPUs (sm_90), not on cpu"),
+        ({"kernel": "portable"}, "attention.kernel=portable"),
+        ({"window": 8}, "it has no attention.window=8"),
+        ({"dropout_p": 0.1}, "it has no attention.dropout_p=0.1"),
+        ({"autotune": True}, "attention.autotune=true tunes the portable kernels"),
+    ],
+    ids=str,
+)
+def test_a_run_says_why_it_has_the_portable_backward(changed, why):
+    config = AttentionConfig(**{"impl": "triton", **changed})
+    assert backward_left_to_portable(config, torch.device("cpu")) == why
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "said"),
+    [
+        ("", "", ", forward of hopper.py, backward of hopper_backward.py"),
+        ("a", "a", ", portable kernels (not hopper.py: a)"),
+        ("", "b", ", forward of hopper.py, portable backward (not hopper_backward.py: b)"),
+        ("a", "", ", portable forward (not hopper.py: a), backward of hopper_backward.py"),
+    ],
+)
+def test_the_start_of_a_run_names_the_kernels(forward, backward, said):
+    assert kernels_of(forward, backward) == said
