@@ -23,8 +23,6 @@ takes seven products instead of five. But no two programs add to the same number
 Optimizations:
 - s and m are in base 2. The hardware has exp2, so log2(e) goes into the scale.
 - Tiles in which every key is visible run in a loop without the mask.
-- In bfloat16 on Hopper, most tiles skip their maximum (every_tile). If in_vain finds that one needed it, the tile of
-  queries is computed again.
 - The tiles with the most work start first.
 - From Hopper on the hardware loads tiles through tensor descriptors, which handle strides and edges.
 """
@@ -58,26 +56,11 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     where = key_tiles(task, b, tile, how)
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
-    # Any m that keeps exp2 in range gives the same o. So only some tiles compute their maximum: those that the mask
-    # cuts, the first whole tile and the last whole tile. The other whole tiles reuse m; `asked` is the first of them.
-    # If in_vain finds that this m was wrong, all tiles run again, each with its own maximum. The last whole tile runs
-    # with the tiles that the mask cuts. In a list of tiles it is not next to them, so there it reuses m too.
-    if how.TRUST_MAX:
-        seen = nothing_seen(how)  # Triton requires that a loop's variables are defined before it
-        if task.visits.tiles is None:
-            where = where[0], where[1], tl.maximum(where[1], where[2] - 1), where[3], where[4]
-        asked = tl.minimum(where[1] + 1, where[2])
-        again = True
-        while again:
-            seen = every_tile(q_i, k, v, b, h, row0, asked, where, task, how)
-            acc, m, l, most = seen
-            again = (asked < where[2]) & in_vain(acc, l, most)
-            asked = where[2]
-    else:
-        seen = every_tile(q_i, k, v, b, h, row0, where[2], where, task, how)
+    acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
+    m, l = tl.full([how.BLOCK_M], how.START, tl.float32), tl.zeros([how.BLOCK_M], tl.float32)
+    acc, m, l = forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, False, how)
+    acc, m, l = forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, True, how)
 
-    acc, m, l, _ = seen
-    l = tl.sum(l, 1)
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     divisor = tl.where(l == 0, 1.0, l) if how.GUARD else l
     acc = acc * (task.keep_scale / divisor)[:, None]
@@ -89,38 +72,12 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 
 
 @triton.jit
-def every_tile(q_i, k, v, b, h, row0, asked, where, task, how: tl.constexpr):
-    """Steps 1 to 5 for a tile of queries.
-
-    TRUST_MAX: the whole tiles from `asked` on reuse the m of the tiles before them, and rescale nothing. They run last,
-    because l may grow to 2**127 in them. A later tile with a higher maximum could have an alpha below 2**-126, which
-    exp2 rounds to 0, and everything before it would be lost.
-
-    Without TRUST_MAX the whole tiles run first. That is tiled's order under a causal mask, and broken kernels are
-    compared with tiled.
-    """
-    seen = nothing_seen(how)
-    if how.TRUST_MAX:
-        start, stop = loop_over(where, True)
-        seen = forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task, True, False, how)
-    start, stop = loop_over(where, False)
-    seen = forward_tiles(seen, q_i, k, v, b, h, row0, start, asked, where, task, False, False, how)
-    if how.TRUST_MAX:
-        seen = forward_tiles(seen, q_i, k, v, b, h, row0, asked, stop, where, task, False, True, how)
-    else:
-        start, stop = loop_over(where, True)
-        seen = forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task, True, False, how)
-    return seen
-
-
-@triton.jit
-def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
-                  PART: tl.constexpr, TRUSTED: tl.constexpr, how: tl.constexpr):  # fmt: skip
-    """Steps 1 to 5 for the tiles of keys from start to stop. PART: the mask cuts these tiles. TRUSTED: they reuse m."""
+def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.constexpr, how: tl.constexpr):
+    """Steps 1 to 5 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
     scoring = task.scoring
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
-    acc, m, l, most = seen
+    start, stop = loop_over(where, PART)
     ahead = read_list(start, stop, where, task.visits)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
         tile, ahead = tile_at(t, stop, ahead, where, task.visits, PART)
@@ -134,56 +91,26 @@ def forward_tiles(seen, q_i, k, v, b, h, row0, start, stop, where, task,
             factor = 1.0
         if PART:
             s = tl.where(visible(task.mask, b, i, j), s, -float("inf"))  # 2
-        p, m, l, alpha = online_softmax(s, factor, m, l, TRUSTED, how)  # 3
-        if TRUSTED:
-            most = tl.maximum(most, eighths(p))
+        p, m, l, alpha = online_softmax(s, factor, m, l, how)  # 3
         p = dropped(p, b * task.H + h, row0, column0, row, column, task.dropout)  # 4
-        if how.RESCALE_OUTPUT and not TRUSTED:
+        if how.RESCALE_OUTPUT:
             acc = acc * alpha[:, None]  # 5: rescale the sum of the earlier tiles
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
         if how.WIDE_OUTPUT:
             acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=how.PRECISION)  # 5
         else:
             acc += tl.dot(p.to(v_j.dtype), v_j, input_precision=how.PRECISION).to(v_j.dtype).to(tl.float32)
-    return acc, m, l, most
+    return acc, m, l
 
 
 @triton.jit
-def online_softmax(s, factor, m, l, TRUSTED: tl.constexpr, how: tl.constexpr):
-    """Step 3 for one tile: returns p, and the new m, l (in eighths) and alpha. factor converts s to base 2."""
-    m_new = tl.maximum(m, tl.max(s, 1) * factor) if how.SUBTRACT_MAX and not TRUSTED else m
+def online_softmax(s, factor, m, l, how: tl.constexpr):
+    """Step 3 for one tile: returns p, and the new m, l and alpha. factor converts s to base 2."""
+    m_new = tl.maximum(m, tl.max(s, 1) * factor) if how.SUBTRACT_MAX else m
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
-    l = (l * alpha[:, None] if how.RESCALE_SUM and not TRUSTED else l) + eighths(p)  # rescale; (BLOCK_M, 8)
+    l = (l * alpha if how.RESCALE_SUM else l) + tl.sum(p, 1)  # rescale
     return p, m_new, l, alpha
-
-
-@triton.jit
-def eighths(p):
-    """The sum of each row in eight parts: columns 0, 8, 16, ...; columns 1, 9, 17, ...; and so on. Four threads share a
-    row of a matrix product, and each holds two of these parts. The parts are added up once, after the last tile."""
-    return tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), 1)
-
-
-@triton.jit
-def nothing_seen(how: tl.constexpr):
-    """acc, m, l (in eighths) and most, before the first tile. most: each eighth's largest sum in a trusted tile."""
-    zeros = tl.zeros([how.BLOCK_M, 8], tl.float32)
-    acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
-    return acc, tl.full([how.BLOCK_M], how.START, tl.float32), zeros, zeros
-
-
-@triton.jit
-def in_vain(acc, l, most):
-    """Whether the reused m was wrong, so that all tiles must run again.
-
-    There are two cases. If a score was 128 above m, in base 2, the result has inf or NaN. If one eighth of a tile's
-    columns holds more than 255/256 of a row's sum, the row may have a single large weight. With its own maximum that
-    weight is exactly 1. With a reused m it is rounded, and this error would dominate o and even more dp - delta.
-    """
-    l = tl.sum(l, 1)
-    right = (tl.abs(acc) < float("inf")) & ((l < float("inf")) & (tl.max(most, 1) < l * (255 / 256)))[:, None]
-    return tl.min(tl.min(right.to(tl.int32), 1), 0) == 0
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from kernels import sizes
 from kernels.flash import dkdv_kernel, dq_kernel, forward_kernel
 from kernels.problem import FIELDS, Problem, refuse_tangents
 from kernels.sizes import Tiles, launch_with
-from kernels.task import SOFTMAX, how_for, in_tiles, mask_of, task_for
+from kernels.task import how_for, in_tiles, mask_of, task_for
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The entry point.
@@ -217,20 +217,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tens
         return o, lse, lse2
     B, H, T, _ = q.shape
     mask = mask_of(problem, sizes.tiles_for("forward", q, problem.seed is not None)[:2])
-    # Not with alibi, which lowers the scores of distant keys. Without a causal mask the tiles that compute their
-    # maximum may be the most distant, and m would be too low.
-    trust = (
-        sizes.is_hopper(q.device)
-        and q.dtype == torch.bfloat16
-        and problem.slopes is None
-        and SOFTMAX.isdisjoint(problem.without)
-    )
 
     def launch(tile: Tiles) -> None:
         M, N = tile.BLOCK_M, tile.BLOCK_N
         forward_kernel[(-(-T // M) * B * H,)](
             in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2,
-            task_for(problem, mask, q, k, tile), how_for(q, problem, tile, trust), **tile.options(),
+            task_for(problem, mask, q, k, tile), how_for(q, problem, tile), **tile.options(),
         )  # fmt: skip
 
     with on(q.device):

@@ -23,19 +23,18 @@ class Tiles(NamedTuple):
     BLOCK_N: int  # key rows
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # at most this many registers per thread
 
     def options(self) -> dict:
         """The keyword arguments of a launch."""
-        return {name: getattr(self, name) for name in ("num_warps", "num_stages", "maxnreg")}
+        return {name: getattr(self, name) for name in ("num_warps", "num_stages")}
 
 
 # (kernel, BLOCK_D up to, dropout) -> the fastest tiles for 16-bit inputs on an H200 (LOG.md). Dropout needs registers,
-# so with dropout the forward has smaller tiles, up to head size 128.
+# so with dropout the forward of head size 64 has smaller tiles.
 MEASURED = {
-    ("forward", 64, False): Tiles(128, 64, 8, 3, 128),
+    ("forward", 64, False): Tiles(64, 128, 4, 2),
     ("forward", 64, True): Tiles(64, 64, 4, 3),
-    ("forward", 128, False): Tiles(128, 64, 8, 2, 128),
+    ("forward", 128, False): Tiles(64, 64, 4, 3),
     ("forward", 128, True): Tiles(64, 64, 4, 3),
     ("dq", 64, False): Tiles(64, 64, 4, 2),
     ("dq", 64, True): Tiles(64, 64, 4, 2),
@@ -84,8 +83,7 @@ def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
     spills = kernel == "forward" and BLOCK_D == 256 and not has_descriptors(q.device)
     if shared_memory(q.device) < ROOMY or spills:
         return LEAN[kernel, BLOCK_D]
-    tile = MEASURED[kernel, BLOCK_D, dropout]
-    return tile if is_hopper(q.device) else tile._replace(maxnreg=None)
+    return MEASURED[kernel, BLOCK_D, dropout]
 
 
 def launch_with(
@@ -126,12 +124,6 @@ def shared_memory(device: torch.device) -> int:
         return 232_448
     properties = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's type stub lacks it
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU is sm_90. The interpreter on a CPU counts as one."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

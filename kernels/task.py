@@ -21,10 +21,6 @@ from kernels.tiles import edges, listed
 # Where the running maximum starts. From the lowest float32, a row with a hidden first tile has exp(-inf - LOWEST) = 0.
 # From -inf it would have exp(-inf - -inf), which is NaN.
 LOWEST = -torch.finfo(torch.float32).max
-# Switches that change the online softmax. If one of them is off, every tile computes its maximum.
-SOFTMAX = frozenset(
-    {"subtract_max", "start_low", "rescale_sum", "rescale_output", "wide_output", "global_mask", "guard_empty_rows"}
-)
 
 
 class Mask(NamedTuple):
@@ -104,7 +100,6 @@ class How:
     RESCALE_OUTPUT: tl.constexpr
     WIDE_OUTPUT: tl.constexpr
     GUARD: tl.constexpr
-    TRUST_MAX: tl.constexpr  # most tiles skip their maximum (every_tile in flash.py)
 
 
 def mask_of(problem: Problem, local_tile: tuple[int | None, int | None] = (None, None)) -> Mask:
@@ -155,16 +150,16 @@ def visits_of(mask: Mask, M: int, N: int, transposed: bool) -> Visits:
     return Visits(positions, row_documents, key_documents, bounds, tiles)
 
 
-def how_for(q: Tensor, problem: Problem, tile: Tiles, trust_max: bool = False) -> How:
-    """What a kernel is compiled for: tile, precision and switches. trust_max: only in the forward."""
+def how_for(q: Tensor, problem: Problem, tile: Tiles) -> How:
+    """What a kernel is compiled for: tile, precision and switches."""
     return how(
         tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), tuple(problem.without),
-        q.dtype == torch.float32, trust_max,
+        q.dtype == torch.float32,
     )  # fmt: skip
 
 
 @cache
-def how(M: int, N: int, BLOCK_D: int, precision: str, without: tuple[str, ...], float32: bool, trust_max: bool) -> How:
+def how(M: int, N: int, BLOCK_D: int, precision: str, without: tuple[str, ...], float32: bool) -> How:
     """Makes the How of these arguments, once."""
     guard = "guard_empty_rows" not in without
     zero = "start_low" in without or "subtract_max" in without
@@ -179,7 +174,6 @@ def how(M: int, N: int, BLOCK_D: int, precision: str, without: tuple[str, ...], 
         "RESCALE_OUTPUT": "rescale_output" not in without,
         "WIDE_OUTPUT": "wide_output" not in without or float32,
         "GUARD": guard,
-        "TRUST_MAX": trust_max,
     }
     return How(**{name: tl.constexpr(value) for name, value in fields.items()})
 

@@ -105,7 +105,6 @@ from kernels.problem import Problem  # noqa: E402
 sizes.INTERPRETED = True  # or it refuses tensors of the CPU
 sizes.has_descriptors = lambda device: ARCH >= 90
 sizes.starts_early = lambda device: ARCH >= 90
-sizes.is_hopper = lambda device: ARCH == 90
 sizes.shared_memory = lambda device: SHARED
 TILES = sizes.Tiles._fields[2:]
 

@@ -3,7 +3,6 @@
 A few milliseconds a tile, whatever its size: so there are few of them, and heads and batches are few as well.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -24,15 +23,18 @@ from model.recompute import keep_attention
 from tests.reference import (
     CASES,
     PICTURE,
+    PLACES,
     SEED,
     Case,
     assert_within_budget,
     case_name,
+    dominated,
     drawn,
     error,
     largest,
     oracle,
     run,
+    run_forward,
 )
 from tests.second import FUNC, PYTORCH_REFUSES, REFUSED_BY_PYTORCH, SECOND, as_heads, by_func, inside_a_graph
 from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
@@ -124,65 +126,27 @@ def test_the_gradient_of_lse_alone_is_right():
     assert_within_budget(found, naive, {name: expected[name] for name in ("dq", "dk")})
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """asked(False): no maximum is trusted, as in every dtype but bfloat16 and on every GPU but Hopper."""
-    return lambda hopper: monkeypatch.setattr(sizes, "is_hopper", lambda device: hopper)
-
-
-@pytest.mark.parametrize("sigma", [1.0, 4.0])
-def test_a_trusted_maximum_is_within_twice_naives_error(sigma, asked, tiles):
-    """4: scores of 16 on average, whose largest weight in a row is often above 0.9, so that its rounding is most of the
-    error."""
-    case = Case(230, B=1, H=2, H_kv=1, sigma=sigma)
-    tiles(32, 32)
-    inputs = case.inputs(torch.bfloat16)
-    trusting = run(inputs, case, TRITON)
-    assert_within_budget(trusting, run(inputs, case, NAIVE), oracle(inputs, case))
-    asked(False)
-    assert not torch.equal(trusting["o"], run(inputs, case, TRITON)["o"])  # it was trusted
-
-
-def test_a_row_whose_maximum_was_trusted_in_vain_is_done_again_asking_every_tile(asked, tiles):
-    """Scores of 0 to begin with, and one of 100 / ln 2 powers of two some tiles further on, which float32 has not."""
-    tiles(32, 32)
-    q, k, v = (torch.zeros(1, 1, 200, 16, dtype=torch.bfloat16) for _ in "qkv")
-    q[..., 0], k[..., 70, 0] = 1, 100
-    v.normal_(generator=torch.Generator().manual_seed(0))
-    o, lse = attention(q, k, v, TRITON, softmax_scale=1.0, return_lse=True)
-    assert torch.equal(o[..., 70:, :], v[..., 70:71, :].expand(1, 1, 130, 16))
-    assert torch.equal(lse[..., 70:], torch.full((1, 1, 130), 100.0))
-    asked(False)
-    again = attention(q, k, v, TRITON, softmax_scale=1.0, return_lse=True)
-    assert torch.equal(o, again[0])
-    assert torch.equal(lse, again[1])
-
-
-def test_a_weight_that_only_rounding_makes_infinite_is_noticed(tiles):
-    """Between the largest number of bfloat16 and that of float32: the sum stays finite; v = 0 makes 0 * inf = NaN."""
-    tiles(32, 32)
-    q, k, v = (torch.zeros(1, 1, 200, 16, dtype=torch.bfloat16) for _ in "qkv")
-    q[..., 0], k[..., 70, 0], v[:] = 1, 1, 1
-    v[..., 70, :] = 0
-    o = attention(q, k, v, TRITON, softmax_scale=127.9985 * math.log(2))
-    assert o.isfinite().all()
-
-
-@pytest.fixture
-def done_again(monkeypatch):
-    """What in_vain answered, tile of queries by tile of queries."""
-    answers, in_vain = [], flash.in_vain
-
-    def listening(*seen):
-        answers.append(in_vain(*seen))
-        return answers[-1]
-
-    monkeypatch.setattr(flash, "in_vain", listening)
-    return lambda: [bool(answer.handle.data) for answer in answers]
-
-
-# Against a trusted m of 0 a weight of 2**24 * 1.0038, of which bfloat16 keeps 2**24 and the sum all.
-ONE_HAS_ALL = (24 + math.log2(1 + 0.98 / 256)) * math.log(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_keys_that_dominate_are_weighed_exactly(places, same_values, dtype):
+    case = Case(340, B=1, D=16, softmax_scale=1.0)
+    for above, apart in ((8.0, 0.0), (16.0, 0.125), (30.0, 0.0)):
+        inputs = dominated(16, dtype, above, apart, places, same_values, case.T)
+        found, naive, right = (
+            dict(
+                zip(
+                    ("o", "lse"),
+                    run_forward(*(x.to(of) for x in (inputs[name] for name in "qkv")), case, config),
+                    strict=True,
+                )
+            )
+            for of, config in ((dtype, TRITON), (dtype, NAIVE), (torch.float64, NAIVE))
+        )
+        assert_within_budget(found, naive, right)
+    if same_values:  # the others have a weight of 1e-13
+        rows = found["o"][:, :, max(places) :]
+        assert torch.equal(rows, inputs["v"][:, :, places[:1]].expand_as(rows))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
@@ -192,50 +156,17 @@ def test_a_weight_that_has_all_of_its_row_is_exactly_1(dropout_p, tiles):
     q[..., 0], k[..., 70, 0] = 1, 1
     v.uniform_(1, 2, generator=torch.Generator().manual_seed(0))
     config = AttentionConfig("triton", dropout_p=dropout_p)
-    o = attention(q, k, v, config, softmax_scale=ONE_HAS_ALL, seed=torch.tensor(3))[0, 0, 70:]
+    o = attention(q, k, v, config, softmax_scale=17.3, seed=torch.tensor(3))[0, 0, 70:]  # a score that rounds
     kept = o[:, 0] > 0.5  # the others have their small weights left
     assert kept.any()
     assert kept.all() == (dropout_p == 0)
     assert torch.equal(o[kept], v[0, 0, 70:71].expand(130, 16)[kept] / (1 - dropout_p))
 
 
-def test_a_row_that_one_trusted_tile_has_most_of_is_not_done_again(tiles, done_again):
-    """0.9 of it, where rounding is no more to naive than to these kernels."""
-    tiles(32, 32)
-    q, k, v = (torch.zeros(1, 1, 192, 16, dtype=torch.bfloat16) for _ in "qkv")
-    q[..., 0], k[..., 70, 0] = 1, 1
-    attention(q, k, v, TRITON, softmax_scale=math.log(9 * 191), causal=False)
-    assert done_again() == [False] * 6
-
-
-@pytest.mark.parametrize("looks_at", ["first", "previous"])
-def test_heads_that_look_at_the_first_or_the_previous_key_are_not_done_twice(looks_at, tiles, done_again):
-    """What heads with sharp maxima mostly do. They would be right, but slower than asking at once."""
-    tiles(32, 32)
-    k = torch.eye(256, dtype=torch.bfloat16)
-    q = 40 * (k[:1].repeat(256, 1) if looks_at == "first" else k.roll(-1, 1))
-    o = attention(q[None, None], k[None, None], k[None, None], TRITON, softmax_scale=1.0)[0, 0]
-    assert torch.equal(o[1:].argmax(1), torch.zeros(255) if looks_at == "first" else torch.arange(255))
-    assert done_again()
-    assert not any(done_again())
-
-
 def test_a_picture_of_whole_tiles_is_right_in_bfloat16(tiles):
-    """Its tiles are in a list, where the last one whole is not beside those that the mask cuts."""
     tiles(32, 32)
     case = Case(224, B=1, H=1, D=16, causal=False, blocks=("xxxxxxx", "xxxx..x", *["xxxxxxx"] * 5))
     inputs = case.inputs(torch.bfloat16)
-    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
-
-
-def test_what_was_weighed_against_a_trusted_maximum_outlives_a_larger_one_on_the_diagonal(tiles):
-    """Scores of 0 to begin with, then one of 87, which is trusted, and in the last tile, which the mask cuts, one of
-    87.5: rescaling by 2**-126.2 was by 0, and the first two thirds of the row, its score of 87 with it, were lost."""
-    tiles(32, 32)
-    case = Case(96, B=1, H=1, D=16, softmax_scale=1.0)
-    inputs = case.inputs(torch.bfloat16)
-    q, k = inputs["q"].zero_(), inputs["k"].zero_()
-    q[..., 0], k[..., 40, 0], k[..., 64, 0] = 1, 87, 87.5
     assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
 
 
@@ -764,7 +695,7 @@ def answers(mask: Mask, M: int, N: int, transposed: bool) -> tuple[torch.Tensor,
     mine, others = -(-mask.T // M), -(-mask.T_k // N)
     mine, others = (others, mine) if transposed else (mine, others)
     visits, out = visits_of(mask, M, N, transposed), torch.empty(B, mine, 5, dtype=torch.int64)
-    task, kind = Task(mask, None, None, visits, 1.0, 1, 1), how(M, N, 16, "ieee", (), False, False)
+    task, kind = Task(mask, None, None, visits, 1.0, 1, 1), how(M, N, 16, "ieee", (), False)
     tiles_kernel[(B * mine,)](out, task, mine, transposed, kind)
     visited, whole = (torch.zeros(B, mine, others, dtype=torch.bool) for _ in range(2))
     for at in torch.cartesian_prod(torch.arange(B), torch.arange(mine)).tolist():
