@@ -115,7 +115,7 @@ TABLE = [
      "named_parameters()), run.averaged", "named_parameters()), run.model", "arithmetic"),
     ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
     ("random numbers begin anew on resume", "checkpoint.set_rng_state(tensors)", "pass", RESUMED),
-    ("the average is trained on after resume", 'p.copy_(tensors[f"{name}.trained"])', "pass", RESUMED),
+    ("the average is trained on after resume", 'p.copy_(as_in(tensors[f"{name}.trained"], p))', "pass", RESUMED),
     ("the scaler begins anew on resume", 'scaler.load_state_dict(resumed.state["scaler"])', "pass", RESUMED),
     # --- optimizer and rate ---
     ("betas swapped", "betas = (config.beta1, config.beta2)", "betas = (config.beta2, config.beta1)", "arithmetic"),
