@@ -235,7 +235,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, case: Case, config: AttentionCo
         block_mask=None if case.blocks is None else list(case.blocks),
         block_mask_size=BLOCK,
     )
-    documents = None
+    documents = options.pop("documents", None)
     if case.documents is not None:
         documents = table(case.B, k.shape[2], case.document).to(q.device)
     return attention(

@@ -34,9 +34,11 @@ def forward(
     return {"o": o, "lse": lse}
 
 
-def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
+def naive(
+    case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None = None, **options
+) -> dict[str, Tensor]:
     inputs = inputs or case.inputs(dtype)
-    o, lse = run_forward(*(inputs[name].to(of) for name in "qkv"), case, NAIVE)
+    o, lse = run_forward(*(inputs[name].to(of) for name in "qkv"), case, NAIVE, **options)
     return {"o": o, "lse": lse}
 
 
@@ -69,6 +71,13 @@ def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None
 def test_it_is_within_twice_naives_error(case, dtype):
     found = forward(WHOLE, case, 0, dtype)
     assert_within_budget(found, naive(case, dtype, dtype), naive(case, torch.float64, dtype))
+
+
+def test_a_later_tile_of_a_group_may_see_earlier_keys():
+    """Rows 128 to 191 see the second document, rows 192 to 255 the first, which goes on after it."""
+    case, documents = Case(360, D=64, B=1), torch.tensor([[7] * 128 + [3] * 64 + [7] * 168])
+    of_naive = (naive(case, dtype, documents=documents) for dtype in (torch.bfloat16, torch.float64))
+    assert_within_budget(forward(WHOLE, case, 0, documents=documents), *of_naive)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
