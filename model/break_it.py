@@ -100,7 +100,8 @@ FAILURES = {
         "Their weights add up to l = n exp(s), which overflows when s passes 88.7 - ln n. If v is small, acc is still "
         "finite, and o = acc / l is 0. If acc overflows too, o is infinity divided by infinity, which is NaN. If v is "
         "large, acc overflows before l, and o is infinite. When s passes 88.7, each weight overflows, and o is NaN for "
-        "any v. For fp16 inputs the weights of tiled and triton are fp16 numbers, which end at exp(11.1)",
+        "any v. lse is then infinite, so the backward's weights exp(s - lse) are 0, and dv is wrong but finite. For "
+        "fp16 inputs the weights of tiled and triton are fp16 numbers, which end at exp(11.1)",
         wakes="break_it.score_gain=100",
         acts="once l or acc of a row passes exp(88.7) (in fp16 also once a score passes 11.1)",
     ),
