@@ -90,15 +90,13 @@ def passkey(length: int, depth: float, generator: np.random.Generator, number: s
 def passkeys(length: int, generator: np.random.Generator) -> str:
     """Texts of passkey() one after the other, length - 1 characters in all, to learn from.
 
-    Half of the results are a single text, so that some numbers are as far from their question as they can be. In the
-    others lengths are drawn log-uniformly, from the shortest to all that is left: most questions are near their number,
-    and there are more of them. In half of the texts that have room for it the number is a random string of up to
-    LONGEST characters instead. A model learns to copy from these: five digits are too few of a text's tokens.
+    Their lengths are drawn log-uniformly, from the shortest to all that is left. So some questions are near their
+    number and some are far. In half of the texts that have room for it the number is a random string of up to LONGEST
+    characters instead. A model learns to copy from these: five digits are too few of a text's tokens.
     """
     least, text = SHORTEST["passkey"], ""
-    single = generator.random() < 0.5
     while (left := length - len(text)) > 0:
-        size = left if single else round(math.exp(generator.uniform(math.log(least), math.log(left))))
+        size = round(math.exp(generator.uniform(math.log(least), math.log(left))))
         size = size if left - size >= least else left  # what is left must have room for another text
         longest = min(LONGEST, (size - least) // 3)
         number = ""

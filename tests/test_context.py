@@ -231,9 +231,9 @@ def test_in_every_window_of_passkey_what_is_asked_for_was_told_before(made):
 
 
 def test_passkeys_texts_have_all_lengths():
-    """Half are the whole document: else a model would not have learned to look so far back."""
+    """Also the whole document: else a model would not have learned to look so far back."""
     counts = [passkeys(1024, np.random.default_rng(i)).count("What is") for i in range(100)]
-    assert 40 < counts.count(1) < 70
+    assert min(counts) == 1
     assert max(counts) > 4
 
 
