@@ -144,9 +144,8 @@ def test_a_selective_checkpoint_does_not_send_the_keys_again(on_ranks, monkeypat
 def test_keys_go_to_the_next_process_and_come_from_the_one_before(monkeypatch):
     """Two processes cannot tell: the next one is the one before."""
     x, given = torch.randn(2, 3), []
-    functions = SimpleNamespace(
-        all_to_all_single=lambda *inputs: given.append(inputs) or x.flatten(), wait_tensor=lambda x: x
-    )
+    exchange = lambda *inputs: given.append(inputs) or x.flatten()  # noqa: E731
+    functions = SimpleNamespace(all_to_all_single=exchange, wait_tensor=lambda x: x)
     monkeypatch.setattr(torch.ops, "_c10d_functional", functions)
     assert torch.equal(ring.send(x, Part(rank=2, ranks=4, group="g", ring=True))(), x)
     assert torch.equal(given[0][0], x.flatten())
