@@ -120,8 +120,6 @@ TABLE = [
      "sent[part.rank - 1] = received[(part.rank + 1) % part.ranks] =", "ring"),
     ("a checkpoint makes the keys go round again", '"tilegpt::tiled_forward", "tilegpt::ring_forward"',
      '"tilegpt::tiled_forward"', "ring"),
-    ("a process keeps what goes round", "ctx.save_for_backward(q, k, v, documents, o, lse)",
-     "ctx.save_for_backward(q, k, v, documents, o, lse, torch.cat((k, v)))", "ring"),
     ("gradients that go round are counted in 16 bits", "max(4, width)", "width // 2", "parallel"),
     # --- evaluation, sample and resume ---
     ("validation with dropout", "model.eval()\n", "\n", "arithmetic"),

@@ -124,6 +124,12 @@ def test_only_the_first_process_prints_and_writes(layouts):
     assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in (layouts / "data2.out.0").read_text()
 
 
+def test_a_run_says_whether_its_keys_go_round(layouts):
+    said = "its keys and values go round"
+    assert said in (layouts / "ring_2.out.0").read_text()
+    assert said not in (layouts / "wide_context2.out.0").read_text()
+
+
 def counted(out: Path) -> dict:
     """What tests/ranks.py adds to the text of a process."""
     return json.loads(out.read_text().splitlines()[-1])
