@@ -19,10 +19,13 @@ needs no mask:
     s = r    both pieces see both, causally: the two lie in order
     s < r    both of its pieces see the early piece of s, and neither sees the late one
     s > r    its late piece sees both pieces of s, and the early one sees neither
+
+Windows and ALiBi count distances. With them the two pieces of the keys are computed one after the other, and each query
+gets its position among them.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +39,7 @@ from model.attention import AttentionConfig, attend, problem_of
 from model.break_it import UNBROKEN
 from model.cache import merge
 from model.part import Part
-from model.tiled import INF, KEEPS, LOG2E, sum_dtype
+from model.tiled import KEEPS, LOG2E, LOWEST, sum_dtype
 from model.tiled import gradients as tiled_gradients
 
 
@@ -55,7 +58,7 @@ def ring_attention(
 def refused(config: AttentionConfig) -> str:
     """The options that a ring does not have, as key=value; empty if there are none. They count rows and columns of the
     whole sequence, and attention of two parts counts its own."""
-    names = ("dropout_p", "window", "windows", "alibi", "block_mask")
+    names = ("dropout_p", "block_mask")
     return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
 
@@ -86,18 +89,17 @@ def forward(
     kv = torch.stack((k, v))
     acc = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
     l = torch.zeros_like(acc[..., :1])
-    m = torch.full_like(l, -INF)  # of no keys
+    m = torch.full_like(l, LOWEST)
     for i in range(part.ranks):
         arriving = send(kv, part) if i + 1 < part.ranks else None
-        rows, columns, causal = seen(q.shape[2], i, part)
-        k_i, v_i = kv[:, :, :, columns]
-        tokens = documents_of(documents, rows, columns, i, part)
-        o_i, lse_i = attend(q[:, :, rows], k_i, v_i, config, tokens, causal, None, None, UNBROKEN, True)
-        m_i = lse_i.unsqueeze(-1) * LOG2E
-        before = m[:, :, rows], l[:, :, rows], acc[:, :, rows]
-        both = merge([before, (m_i, torch.ones_like(m_i), o_i.to(acc.dtype))])
-        for x, merged in zip(before, both, strict=True):
-            x.copy_(merged)
+        for rows, columns, causal, tokens in visits(q, i, config, part, documents):
+            k_i, v_i = kv[:, :, :, columns]
+            o_i, lse_i = attend(q[:, :, rows], k_i, v_i, config, tokens, causal, None, None, UNBROKEN, True)
+            m_i = lse_i.unsqueeze(-1) * LOG2E
+            before = m[:, :, rows], l[:, :, rows], acc[:, :, rows]
+            both = merge([before, (m_i, torch.ones_like(m_i), o_i.to(acc.dtype))])
+            for x, merged in zip(before, both, strict=True):
+                x.copy_(merged)
         kv = kv if arriving is None else arriving()
     return (acc / l).to(q.dtype), (m / LOG2E + l.log()).squeeze(-1)
 
@@ -119,20 +121,21 @@ def gradients(
     """dq, dk and dv like q, k and v. Sums over the parts are in float32 (float64 for float64 inputs)."""
     kv = torch.stack((k, v))
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    own = torch.zeros_like(kv, dtype=lse.dtype)
-    returning = None
+    returning: Callable[[], Tensor] | None = None
     for i in range(part.ranks):
         arriving = send(kv, part) if i + 1 < part.ranks else None
-        rows, columns, causal = seen(q.shape[2], i, part)
-        q_i, o_i, do_i, lse_i = (x[:, :, rows] for x in (q, o, do, lse))
-        k_i, v_i = kv[:, :, :, columns]
-        tokens = documents_of(documents, rows, columns, i, part)
-        problem = problem_of(q_i, k_i, config, tokens, causal, None, None, UNBROKEN)
-        dq_i, dk_i, dv_i = part_gradients(q_i, k_i, v_i, o_i, lse_i.contiguous(), do_i, config, problem)
-        dq[:, :, rows] += dq_i
-        dkv = own if i == 0 else torch.zeros_like(own) if returning is None else returning()
-        dkv[:, :, :, columns] += torch.stack((dk_i, dv_i))
-        if i > 0:
+        dkv = torch.zeros_like(kv, dtype=lse.dtype)
+        for rows, columns, causal, tokens in visits(q, i, config, part, documents):
+            q_i, o_i, do_i, lse_i = (x[:, :, rows] for x in (q, o, do, lse))
+            k_i, v_i = kv[:, :, :, columns]
+            problem = problem_of(q_i, k_i, config, tokens, causal, None, None, UNBROKEN)
+            dq_i, dk_i, dv_i = part_gradients(q_i, k_i, v_i, o_i, lse_i.contiguous(), do_i, config, problem)
+            dq[:, :, rows] += dq_i
+            dkv[:, :, :, columns] += torch.stack((dk_i, dv_i))
+        if i == 0:
+            own = dkv
+        else:
+            dkv = dkv if returning is None else dkv + returning()
             returning = send(dkv, part)
         kv = kv if arriving is None else arriving()
     assert returning is not None, "a ring has two processes or more"
@@ -154,25 +157,27 @@ def part_gradients(
     return tiled_gradients((q, k, v, o, lse, *tensors), do, None, problem, tile_size, config.order)
 
 
-def seen(n: int, i: int, part: Part) -> tuple[slice, slice, bool]:
-    """Which of the part's n queries see which of the keys that have come i processes far, and whether causally."""
-    half, rank, source = n // 2, part.rank, came_from(i, part)
-    if source == rank:
-        return slice(0, n), slice(0, n), True
-    return (slice(0, n), slice(0, half), False) if source < rank else (slice(half, n), slice(0, n), False)
-
-
-def came_from(i: int, part: Part) -> int:
-    """Whose keys they are that have come i processes far."""
-    return (part.rank - i) % part.ranks
-
-
-def documents_of(documents: Tensor | None, rows: slice, columns: slice, i: int, part: Part) -> dict[str, Tensor]:
-    """The documents of these queries and of these keys, as fields of a Problem. rows, columns, i: as of seen()."""
-    if documents is None:
-        return {}
-    of_keys = part._replace(rank=came_from(i, part)).cut(documents)
-    return {"documents_q": part.cut(documents)[:, rows], "documents_k": of_keys[:, columns]}
+def visits(
+    q: Tensor, i: int, config: AttentionConfig, part: Part, documents: Tensor | None
+) -> Iterator[tuple[slice, slice, bool, dict[str, Tensor]]]:
+    """Which of the part's queries see which of the keys that have come i processes far: rows, columns, whether
+    causally, and fields of a Problem that say where they are."""
+    n = q.shape[2]
+    source = part._replace(rank=(part.rank - i) % part.ranks)
+    both, early, late = slice(0, n), slice(0, n // 2), slice(n // 2, n)
+    rows = late if source.rank > part.rank else both
+    found = [(rows, early if source.rank < part.rank else both)]
+    in_pieces = config.alibi or config.window is not None  # which count distances; between two pieces of keys is a gap
+    if in_pieces:
+        found = [(rows, early)] + [(late, late)] * (source.rank >= part.rank)
+    for rows, columns in found:
+        tokens: dict[str, Tensor] = {}
+        if documents is not None:
+            tokens |= {"documents_q": part.cut(documents)[:, rows], "documents_k": source.cut(documents)[:, columns]}
+        if in_pieces:
+            places = torch.arange(part.ranks * n, device=q.device)[None]
+            tokens["positions"] = part.cut(places)[0, rows] - source.cut(places)[0, columns.start]
+        yield rows, columns, i == 0, tokens
 
 
 def send(x: Tensor, part: Part) -> Callable[[], Tensor]:

@@ -40,7 +40,7 @@ EVERY = ["steps", "eval_every", "checkpoint_every"]
 WIDE = ["model.position=rope", "attention.windows=[40,null]", "attention.documents=true", "model.chunk=32"]
 RESUMED = ["resume=FROM/wide_both/checkpoints/step_000002", "parallel.context=1"]
 SHORT = ["length_warmup_steps=4", "length_warmup_from=64"]
-RING = ["model.position=rope", "attention.documents=true", "attention.dropout_p=0", "model.n_kv_head=1"]
+RING = [*WIDE[:-1], "attention.dropout_p=0", "model.n_kv_head=1"]
 RING += ["model.context_length=256", "batch_size=1", "tokens_per_step=512", *(f"{key}=20" for key in EVERY)]
 AGAIN = ["model.activation_checkpointing=selective", "model.chunk=32", "parallel.shard=true"]
 # name: (processes, whether in float64, arguments). A step has two passes of four sequences; in rings, of one.
@@ -248,7 +248,7 @@ def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
         (3, ["parallel.context=3"], "cuts sequences of model.context_length=32 tokens into 6 parts"),
         (3, ["parallel.context=3", "attention=sdpa"], "go round the processes; that has no attention=sdpa, which ret"),
         (3, ["parallel.context=3", "attention.dropout_p=0.1"], "that has no attention.dropout_p=0.1: leave it out, or"),
-        (3, ["parallel.context=3", "attention.window=8", "attention.alibi=true"], "window=8, attention.alibi=True: "),
+        (3, ["parallel.context=3", "attention.block_mask=[x.,xx]"], "that has no attention.block_mask=['x.', 'xx']: "),
         (
             2,
             ["parallel.context=2", "model.context_length=64", "length_warmup_steps=1", "length_warmup_from=32"],

@@ -67,7 +67,11 @@ def own(x, part):
 
 @pytest.mark.parametrize(
     ("N", "H", "H_kv", "more"),
-    [(2, 3, 3, {}), (3, 4, 2, {"softcap": 2.0, "softmax_scale": 0.5, "documents": True})],
+    [
+        (2, 3, 3, {}),
+        (3, 4, 2, {"softcap": 2.0, "softmax_scale": 0.5, "documents": True}),
+        (3, 2, 1, {"window": 20, "alibi": True}),
+    ],
 )
 @pytest.mark.parametrize("impl", ["naive", "tiled", "keys_outside", "triton"])
 def test_attention_over_keys_that_go_round_is_attention(impl, N, H, H_kv, more, on_ranks):

@@ -229,7 +229,7 @@ def check_ring(cfg: Any) -> None:
     lacks = "attention=sdpa, which returns no lse" if cfg.attention.impl == "sdpa" else refused(cfg.attention)
     if lacks:
         raise ValueError(
-            f"parallel.context={cfg.parallel.context} does not divide model.n_head={cfg.model.n_head} and "
+            f"parallel.context={cfg.parallel.context} does not divide both model.n_head={cfg.model.n_head} and "
             f"model.n_kv_head={cfg.model.n_kv_head}, so keys and values go round the processes; that has no {lacks}: "
             "leave it out, or use a parallel.context that divides both"
         )
