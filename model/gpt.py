@@ -199,7 +199,7 @@ class Context(NamedTuple):
     documents: Tensor | None  # (B, T) integers; None: one document
     past: LayerCache | None = None  # the layer's keys and values, in sampling with a cache
     part: Part = WHOLE  # which part of the batch this is
-    length: int = 0  # how many tokens of each sequence that are
+    length: int = 0  # how many tokens of each sequence the part has
 
 
 class CausalSelfAttention(nn.Module):
