@@ -61,6 +61,7 @@ from training.parallel import (
     Unheard,
     begin,
     divide,
+    goes_round,
     join,
     own_device,
     refuse_several,
@@ -297,7 +298,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     device = pick_device(own_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
     autocast = set_precision(dtype, device)
-    attention = resolve(cfg.attention, device.type, cfg.break_it)
+    attention = resolve(cfg.attention, device.type, cfg.break_it, lse=goes_round(cfg))
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, cfg.parallel.shard)
     refuse_another_parent(cfg)
     accumulation = passes(cfg)

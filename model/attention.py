@@ -110,7 +110,7 @@ class AttentionConfig:
                 )
 
 
-def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) -> AttentionConfig:
+def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN, lse: bool = False) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run, and refuses one that cannot run, before any work is done.
 
     auto chooses
@@ -118,13 +118,13 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN) 
       for order=keys_outside;
     - triton on a GPU for windows, documents, block masks, softcap, ALiBi, dropout or a broken switch, or tiled if
       triton cannot run there;
-    - sdpa on a GPU for everything else.
+    - sdpa on a GPU for everything else. It returns no lse; with lse=True triton or tiled are chosen there too.
 
     triton refuses head sizes above 256 and float64 only at its first call, and kernel=hopper those that it lacks.
     Raises ValueError with the reason and the way out.
     """
     if config.impl == "auto":
-        special = beyond_sdpa(config) or config.dropout_p > 0 or break_it.without
+        special = beyond_sdpa(config) or config.dropout_p > 0 or break_it.without or lse
         if not device.startswith("cuda") or config.order != "queries_outside":
             config = replace(config, impl="tiled")
         elif special:

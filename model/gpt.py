@@ -24,6 +24,7 @@ from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
 from model.part import WHOLE, Part, to_heads, to_tokens
+from model.ring import ring_attention
 
 CHOICES = {
     "position": ("learned", "rope", "none"),
@@ -198,7 +199,7 @@ class Context(NamedTuple):
     documents: Tensor | None  # (B, T) integers; None: one document
     past: LayerCache | None = None  # the layer's keys and values, in sampling with a cache
     part: Part = WHOLE  # which part of the batch this is
-    first: int = 0  # number of its first token in the sequence
+    length: int = 0  # how many tokens of each sequence the part has
 
 
 class CausalSelfAttention(nn.Module):
@@ -236,6 +237,9 @@ class CausalSelfAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, qkv: Tensor | None = None) -> Tensor:
         """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D). qkv: as in attention()."""
         part, past = context.part, context.past
+        if part.ring:
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            return ring_attention(q, k, v, self.attention_config, part, context.documents).transpose(1, 2)
         if part.ranks > 1:
             q, k, v = (to_heads(y, part) for y in (q, k, v))  # the whole T, and H / N or H_kv / N heads
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
@@ -311,12 +315,18 @@ class Block(Unit):
         """What dropout keeps, of what attention adds and of what the MLP adds: bool (B, tokens, C); None: all."""
         if context.stream_seed is None:
             return None, None
-        tokens = range(context.first + tokens.start, context.first + tokens.stop)
+        rows = context.part.tokens(context.length, tokens)
         C, (b, batch) = self.attention.out.out_features, context.part.sequences(B)
         if B == batch:
-            return keep_table(context.stream_seed, range(2 * B), tokens, C, self.dropout_p).split(B)
+            return kept_rows(context.stream_seed, range(2 * B), rows, C, self.dropout_p).split(B)
         both = b, range(batch + b.start, batch + b.stop)
-        return [keep_table(context.stream_seed, n, tokens, C, self.dropout_p) for n in both]
+        return [kept_rows(context.stream_seed, n, rows, C, self.dropout_p) for n in both]
+
+
+def kept_rows(seed: Tensor, numbers: range, pieces: list[range], C: int, dropout_p: float) -> Tensor:
+    """keep_table() of the rows of all pieces, one after the other."""
+    tables = [keep_table(seed, numbers, rows, C, dropout_p) for rows in pieces]
+    return tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
 
 
 class GPT(Unit):
@@ -388,10 +398,10 @@ class GPT(Unit):
 
         idx, documents, cache, part: as in hidden(). embed, layer: self.embed and self.layer, or what compiles them.
         """
-        tokens = part.tokens(idx.shape[1])
-        if len(tokens) * part.ranks > self.config.context_length:
+        length = idx.shape[1]
+        if length * part.ranks > self.config.context_length:
             raise ValueError(
-                f"{len(tokens) * part.ranks} tokens are more than model.context_length={self.config.context_length}"
+                f"{length * part.ranks} tokens are more than model.context_length={self.config.context_length}"
             )
         if not self.attention_config.documents:
             documents = None
@@ -402,7 +412,7 @@ class GPT(Unit):
         layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
         parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
         for block, local, seed, stream_seed, past in parts:
-            context = Context(ropes.get(local), seed, stream_seed, documents, past, part, tokens.start)
+            context = Context(ropes.get(local), seed, stream_seed, documents, past, part, length)
             x, added = cast(Unit, block).within(layer or self.layer, block, x, added, context)
         return x, added
 
@@ -410,9 +420,9 @@ class GPT(Unit):
         self, idx: Tensor, seed: Tensor | None, cache: KVCache | None, part: Part
     ) -> tuple[Tensor, dict[bool, tuple[Tensor, Tensor]]]:
         """The residual stream (B, T, C) before the blocks, and ropes() of the tokens' positions. seed: of dropout."""
-        tokens = part.tokens(idx.shape[1])
-        T = len(tokens) * part.ranks  # of the whole sequence
-        positions = slice(tokens.start, tokens.stop) if cache is None else cache.positions
+        length = idx.shape[1]
+        T = length * part.ranks  # of the whole sequence
+        positions = part.positions(length, idx.device) if cache is None else cache.positions
         x = self.embedding(idx)  # (B, T, C)
         ropes = self.ropes(T, idx.device) if cache is None else cache.ropes
         if part.ranks > 1:
@@ -425,7 +435,8 @@ class GPT(Unit):
                 for local, (cos, sin) in ropes.items()
             }
         if seed is not None:
-            keep = keep_table(seed, part.sequences(len(x))[0], tokens, x.shape[2], self.config.dropout_p)
+            rows = part.tokens(length, range(length))
+            keep = kept_rows(seed, part.sequences(len(x))[0], rows, x.shape[2], self.config.dropout_p)
             x = dropped(x, keep, self.config.dropout_p)
         device = x.device.type
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):

@@ -6,6 +6,9 @@ A process has some of the sequences. Or N processes share each sequence: every o
 but attention treats each token by itself. For attention they exchange tokens against heads, and each computes H / N
 heads of the whole sequence (Ulysses: Jacobs et al. 2023, arXiv 2309.14509). So attention itself is what it is in one
 process, kernels and masks included. It costs four exchanges a layer in the forward: of q, k, v and o.
+
+Where N does not divide the heads, a process keeps its tokens in attention too, and the keys and values go round
+(model/ring.py). The part is then two pieces of the sequence, so that all have the same work.
 """
 
 from typing import NamedTuple
@@ -22,14 +25,33 @@ class Part(NamedTuple):
     rank: int = 0  # which part of the tokens, and of the heads in attention
     ranks: int = 1  # N
     group: str = ""  # name of the process group that shares the sequences
+    ring: bool = False  # the part is two of 2 N equal pieces of the tokens: the one of its rank, from each end
 
     def cut(self, x: Tensor) -> Tensor:
         """The part's tokens of whole sequences, (B, T) to (B, T / N)."""
-        return x if self.ranks == 1 else x.chunk(self.ranks, dim=1)[self.rank]
+        if self.ranks == 1:
+            return x
+        if not self.ring:
+            return x.chunk(self.ranks, dim=1)[self.rank]
+        pieces = x.chunk(2 * self.ranks, dim=1)
+        return torch.cat((pieces[self.rank], pieces[-1 - self.rank]), dim=1)
 
-    def tokens(self, length: int) -> range:
-        """The part's `length` tokens, counted in the whole sequence."""
-        return range(self.rank * length, (self.rank + 1) * length)
+    def tokens(self, length: int, some: range) -> list[range]:
+        """Where `some` of the part's `length` tokens are in the whole sequence: one range for each piece."""
+        if not self.ring:
+            return [range(self.rank * length + some.start, self.rank * length + some.stop)]
+        half = length // 2
+        early = range(self.rank * half + some.start, self.rank * half + min(some.stop, half))
+        skipped = (2 * self.ranks - 2 - self.rank) * half
+        late = range(skipped + max(some.start, half), skipped + some.stop)
+        return [piece for piece in (early, late) if len(piece)]
+
+    def positions(self, length: int, device: torch.device) -> slice | Tensor:
+        """An index of the part's `length` tokens in a table of the whole sequence."""
+        pieces = self.tokens(length, range(length))
+        if len(pieces) == 1:
+            return slice(pieces[0].start, pieces[0].stop)
+        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
 
     def sequences(self, B: int) -> tuple[range, int]:
         """The part's B sequences, counted in the whole batch, and how many that has."""

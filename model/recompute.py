@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from model.gpt import Block, Context
 
 # The ops whose results a selective checkpoint keeps: those of attention, of all implementations but naive.
-KEPT = ("tilegpt::flash_forward", "tilegpt::tiled_forward", "aten::_scaled_dot_product_")
+KEPT = ("tilegpt::flash_forward", "tilegpt::tiled_forward", "tilegpt::ring_forward", "aten::_scaled_dot_product_")
 
 
 def in_less_memory(

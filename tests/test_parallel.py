@@ -35,11 +35,15 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024", "eval_tokens=1024"]
 DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
 STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2"]
+EVERY = ["steps", "eval_every", "checkpoint_every"]
 
 WIDE = ["model.position=rope", "attention.windows=[40,null]", "attention.documents=true", "model.chunk=32"]
 RESUMED = ["resume=FROM/wide_both/checkpoints/step_000002", "parallel.context=1"]
 SHORT = ["length_warmup_steps=4", "length_warmup_from=64"]
-# name: (processes, whether in float64, arguments). A step has two passes of four sequences.
+RING = [*WIDE[:-1], "attention.dropout_p=0", "model.n_kv_head=1"]
+RING += ["model.context_length=256", "batch_size=1", "tokens_per_step=512", *(f"{key}=20" for key in EVERY)]
+AGAIN = ["model.activation_checkpointing=selective", "model.chunk=32", "parallel.shard=true"]
+# name: (processes, whether in float64, arguments). A step has two passes of four sequences; in rings, of one.
 LAYOUTS = {
     "one": (1, False, []),
     "data2": (2, False, []),  # a pass each
@@ -52,10 +56,16 @@ LAYOUTS = {
     "wide_both": (4, True, [*WIDE, "parallel.context=2"]),  # half of the sequences of one pass
     "short_one": (1, True, SHORT),
     "short_data4": (4, True, SHORT),  # a sequence of each pass, cut in two
+    "ring_one": (1, True, RING),
+    "ring_2": (2, True, [*RING, "parallel.context=2"]),  # one key head: keys and values go round
+    "ring_4": (4, True, [*RING, "parallel.context=4"]),
+    "ring_both": (4, True, [*RING, "parallel.context=2", *AGAIN]),  # a pass for each two
     "wide_both_on_1": (1, True, RESUMED),
     "wide_both_on_2": (2, True, RESUMED),
 }
-QUICK = ["one", "data2", "wide_one", "wide_context2"]
+LATER = ["wide_data4", "wide_context4", "wide_both", "wide_both_on_1", "wide_both_on_2", "short_data4"]
+LATER += ["ring_4", "ring_both"]
+QUICK = ["one", "data2", "wide_one", "wide_context2", "ring_one", "ring_2"]
 
 
 def run_all(names: Iterable[str], small: list[str], runs: Path, layouts: dict = LAYOUTS) -> Path:
@@ -84,15 +94,15 @@ def layouts(small, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wide_layouts(small, tmp_path_factory):
     names = [name for name in LAYOUTS if name not in (*QUICK, "context2", "shard2")]
-    return run_all(["wide_one", *names], small, tmp_path_factory.mktemp("wide_layouts"))
+    return run_all(["wide_one", "ring_one", *names], small, tmp_path_factory.mktemp("wide_layouts"))
 
 
 def losses(run: Path, key: str = "loss") -> dict[int, float]:
     return {record["step"]: record[key] for record in read_metrics(run / "metrics.jsonl") if key in record}
 
 
-def tensors(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
-    folder = run / "checkpoints" / f"step_{step:06}"
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    folder = run / "checkpoints" / f"step_{last_step(run):06}"
     files = [folder / "model.safetensors", folder / "optimizer.safetensors"]
     return {name: x for file in files for name, x in safetensors.torch.load_file(file).items()}
 
@@ -114,6 +124,12 @@ def test_only_the_first_process_prints_and_writes(layouts):
     assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in (layouts / "data2.out.0").read_text()
 
 
+def test_a_run_says_whether_its_keys_go_round(layouts):
+    said = "its keys and values go round"
+    assert said in (layouts / "ring_2.out.0").read_text()
+    assert said not in (layouts / "wide_context2.out.0").read_text()
+
+
 def counted(out: Path) -> dict:
     """What tests/ranks.py adds to the text of a process."""
     return json.loads(out.read_text().splitlines()[-1])
@@ -121,33 +137,35 @@ def counted(out: Path) -> dict:
 
 def assert_sends(name: str, runs: Path) -> None:
     """All that is given to the collectives, counted in every process."""
-    size, wide, _ = LAYOUTS[name]
-    N, width = {"wide_context2": 2, "wide_context4": 4, "wide_both": 2}.get(name, 1), 8 if wide else 4
+    size, wide, more = LAYOUTS[name]
+    N, width = next((int(key[-1]) for key in more if key.startswith("parallel.context=")), 1), 8 if wide else 4
+    ring = name.startswith("ring")
     with torch.device("meta"):
         position = "rope" if wide else "learned"
-        config = GPTConfig(2, 4, n_embd=32, context_length=128, vocab_size=257, vocab_multiple=64, position=position)
+        config = GPTConfig(2, 4, 1 if ring else 4, 32, 128, 257, 64, position)
         model = GPT(config, AttentionConfig("naive"))
-    gradients, exchanged = bytes_sent(Ranks(size=size, part=Part(ranks=N)), model, 1024, width, 1)
+    ranks = Ranks(size=size, part=Part(ranks=N, ring=ring))
+    gradients, exchanged = bytes_sent(ranks, model, 512 if ring else 1024, width, 1)
     for rank in range(size):
         counts = counted(runs / f"{name}.out.{rank}")["sent"]
         assert counts[0].pop("allreduce") * 2 * (size - 1) // size == gradients * width // 4
-        assert sum(counts[0].values()) * (N - 1) // N == exchanged
+        given = sum(counts[0].values())  # of which an exchange keeps a share, and a ring nothing
+        assert (given if ring else given * (N - 1) // N) == exchanged
         assert all(count.pop("allreduce", 0) >= 0 and count == counts[0] for count in counts)
 
 
-@pytest.mark.parametrize("name", ["data2", "wide_context2"])
+@pytest.mark.parametrize("name", ["data2", "wide_context2", "ring_2"])
 def test_a_step_sends_what_the_formula_says(layouts, name):
     assert_sends(name, layouts)
 
 
-def test_two_processes_that_share_each_sequence_make_the_same_run(layouts):
-    assert_same_run("wide_context2", layouts)
+@pytest.mark.parametrize("name", ["wide_context2", "ring_2"])
+def test_two_processes_that_share_each_sequence_make_the_same_run(name, layouts):
+    assert_same_run(name, layouts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["wide_data4", "wide_context4", "wide_both", "wide_both_on_1", "wide_both_on_2", "short_data4"]
-)
+@pytest.mark.parametrize("name", LATER)
 def test_every_layout_makes_the_same_run(wide_layouts, name):
     assert_same_run(name, wide_layouts)
 
@@ -157,16 +175,17 @@ def assert_same_run(name: str, runs: Path) -> None:
     position or sum would make. A loss is recorded in float32, from a sum of shares: within one unit in the last place.
     """
     one = f"{name.partition('_')[0]}_one"
-    right, found = losses(runs / one), losses(runs / name)
-    assert [*found] == ([3, 4] if "_on_" in name else [1, 2, 3, 4])
-    torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
+    for key in ("loss", "val_loss"):
+        right, found = losses(runs / one, key), losses(runs / name, key)
+        assert [*found] == [step for step in right if step > 2 or "_on_" not in name]
+        torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
     right, found = tensors(runs / one), tensors(runs / name)
     for weight in right:
         torch.testing.assert_close(found[weight], right[weight], rtol=1e-9, atol=1e-12, msg=f"{name}: {weight}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wide_data4", "wide_context4", "wide_both"])
+@pytest.mark.parametrize("name", ["wide_data4", "wide_context4", "wide_both", "ring_4"])
 def test_a_step_of_four_sends_what_the_formula_says(wide_layouts, name):
     assert_sends(name, wide_layouts)
 
@@ -225,8 +244,11 @@ def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
         (3, ["tokens_per_step=256"], "3 processes cannot share a step of 2 passes of batch_size=4 equally"),
         (1, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there is 1"),
         (3, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there are 3"),
-        (3, ["parallel.context=3"], "model.n_head=2 is not divisible by 3"),
         (2, ["parallel.context=2"], "cuts sequences of model.context_length=32 tokens into 2 parts"),
+        (3, ["parallel.context=3"], "cuts sequences of model.context_length=32 tokens into 6 parts"),
+        (3, ["parallel.context=3", "attention=sdpa"], "go round the processes; that has no attention=sdpa, which ret"),
+        (3, ["parallel.context=3", "attention.dropout_p=0.1"], "that has no attention.dropout_p=0.1: leave it out, or"),
+        (3, ["parallel.context=3", "attention.block_mask=[x.,xx]"], "that has no attention.block_mask=['x.', 'xx']: "),
         (
             2,
             ["parallel.context=2", "model.context_length=64", "length_warmup_steps=1", "length_warmup_from=32"],
@@ -391,7 +413,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank, more, small,
     )
     assert whole.wait(HANGS) == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    right, found = tensors(tmp_path / "whole", 40), tensors(tmp_path / "killed", 40)
+    right, found = tensors(tmp_path / "whole"), tensors(tmp_path / "killed")
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 

@@ -73,6 +73,7 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
             f"parallel: {run.ranks.size} processes, each {keeps}sends {gradients} of "
             f"{'weights and ' if cfg.parallel.shard else ''}gradients a step"
             + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
+            + (", and its keys and values go round" if run.ranks.part.ring else "")
         )
     if cfg.length_warmup_steps:
         steps, (short, *longer) = cfg.length_warmup_steps, cfg.lengths

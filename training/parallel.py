@@ -12,6 +12,7 @@ are. Batches, their order and the dropout masks are those of one process: a rank
 mask counts sequences and heads in the whole batch. Only sums over ranks may round in another order.
 
 parallel.context=N gives each sequence to N ranks, which exchange tokens against heads in attention (model/part.py).
+Where N does not divide the heads, keys and values go round instead (model/ring.py).
 
 Rank 0 alone prints, writes and samples. A rank that fails ends the others: torchrun sees to it.
 """
@@ -34,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.part import WHOLE, Part
+from model.ring import refused
 
 BUCKET = 2**26  # gradients that are sent at once, in elements: a quarter of a GiB
 
@@ -188,24 +190,22 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
         )
     if cfg.parallel.shard:
         check_shard(ranks, cfg)
-    for heads in ("n_head", "n_kv_head"):
-        if getattr(cfg.model, heads) % N:
-            raise ValueError(
-                f"parallel.context={N}: each process computes a share of the heads, and model.{heads}="
-                f"{getattr(cfg.model, heads)} is not divisible by {N}"
-            )
-    if N > 1 and (short := cfg.length_at(1)) % (32 * N):
+    ring = goes_round(cfg)
+    if ring:
+        check_ring(cfg)
+    pieces = 2 * N if ring else N
+    if N > 1 and (short := cfg.length_at(1)) % (32 * pieces):
         key = "model.context_length" if short == cfg.model.context_length else "length_warmup_from"
         raise ValueError(
-            f"parallel.context={N} cuts sequences of {key}={short} tokens into {N} parts, which have to be multiples "
-            f"of 32: use a {key} that is divisible by {32 * N}"
+            f"parallel.context={N} cuts sequences of {key}={short} tokens into {pieces} parts, which have to be "
+            f"multiples of 32: use a {key} that is divisible by {32 * pieces}"
         )
     group, data = "", ranks.size // N
     if N > 1:
         device = "cuda" if own_device(cfg.device).startswith("cuda") else "cpu"
         mesh = init_device_mesh(device, (data, N), mesh_dim_names=("data", "context"))
         group = mesh.get_group("context").group_name
-    part = Part(rank=ranks.rank % N, ranks=N, group=group)
+    part = Part(rank=ranks.rank % N, ranks=N, group=group, ring=ring)
     ranks = replace(ranks, part=part, shards=ranks.size if cfg.parallel.shard else 1)
     if passes % data == 0:
         return replace(ranks, turns=data, turn=ranks.data_rank), batch_size, passes // data
@@ -217,6 +217,22 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
         f"{batch_size} equally: use a batch_size= that is divisible by {data}, or tokens_per_step= for a number of "
         "passes that is"
     )
+
+
+def goes_round(cfg: Any) -> bool:
+    """Whether keys and values go round: the processes of a sequence do not divide the heads. cfg: train.Config."""
+    return bool(cfg.model.n_head % cfg.parallel.context or cfg.model.n_kv_head % cfg.parallel.context)
+
+
+def check_ring(cfg: Any) -> None:
+    """ValueError for attention that a ring does not have. cfg: train.Config."""
+    lacks = "attention=sdpa, which returns no lse" if cfg.attention.impl == "sdpa" else refused(cfg.attention)
+    if lacks:
+        raise ValueError(
+            f"parallel.context={cfg.parallel.context} does not divide both model.n_head={cfg.model.n_head} and "
+            f"model.n_kv_head={cfg.model.n_kv_head}, so keys and values go round the processes; that has no {lacks}: "
+            "leave it out, or use a parallel.context that divides both"
+        )
 
 
 def check_shard(ranks: Ranks, cfg: Any) -> None:
@@ -246,15 +262,19 @@ def bytes_sent(ranks: Ranks, model: GPT, tokens: int, width: int, passes: int) -
     tokens: of the step, of all ranks. width: bytes of an element in products. passes: of this rank. A sum over n ranks
     in a ring sends 2 (n - 1) / n times its data: once to add up, once to hand out. With parallel.shard each pass hands
     out the weights, in the forward and in the backward, and adds up the gradients. An exchange of n ranks keeps 1 / n.
-    Activation checkpointing repeats the exchanges of the forward, which is not counted.
+    Activation checkpointing repeats the exchanges of the forward, which is not counted. In a ring, keys and values go
+    n - 1 times to the next rank, in the forward and in the backward; so do their gradients, in the dtype of sums.
     """
     N, config = ranks.part.ranks, model.config
     gradients = 2 * 4 * (model.parameter_count() + 1)  # float32, and the loss
     if ranks.shards > 1:
         gradients = passes * 3 * 4 * model.parameter_count()
-    heads = 2 * config.n_head + 2 * (config.n_kv_head or config.n_head)  # q and o, k and v
-    exchanged = 2 * config.n_layer * heads * config.head_size * width * (tokens // ranks.size)  # forward and backward
-    return gradients * (ranks.size - 1) // ranks.size, exchanged * (N - 1) // N
+    gradients = gradients * (ranks.size - 1) // ranks.size
+    kv_heads, elements = config.n_kv_head or config.n_head, config.n_layer * config.head_size * (tokens // ranks.size)
+    if ranks.part.ring:
+        return gradients, (N - 1) * 2 * kv_heads * elements * (2 * width + max(4, width))  # k and v
+    exchanged = 2 * (2 * config.n_head + 2 * kv_heads) * elements * width  # forward and backward; q and o, k and v
+    return gradients, exchanged * (N - 1) // N
 
 
 def refuse_what_is_for_one(cfg: Any, attention: AttentionConfig) -> None:

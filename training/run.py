@@ -168,7 +168,8 @@ def evaluate(run: Run) -> dict[str, float]:
                 losses[-1] = run.train_step.loss_of_windows(batch)
         if run.ranks.shards > 1 and (len(losses) - 1) % run.ranks.data_size < run.ranks.data_rank:
             run.train_step.loss_of_windows(batch)  # for nothing: the others need this rank's weights for their last one
-    found = [float(loss) * tokens for loss, tokens in zip(losses, sizes, strict=True)]  # waits for the device
+    # Of ranks that share sequences, each has the mean over its own tokens. float() waits for the device.
+    found = [float(loss) * tokens / run.ranks.part.ranks for loss, tokens in zip(losses, sizes, strict=True)]
     nats, tokens = 0.0, sum(sizes)
     for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
         nats += of_a_batch
