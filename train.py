@@ -66,6 +66,7 @@ from training.parallel import (
     own_device,
     refuse_several,
     refuse_what_is_for_one,
+    sends_from_python,
 )
 from training.probe import ProbeConfig
 from training.resume import (
@@ -214,7 +215,7 @@ class Config:
         steps, short, by, T = (
             self.length_warmup_steps, self.length_warmup_from, self.length_warmup_by, self.model.context_length
         )  # fmt: skip
-        if not steps:
+        if not steps or self.eval_only:  # which trains nothing, and may have another context
             return
         if by < 2:
             raise ValueError(f"length_warmup_by={by} must be at least 2; 2 doubles the sequences")
@@ -299,7 +300,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     dtype = pick_dtype(cfg.dtype, device)
     autocast = set_precision(dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.break_it, lse=goes_round(cfg))
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, cfg.parallel.shard)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
     ranks, rows, own_passes = divide(ranks, cfg, accumulation)
@@ -318,7 +319,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     size = ranks.of_memory(cfg.model)
     settled, which = ranks.same(settle(size, attention, rows, dtype, device, cfg.ema_decay > 0, ranks.shards))
     settled = replace(settled, context_length=cfg.model.context_length)
-    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it, cfg.parallel.shard)
+    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it, sends_from_python(cfg))
     model = make_model(replace(cfg, model=settled), attention, torch.device("cpu") if cfg.parallel.shard else device)
     if parent:
         model.load_state_dict(parent.model)
@@ -430,7 +431,7 @@ def check(cfg: Config) -> None:
     refuse_several("-m", "makes one run after the other")
     device = pick_device(cfg.device)
     attention = resolve(cfg.attention, device.type, cfg.break_it)
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, cfg.parallel.shard)
+    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
     refuse_another_parent(cfg)
     passes(cfg)
     cfg = copy.deepcopy(cfg)

@@ -440,6 +440,18 @@ def test_training_goes_on_bit_for_bit(tmp_path, fused):
         assert all(same_bits(was[name], now[name]) for name in was)
 
 
+def test_the_order_of_an_optimizers_tensors_is_not_that_in_which_they_were_loaded():
+    """Processes that share weights gather them one by one, in this order. Each has loaded its own in any order."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    tensors = checkpoint.optimizer_tensors([optimizer], model.named_parameters())
+    again = torch.optim.AdamW(model.parameters())
+    checkpoint.load_optimizer_tensors([again], model.named_parameters(), dict(reversed(tensors.items())))
+    assert [*checkpoint.optimizer_tensors([again], model.named_parameters())] == [*tensors]
+
+
 def test_the_optimizer_of_another_model_is_refused():
     model, optimizer = make(fused=False)
     train(model, optimizer, 1)

@@ -528,3 +528,11 @@ def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path, capsys
     assert [record["step"] for record in read_metrics(file)] == [1, 1]
     append(file, {"step": 3})
     assert file.read_text().endswith('"nan"}\n{"step": 3}\n')
+
+
+def test_a_measurement_may_have_a_context_that_the_runs_length_warmup_does_not_reach():
+    """It trains nothing."""
+    warmup = {"length_warmup_steps": 4, "length_warmup_from": 16, "length_warmup_by": 4}
+    with pytest.raises(ValueError, match="length_warmup_from=16 does not grow 4-fold"):
+        train.Config(model=GPTConfig(context_length=512), **warmup)
+    train.Config(model=GPTConfig(context_length=512), eval_only=True, resume="NAME", **warmup)

@@ -23,6 +23,7 @@ from tests.reference import assert_float64_right
 from training import checkpoint
 from training.metrics import read_metrics
 from training.optimizer import Muon, OptimizerConfig, build_optimizers
+from training.parallel import ParallelConfig, sends_from_python
 from training.step import Report, TrainStep, choose_way
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -69,11 +70,21 @@ def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed,
         )
 
 
-def test_a_step_of_shared_weights_is_compiled():
-    way, why = choose_way("auto", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
-    assert (way, why) == ("compiled", "parallel.shard=true gathers weights between the blocks, from Python")
-    with pytest.raises(ValueError, match=r"compile=graph: parallel\.shard=true .*; use compile=auto"):
-        choose_way("graph", CUDA, AttentionConfig("sdpa"), GPTConfig(), shard=True)
+@pytest.mark.parametrize(
+    ("parallel", "why"),
+    [
+        (ParallelConfig(shard=True), "parallel.shard=true gathers weights between the blocks, from Python"),
+        (ParallelConfig(context=3), "parallel.context=3 does not divide the heads: Python sends keys and values round"),
+        (ParallelConfig(context=2), ""),
+    ],
+)
+def test_a_step_in_which_python_sends_is_compiled_and_not_recorded(parallel, why):
+    sends = sends_from_python(train.Config(model=GPTConfig(n_head=4), parallel=parallel))
+    way, found = choose_way("auto", CUDA, AttentionConfig("triton"), GPTConfig(), sends=sends)
+    assert (way, found) == ("compiled" if why else "recorded", why)
+    if why:
+        with pytest.raises(ValueError, match=f"compile=graph: {why}; use compile=auto"):
+            choose_way("graph", CUDA, AttentionConfig("triton"), GPTConfig(), sends=sends)
 
 
 def test_a_seed_that_is_drawn_again_in_python_keeps_a_step_from_being_recorded():

@@ -508,12 +508,14 @@ def optimizer_tensors(
 
     torch's own state_dict() numbers the parameters. A new parameter, or other groups, would silently shift all numbers
     after it, so we use names. Learning rates and the like are not saved: the step and the configuration determine them.
+    The order is the same in every process, as Writer.save and give() need it. That of a state is not: safetensors gives
+    what it has loaded in an order that differs between processes.
     """
     return {
         f"{name}.{key}": value
         for name, parameter in named_parameters
         for optimizer in optimizers
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
     }
 
 

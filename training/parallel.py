@@ -224,6 +224,16 @@ def goes_round(cfg: Any) -> bool:
     return bool(cfg.model.n_head % cfg.parallel.context or cfg.model.n_kv_head % cfg.parallel.context)
 
 
+def sends_from_python(cfg: Any) -> str:
+    """What Python sends between processes in the middle of a step, which therefore cannot be recorded; or "". cfg:
+    train.Config."""
+    if cfg.parallel.shard:
+        return "parallel.shard=true gathers weights between the blocks, from Python"
+    if goes_round(cfg):
+        return f"parallel.context={cfg.parallel.context} does not divide the heads: Python sends keys and values round"
+    return ""
+
+
 def check_ring(cfg: Any) -> None:
     """ValueError for attention that a ring does not have. cfg: train.Config."""
     lacks = "attention=sdpa, which returns no lse" if cfg.attention.impl == "sdpa" else refused(cfg.attention)
@@ -239,8 +249,8 @@ def check_shard(ranks: Ranks, cfg: Any) -> None:
     """ValueError for what a run with parallel.shard=true does not have. cfg: train.Config."""
     if ranks.size == 1:
         raise ValueError(
-            "parallel.shard=true cuts the weights into a part for each process, and there is 1: start them with "
-            "torchrun, or use parallel.shard=false"
+            "parallel.shard=true cuts the weights into a part for each process, and there is 1 process: start "
+            "several with torchrun, or use parallel.shard=false"
         )
     if cfg.optimizer.kind == "muon":
         raise ValueError(

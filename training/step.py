@@ -58,12 +58,13 @@ def choose_way(
     attention: AttentionConfig,
     model: GPTConfig,
     break_it: BreakIt = UNBROKEN,
-    shard: bool = False,
+    sends: str = "",
 ) -> tuple[str, str]:
     """How the steps of a run are made: eager, compiled or recorded; and why they are not recorded, or "".
 
-    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. shard: parallel.shard. ValueError for
-    graph where a step cannot be recorded, and for a checkpoint that attention does not have.
+    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. sends: what Python
+    sends between processes in the middle of a step (parallel.sends_from_python), or "". ValueError for graph where a
+    step cannot be recorded, and for a checkpoint that attention does not have.
     """
     if attention.impl == "naive" and model.activation_checkpointing == "selective":
         raise ValueError(
@@ -73,8 +74,8 @@ def choose_way(
     obstacle = ""
     if device.type != "cuda":
         obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
-    elif shard:
-        obstacle = "parallel.shard=true gathers weights between the blocks, from Python"
+    elif sends:
+        obstacle = sends
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
     elif model.activation_checkpointing == "true" and (attention.impl == "sdpa" or not break_it.restore_seed):
