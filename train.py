@@ -475,6 +475,7 @@ def loop(run: Run, caught: list[int]) -> int:
     cfg = run.cfg
     if cfg.context_every and cfg.init_from and run.step == 0:
         measure_the_context(run)  # of the weights as they come, to compare with
+        run.ranks.wait()
     until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
     run.train_step.restart_clock()
@@ -603,6 +604,7 @@ def close(run: Run) -> None:
     """Draws the last picture, and closes the writer and the metrics. Called at the end of every run, also after an
     error."""
     run.train_step.graph = None  # before the connections that a recorded step uses
+    run.train_step.recorded_losses.clear()
     try:
         if run.code and not run.saved:
             run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")

@@ -482,7 +482,8 @@ def online_softmax(s, m, l, scale2):
 
 @gluon.jit
 def dropped(p, n, row0, tile, task, how: gl.constexpr):
-    """Step 4 without the factor 1 / (share kept): p where keep_mask() of kernels/flash.py keeps it, else 0."""
+    """Step 4 without the factor 1 / (share kept): p where keep_mask() of kernels/flash.py keeps it, else 0. The bits of
+    i and j are taken as there, for the same reason. n ^ n is a zero of n's type, which Philox wants."""
     if how.DROPOUT:
         if how.NUMBERS:
             n = gl.load(task.numbers + n)

@@ -1,7 +1,7 @@
 """The backward of FlashAttention for Hopper GPUs (sm_90), in Gluon. Read kernels/hopper.py first, for its machinery.
 
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
-    q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms, turns: see launch_backward
+    q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms: see launch_backward
 
 The steps have the numbers of model/attention.py. kernels/flash.py computes each score twice, once for dq and once for
 dk and dv. This file computes it once, in five matrix products for each tile instead of seven:
@@ -18,14 +18,14 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
     adder       two, of one warp each: adds a consumer's half to dq in memory (float32)
 
 - A sum of floats depends on its order. So the tiles of keys add to a tile of dq in a fixed order: the last tile of keys
-  first. `turns` counts, for each half of a tile of dq, how many have been added. An adder waits for its turn.
+  first. `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn.
 - Programs take the last tile of keys of a head first. So an adder waits only for tiles that were taken before, and no
   program waits for one that has not begun. With a causal mask that order also makes waiting rare: a tile of keys begins
   at its diagonal, so it comes to a tile of queries one step after its predecessor.
 - The first to add a tile stores it, so that nobody has to write zeros first.
 - ds goes through shared memory, because dq sums over the keys of both consumers. All else stays in registers.
 
-Limits: as those of kernels/hopper.py.
+Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, no dropout.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
 """
@@ -67,7 +67,7 @@ def async_add(x, at, tile, _semantic=None):
 add_out = getattr(tma, "async_atomic_add", async_add)
 
 KEYS = 64  # of one consumer
-# Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, just fit into its registers.
+# Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
@@ -334,6 +334,7 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                 added = counters + (1 + (h * stop + t) * 2 + C)
                 head, row = half_at(h, t, how, C)
                 place = (count & 1) * 2 + C
+                # No acquire follows: when the release is seen, the sums before are in the L2 cache, where copies add.
                 while gl.load(added, volatile=True) != last - tile:
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)

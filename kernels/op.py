@@ -1,5 +1,5 @@
-"""Calls the kernels of flash.py and hopper.py: checks inputs, launches, registers the op for torch.compile and its
-autograd.
+"""Calls the kernels of flash.py, hopper.py and hopper_backward.py: checks inputs, launches, registers the op for
+torch.compile and its autograd.
 
     o, lse = flash_attention(q, k, v, Problem(T, T_k, scale=D**-0.5))
 

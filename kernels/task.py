@@ -106,8 +106,9 @@ def mask_of(problem: Problem, local_tile: tuple[int | None, int | None] = (None,
     """The mask of a problem. local_tile: rows and columns of the forward's tile, used when global_mask is off."""
     local, reach = "global_mask" in problem.without, problem.T + problem.T_k
     at_least = at_most = None
-    if problem.window is not None and problem.window <= reach:  # a wider one hides nothing and may not fit in 32 bits
-        at_least, at_most = 1 - problem.window, problem.window - 1
+    if problem.window is not None and (problem.window <= reach or problem.positions is not None):
+        window = min(problem.window, 2**30)  # a wider one hides nothing; positions may reach further than the lengths
+        at_least, at_most = 1 - window, window - 1
     if problem.causal:
         at_most = None if local else 0
     tensors = (problem.documents_q, problem.documents_k, problem.positions, problem.blocks)

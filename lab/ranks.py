@@ -113,7 +113,8 @@ def race_ranks(names: list[str], ranks: Ranks, *, alone: bool, device: torch.dev
         if model is None or model.config != case.model:
             model = None
             torch.manual_seed(0)
-            model = GPT(case.model, resolve(AttentionConfig(), device.type)).to(device)
+            ring = bool(case.context and case.model.n_head % ranks.size)  # which wants the scores' log-sum-exp
+            model = GPT(case.model, resolve(AttentionConfig(), device.type, lse=ring)).to(device)
         for row in rows_of(case, model, ranks, alone, autocast, device):
             row = facts | {"case": name} | row
             print(json.dumps(row), flush=True)
@@ -128,6 +129,7 @@ def rows_of(
     shared = SimpleNamespace(
         batch_size=case.B, device=str(device.type), model=replace(config, n_kv_head=config.n_kv_head or config.n_head),
         parallel=ParallelConfig(context=size if case.context else 1), length_at=lambda step: config.context_length,
+        attention=model.attention_config,
     )  # fmt: skip
     passes = case.passes * (1 if case.context else size)
     divided, rows, own = divide(ranks, shared, passes)

@@ -3,7 +3,7 @@
     attention(q, k, v, config)      the entry point: chooses by config.impl
       naive                         the definition: builds the whole T x T_k matrix of weights; below
       tiled                         FlashAttention in plain PyTorch, one tile at a time: model/tiled.py
-      triton                        the same as GPU kernels: kernels/op.py calls those of kernels/flash.py
+      triton                        the same as GPU kernels: kernels/op.py calls those of kernels/flash.py or hopper*.py
       sdpa                          PyTorch's own, for comparison; below
 
 Shapes: B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H a multiple), D head size.

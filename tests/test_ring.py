@@ -71,6 +71,7 @@ def own(x, part):
         (2, 3, 3, {}),
         (3, 4, 2, {"softcap": 2.0, "softmax_scale": 0.5, "documents": True}),
         (3, 2, 1, {"window": 20, "alibi": True}),
+        (4, 2, 1, {"window": 40}),  # wider than a process's keys and queries, narrower than the sequence
     ],
 )
 @pytest.mark.parametrize("impl", ["naive", "tiled", "keys_outside", "triton"])

@@ -1,8 +1,10 @@
 """training/sweep.py: every job is a row, and a job knows nothing of the ones before it."""
 
 import csv
+import gc
 import os
 import signal
+import weakref
 
 import pytest
 
@@ -10,7 +12,7 @@ import train
 from tests.test_train import assert_same_run
 from training import checkpoint
 from training.metrics import Metrics
-from training.sweep import losses_figure
+from training.sweep import free_memory, losses_figure
 
 
 def table(folder) -> list[dict]:
@@ -168,3 +170,18 @@ def test_the_picture_has_a_curve_a_job_named_after_what_varies():
     (axes,) = losses_figure({"lr=$1": records, "lr=2": spoilt}, "s").axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr=$1", "BROKEN[no_max] lr=2"]
     assert len(axes.lines) == 4
+
+
+def test_what_the_first_job_froze_is_freed_for_the_second():
+    """A model and its optimizer refer to each other, and the collector looks at nothing that was frozen."""
+
+    class Model:
+        pass
+
+    model = Model()
+    model.itself = model
+    seen = weakref.ref(model)
+    gc.freeze()
+    del model
+    free_memory()
+    assert seen() is None

@@ -43,7 +43,8 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     elif attention.impl == "triton":
         dtype = DTYPES[str(run.facts["dtype"])]
         asked = attention, run.device, cfg.break_it, cfg.model.head_size, dtype
-        detail = kernels_of(left_to_portable(*asked), backward_left_to_portable(*asked))
+        positions = "it has no positions" if run.ranks.part.ring and (attention.window or attention.windows) else ""
+        detail = kernels_of(positions or left_to_portable(*asked), backward_left_to_portable(*asked))
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n, kernel=attention.kernel)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")

@@ -6,15 +6,17 @@
     ranks, rows, passes = divide(ranks, cfg, passes)     what this rank computes of each step
     loss = ranks.add_up(loss, parameters)                sums over the ranks: the gradients and the losses
 
-Every rank has all weights, and makes the same update with the same gradient. So a step sends each gradient once. The
-passes of a step (gradient accumulation) are shared among the ranks. If there are too few, the sequences of every pass
-are. Batches, their order and the dropout masks are those of one process: a rank draws the seeds of all passes, and a
-mask counts sequences and heads in the whole batch. Only sums over ranks may round in another order.
+Every rank has all weights, and makes the same update with the same gradient. So a step sends each gradient once.
+(parallel.shard=true shards weights, gradients and the optimizer's state instead: training/shard.py.) The passes of a
+step (gradient accumulation) are shared among the ranks. If there are too few, the sequences of every pass are. Batches,
+their order and the dropout masks are those of one process: a rank draws the seeds of all passes, and a mask counts
+sequences and heads in the whole batch. Only sums over ranks may round in another order.
 
 parallel.context=N gives each sequence to N ranks, which exchange tokens against heads in attention (model/part.py).
 Where N does not divide the heads, keys and values go round instead (model/ring.py).
 
-Rank 0 alone prints, writes and samples. A rank that fails ends the others: torchrun sees to it.
+Rank 0 alone prints, writes and samples; sharded ranks compute a sample and gather a checkpoint with it. A rank that
+fails ends the others: torchrun sees to it.
 """
 
 import os
@@ -141,14 +143,15 @@ class Ranks:
         return squares.sqrt()
 
     def add_up(self, loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-        """Replaces every gradient by its sum over the ranks, and returns the sum of the losses (a scalar).
+        """Replaces every gradient by its sum over the ranks, and returns the sum of the losses (a scalar). Where
+        weights are sharded, the backward has summed the gradients, and only the losses are left.
 
         Sends in pieces of at most BUCKET elements, or of one gradient. Does not wait for the device, so that a step can
         be recorded.
         """
         if self.size == 1:
             return loss
-        if self.shards > 1:  # the backward has summed the gradients
+        if self.shards > 1:
             dist.all_reduce(loss)
             return loss
         bucket: list[Tensor] = []
@@ -236,7 +239,10 @@ def sends_from_python(cfg: Any) -> str:
 
 def check_ring(cfg: Any) -> None:
     """ValueError for attention that a ring does not have. cfg: train.Config."""
-    lacks = "attention=sdpa, which returns no lse" if cfg.attention.impl == "sdpa" else refused(cfg.attention)
+    attention = cfg.attention
+    lacks = "attention=sdpa, which returns no lse" if attention.impl == "sdpa" else refused(attention)
+    if attention.kernel == "hopper" and (attention.window or attention.windows or attention.alibi):
+        lacks = "attention.kernel=hopper with positions, which a window needs here"
     if lacks:
         raise ValueError(
             f"parallel.context={cfg.parallel.context} does not divide both model.n_head={cfg.model.n_head} and "

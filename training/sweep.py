@@ -160,6 +160,7 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
 def free_memory() -> None:
     """Frees a job's memory, so that the next job has as much. (On a CPU, memory_gib keeps the peak of the earlier jobs:
     the system counts one peak per process.)"""
+    gc.unfreeze()  # the first job's are among what begin_collecting() froze
     gc.collect()  # a model and its optimizer refer to each other
     if "torch._dynamo" in sys.modules:  # it compiles at most eight versions of a function, unless it is reset
         torch.compiler.reset()
