@@ -163,3 +163,16 @@ def test_a_run_says_why_it_has_the_portable_forward(changed, why):
 def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
     with pytest.raises(ValueError, match=r"kernel=hopper: it has no attention\.softcap=2.0; use "):
         resolve(AttentionConfig("triton", kernel="hopper", softcap=2.0), "cpu")
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("window", [False, True])
+def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(window, dropout, D, monkeypatch):
+    """As it was timed (LOG.md): with dropout at head size 64, and with dropout and a window."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    lacks = op.hopper_lacks.__wrapped__  # not the cache, which other tests read
+    slower = dropout and (D == 64 or window)
+    case = torch.bfloat16, D, torch.device("cuda")
+    assert bool(lacks(*case, "auto", dropout, window)) == slower
+    assert not lacks(*case, "hopper", dropout, window)

@@ -23,6 +23,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+import train
 from tests.processes import HANGS, shown_on_a_terminal
 from training import machine, metrics, wandb_run
 from training.metrics import Metrics, log_line, loss_figure, read_metrics
@@ -261,6 +262,18 @@ def test_drawing_takes_a_small_share_of_a_run(open_metrics, tmp_path, monkeypatc
     assert not run.time_to_draw()
     now += 1
     assert run.time_to_draw()
+
+
+def test_the_last_picture_is_begun_before_the_last_checkpoint_whenever_the_one_before_was(
+    call, small, tmp_path, monkeypatch
+):
+    """So that the two go on side by side. close() would begin it after the checkpoint."""
+    begun: list[str] = []
+    monkeypatch.setattr("training.metrics.Metrics.time_to_draw", lambda self: False)
+    monkeypatch.setattr("training.metrics.Metrics.draw_later", lambda self: begun.append("picture"))
+    monkeypatch.setattr("train.close", lambda run: begun.append("close"))
+    assert call(train, *small, "steps=2", "sample_every=0", f"runs={tmp_path}", "name=x").code == 0
+    assert begun == ["picture", "close"]
 
 
 def test_a_name_that_the_font_lacks_is_drawn_without_a_warning(recwarn):
