@@ -222,10 +222,12 @@ class Config:
         if not 0 < short < T or self.lengths[-1] != T:
             grows = "double" if by == 2 else f"grow {by}-fold"
             divided = ", ".join(str(by**i) for i in (1, 2, 3))
-            raise ValueError(
-                f"length_warmup_from={short} does not {grows} to model.context_length={T}; "
-                f"use model.context_length divided by {divided}, ..."
+            way_out = (
+                f"model.context_length divided by {divided}, ..."
+                if T % by == 0
+                else "a length_warmup_by that divides it"
             )
+            raise ValueError(f"length_warmup_from={short} does not {grows} to model.context_length={T}; use {way_out}")
         if steps < len(self.lengths) - 1:
             raise ValueError(
                 f"length_warmup_steps={steps} must be at least {len(self.lengths) - 1}, the number of lengths that are "
@@ -345,7 +347,8 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     cfg.name = ranks.same(cfg.name or new_name(cfg, model, attention.impl))
     folder = Path(cfg.runs) / cfg.name
     same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
-    ranks.refuse_difference(text=loader.dataset, step=step)
+    run_before = None if resumed is None else resumed.path.parent.parent.name
+    ranks.refuse_difference(text=loader.dataset, run=run_before, step=step)
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
     if ranks.size > 1:
         facts["ranks"] = ranks.size

@@ -80,6 +80,6 @@ def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> li
             started = time.perf_counter()
             losses[name] = train_quietly(script, cfg)
             said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"
-            show(f"training {name:18}{setting:58}loss {said:24}{time.perf_counter() - started:4.0f} s")
+            show(f"training {name:18}{setting:57} loss {said:24}{time.perf_counter() - started:4.0f} s")
         found.append(Curves(setting, losses.pop("whole"), losses))
     return found

@@ -255,7 +255,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     length_warmup_steps=1 length_warmup_from=8  length_warmup_steps=1 must be at least 2, the number of lengths that
     length_warmup_steps=4 length_warmup_by=1    length_warmup_by=1 must be at least 2; 2 doubles the sequences
     length_warmup_steps=4 length_warmup_from=8 length_warmup_by=3  length_warmup_from=8 does not grow 3-fold to model.c
-    length_warmup_steps=4 length_warmup_from=8 length_warmup_by=3  use model.context_length divided by 3, 9, 27, ...
+    length_warmup_steps=4 length_warmup_from=8 length_warmup_by=3  use a length_warmup_by that divides it
     pack=true data=recall data.path=null        pack=true with data=recall: its documents fill windows already
     length_warmup_steps=-1                      length_warmup_steps=-1 must be at least 0
     length_warmup_steps=4 length_warmup_from=16 data=recall data.path=null      with data=recall: its strings
