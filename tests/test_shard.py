@@ -45,7 +45,7 @@ def test_two_processes_that_share_the_weights_are_one_process_bit_for_bit(quick)
     """A sum of two gradients has one order. Without clipping nothing else is summed: the norm, in two parts, is."""
     for key in ("loss", "val_loss"):
         assert losses(quick / "one", key) == losses(quick / "shard2", key)
-    one, two = tensors(quick / "one", 20), tensors(quick / "shard2", 20)
+    one, two = tensors(quick / "one"), tensors(quick / "shard2")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     torch.testing.assert_close(
@@ -90,7 +90,7 @@ def test_every_layout_makes_the_same_run(name, wide):
     right, found = losses(wide / "wide_one"), losses(wide / name)
     assert [*found] == [*range(11 if "FROM" in str(LAYOUTS[name]) else 1, 21)]
     torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
-    right, found = tensors(wide / "wide_one", 20), tensors(wide / name, 20)
+    right, found = tensors(wide / "wide_one"), tensors(wide / name)
     assert right.keys() == found.keys()
     for weight, x in right.items():
         assert (found[weight].double() - x.double()).abs().max() <= 512 * 2**-52 * x.abs().max(), weight
@@ -98,7 +98,7 @@ def test_every_layout_makes_the_same_run(name, wide):
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_run_bit_for_bit(wide):
-    right, found = tensors(wide / "wide_shard4", 20), tensors(wide / "wide_shard4_again", 20)
+    right, found = tensors(wide / "wide_shard4"), tensors(wide / "wide_shard4_again")
     assert all(torch.equal(found[name], right[name]) for name in right)
     for rank in range(4):
         assert counted(wide / f"wide_shard4_again.out.{rank}")["held"] < 0.26 * counted(wide / "wide_one.out.0")["held"]
