@@ -109,11 +109,11 @@ class Tile(Tensor):
 
     type = property(lambda self: SimpleNamespace(layout=None))
 
-    def to(self, dtype: Any) -> "Tile":
-        return self.long() & LOW if dtype == torch.uint32 else super().to(dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tile":
+        return self.view(dtype) if bitcast else self.long() & LOW if dtype == torch.uint32 else super().to(dtype)
 
     def __lshift__(self, by: Any) -> "Tile":
-        return super().__lshift__(by) & LOW
+        return super().__lshift__(by) & LOW if self.dtype == torch.int64 else super().__lshift__(by)
 
 
 def tile(x: Tensor) -> Tile:
@@ -313,6 +313,10 @@ def philox(*words: Any) -> tuple[Tensor, ...]:
     return tuple(map(tile, torch.broadcast_tensors(*philox_of_model((c0, c1, c2, c3), (k0, k1)))))
 
 
+def as_kept_operand(p: Tensor, layout: Any, dtype: Any) -> Tensor:
+    return p.relu().to(dtype)
+
+
 def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
     def found(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -342,6 +346,7 @@ def language() -> dict[str, Any]:
         "expand_dims": torch.unsqueeze,
         "convert_layout": lambda x, layout: x,
         "fma": lambda a, b, c: (a.double() * b + c).float(),
+        "abs": torch.abs,
         "exp2": torch.exp2,
         "log": torch.log,
         "log2": torch.log2,
@@ -385,6 +390,7 @@ def on_cpu(
     sys.modules.update(fakes)
     try:
         module = ModuleType(f"{path.stem}_on_cpu")
+        module.range = lambda *ends: map(Number, range(*ends))
         sys.modules[module.__name__] = module  # dataclasses look it up
         exec(compile(change(path.read_text(encoding="utf-8")), path, "exec"), module.__dict__)
     finally:
@@ -393,6 +399,8 @@ def on_cpu(
                 del sys.modules[name]
             else:
                 sys.modules[name] = found
+    if path == SOURCE:
+        module.philox, module.as_kept_operand = philox, as_kept_operand
     return module
 
 
@@ -417,7 +425,6 @@ def launch(
     hopper.processors = lambda device: programs
     hopper.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
     hopper.shared_layout = lambda *_: None
-    hopper.philox = philox
     try:
         hopper.launch_forward(q, k, v, o, lse, lse2, problem)
     finally:
