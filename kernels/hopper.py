@@ -117,7 +117,6 @@ class Shared(NamedTuple):
     q_free: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor
     v_free: gl.shared_memory_descriptor
-    bits: gl.shared_memory_descriptor  # (CONSUMERS, BLOCK_N / 32, 2, 8, 8): of dropout
     group: gl.shared_memory_descriptor  # (2, 1): the number of the next group of tiles of queries, and of the one after
     group_full: gl.shared_memory_descriptor
 
@@ -219,8 +218,6 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, H, T, T_k, at_least, at_m
         gl.allocate_shared_memory(o.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], o.layout),
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),
-        gl.allocate_shared_memory(
-            gl.int32, [how.CONSUMERS, how.BLOCK_N // 32, 2, 8, 8], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),
     )  # fmt: skip
@@ -380,33 +377,27 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     m = gl.full([how.ROWS], START, gl.float32, gl.SliceLayout(1, s_layout))
     l = gl.full([how.ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     mbarrier.wait(shared.q_full.index(C), phase)
-    number, seed = n, 0
-    if how.DROPOUT:
-        seed = gl.load(task.seed)
-        if how.NUMBERS:
-            number = gl.load(task.numbers + n)
     s = scores(q_i, shared, count, s_layout, how)
-    bits = drawn(number, row0, stop - 1, seed, shared, task, s_layout, how, C)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
-    p = weights(p, bits, o_layout, q_i.dtype, how)  # 4
+    p = as_operand(dropped(p, n, row0, stop - 1, task, how), o_layout, q_i.dtype)  # 4
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
         s = scores(q_i, shared, count, s_layout, how)
         acc = add_values(acc, p, shared, count - 1, how)
-        bits = drawn(number, row0, tile, seed, shared, task, s_layout, how, C)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
         if how.RAGGED and (tile >= whole_stop or tile < whole_start):
             s = hide(s, b, i, tile, task, how)
         p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
+        p_new = dropped(p_new, n, row0, tile, task, how)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
-        p = weights(p_new, bits, o_layout, q_i.dtype, how)
+        p = as_operand(p_new, o_layout, q_i.dtype)
     mbarrier.arrive(shared.q_free.index(C), count=1)
     acc = add_values(acc, p, shared, count, how)
     acc = warpgroup_mma_wait(0, [acc])
@@ -490,78 +481,24 @@ def online_softmax(s, m, l, scale2):
 
 
 @gluon.jit
-def drawn(n, row0, tile, seed, shared, task, layout: gl.constexpr, how: gl.constexpr, C: gl.constexpr):
-    """draw() for a tile of keys; without dropout 0, for nothing."""
-    bits = 0
+def dropped(p, n, row0, tile, task, how: gl.constexpr):
+    """Step 4 without the factor 1 / (share kept): p where keep_mask() of kernels/flash.py keeps it, else 0. The bits of
+    i and j are taken as there, for the same reason. n ^ n is a zero of n's type, which Philox wants."""
     if how.DROPOUT:
-        table = shared.bits.index(C)
-        bits = draw(n, row0, tile * how.BLOCK_N, seed, task.threshold, table, how.ROWS, how.BLOCK_N, False, layout)
-    return bits
-
-
-@gluon.jit
-def weights(p, bits, layout: gl.constexpr, dtype: gl.constexpr, how: gl.constexpr):
-    """Step 4 without the factor 1 / (share kept), as the first operand of p v."""
-    if how.DROPOUT:
-        found = as_kept_operand(signed(p, bits, False), layout, dtype)
-    else:
-        found = as_operand(p, layout, dtype)
-    return found
-
-
-@gluon.jit
-def draw(n, row0, column0, seed, threshold, table, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-         TRANSPOSED: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """Step 4: the bits of model/dropout.py for a tile of scores. TRANSPOSED: keys are its rows. A Philox call decides
-    for 16 elements, of which a thread has eight. So each call is made once, and the threads exchange the results
-    through `table`, int32 (COLUMNS / 32, 2, 8, 8) in shared memory. Returns int32 (ROWS, COLUMNS), for signed()."""
-    SQUARES: gl.constexpr = COLUMNS // 32
-    call = gl.arange(0, SQUARES * 128, gl.BlockedLayout([1], [32], [4], [0]))
-    rows = (row0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)  # without bits 3 and 4
-    columns = (column0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)
-    c0, c1 = (columns, rows) if TRANSPOSED else (rows, columns)
-    words = philox(c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
-    # Bit 7 of each byte of `dropped`: whether it is below the threshold. The four words' bits go into one: word w's to
-    # bit 4 + w.
-    low = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
-    high = ((threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
-    bits = c0 & 0
-    for word in gl.static_range(4):
-        w = words[word]
-        least = (w & 0x7F7F7F7F) + low  # its bits 7: what the other bits say
-        dropped = ~((least & w) | ((least | w) & high))
-        bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
-    table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
-    # Of an element: bits 5 on, bits 3 and 4, bits 0 to 2 of its row and of its column. The table has no bits 3 and 4.
-    whole: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
-    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, whole)))
-    mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, whole)
-    mine = gl.convert_layout(mine.reshape((ROWS, COLUMNS)), layout)
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    return mine >> (row & 16 if TRANSPOSED else row >> 3 & 2)  # a thread's rows differ in bit 3
-
-
-@gluon.jit
-def signed(p, bits, TRANSPOSED: gl.constexpr):
-    """p where it is kept, else -p. bits: of draw()."""
-    row = gl.expand_dims(gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)), 1)
-    column = gl.expand_dims(gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout)), 0)
-    place = (row & 8) + (column >> 3 & 3) if TRANSPOSED else (column & 24) + (row >> 3 & 1)
-    return (p.to(gl.int32, bitcast=True) ^ (bits << (27 - place) & -0x80000000)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
-    """as_operand() of what signed() returns, with 0 for what is not kept."""
-    if dtype == gl.bfloat16:
-        p = gl.inline_asm_elementwise(
-            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2
+        if how.NUMBERS:
+            n = gl.load(task.numbers + n)
+        i = gl.expand_dims(gl.arange(0, how.ROWS, gl.SliceLayout(1, p.type.layout)), 1)
+        j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
+        seed = gl.load(task.seed)
+        c0 = (row0 >> 5 << 3).to(gl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(gl.uint32)
+        c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(gl.uint32)
+        w0, w1, w2, w3 = philox(
+            c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
         )
-    else:
-        p = gl.inline_asm_elementwise(
-            "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
-        )
-    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
+        word = gl.where((i & 16) != 0, gl.where((i & 8) != 0, w3, w2), gl.where((i & 8) != 0, w1, w0))
+        keep = (word << (24 - (j & 24)).to(gl.uint32)) >= (task.threshold << 24).to(gl.uint32)
+        p = gl.where(keep, p, task.zero)
+    return p
 
 
 @gluon.jit

@@ -52,16 +52,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.hopper import (
     all_threads,
-    as_kept_operand,
     as_matrix,
     as_operand,
     barriers,
     copy_in,
     copy_out,
-    draw,
+    philox,
     processors,
     shared_layout,
-    signed,
 )
 from kernels.problem import Problem
 from kernels.task import in_tiles
@@ -473,15 +471,14 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
     if how.DROPOUT:
         if how.LATE:
             mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
-        table = as_table(ds_place, how.BLOCK_M // 32)  # ds comes later
-        bits = draw(n, column0, t * how.BLOCK_M, seed, scoring.threshold, table, how.KEYS, how.BLOCK_M, True, s_layout)
+        bits = draw(n, t * how.BLOCK_M, column0, seed, scoring.threshold, ds_place, s_layout, how)
     s = warpgroup_mma_wait(1, [s])
     s = s * scoring.scale2 + terms.slice(0, 1).load(s_layout)
     if MASKED:
         s = hide(s, t, column0, sizes, how)
     p = gl.exp2(s)  # 8
     if how.DROPOUT:
-        p = signed(p, bits, True)
+        p = signed(p, bits)
         dv_c = warpgroup_mma(as_kept_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
     else:
         dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)
@@ -570,6 +567,62 @@ def hide(s, t, column0, sizes, how: gl.constexpr):
         first = j + (column0 + sizes.T - sizes.T_k - t * how.BLOCK_M)
     first = gl.where(j < sizes.T_k - column0, first, how.BLOCK_M)
     return gl.where(gl.expand_dims(first, 1) <= gl.expand_dims(i, 0), s, -float("inf"))
+
+
+@gluon.jit
+def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl.constexpr):
+    """The bits of model/dropout.py for a tile: int32 (KEYS, BLOCK_M), for signed(). A Philox call decides for 16
+    weights, of which a thread has eight. So each call is made once, and the threads exchange the results through
+    `place`, where ds comes later."""
+    SQUARES: gl.constexpr = how.BLOCK_M // 32
+    call = gl.arange(0, SQUARES * 128, gl.BlockedLayout([1], [32], [4], [0]))
+    c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
+    c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
+    words = philox(c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
+    # Bit 7 of each byte of `dropped`: whether it is below the threshold. The four words' bits go into one: word w's to
+    # bit 4 + w.
+    low = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
+    high = ((threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
+    bits = c0 & 0
+    for word in gl.static_range(4):
+        w = words[word]
+        least = (w & 0x7F7F7F7F) + low  # its bits 7: what the other bits say
+        dropped = ~((least & w) | ((least | w) & high))
+        bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
+    table = as_table(place, SQUARES)
+    table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
+    # Of a weight: bits 5 on, bits 3 and 4, bits 0 to 2 of its key and of its query. The table has no bits 3 and 4.
+    whole: gl.constexpr = (
+        gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
+    )
+    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, whole)))
+    mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, whole)
+    mine = gl.convert_layout(mine.reshape((how.KEYS, how.BLOCK_M)), layout)
+    key = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, layout)), 1)
+    return mine >> (key & 16)  # a thread's keys differ in bit 3
+
+
+@gluon.jit
+def signed(p, bits):
+    """p where it is kept, else -p. bits: of draw()."""
+    key = gl.expand_dims(gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)), 1)
+    query = gl.expand_dims(gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout)), 0)
+    sign = bits << (27 - (key & 8) - (query >> 3 & 3)) & -0x80000000
+    return (p.to(gl.int32, bitcast=True) ^ sign).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
+    """as_operand() of what signed() returns, with 0 for what is not kept."""
+    if dtype == gl.bfloat16:
+        p = gl.inline_asm_elementwise(
+            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        p = gl.inline_asm_elementwise(
+            "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
 
 
 @builtin
