@@ -97,9 +97,6 @@ def backward_on_cpu(change: Callable[[str], str] = lambda source: source) -> Mod
     module.wait_written = wait_written
     module.as_kept_operand = lambda p, layout, dtype: p.relu().to(dtype)
     module.both_consumers = both_consumers
-    module.as_table = lambda place, squares: Place(
-        place.x.view(torch.int32).view(-1)[: squares * 128].view(-1, 2, 8, 8)
-    )
     module.halves = lambda place: Place(place.x.view(64, 2, 64).transpose(0, 1))
     return module
 
