@@ -24,8 +24,9 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
   at its diagonal, so it comes to a tile of queries one step after its predecessor.
 - The first to add a tile stores it, so that nobody has to write zeros first.
 - ds goes through shared memory, because dq sums over the keys of both consumers. All else stays in registers.
+- Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
-Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout.
+Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. kernels/op.py sends the rest to flash.py.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
 """
@@ -157,7 +158,7 @@ def launch_backward(
     dq, dk, dv = found
     rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
     keep_scale = 256 / (256 - problem.drop_threshold)
-    times = 2.0 if dropout else 1.0  # what ds is
+    times = 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
     scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)

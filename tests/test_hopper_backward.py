@@ -23,9 +23,11 @@ WHOLE = backward_on_cpu()
 NAMES = "dq", "dk", "dv"
 
 
-def gradients(module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
+def gradients(
+    module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None, numbers: Tensor | None = None
+) -> dict[str, Tensor]:
     """dq, dk and dv by hopper_backward. seed: of the order of its jobs, which run on one to four processors. o and lse
-    are naive's in float64, rounded."""
+    are naive's in float64, rounded. numbers: of the masks of dropout, which o does not follow."""
     inputs = inputs or case.inputs(dtype)
     q, k, v, do, dlse = (inputs[name] for name in ("q", "k", "v", "do", "dlse"))
     o, lse = naive_forward(inputs, case, torch.float64)
@@ -33,6 +35,7 @@ def gradients(module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict 
     problem = Problem(q.shape[2], k.shape[2], case.softmax_scale or case.D**-0.5, case.causal)
     if case.dropout_p:
         problem = problem._replace(seed=torch.tensor(SEED), drop_threshold=drop_threshold(case.dropout_p))
+        problem = problem._replace(numbers=numbers)
     lse2 = (lse / math.log(2)).float()
     args = q, k, v, o.to(dtype), lse2, do, dlse.contiguous(), found, problem
     launch_backward(module, seed, *args, programs=1 + seed % 4)
@@ -76,6 +79,16 @@ def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None
 )
 def test_it_is_within_twice_naives_error(case, dtype):
     assert_within_budget(gradients(WHOLE, case, 0, dtype), naive(case, dtype, dtype), naive(case, torch.float64, dtype))
+
+
+def test_the_mask_of_a_head_is_that_of_its_number():
+    """dv of two heads that have each other's numbers."""
+    case = Case(97, D=64, B=1, dropout_p=0.5)
+    inputs = case.inputs(torch.bfloat16)
+    swapped = {name: x.flip(1) for name, x in inputs.items()}
+    found = gradients(WHOLE, case, 0, inputs=inputs, numbers=torch.tensor([1, 0]))
+    assert torch.equal(found["dv"], gradients(WHOLE, case, 0, inputs=swapped)["dv"].flip(1))
+    assert not torch.equal(found["dv"], gradients(WHOLE, case, 0, inputs=inputs)["dv"])
 
 
 @pytest.mark.parametrize("D", [64, 128])
