@@ -275,6 +275,14 @@ def test_a_kernel_counts_where_its_name_says():
             assert {key: ms for key, ms in found.items() if ms} == {part: 3.0, "idle": 7.0}, name
 
 
+@pytest.mark.parametrize("name", ["flash", "hopper", "hopper_backward"])
+def test_every_kernel_of_attention_counts_as_attention(name):
+    text = (ROOT / f"kernels/{name}.py").read_text(encoding="utf-8")
+    kernels = re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)
+    assert kernels
+    assert all(meter.where([(kernel, 3.0)], 3.0)["attention"] == 3.0 for kernel in kernels)
+
+
 def test_the_parts_are_the_whole_step():
     spent = [("aten::mm", 2.0), ("aten::addmm", 1.5), ("loss_kernel", 0.25), ("strange", 0.5)]
     found = meter.where(spent, 5.0)
