@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from data.loader import validation_batches
+from data.text import counted
 from lab import draw, measure, panels, trainings, trials
 from lab.files import plain, write
 from lab.page import FIGURES, write_page
@@ -63,7 +64,8 @@ def gallery(
         T = min(256, model.net.config.context_length)
         batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 2, T, 2 * T))
         calls = record(model.net, batch.x.to(device), batch.y.to(device))
-        show(f"{model.name}: {len(calls)} layers of {model.net.config.n_head} heads, {T} tokens of its validation text")
+        sizes = f"{counted(len(calls), 'layer')} of {counted(model.net.config.n_head, 'head')}"
+        show(f"{model.name}: {sizes}, {T} tokens of its validation text")
 
         wanted, impls = ["none", *failures], trials.available(device)
         for line in measure.left_out(calls, wanted, impls):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from data.text import counted
 from kernels.problem import Problem
 from lab.charts import memory_picture, speed_picture
 from lab.meter import median_ms, peak_bytes
@@ -103,10 +104,10 @@ class Case:
 
     def title(self) -> str:
         """What all lengths of a series have in common, in words."""
-        words = [f"head size {self.D}", f"{self.H} heads" + (f" on {self.H_kv} of keys" if self.H_kv else "")]
+        words = [f"head size {self.D}", counted(self.H, "head") + (f" on {self.H_kv} of keys" if self.H_kv else "")]
         words.append("causal" if self.causal else "not causal")
         words += [f"window {self.window}"] * (self.window is not None)
-        words += [f"documents of {self.documents} tokens"] * (self.documents is not None)
+        words += [f"documents of {counted(self.documents or 0, 'token')}"] * (self.documents is not None)
         words += [f"block mask {'/'.join(self.block_mask or ())}"] * (self.block_mask is not None)
         return ", ".join([*words, f"dropout {self.dropout_p:g}"])
 

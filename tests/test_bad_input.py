@@ -687,7 +687,7 @@ def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tm
     metrics.write_bytes("\n".join(lines).encode(errors="surrogatepass") + b"\n" + metrics.read_bytes())
     ended = call(train, "resume=done", f"runs={tmp_path}/runs", "steps=5")
     assert ended.code == 0
-    assert ended.err == f"{metrics}: {len(lines)} lines are not records and are left out\n"
+    assert ended.err == f"{metrics}: left out {len(lines)} lines without a record\n"
 
 
 @table(r"""

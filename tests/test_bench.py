@@ -112,7 +112,7 @@ def test_the_last_line_is_json_of_the_rows(raced):
 
 def test_the_table_has_a_line_for_each_implementation_and_fits_the_screen(raced):
     head = next(i for i, line in enumerate(raced[1]) if line.strip().endswith("causal, dropout 0"))
-    assert raced[1][head].strip() == "head size 16, 1 heads, causal, dropout 0"
+    assert raced[1][head].strip() == "head size 16, 1 head, causal, dropout 0"
     assert raced[1][head + 2].split() == ["T", "B", *["ms", "GFLOP/s"] * 3, "x", "fastest", "MiB"]
     table = raced[1][head + 3 : head + 9]
     assert [line.split()[2] for line in table] == ["naive", "tiled", "sdpa_flash"] * 2
@@ -608,7 +608,7 @@ def roofline_rows(tmp_path_factory):
 def test_a_roofline_without_enough_memory_is_one_line(tmp_path):
     """It was a traceback."""
     cfg = bench.Config(mode="roofline", lengths=[2**30], heads=[2**20], device="cpu", out=str(tmp_path))
-    with pytest.raises(ValueError, match="out of memory with 1 sequences of 1073741824 tokens; use shorter lengths="):
+    with pytest.raises(ValueError, match="out of memory with 1 sequence of 1073741824 tokens; use shorter lengths="):
         bench.main(cfg)
 
 
