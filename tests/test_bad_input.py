@@ -665,6 +665,16 @@ def test_what_is_damaged_is_refused_by_each_script_that_reads_it(refused, there,
         refused(sample, tmp_path, [f"checkpoint={path}"], answer)
 
 
+@pytest.mark.parametrize("typed", ["runs={0}", "runs={0}/in", "runs={there} name=empty.txt", "data.cache={0}"])
+def test_a_file_in_the_place_of_a_folder_is_named(refused, there, typed):
+    """Python's line was [Errno 20] Not a directory, or [Errno 17] File exists."""
+    file = there / "empty.txt"
+    given = ["data=text", f"data.path={there}/text", *TRAIN, *typed.format(file, there=there).split()]
+    given += [] if "cache" in typed else [f"data.cache={there}/cache"]
+    answer = f"train: {file} is a file, and a folder is wanted: name another one, or move the file away\n"
+    refused(train, there, given, answer)
+
+
 def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tmp_path):
     """What is in metrics.jsonl is only looked at, and a run is worth more: this one goes on."""
     lines = [
@@ -817,7 +827,7 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     runs={there}/runs                  the lab trains its own model; add run=NAME
     out=                               out=: the lab wants a folder for its pictures
     out={there}/empty.txt              out={there}/empty.txt: the lab wants a folder for its pictures
-    out={there}/empty.txt/in           empty.txt/in
+    out={there}/empty.txt/in           empty.txt is a file, and a folder is wanted
     trace=true explorer=true           choose one of them, or none for the lab
 """)
 def test_a_lab_that_cannot_be(refused, there, typed, answer):
