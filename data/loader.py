@@ -481,6 +481,6 @@ def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) ->
     if len(tokens) < context_length + 1:
         fraction = "a larger data.val_fraction, " if what == "validation" else ""
         raise ValueError(
-            f"the {what} text has {counted(len(tokens), 'token')}, one window takes {context_length + 1}: "
+            f"the {what} text has {counted(len(tokens), 'token')}, one window takes {context_length + 1:,}: "
             f"use {fraction}more text or a smaller model.context_length"
         )

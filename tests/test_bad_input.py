@@ -306,7 +306,7 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.mlp_hidden=10000000000000         cannot be made here
     model.vocab_multiple=10000000000000     cannot be made here
     model.context_length=10000000           tokens_per_step=128 is no multiple
-    model.context_length=10000000 batch_size=1 tokens_per_step=null     one window takes 10000001
+    model.context_length=10000000 batch_size=1 tokens_per_step=null     one window takes 10,000,001
     model.vocab_size=300                    model.vocab_size=300, the tokenizer has 257
     model.vocab_multiple=0                  model.vocab_multiple=0 must be at least 1
     model.position=sine                     model.position=sine is not known; choose learned or rope or none
@@ -522,7 +522,7 @@ def test_a_file_that_is_no_text(there, typed, answer):
     version.bin     version.bin is no token file, its header begins with (20240520, 7)
     more.bin        more.bin has 3001 tokens, its header says 5000
     negative.bin    negative.bin has 3001 tokens, its header says -1
-    odd.bin         odd.bin has 3001 tokens and 1 bytes, its header says 3001
+    odd.bin         odd.bin has 3001 tokens and 1 byte, its header says 3001
     unknown.bin     unknown.bin has token 257, tokenizer byte has 257
 """)
 def test_a_file_that_is_no_shard(there, typed, answer):

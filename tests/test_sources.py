@@ -464,7 +464,7 @@ def test_a_shard_cut_short_is_refused_and_nobody_is_told_to_delete_the_folder(tm
     path = write_shard(tmp_path / "bin" / "a.bin", range(100), 257)
     os.truncate(path, 1024 + 99)
     message = refusal(open_data, DataConfig("bin", str(tmp_path / "bin")), BYTE)
-    assert message == f"{path} has 49 tokens and 1 bytes, its header says 100: make or download it again"
+    assert message == f"{path} has 49 tokens and 1 byte, its header says 100: make or download it again"
 
 
 def test_a_kept_tokenizer_is_for_shards_only(make, tmp_path):
