@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention import AttentionConfig, attention, left_to_portable
 from model.break_it import BreakIt
-from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, error, largest, run
+from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
@@ -66,27 +67,60 @@ def test_hopper_is_within_twice_naives_error(case, D, dtype):
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize("config", [HOPPER, PORTABLE], ids=lambda config: config.kernel)
 def test_keys_that_dominate_are_weighed_exactly(config, places, same_values, D, dtype):
-    """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within three times
-    the error of PyTorch's FlashAttention. That error is chance: between two orders of summing, both right, the largest
-    differed by up to 2.75 times in these cases (on a CPU)."""
+    """o and lse within twice naive's error."""
     case = Case(640, D=D, softmax_scale=1.0)
     for above in (8.0, 16.0, 30.0):
         for apart in (0.0, 0.125):
             inputs = dominated(D, dtype, above, apart, places, same_values, 640, "cuda")
-            reference = in_float64(inputs, case)
-            found, naive = run(inputs, case, config), run(inputs, case, NAIVE)
-            assert_within_budget(*({name: x[name] for name in ("o", "lse")} for x in (found, naive, reference)))
+            found, naive, right = run(inputs, case, config), run(inputs, case, NAIVE), in_float64(inputs, case)
+            assert_within_budget(*({name: x[name] for name in ("o", "lse")} for x in (found, naive, right)))
             if same_values and (above, apart) == (30.0, 0.0):  # the others have a weight of 1e-13
                 rows = found["o"][:, :, max(places) :]
                 assert torch.equal(rows, inputs["v"][:, :, places[:1]].expand_as(rows))
-            q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
-            theirs = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs["do"]), strict=True))
-            for name, gradient in theirs.items():
-                right = reference[name]
-                budget = 2 * (error(naive[name], right) + torch.finfo(dtype).eps * largest(right))
-                assert error(found[name], right) <= max(budget, 3 * error(gradient, right)), (name, above, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_gradients_of_keys_that_dominate_are_as_exact_as_flash_attentions(places, same_values, D, dtype):
+    """At most 1.1 times the error of PyTorch's FlashAttention: the norm of a head's error, and the largest, both as
+    means over 2,048 heads. The error of one head is chance: where o lies between two 16-bit numbers, the order of
+    summing may decide which it becomes, and such roundings of o are most of what is wrong in dq and dk. The means of
+    two right kernels differ by less than 2 % (standard deviation, on a CPU)."""
+    for above in (8.0, 16.0, 30.0):
+        for apart in (0.0, 0.125):
+            ours, theirs = gradient_errors(D, dtype, above, apart, places, same_values)
+            for config, errors in ours.items():
+                assert all((errors[name] <= 1.1 * theirs[name]).all() for name in theirs), (config, above, apart)
+
+
+def gradient_errors(D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool):
+    """Of the gradients of hopper and portable, by kernel and name, and of PyTorch's FlashAttention, by name: norm and
+    largest error of a head, each float64 (2,), means over 2,048 heads."""
+    case = Case(340, D=D, softmax_scale=1.0)
+    ours: dict[str, dict] = {config.kernel: dict.fromkeys(("dq", "dk", "dv"), 0.0) for config in (HOPPER, PORTABLE)}
+    theirs: dict[str, Tensor | float] = dict.fromkeys(("dq", "dk", "dv"), 0.0)
+    for seed in range(8):  # at a time, for the memory of naive in float64
+        inputs = dominated(D, dtype, above, apart, places, same_values, case.T, "cuda", B=128, seed=seed)
+        right = run({key: x.double() for key, x in inputs.items()}, case, NAIVE)
+        q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        gradients = dict(zip(theirs, torch.autograd.grad(o, (q, k, v), inputs["do"]), strict=True))
+        for name in theirs:
+            theirs[name] += norm_and_largest(gradients[name], right[name]) / 8
+        for config in (HOPPER, PORTABLE):
+            found = run(inputs, case, config)
+            for name in theirs:
+                ours[config.kernel][name] += norm_and_largest(found[name], right[name]) / 8
+    return ours, theirs
+
+
+def norm_and_largest(found: Tensor, right: Tensor) -> Tensor:
+    """The norm of a head's error and its largest, (2,), means over the heads."""
+    errors = (found.double() - right).flatten(0, 1).flatten(1)  # (heads, T * D)
+    return torch.stack([errors.norm(dim=1).mean(), errors.abs().amax(1).mean()])
 
 
 @pytest.mark.parametrize(("T", "D"), [(1500, 64), (2500, 64), (1500, 128)])  # four, three and two consumers
