@@ -1,5 +1,6 @@
 """kernels/hopper.py on a CPU, by tests/gluon_on_cpu.py: what it computes, in many orders of its jobs and copies."""
 
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels import op
-from model.attention import AttentionConfig, left_to_portable, resolve
+from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, problem_of, resolve
+from model.break_it import UNBROKEN, BreakIt
 from tests.gluon_on_cpu import launch, on_cpu
 from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run_forward
 
@@ -176,3 +178,41 @@ def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(window, dr
     case = torch.bfloat16, D, torch.device("cuda")
     assert bool(lacks(*case, "auto", dropout, window)) == slower
     assert not lacks(*case, "hopper", dropout, window)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"kernel": "portable"},
+        {"autotune": True},
+        {"window": 8},
+        {"documents": True},
+        {"block_mask": ["x"]},
+        {"softcap": 2.0},
+        {"alibi": True},
+        {"dropout_p": 0.1},
+        {"dropout_p": 0.1, "window": 8},
+        {"dropout_p": 0.1, "documents": True},
+        {"dropout_p": 0.1, "kernel": "hopper", "window": 8},
+        {"break_it": BreakIt(rescale_sum=False)},
+    ],
+    ids=str,
+)
+def test_the_start_of_a_run_names_the_kernels_that_run(changed, monkeypatch):
+    """model/attention.py tells from a configuration which kernels run, and kernels/op.py decides from a problem."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    lacks = op.hopper_lacks.__wrapped__
+    monkeypatch.setattr(
+        op, "hopper_lacks", lambda dtype, D, device, *rest: lacks(dtype, D, torch.device("cuda"), *rest)
+    )
+    break_it = changed.get("break_it", UNBROKEN)
+    config = AttentionConfig("triton", **{key: value for key, value in changed.items() if key != "break_it"})
+    words = torch.zeros(1, 64, dtype=torch.int64)
+    tokens = {"documents_q": words, "documents_k": words} if config.documents else {}
+    for D, dtype in product((64, 80, 128), (torch.bfloat16, torch.float32)):
+        q = torch.zeros(1, 2, 64, D, dtype=dtype)
+        problem = problem_of(q, q, config, tokens, True, None, words[0, 0], break_it)
+        options, asked = (q, problem, config.autotune, config.kernel), (config, q.device, break_it, D, dtype)
+        assert bool(op.not_by_hopper(*options)) == bool(left_to_portable(*asked))
+        assert bool(op.backward_not_by_hopper(*options)) == bool(backward_left_to_portable(*asked))
