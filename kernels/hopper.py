@@ -88,6 +88,7 @@ class Task(NamedTuple):
     """What to compute, in the words of kernels/task.py. A tensor that How says there is none of is any other."""
 
     N: int  # B * H
+    section: int  # heads that are computed at the same time: group_at()
     H: int
     T: int
     T_k: int
@@ -125,6 +126,7 @@ class Shared(NamedTuple):
 # The launch.
 
 ROWS = 64  # of a consumer's tile
+SECTION_BYTES = 16 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
 # Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
 # then give most of theirs to the consumers.
 REGISTERS = {2: 168, 3: 128, 4: 96}
@@ -148,12 +150,13 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
     tiles = tiles_for(D, T_k, cut_once and not dropout)
     block_n, consumers, _ = tiles
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
+    section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     visits = visits_of(q, k, problem, groups * consumers, block_n) if documents else lse
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))),
         lse, lse2, taken, H // H_kv,
-        B * H, H, T, T_k, mask.at_least or 0, mask.at_most or 0,
+        B * H, min(max(1, section), B * H), H, T, T_k, mask.at_least or 0, mask.at_most or 0,
         mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
         problem.scale * math.log2(math.e), problem.seed if dropout else lse, problem.drop_threshold,
         lse if problem.numbers is None else problem.numbers, 256 / (256 - problem.drop_threshold), 0.0,
@@ -205,12 +208,13 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 # The kernel. 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["N", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])  # compiled once for all
-def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits,
-                   scale2, seed, threshold, numbers, keep_scale, zero, how: gl.constexpr):  # fmt: skip
+# Compiled once for all sizes.
+@gluon.jit(do_not_specialize=["N", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
+def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents_q, documents_k,
+                   visits, scale2, seed, threshold, numbers, keep_scale, zero, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
-    task = Task(N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits, scale2, seed, threshold, numbers,
-                keep_scale, zero)  # fmt: skip
+    task = Task(N, section, H, T, T_k, at_least, at_most, documents_q, documents_k, visits, scale2, seed, threshold,
+                numbers, keep_scale, zero)  # fmt: skip
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -262,12 +266,15 @@ def groups_of(task, how: gl.constexpr):
 
 @gluon.jit
 def group_at(group, task, how: gl.constexpr):
-    """b, h, n and the first row of a group, and which tiles of keys it visits: start to stop - 1. Programs that run at
-    the same time have neighbouring groups, and so the same keys. Of a head the last rows come first, which see the most
-    keys."""
+    """b, h, n and the first row of a group, and which tiles of keys it visits: start to stop - 1. Groups come in
+    sections of heads. In a section the last rows of each head come first, because they see the most keys: while a
+    program computed a long group at the end, the others would have nothing left to do."""
     per_head = gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
-    n = group // per_head
-    row0 = (per_head - 1 - group % per_head) * (how.CONSUMERS * how.ROWS)
+    first = group // (per_head * task.section) * task.section
+    heads = gl.minimum(task.section, task.N - first)  # the last section may have fewer
+    place = group - first * per_head
+    n = first + place % heads
+    row0 = (per_head - 1 - place // heads) * (how.CONSUMERS * how.ROWS)
     b, h = n // task.H, n % task.H
     start, _, _, stop = key_tiles(b, row0, task, how)
     for c in gl.static_range(1, how.CONSUMERS):

@@ -1,6 +1,7 @@
 """kernels/hopper.py on a CPU, by tests/gluon_on_cpu.py: what it computes, in many orders of its jobs and copies."""
 
 from itertools import product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -73,6 +74,22 @@ def naive(
 def test_it_is_within_twice_naives_error(case, dtype):
     found = forward(WHOLE, case, 0, dtype)
     assert_within_budget(found, naive(case, dtype, dtype), naive(case, torch.float64, dtype))
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2, 3, 5])
+def test_each_row_is_computed_however_many_heads_a_section_has(heads, monkeypatch):
+    """Of five heads, two on each key head but the last: rows that nobody computes are NaN."""
+    case = Case(300, B=1, H=5, H_kv=1, D=64)
+    monkeypatch.setattr(WHOLE, "SECTION_BYTES", heads * 2 * 300 * 64 * 2 // 5)
+    assert_within_budget(forward(WHOLE, case, 0), naive(case, torch.bfloat16), naive(case, torch.float64))
+
+
+def test_a_section_begins_with_the_rows_that_see_the_most_keys():
+    """Of three heads of 600 rows, in sections of two heads, by consumers of 64 rows: 256 in a group."""
+    how = WHOLE.how(64, 64, 4, 4, False, True, False, False, False, False)
+    task = SimpleNamespace(N=3, section=2, H=3, T=600, T_k=600, at_most=0)
+    found = [WHOLE.group_at(group, task, how)[2:4] for group in range(9)]
+    assert found == [(0, 512), (1, 512), (0, 256), (1, 256), (0, 0), (1, 0), (2, 512), (2, 256), (2, 0)]
 
 
 def test_a_later_tile_of_a_group_may_see_earlier_keys():
