@@ -361,10 +361,14 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
     count = 0  # of tiles of keys, over all groups
     turn = 0
     group = gl.program_id(0)
+    if C == how.CONSUMERS - 1:
+        pass_turn(C, how)  # the first turn is consumer 0's
     while group < groups_of(task, how):
         count = attend(count, group, turn & 1, shared, o, lse, lse2, task, how, C)
         group = told(shared, turn)
         turn += 1
+    if C == 0:
+        wait_turn(C, how)  # nobody else takes the last turn
     tma.store_wait(0)
 
 
@@ -377,14 +381,16 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     row0 += C * how.ROWS
     i = row0 + gl.arange(0, how.ROWS, gl.SliceLayout(1, s_layout))
     start, whole_start, whole_stop, stop = key_tiles(b, row0, task, how)
-    count = skip(shared, count, last - stop, how)  # the last rows of a group see more keys
+    count = skip(shared, count, last - stop, how, C)  # the last rows of a group see more keys
 
     q_i = as_matrix(shared.q.index(C), how.ROWS, how)
     acc = gl.zeros([how.ROWS, how.D], gl.float32, o_layout)
     m = gl.full([how.ROWS], START, gl.float32, gl.SliceLayout(1, s_layout))
     l = gl.full([how.ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     mbarrier.wait(shared.q_full.index(C), phase)
+    wait_turn(C, how)
     s = scores(q_i, shared, count, s_layout, how)
+    pass_turn(C, how)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
@@ -393,8 +399,10 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
+        wait_turn(C, how)
         s = scores(q_i, shared, count, s_layout, how)
         acc = add_values(acc, p, shared, count - 1, how)
+        pass_turn(C, how)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
         if how.RAGGED and (tile >= whole_stop or tile < whole_start):
@@ -409,7 +417,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     acc = add_values(acc, p, shared, count, how)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(shared.v_free.index(count % how.STAGES), count=1)
-    count = skip(shared, count + 1, start - first, how)  # the first rows of a group may see earlier keys
+    count = skip(shared, count + 1, start - first, how, C)  # the first rows of a group may see earlier keys
 
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     factor = gl.convert_layout(task.keep_scale / gl.where(l == 0, 1.0, l), gl.SliceLayout(1, o_layout))
@@ -424,10 +432,31 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 
 
 @gluon.jit
-def skip(shared, count, tiles, how: gl.constexpr):
+def wait_turn(C: gl.constexpr, how: gl.constexpr):
+    """Three consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products,
+    then all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones. 256: the
+    threads of two consumers, of which one waits. Triton requires a result of assembly."""
+    if how.CONSUMERS == 3:
+        gl.inline_asm_elementwise(
+            f"bar.sync {9 + C}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, how: gl.constexpr):
+    if how.CONSUMERS == 3:
+        gl.inline_asm_elementwise(
+            f"bar.arrive {9 + (C + 1) % 3}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
     """Frees tiles unread, which only the rows of other consumers see. Returns the new count. Before a tile is there,
     another consumer may still read what was in its place."""
     for _ in range(tiles):
+        wait_turn(C, how)
+        pass_turn(C, how)
         place, phase = count % how.STAGES, count // how.STAGES & 1
         mbarrier.wait(shared.k_full.index(place), phase)
         mbarrier.wait(shared.v_full.index(place), phase)
