@@ -395,26 +395,27 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
-    p = as_operand(dropped(p, n, row0, stop - 1, task, how), o_layout, q_i.dtype)  # 4
+    words = words_of(n, task, how)
+    p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
         wait_turn(C, how)
         s = scores(q_i, shared, count, s_layout, how)
-        acc = add_values(acc, p, shared, count - 1, how)
+        acc = add_values(acc, as_operand(dropped(p, keep, how), o_layout, q_i.dtype), shared, count - 1, how)  # 4, 5
         pass_turn(C, how)
+        keep = drawn(words, row0, tile, task, s_layout, how)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
         if how.RAGGED and (tile >= whole_stop or tile < whole_start):
             s = hide(s, b, i, tile, task, how)
         p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
-        p_new = dropped(p_new, n, row0, tile, task, how)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
-        p = as_operand(p_new, o_layout, q_i.dtype)
+        p = p_new.to(q_i.dtype)
     mbarrier.arrive(shared.q_free.index(C), count=1)
-    acc = add_values(acc, p, shared, count, how)
+    acc = add_values(acc, as_operand(dropped(p, keep, how), o_layout, q_i.dtype), shared, count, how)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(shared.v_free.index(count % how.STAGES), count=1)
     count = skip(shared, count + 1, start - first, how, C)  # the first rows of a group may see earlier keys
@@ -517,24 +518,85 @@ def online_softmax(s, m, l, scale2):
 
 
 @gluon.jit
-def dropped(p, n, row0, tile, task, how: gl.constexpr):
-    """Step 4 without the factor 1 / (share kept): p where keep_mask() of kernels/flash.py keeps it, else 0. The bits of
-    i and j are taken as there, for the same reason. n ^ n is a zero of n's type, which Philox wants."""
+def words_of(n, task, how: gl.constexpr):
+    """The words of Philox that a head has for itself: two of the counter, two of the key. n ^ n is a zero of n's type,
+    which Philox wants. Without dropout any, for nothing."""
+    words = n, n, n, n
     if how.DROPOUT:
         if how.NUMBERS:
             n = gl.load(task.numbers + n)
-        i = gl.expand_dims(gl.arange(0, how.ROWS, gl.SliceLayout(1, p.type.layout)), 1)
-        j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
         seed = gl.load(task.seed)
-        c0 = (row0 >> 5 << 3).to(gl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(gl.uint32)
-        c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(gl.uint32)
-        w0, w1, w2, w3 = philox(
-            c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
-        )
-        word = gl.where((i & 16) != 0, gl.where((i & 8) != 0, w3, w2), gl.where((i & 8) != 0, w1, w0))
-        keep = (word << (24 - (j & 24)).to(gl.uint32)) >= (task.threshold << 24).to(gl.uint32)
-        p = gl.where(keep, p, task.zero)
+        words = n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
+    return words
+
+
+@gluon.jit
+def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
+    """Step 4: which weights of a tile are kept, by the bits of keep_mask() of kernels/flash.py. uint32 (ROWS, BLOCK_N):
+    byte j // 8 % 4 of element (i, j) is negative if that is kept. Without dropout 0, for nothing.
+
+    A Philox call decides for 16 elements, of which a thread has eight. So each call is made once, and the threads
+    exchange the results. words: of words_of()."""
+    keep = 0
+    if how.DROPOUT:
+        once: gl.constexpr = called_once(how.BLOCK_N)
+        i = gl.expand_dims(gl.arange(0, how.ROWS // 4, gl.SliceLayout(1, once)), 1)  # without bits 3 and 4
+        j = gl.expand_dims(gl.arange(0, how.BLOCK_N // 4, gl.SliceLayout(0, once)), 0)
+        c0 = (row0 >> 5 << 3).to(gl.uint32) + i.to(gl.uint32)
+        c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
+        w0, w1, w2, w3 = philox(c0, c1, words[0], words[1], words[2], words[3])
+        word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
+        # Four bytes at a time: a byte is at least the threshold if two of three things are so. Its upper bit is 1; its
+        # other bits are at least those of the threshold; the upper bit of the threshold is 0.
+        others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
+        zero = (task.threshold >> 7).to(gl.uint32) - 1
+        word = gl.convert_layout((word & others) | (zero & (word | others)), shared_out(how.BLOCK_N))
+        word = gl.join(gl.join(word, word), gl.join(word, word))  # bits 3 and 4 of j
+        word = word.reshape((2, 8, how.BLOCK_N // 32, 8, 2, 2, 2, 2)).permute((0, 5, 4, 1, 2, 7, 6, 3))
+        keep = gl.convert_layout(word.reshape((how.ROWS, how.BLOCK_N)), layout)
+    return keep
+
+
+@gluon.jit
+def dropped(p, keep, how: gl.constexpr):
+    """Step 4 without the factor 1 / (share kept): p, which has 16 bits, where it is kept, else 0. keep: of drawn()."""
+    if how.DROPOUT:
+        j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
+        byte = gl.zeros_like(keep) + (j >> 3 & 3).to(gl.uint32)
+        p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=True, pack=2)
     return p
+
+
+# For two elements, in $1: keep in $2 and $3, the same byte in $4 and $5. prmt makes 16 bits of the sign of each byte.
+KEPT = gl.constexpr("""{
+    .reg .b32 mask, byte;
+    mad.lo.u32 byte, $4, 0x1111, 0xcc88;
+    prmt.b32 mask, $2, $3, byte;
+    and.b32 $0, $1, mask;
+}""")
+
+
+@gluon.constexpr_function
+def called_once(N):
+    """The layout (16, N / 4) of a tile's Philox calls. As in the result of a matrix product, bits 1 and 2 of j and 0 to
+    2 of i number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the
+    calls."""
+    half = [0, N // 8]
+    return gl.DistributedLinearLayout([[0, 1], [0, 8]][: N // 64], LANES, [half, [8, 0]], [], [16, N // 4])
+
+
+@gluon.constexpr_function
+def shared_out(N):
+    """The layout (16, N / 4, 2, 2) of words in which each thread has those of its own elements: of all columns, and of
+    bit 4 of its rows."""
+    columns = [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0]][: 1 + N // 64]
+    lanes = [[*lane, 0, 0] for lane in LANES]
+    return gl.DistributedLinearLayout(
+        [*columns, [0, 0, 1, 0]], lanes, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, N // 4, 2, 2]
+    )
+
+
+LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
 
 
 @gluon.jit

@@ -188,6 +188,12 @@ def hardware_barrier(asm: str, *_: Any, **__: Any) -> None:
         mine.pause(lambda: barrier.phases > phases)
 
 
+def kept(asm: str, constraints: str, args: list[Tensor], **_: Any) -> Tensor:
+    """The assembly of dropped(), for one element after the other."""
+    p, keep, byte = args
+    return torch.where((keep >> 8 * byte + 7 & 1).bool(), p, torch.zeros_like(p))
+
+
 def arrive(barrier: Barrier, count: int) -> None:
     job().pause()
     barrier.arrive()
@@ -363,12 +369,15 @@ def language() -> dict[str, Any]:
         "load": load,
         "atomic_add": atomic_add,
         "barrier": lambda: job().pause(),
-        "inline_asm_elementwise": hardware_barrier,
+        "inline_asm_elementwise": lambda asm, *rest, **more: (
+            hardware_barrier(asm) if asm.startswith("bar.") else kept(asm, *rest, **more)
+        ),
+        "join": lambda a, b: torch.stack((a, b), -1),
         "allocate_shared_memory": allocate,
         "warp_specialize": warp_specialize,
         **dict.fromkeys(
             ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
-             "NVMMASharedLayout"), lambda *_: None),
+             "NVMMASharedLayout", "DistributedLinearLayout"), lambda *_: None),
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "uint32", "int64")},
     }  # fmt: skip
 
@@ -381,6 +390,7 @@ def on_cpu(
     more = more or {}
     parts = {
         "jit": lambda f=None, **_: f or (lambda f: f),
+        "constexpr_function": lambda f: f,
         "language": SimpleNamespace(**language() | more),
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,
