@@ -204,7 +204,7 @@ def hopper_lacks(
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor, Tensor]:
     """Returns o, lse, and lse in base 2 for the backward. Converting lse to base 2 there would round it, and that would
     scale all weights of a row by the same wrong factor. description: the fields of a Problem, autotune, kernel."""
-    problem, autotune, kernel = Problem(*description[:-2]), *description[-2:]
+    problem, autotune, kernel = problem_of(description), *description[-2:]
     o, lse, lse2 = empty_results(q)
     if q.numel() == 0:
         return o, lse, lse2
@@ -230,6 +230,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tens
     return o, lse, lse2
 
 
+def problem_of(description: tuple) -> Problem:
+    """The Problem of forward() and gradients(). The op gives `without` as a list, which is never equal to a tuple."""
+    problem = Problem(*description[:-2])
+    return problem._replace(without=tuple(problem.without))
+
+
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, *description
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,7 +257,7 @@ def write_gradients(
     dlse: Tensor | None, *description,
 ) -> None:  # fmt: skip
     """Writes gradients() into the tensors `found`: dq, dk and dv, which a descriptor can write."""
-    problem, autotune = Problem(*description[:-2]), description[-2]
+    problem, autotune = problem_of(description), description[-2]
     dq, dk, dv = found
     if q.numel() == 0:
         dk.zero_()

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels import op
+from kernels.problem import Problem
 from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, problem_of, resolve
 from model.break_it import UNBROKEN, BreakIt
 from tests.gluon_on_cpu import launch, on_cpu
@@ -233,3 +234,21 @@ def test_the_start_of_a_run_names_the_kernels_that_run(changed, monkeypatch):
         options, asked = (q, problem, config.autotune, config.kernel), (config, q.device, break_it, D, dtype)
         assert bool(op.not_by_hopper(*options)) == bool(left_to_portable(*asked))
         assert bool(op.backward_not_by_hopper(*options)) == bool(backward_left_to_portable(*asked))
+
+
+def test_the_op_has_the_kernels_of_a_direct_call(monkeypatch):
+    """Compiled steps had the portable backward: through the op `without` was [], and [] != ()."""
+    seen, q, lse = [], torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64)
+
+    def stop(q, problem, autotune, kernel):
+        seen.append(problem)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(op, "not_by_hopper", stop)
+    monkeypatch.setattr(op, "backward_not_by_hopper", stop)
+    description = *Problem(64, 64), False, "auto"
+    with pytest.raises(KeyboardInterrupt):
+        op.flash_forward(q, q, q, *description)
+    with pytest.raises(KeyboardInterrupt):
+        op.flash_backward(q, q, q, q, lse, q, None, *description)
+    assert seen == [Problem(64, 64)] * 2
