@@ -89,15 +89,16 @@ def test_gradients_of_keys_that_dominate_are_as_exact_as_flash_attentions(places
     summing may decide which it becomes, and such roundings of o are most of what is wrong in dq and dk. The means of
     two right kernels differ by less than 2 % (standard deviation, on a CPU).
 
-    Of two keys of nearly equal weight the one that is visited later is rounded, if its weight is the smaller one. Until
-    then the other is the maximum, whose p is 1. PyTorch's FlashAttention and hopper visit the last keys first, portable
-    the first. So portable is compared at the mirrored places."""
+    Which p is rounded depends on the order of the keys: it is 1, and exact, for the largest score that was visited.
+    PyTorch's FlashAttention and hopper visit the last keys first, portable the first. So FlashAttention's errors for
+    portable are the larger ones of two problems: the same, and that with the dominant keys in the opposite order."""
     for above in (8.0, 16.0, 30.0):
         for apart in (0.0, 0.125):
             here = gradient_errors(D, dtype, above, apart, places, same_values)
-            mirrored = gradient_errors(D, dtype, above, apart, places[::-1], same_values)["flash"]
-            for kernel, flash in (("hopper", here["flash"]), ("portable", mirrored)):
-                assert all((here[kernel][name] <= 1.1 * flash[name]).all() for name in flash), (kernel, above, apart)
+            turned = gradient_errors(D, dtype, above, apart, places[::-1], same_values)["flash"]
+            for name, flash in here["flash"].items():
+                assert (here["hopper"][name] <= 1.1 * flash).all(), (name, above, apart)
+                assert (here["portable"][name] <= 1.1 * torch.maximum(flash, turned[name])).all(), (name, above, apart)
 
 
 def gradient_errors(
