@@ -136,8 +136,8 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
     """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200 (LOG.md). plain: the mask cuts one tile of every tile
     of queries, and there is no dropout. Otherwise three or four consumers have too few registers."""
     if D == 64 and plain:
-        return (64, 4, 4) if T_k <= 2048 else (128, 3, 2)
-    return 128, 2, 2
+        return (64, 4, 6) if T_k <= 2048 else (128, 3, 2)
+    return (128, 2, 3) if D == 64 else (128, 2, 2)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:

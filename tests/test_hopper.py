@@ -1,5 +1,6 @@
 """kernels/hopper.py on a CPU, by tests/gluon_on_cpu.py: what it computes, in many orders of its jobs and copies."""
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -185,17 +186,26 @@ def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
         resolve(AttentionConfig("triton", kernel="hopper", softcap=2.0), "cpu")
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("window", [False, True])
-def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(window, dropout, D, monkeypatch):
-    """As it was timed (LOG.md): with dropout at head size 64, and with dropout and a window."""
+@pytest.mark.parametrize(
+    ("changed", "slower"),
+    [
+        ({}, False),
+        ({"window": 100}, False),
+        ({"dropout_p": 0.1}, False),
+        ({"dropout_p": 0.1, "window": 511}, True),
+        ({"dropout_p": 0.1, "window": 512}, False),
+        ({"dropout_p": 0.1, "windows": [None, 1024]}, False),
+        ({"dropout_p": 0.1, "windows": [None, 100]}, True),
+    ],
+    ids=str,
+)
+def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, slower, monkeypatch):
+    """As it was timed (LOG.md)."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    lacks = op.hopper_lacks.__wrapped__  # not the cache, which other tests read
-    slower = dropout and (D == 64 or window)
-    case = torch.bfloat16, D, torch.device("cuda")
-    assert bool(lacks(*case, "auto", dropout, window)) == slower
-    assert not lacks(*case, "hopper", dropout, window)
+    monkeypatch.setattr(op, "hopper_lacks", op.hopper_lacks.__wrapped__)  # not the cache, which other tests read
+    config = AttentionConfig("triton", **changed)
+    assert bool(left_to_portable(config, torch.device("cuda"))) == slower
+    assert not left_to_portable(replace(config, kernel="hopper"), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +221,7 @@ def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(window, dr
         {"alibi": True},
         {"dropout_p": 0.1},
         {"dropout_p": 0.1, "window": 8},
+        {"dropout_p": 0.1, "window": 512},
         {"dropout_p": 0.1, "documents": True},
         {"dropout_p": 0.1, "kernel": "hopper", "window": 8},
         {"break_it": BreakIt(rescale_sum=False)},
