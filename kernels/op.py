@@ -12,8 +12,10 @@ then dkdv_kernel or, where it can, the kernels of hopper_backward.py. kernels/ta
 (kernels/problem.py) into the Task that the kernels of flash.py take.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -203,10 +205,18 @@ def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, 
 # Launches.
 
 
+def as_problem(description: Sequence[Any]) -> tuple[Problem, bool, str]:
+    """The Problem, autotune and kernel of a call. An op of torch.library turns the tuple `without` into a list, which
+    would make Problems unequal that are equal."""
+    *fields, autotune, kernel = description
+    problem = Problem(*fields)
+    return problem._replace(without=tuple(problem.without)), autotune, kernel
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor, Tensor]:
     """Returns o, lse, and lse in base 2 for the backward. Converting lse to base 2 there would round it, and that would
     scale all weights of a row by the same wrong factor. description: the fields of a Problem, autotune, kernel."""
-    problem, autotune, kernel = problem_of(description), *description[-2:]
+    problem, autotune, kernel = as_problem(description)
     o, lse, lse2 = empty_results(q)
     if q.numel() == 0:
         return o, lse, lse2
@@ -232,12 +242,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tens
     return o, lse, lse2
 
 
-def problem_of(description: tuple) -> Problem:
-    """The Problem of forward() and gradients(). The op gives `without` as a list, which is never equal to a tuple."""
-    problem = Problem(*description[:-2])
-    return problem._replace(without=tuple(problem.without))
-
-
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, *description
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,7 +263,7 @@ def write_gradients(
     dlse: Tensor | None, *description,
 ) -> None:  # fmt: skip
     """Writes gradients() into the tensors `found`: dq, dk and dv, which a descriptor can write."""
-    problem, autotune = problem_of(description), description[-2]
+    problem, autotune, kernel = as_problem(description)
     dq, dk, dv = found
     if q.numel() == 0:
         dk.zero_()
@@ -267,7 +271,7 @@ def write_gradients(
         return
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     dlse = None if dlse is None else dlse.contiguous()
-    if not backward_not_by_hopper(q, problem, autotune, description[-1]):
+    if not backward_not_by_hopper(q, problem, autotune, kernel):
         from kernels.hopper_backward import launch_backward
 
         with on(q.device):
