@@ -162,7 +162,8 @@ def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> s
     wanted = problem.softcap, problem.slopes, problem.positions, problem.blocks
     if any(x is not None for x in wanted) or problem.without:
         return "it has no softcap, alibi, positions, block mask or break_it"
-    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, problem.seed is not None, problem.window is not None)
+    narrow = problem.window is not None and problem.window < NARROW
+    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, problem.seed is not None and narrow)
 
 
 def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> str:
@@ -176,12 +177,13 @@ def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: 
     return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
 
 
+NARROW = 512  # keys in a window
+
+
 @cache
-def hopper_lacks(
-    dtype: torch.dtype, D: int, device: torch.device, kernel: str, dropout: bool = False, window: bool = False
-) -> str:
+def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, narrow_dropout: bool = False) -> str:
     """Why hopper.py and hopper_backward.py do not compute attention of this dtype, head size and GPU; empty if they
-    do."""
+    do. narrow_dropout: whether there is dropout in a window of fewer than NARROW keys."""
     if kernel == "portable":
         return "attention.kernel=portable"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
@@ -191,8 +193,8 @@ def hopper_lacks(
         return f"it has float16 and bfloat16, not {dtype}"
     if D not in (64, 128):
         return f"it has head sizes 64 and 128, not {D}"
-    if kernel == "auto" and dropout and (D == 64 or window):
-        return "it is slower with dropout at head size 64 or in a window; attention.kernel=hopper takes it"
+    if kernel == "auto" and narrow_dropout:
+        return f"it is slower with dropout in a window of fewer than {NARROW} keys; attention.kernel=hopper takes it"
     try:
         import kernels.hopper_backward  # noqa: F401  (Gluon's names change from one Triton to the next)
     except (ImportError, AttributeError) as error:
