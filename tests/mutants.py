@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py", "kernels/norm.py"]
+SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py", "kernels/norm.py", "kernels/choose.py"]
 SECONDS = 600  # that the tests of one fault may take
 
 
@@ -280,15 +280,24 @@ TABLE = [
     ("rotary halves have one sign", "tl.where(d < half, -s, s)", "s", "decode"),
     ("scores are not scaled to the softcap again",
      "s = softcap * tanh(s / softcap)", "s = tanh(s / softcap)", "decode"),
-    ("padding counts in the norm", "tl.where(inside, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)",
+    ("padding counts in the norm", "tl.where(known, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)",
      "columns(x, row, first, B, K, STEP) - mean[:, None]", "decode"),
     ("a norm counts the last columns alone", "squares += tl.sum", "squares = tl.sum", "decode"),
     ("a mean counts the last columns alone", "mean += tl.sum", "mean = tl.sum", "decode"),
     ("the norm has no epsilon", "squares / K + eps", "squares / K", "decode"),
-    ("a step's weights are those of the last", "first + BLOCK_K, N, K, BLOCK_K)  # of the next step",
-     "first, N, K, BLOCK_K)", "decode"),
-    ("the gate is not activated", "activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)",
-     "with_bias(acc_gate, gate_bias, n, N)", "decode"),
+    ("a step's weights are those of the last", "tl.where(last, 0, first + BLOCK_K)", "tl.where(last, 0, first)",
+     "decode"),
+    ("a norm has one step's weights in all", "scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K)", "pass",
+     "decode"),
+    ("a program's outputs have the first ones' weights", "tl.where(last, n + step, n)", "n", "decode"),
+    ("a program's outputs have the first ones' bias",
+     "n += step\n        b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)", "n += step", "decode"),
+    ("the gate is not activated", "activated(acc_gate + b_gate[None, :], ACTIVATION)",
+     "(acc_gate + b_gate[None, :])", "decode"),
+    ("parts are compared by their own largest logits",
+     "z += tl.where(most_i == most, 0.0, (most_i - most) / temperature)", "z += 0.0", "decode"),
+    ("an infinite logit is a choice", '(most == float("inf")) | ', "", "decode"),
+    ("a NaN among the logits is not told", 'tl.where(spoilt, float("nan"), most)', "most", "decode"),
     ("a token is embedded without its position",
      "row += tl.load(positions", "row += 0 * tl.load(positions", "decode"),
     ("sequences share a position", "tl.load(at + b) * C", "tl.load(at) * C", "decode"),

@@ -1175,6 +1175,25 @@ def test_a_draw_without_a_wait_is_multinomials():
     )
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-30, 0.8, 2.0])
+def test_the_kernel_chooses_as_plain_pytorch(temperature):
+    """choose_unseen() takes the kernel on a GPU, choose() does not."""
+    from model.generate import Sampler
+
+    logits, sampler = torch.randn(3, 50_257, device="cuda") * 2, Sampler(temperature)
+    for seed in range(100):
+        one, other = (torch.Generator("cuda").manual_seed(seed) for _ in "ab")
+        found = sampler.choose_unseen(logits, one)
+        assert torch.equal(found[:-1], sampler.choose(logits, other))
+        assert found[-1] == 0
+    for where in (slice(None), slice(5000, 5001), slice(50_256, 50_257)):
+        spoilt = logits.clone()
+        spoilt[1, where] = math.nan
+        found = sampler.choose_unseen(spoilt)
+        assert found[-1] == 1
+        assert ((found >= 0) & (found < 50_257)).all()  # the next token runs before the host knows
+
+
 def test_recorded_rows_draw_from_their_own_generators(monkeypatch):
     """With what a penalty remembers, too: the same bits as without recording."""
     from model import token
