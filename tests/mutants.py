@@ -267,6 +267,9 @@ TABLE = [
     ("every token runs the whole text", "found is None or sees !=", "True or sees !=", "cache"),
     # --- a token's kernels ---
     ("the new token is not kept", "if (slot >= start) & (slot < stop):", "if slot < 0:", "decode"),
+    ("a tile has the new token's slot", "seen = (j < stop) & (j != slot)", "seen = j < stop", "decode"),
+    ("the new token is taken in without rescaling", "return m_new, l * alpha + p,", "return m_new, l + p,", "decode"),
+    ("the new token has no softcap", "s = softcap * tanh(s * scale / softcap) * LOG2E", "s = s * scale2", "decode"),
     ("the last key is not seen", "stop = tl.minimum(start + share, T_k)", "stop = tl.minimum(start + share, T_k - 1)",
      "decode"),
     ("a window's buffer grows on", "T_k = tl.minimum(at + 1, S)", "T_k = tl.minimum(at + 1, S + 1)", "decode"),

@@ -51,8 +51,8 @@ def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40,
     slopes = alibi_slopes(case.H, q.device) if case.alibi else None
     scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
     problem = Problem(1, T_k, scale, softcap=case.softcap, slopes=slopes)
-    tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)
     position = torch.full((B,), T_k - 1, device=q.device)
+    tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)  # the kernel ahead writes no position
     o = decode(q, k[:, :, -1:], v[:, :, -1:], keys, values, position, problem, tickets, splits, rope)
     assert o.dtype == q.dtype
     assert not tickets.any()
