@@ -63,7 +63,7 @@ FLOAT32 = {128: DecodeTiles(32, 8, 2), 256: DecodeTiles(16, 8, 2)}  # wider tile
 # BLOCK_D up to -> stages where a processor has PROGRAMS programs, which then share its memory: the more tiles are on
 # their way when a program waits for the kernel ahead, the better. And no third program fits beside them, so the early
 # ones cannot gather on the few processors that are free.
-DEEP = {64: 6, 128: 4, 256: 4}
+DEEP = {64: 6, 128: 3, 256: 4}
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
 
 
@@ -105,6 +105,7 @@ def decode(
     elif early and runs_deep(q, N * splits):
         tile = tile._replace(num_stages=DEEP[max(64, BLOCK_D)])
     assert P % tile.BLOCK_N == 0, f"pages of {P} tokens, tiles of {tile.BLOCK_N}"
+    apart = tile.num_warps if rows == 16 and q.dtype != torch.float32 and BLOCK_D <= 128 else 1
     o = q.new_empty(B, 1, H, D).transpose(1, 2)
     acc, sums = q.new_empty(N, splits, G, D, dtype=torch.float32), q.new_empty(2, N, splits, G, dtype=torch.float32)
     cos, sin = rope or (None, None)
@@ -114,7 +115,7 @@ def decode(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, H_kv,
             0 if pages is None else pages.stride(0),
             problem.scale, problem.scale * math.log2(math.e), problem.softcap,
-            P, G, D, rows, BLOCK_D, tile.BLOCK_N, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
+            P, G, D, rows, BLOCK_D, tile.BLOCK_N, apart, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
             triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early),
             num_warps=tile.num_warps, **early,
         )  # fmt: skip
@@ -140,8 +141,8 @@ def decode_kernel(
     q, k, v, keys, values, position, o, acc_of, m_of, l_of, tickets, slopes, cos, sin, table,
     q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, table_b, scale, scale2, softcap,
     P: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, APART: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (n, split). acc_of (N, splits, G, D), m_of and l_of (N, splits, G), float32: the state of each split."""
     n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -162,15 +163,16 @@ def decode_kernel(
         h = h_kv * G + g
         inside = (g < G)[:, None] & (d < D)[None, :]
         rows = q + (b * q_b + h * q_h)[:, None]
-        q_i, m, l, acc = one_split(rows, inside, keys, values, n, h_kv, start, stop, h, g < G, at, slot, S, H_kv, table,
-                                   slopes, cos, sin, scale, scale2, softcap, D, P, ROWS, BLOCK_D, BLOCK_N, PRECISION,
-                                   STAGES, EARLY)  # fmt: skip
+        m, l, acc = one_split(rows, inside, keys, values, n, h_kv, start, stop, h, g < G, at, slot, S, H_kv, table,
+                              slopes, cos, sin, scale, scale2, softcap, D, P, BLOCK_N, APART, PRECISION, STAGES,
+                              EARLY)  # fmt: skip
         if (slot >= start) & (slot < stop):  # 0
             k_i = head(k + b * k_b + h_kv * k_h, d, d < D, at, cos, sin, D)
             v_i = tl.load(v + b * v_b + h_kv * v_h + d, mask=d < D, other=0.0)
             row = place(slot, page_of(slot, table, P), n, h_kv, S, H_kv, P) * D + d
             tl.store(keys + row, k_i, mask=d < D)
             tl.store(values + row, v_i, mask=d < D)
+            q_i = head(rows, d[None, :], inside, at, cos, sin, D)
             m, l, acc = one_more(m, l, acc, q_i, k_i, v_i, scale, scale2, softcap)
         if parts == 1:
             write(o + n * G * D, acc, l, G, D)
@@ -221,17 +223,25 @@ def place(slot, page, n, h_kv, S, H_kv, P: tl.constexpr):
 
 @triton.jit
 def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, slot, S, H_kv, table, slopes, cos, sin,
-              scale, scale2, softcap, D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-              BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-              EARLY: tl.constexpr):  # fmt: skip
-    """Steps 1 to 5 over the keys from start to stop, without the new token's: q (ROWS, BLOCK_D), m in base 2, l (ROWS,)
-    and acc (ROWS, BLOCK_D)."""
-    d = tl.arange(0, BLOCK_D)[None, :]
+              scale, scale2, softcap, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
+              PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Steps 1 to 5 over the keys from start to stop, without the new token's: m in base 2, l (ROWS,) and acc (ROWS,
+    BLOCK_D).
+
+    rows, inside (ROWS, BLOCK_D): where q is. With APART above 1 all tensors have one more dimension, APART parts of a
+    tile. Each warp has one, and a state of its own until the end. So no warp waits for another.
+    """
     within = tl.arange(0, BLOCK_N)
-    q_i = tl.zeros([ROWS, BLOCK_D], rows.dtype.element_ty)
-    m = tl.full([ROWS], LOWEST, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if APART > 1:
+        width: tl.constexpr = BLOCK_N // APART
+        within = tl.arange(0, APART)[:, None] * width + tl.arange(0, width)
+        part = tl.zeros([APART, 1, 1], tl.int32)
+        rows, inside = rows[None, :, :] + part, inside[None, :, :] & (part == 0)
+    d = tl.arange(0, inside.shape[-1])
+    q_i = tl.zeros(inside.shape, rows.dtype.element_ty)
+    acc = tl.zeros(inside.shape, tl.float32)
+    l = tl.sum(acc, -1)
+    m = l + LOWEST
     if slopes is not None:
         slope = tl.load(slopes + h, mask=is_head, other=0.0)[:, None]
     page = page_of(start, table, P)
@@ -242,35 +252,37 @@ def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, 
                 tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
             q_i = head(rows, d, inside, at, cos, sin, D)
         j = first + within
-        tile = place(first, page, n, h_kv, S, H_kv, P) * D + within[:, None] * D + d
+        tile = place(first, page, n, h_kv, S, H_kv, P) * D + tl.expand_dims(within * D, -1) + d
         # Of the next tile. If a tile loaded its own number, Triton would have fewer tiles on their way.
         page = page_of(tl.minimum(first + BLOCK_N, stop - 1), table, P)
         seen = (j < stop) & (j != slot)
-        known = seen[:, None]
-        if D < BLOCK_D:
-            known = known & (d < D)
+        known = tl.expand_dims(seen, -1) & (d < D)
         k_j = tl.load(keys + tile, mask=known, other=0.0)
-        s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
+        s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
         factor = scale2
         if (softcap is not None) or (slopes is not None):
             s = s * scale
             if softcap is not None:
                 s = softcap * tanh(s / softcap)
             if slopes is not None:
-                s -= slope * ((slot - j + S) % S).to(tl.float32)[None, :]
+                s -= slope * tl.expand_dims(((slot - j + S) % S).to(tl.float32), -2)
             factor = LOG2E
-        s = tl.where(seen[None, :], s, -float("inf"))  # 2
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # 3
-        p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
+        s = tl.where(tl.expand_dims(seen, -2), s, -float("inf"))  # 2
+        m_new = tl.maximum(m, tl.max(s, -1) * factor)  # 3
+        p = tl.exp2(tl.fma(s, factor, -tl.expand_dims(m_new, -1)))
         alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
+        l = l * alpha + tl.sum(p, -1)
         m = m_new
         v_j = tl.load(values + tile, mask=known, other=0.0)
         if v_j.dtype == tl.float32:  # the sum of a tile first; fma, because Triton would turn a sum into the line below
-            acc = tl.fma(acc, alpha[:, None], tl.dot(p, v_j, input_precision=PRECISION))  # 5
+            acc = tl.fma(acc, tl.expand_dims(alpha, -1), tl.dot(p, v_j, input_precision=PRECISION))  # 5
         else:
-            acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None])  # 5
-    return q_i, m, l, acc
+            acc = tl.dot(p.to(v_j.dtype), v_j, acc * tl.expand_dims(alpha, -1))  # 5
+    if APART > 1:  # 3 once more
+        m_new = tl.max(m, 0)
+        alpha = tl.exp2(m - m_new[None, :])
+        m, l, acc = m_new, tl.sum(l * alpha, 0), tl.sum(acc * alpha[:, :, None], 0)
+    return m, l, acc
 
 
 @triton.jit
