@@ -64,6 +64,8 @@ FLOAT32 = {128: DecodeTiles(32, 8, 2), 256: DecodeTiles(16, 8, 2)}  # wider tile
 # their way when a program waits for the kernel ahead, the better. And no third program fits beside them, so the early
 # ones cannot gather on the few processors that are free.
 DEEP = {64: 6, 128: 3, 256: 4}
+# Other kernels begin early up to so many bytes of keys, which saves 1 to 2 us. With more keys it costs time.
+SHORT = 8 << 20
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
 
 
@@ -98,12 +100,14 @@ def decode(
     N, G, BLOCK_D, P = B * H_kv, H // H_kv, block_d(D), keys.shape[2] if table else 0
     tile = FLOAT32[max(128, BLOCK_D)] if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
-    early = {"launch_pdl": True} if sizes.starts_early(q.device) else {}
     splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
+    overlap = sizes.starts_early(q.device)
+    deep = overlap and rows == 16 and runs_deep(q, N * splits)
     if rows > 16:  # more rows take more shared memory
         tile = tile._replace(num_stages=2)
-    elif early and runs_deep(q, N * splits):
+    elif deep:
         tile = tile._replace(num_stages=DEEP[max(64, BLOCK_D)])
+    early = {"launch_pdl": True} if deep or (overlap and N * S * D * keys.element_size() <= SHORT) else {}
     assert P % tile.BLOCK_N == 0, f"pages of {P} tokens, tiles of {tile.BLOCK_N}"
     apart = tile.num_warps if rows == 16 and q.dtype != torch.float32 and BLOCK_D <= 128 else 1
     o = q.new_empty(B, 1, H, D).transpose(1, 2)
@@ -116,7 +120,7 @@ def decode(
             0 if pages is None else pages.stride(0),
             problem.scale, problem.scale * math.log2(math.e), problem.softcap,
             P, G, D, rows, BLOCK_D, tile.BLOCK_N, apart, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
-            triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early),
+            triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
             num_warps=tile.num_warps, **early,
         )  # fmt: skip
     return o
@@ -142,7 +146,7 @@ def decode_kernel(
     q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, table_b, scale, scale2, softcap,
     P: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, APART: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (n, split). acc_of (N, splits, G, D), m_of and l_of (N, splits, G), float32: the state of each split."""
     n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -166,6 +170,8 @@ def decode_kernel(
         m, l, acc = one_split(rows, inside, keys, values, n, h_kv, start, stop, h, g < G, at, slot, S, H_kv, table,
                               slopes, cos, sin, scale, scale2, softcap, D, P, BLOCK_N, APART, PRECISION, STAGES,
                               EARLY)  # fmt: skip
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()  # at the latest now
         if (slot >= start) & (slot < stop):  # 0
             k_i = head(k + b * k_b + h_kv * k_h, d, d < D, at, cos, sin, D)
             v_i = tl.load(v + b * v_b + h_kv * v_h + d, mask=d < D, other=0.0)
@@ -240,8 +246,8 @@ def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, 
     d = tl.arange(0, inside.shape[-1])
     q_i = tl.zeros(inside.shape, rows.dtype.element_ty)
     acc = tl.zeros(inside.shape, tl.float32)
-    l = tl.sum(acc, -1)
-    m = l + LOWEST
+    m = tl.full(inside.shape[:-1], LOWEST, tl.float32)
+    l = tl.zeros(inside.shape[:-1], tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + h, mask=is_head, other=0.0)[:, None]
     page = page_of(start, table, P)
@@ -281,8 +287,20 @@ def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, 
     if APART > 1:  # 3 once more
         m_new = tl.max(m, 0)
         alpha = tl.exp2(m - m_new[None, :])
-        m, l, acc = m_new, tl.sum(l * alpha, 0), tl.sum(acc * alpha[:, :, None], 0)
+        m, l, acc = m_new, tl.sum(l * alpha, 0), summed(acc * alpha[:, :, None])
     return m, l, acc
+
+
+@triton.jit
+def summed(x):
+    """The sum of x (APART, ROWS, BLOCK_D) over its parts. tl.sum() takes ten times as long from warp to warp."""
+    parts: tl.constexpr = x.shape[0]
+    x = tl.permute(x, (1, 2, 0))
+    if parts == 4:
+        one, other = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+        x = one + other
+    one, other = tl.split(x)
+    return one + other
 
 
 @triton.jit
