@@ -47,11 +47,13 @@ def linear(
     add: Tensor | None = None,
     outputs: int | None = None,
     dtype: torch.dtype | None = None,
+    late: bool = False,
 ) -> Tensor:
     """activation(layer(norm(x))); with gate, activation(gate(norm(x))) * layer(norm(x)); with add, that + add.
 
     x (B, K), contiguous, B at most ROWS, any float dtype. layer, gate: float32, float16 or bfloat16. norm: LayerNorm or
     RMSNorm. activation: of ACTIVATIONS. add (B, N), contiguous. outputs: N, if the layer has more.
+    late: the next kernel begins only when this one has x, because it asks for so much memory that x would wait.
     Returns y (B, N) in `dtype`; None: that of the weights.
     """
     (B, K), N, weight = x.shape, outputs or layer.weight.shape[0], layer.weight
@@ -61,15 +63,16 @@ def linear(
     y = x.new_empty(B, N, dtype=dtype or weight.dtype)
     BLOCK_N, BLOCK_K, num_warps = tile_for(B, K, N)
     tiles = triton.cdiv(N, BLOCK_N)
+    programs = min(tiles, MOST) if B == 1 else tiles
     second = (None, None) if gate is None else (gate.weight, gate.bias)
     by = (None, None, 0.0) if norm is None else (norm.weight, getattr(norm, "bias", None), norm.eps)
     early = {"launch_pdl": True} if sizes.starts_early(x.device) else {}
     kind = "none" if norm is None else "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm"
     with on(x.device):
-        linear_kernel[(min(tiles, MOST) if B == 1 else tiles,)](
+        linear_kernel[(programs,)](
             x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
             triton.next_power_of_2(K) if B == 1 or K <= WHOLE else WHOLE // 4, BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS,
-            precision(weight.dtype), bool(early),
+            precision(weight.dtype), bool(early), late, programs < tiles,
             num_warps=num_warps, num_stages=2, **early,
         )  # fmt: skip
     return y
@@ -84,7 +87,7 @@ def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
     least, elements = (2, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
     BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
     BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))
-    return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 4096 else 4
+    return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 8192 else 4
 
 
 def embed(token: Tensor, weight: Tensor, positions: Tensor | None, at: Tensor) -> Tensor:
@@ -113,9 +116,9 @@ def embed_kernel(token, weight, positions, at, x, C, WIDTH: tl.constexpr):
 def linear_kernel(
     x, weight, bias, gate, gate_bias, norm_weight, norm_bias, eps, add, y, B, N, K: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of every row, and then others. x (B, K), y and add (B, N)."""
+    """One program: BLOCK_N outputs of every row, and then others if MORE. x (B, K), y and add (B, N)."""
     row, step = tl.arange(0, ROWS), tl.num_programs(0) * BLOCK_N
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w = weights(weight, n, 0, N, K, BLOCK_K)
@@ -123,7 +126,8 @@ def linear_kernel(
     b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
     scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K)
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
         tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
 
     mean, rstd = tl.zeros([ROWS], tl.float32), tl.full([ROWS], 1.0, tl.float32)
@@ -138,6 +142,8 @@ def linear_kernel(
             part = tl.where(known, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)
             squares += tl.sum(part * part, 1)
         rstd = 1 / tl.sqrt_rn(squares / K + eps)
+    if EARLY and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
 
     for _ in range(tl.program_id(0) * BLOCK_N, N, step):
         at = row[:, None] * N + n[None, :]
@@ -154,11 +160,13 @@ def linear_kernel(
             last = first + BLOCK_K >= K
             of, k = tl.where(last, n + step, n), tl.where(last, 0, first + BLOCK_K)
             acc = add_product(acc, x_k, w, ROWS, PRECISION)
-            w = weights(weight, of, k, N, K, BLOCK_K)
-            scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K)
             if gate is not None:
                 acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION)
-                w_gate = weights(gate, of, k, N, K, BLOCK_K)
+            if MORE or K > BLOCK_K:
+                w = weights(weight, of, k, N, K, BLOCK_K)
+                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K)
+                if gate is not None:
+                    w_gate = weights(gate, of, k, N, K, BLOCK_K)
 
         value = acc + b[None, :]
         if gate is not None:
@@ -166,8 +174,9 @@ def linear_kernel(
         else:
             value = activated(value, ACTIVATION)
         tl.store(y + at, (value + residual).to(y.dtype.element_ty), mask=inside)
-        n += step
-        b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
+        if MORE:
+            n += step
+            b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
 
 
 @triton.jit

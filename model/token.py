@@ -90,7 +90,7 @@ def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
     for block, local, past in zip(model.blocks, model.local_ropes, cache.layers, strict=True):
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
-        qkv = linear(x, attention.qkv, norm=block.attention_norm).split(attention.widths, dim=-1)
+        qkv = linear(x, attention.qkv, norm=block.attention_norm, late=True).split(attention.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, 1, attention.head_size)) for y in qkv)  # (B, heads, 1, D)
         x = linear(past.attend(q, k, v, cache.ropes.get(local)).flatten(1), attention.out, add=x, dtype=x.dtype)
         if mlp.gated:

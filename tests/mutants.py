@@ -295,7 +295,7 @@ TABLE = [
      "decode"),
     ("a program's outputs have the first ones' weights", "tl.where(last, n + step, n)", "n", "decode"),
     ("a program's outputs have the first ones' bias",
-     "n += step\n        b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)", "n += step", "decode"),
+     "n += step\n            b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)", "n += step", "decode"),
     ("the gate is not activated", "activated(acc_gate + b_gate[None, :], ACTIVATION)",
      "(acc_gate + b_gate[None, :])", "decode"),
     ("parts are compared by their own largest logits",
