@@ -67,6 +67,8 @@ class NextToken:
         stream = torch.cuda.Stream(self.cache.device)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.run()
+        # torch sets the generators' offsets to 0 on that stream, and on this one to what the first replay draws from.
+        torch.cuda.current_stream(self.cache.device).wait_stream(stream)
 
     def run(self) -> None:
         """Everything that the device does for a token, after cache.grow()."""
@@ -90,7 +92,7 @@ def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
     for block, local, past in zip(model.blocks, model.local_ropes, cache.layers, strict=True):
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
-        qkv = linear(x, attention.qkv, norm=block.attention_norm, late=True).split(attention.widths, dim=-1)
+        qkv = linear(x, attention.qkv, norm=block.attention_norm).split(attention.widths, dim=-1)
         q, k, v = (y.unflatten(-1, (-1, 1, attention.head_size)) for y in qkv)  # (B, heads, 1, D)
         x = linear(past.attend(q, k, v, cache.ropes.get(local)).flatten(1), attention.out, add=x, dtype=x.dtype)
         if mlp.gated:

@@ -1194,6 +1194,25 @@ def test_the_kernel_chooses_as_plain_pytorch(temperature):
         assert ((found >= 0) & (found < 50_257)).all()  # the next token runs before the host knows
 
 
+def test_a_recording_that_takes_long_does_not_set_the_draws_back(monkeypatch):
+    """torch clears a generator's offset on the stream that records. The first replay drew the first token's draws again
+    where that came late, as on a GPU with other work."""
+    from model import token
+    from model.generate import Sampler
+
+    model, prompts = sampled_model({}), [torch.randint(1000, (20,), device="cuda")]
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def late(self, *args, **kwargs):
+        torch.cuda._sleep(2 * 10**8)  # cycles, on the stream that records
+        return begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    found = sampled(model, prompts, Sampler(), 30)
+    monkeypatch.setattr(token, "WARM_UP", 1000)
+    assert torch.equal(sampled(model, prompts, Sampler(), 30), found)
+
+
 def test_recorded_rows_draw_from_their_own_generators(monkeypatch):
     """With what a penalty remembers, too: the same bits as without recording."""
     from model import token
