@@ -47,13 +47,11 @@ def linear(
     add: Tensor | None = None,
     outputs: int | None = None,
     dtype: torch.dtype | None = None,
-    late: bool = False,
 ) -> Tensor:
     """activation(layer(norm(x))); with gate, activation(gate(norm(x))) * layer(norm(x)); with add, that + add.
 
     x (B, K), contiguous, B at most ROWS, any float dtype. layer, gate: float32, float16 or bfloat16. norm: LayerNorm or
     RMSNorm. activation: of ACTIVATIONS. add (B, N), contiguous. outputs: N, if the layer has more.
-    late: the next kernel begins only when this one has x, because it asks for so much memory that x would wait.
     Returns y (B, N) in `dtype`; None: that of the weights.
     """
     (B, K), N, weight = x.shape, outputs or layer.weight.shape[0], layer.weight
@@ -72,7 +70,7 @@ def linear(
         linear_kernel[(programs,)](
             x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
             triton.next_power_of_2(K) if B == 1 or K <= WHOLE else WHOLE // 4, BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS,
-            precision(weight.dtype), bool(early), late, programs < tiles,
+            precision(weight.dtype), bool(early), programs < tiles,
             num_warps=num_warps, num_stages=2, **early,
         )  # fmt: skip
     return y
@@ -116,7 +114,7 @@ def embed_kernel(token, weight, positions, at, x, C, WIDTH: tl.constexpr):
 def linear_kernel(
     x, weight, bias, gate, gate_bias, norm_weight, norm_bias, eps, add, y, B, N, K: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr, MORE: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of every row, and then others if MORE. x (B, K), y and add (B, N)."""
     row, step = tl.arange(0, ROWS), tl.num_programs(0) * BLOCK_N
@@ -126,8 +124,7 @@ def linear_kernel(
     b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
     scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K)
     if EARLY:
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
         tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
 
     mean, rstd = tl.zeros([ROWS], tl.float32), tl.full([ROWS], 1.0, tl.float32)
@@ -142,8 +139,6 @@ def linear_kernel(
             part = tl.where(known, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)
             squares += tl.sum(part * part, 1)
         rstd = 1 / tl.sqrt_rn(squares / K + eps)
-    if EARLY and LATE:
-        tl.extra.cuda.gdc_launch_dependents()
 
     for _ in range(tl.program_id(0) * BLOCK_N, N, step):
         at = row[:, None] * N + n[None, :]
