@@ -204,6 +204,18 @@ def test_two_gpus_are_one(small, tmp_path):
         torch.testing.assert_close([*losses(runs / name).values()], [*right.values()], rtol=2**-8, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are wanted")
+def test_keys_that_go_round_two_gpus_are_those_of_one(small, tmp_path):
+    """With windows, documents and the stream's dropout, in float32."""
+    layouts = {"one": (1, False, RING), "ring": (2, False, [*RING, "parallel.context=2"])}
+    runs = run_all(layouts, [*small[:-1], "device=cuda", "dtype=float32"], tmp_path, layouts)
+    assert "attention: triton" in (runs / "ring.out.0").read_text()
+    for key in ("loss", "val_loss", "grad_norm"):
+        right, found = losses(runs / "one", key), losses(runs / "ring", key)
+        torch.testing.assert_close([*found.values()], [*right.values()], rtol=2**-14, atol=0)
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
