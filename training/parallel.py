@@ -99,14 +99,18 @@ class Ranks:
         return replace(model, context_length=model.context_length // self.part.ranks)
 
     def refuse_difference(self, **values: Any) -> None:
-        """ValueError if a rank has other values than rank 0."""
-        theirs = self.same(values)
-        for name, value in values.items():
-            if value != theirs[name]:
-                raise ValueError(
-                    f"rank {self.rank} has {name} {value}, rank 0 has {theirs[name]}: "
-                    "give all machines the same files, for example on a shared disk"
-                )
+        """ValueError, the same on all ranks, if one has other values than rank 0."""
+        if self.size == 1:
+            return
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, values)
+        for rank, theirs in enumerate(every):
+            for name, value in theirs.items():
+                if value != every[0][name]:
+                    raise ValueError(
+                        f"rank {rank} has {name} {value}, rank 0 has {every[0][name]}: "
+                        "give all machines the same files, for example on a shared disk"
+                    )
 
     def hear(self, signals: list[int], left: float, text_bytes: int) -> Heard:
         """What all ranks know together after a step. They stop at the same step because they know the same."""
