@@ -142,6 +142,19 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_training_goes_on(writer
     assert checkpoint.load(path).model["w"].tolist() == [0, 0, 0]
 
 
+def test_a_checkpoint_has_the_parts_of_its_step_though_they_are_sent_later(writer, tmp_path, monkeypatch):
+    """A tied weight is sent once."""
+    go_on, sent = threading.Event(), []
+    monkeypatch.setattr(checkpoint, "gathered", lambda part, *_: sent.append(part) or (go_on.wait(60) and part))
+    weight = torch.zeros(3)
+    path = write(writer, tmp_path, 1, weight, other=torch.ones(2))
+    weight += 1
+    go_on.set()
+    writer.wait()
+    assert checkpoint.load(path).model["w"].tolist() == [0, 0, 0]
+    assert [part.tolist() for part in sent[:2]] == [[0, 0, 0], [1, 1]]
+
+
 def test_a_copied_checkpoint_has_a_tied_weight_once(writer, tmp_path):
     path = write(writer, tmp_path, 1, torch.zeros(3))
     writer.wait()
