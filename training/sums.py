@@ -7,7 +7,8 @@
 The backward goes from the last block to the first. As soon as a block's gradients are complete, a hook on the weights
 sends them in one message. NCCL adds them up on its own stream, so the backward goes on meanwhile. What belongs to no
 block goes last, with the loss: embedding, positions, last norm and head. The embedding's gradient is complete at the
-very end. Nothing waits for the host, so a step can be recorded with its messages.
+very end. Nothing waits for the host, so a step can be recorded with its messages. Two numbers have one order of adding
+up; that of more depends on their place in a message.
 
 torch's DistributedDataParallel works the same way. But before a step can be recorded, it wants eleven steps on a stream
 of their own. And it wraps one forward(), while ours is compiled and called in parts (GPT.compiled).
