@@ -155,6 +155,19 @@ def test_a_checkpoint_has_the_parts_of_its_step_though_they_are_sent_later(write
     assert [part.tolist() for part in sent[:2]] == [[0, 0, 0], [1, 1]]
 
 
+def test_a_writer_copies_into_the_same_memory_again(writer, tmp_path, monkeypatch):
+    places = []
+    monkeypatch.setattr(checkpoint, "gathered", lambda part, *_: places.append(part.data_ptr()) or part)
+    for step, weight in enumerate((torch.zeros(3), torch.ones(3), torch.ones(3).double()), start=1):
+        path = write(writer, tmp_path, step, weight)
+        writer.wait()
+        found = checkpoint.load(path).model["w"]
+        assert found.dtype == weight.dtype
+        assert torch.equal(found, weight)
+    of_w = places[:: len(places) // 3]
+    assert of_w[0] == of_w[1]
+
+
 def test_a_copied_checkpoint_has_a_tied_weight_once(writer, tmp_path):
     path = write(writer, tmp_path, 1, torch.zeros(3))
     writer.wait()

@@ -13,9 +13,10 @@ in it. Safetensors and JSON hold only numbers and text. Also, torch.save is not 
 file destroys the only checkpoint. Here a step is hashed, written under a temporary name, flushed to the disk and then
 renamed. So a visible checkpoint is complete, and the hashes detect a file that the disk has damaged later.
 
-The price: extra copies of the tensors in host memory, two while saving and one while loading, and about a second per GB
-for SHA-256. With a copy, the bytes hashed are the bytes written, and the bytes verified are the bytes loaded. Training
-waits for the first copy only: a Writer does the rest in a thread.
+The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
+per GB for SHA-256. (Where weights are shared, the first rank has a second one while it saves.) With a copy, the bytes
+hashed are the bytes written, and the bytes verified are the bytes loaded. Training waits for the first copy only: a
+Writer does the rest in a thread.
 
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
@@ -96,6 +97,7 @@ class Writer:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.written: Future[None] | None = None  # the last one
         self.group: Any = None  # of all ranks' threads, where weights are shared
+        self.copies: dict[str, Tensor] = {}  # kept: new memory takes many times as long to fill
 
     def save(self, folder: Path, step: int, *, model: dict[str, Tensor], optimizer: dict[str, Tensor], **rest) -> Path:
         """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
@@ -113,7 +115,7 @@ class Writer:
         if self.group is None and any(is_shared(x) for x in model.values()):
             self.group = own_connection()
         with _memory_enough():
-            copies = [_on_host(tensors) for tensors in groups]
+            copies = [_on_host(tensors, self.copies) for tensors in groups]
         shapes = [{name: x.shape for name, x in tensors.items()} for tensors in groups]
         self.written = self.thread.submit(_gather_and_write, copies, shapes, self.group, write)
 
@@ -149,12 +151,16 @@ def _memory_enough() -> Iterator[None]:
         ) from error
 
 
-def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors, of shared ones this rank's parts, in the CPU's memory. A tensor with two names stays one."""
+def _on_host(tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors, of shared ones this rank's parts, in the CPU's memory. A tensor with two names stays one.
+    kept: earlier copies by name, which are overwritten; the new ones are added."""
     copies: dict[tuple, Tensor] = {}
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
         if _place(tensor) not in copies:
-            copies[_place(tensor)] = local(tensor.detach()).to("cpu", copy=True).contiguous()
+            x = local(tensor.detach())
+            if name not in kept or (kept[name].shape, kept[name].dtype) != (x.shape, x.dtype):
+                kept[name] = torch.empty(x.shape, dtype=x.dtype)
+            copies[_place(tensor)] = kept[name].copy_(x)
     return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
 
 
