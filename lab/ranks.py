@@ -8,7 +8,7 @@ data parallel the first one also makes a step with as many passes as each of the
     gpt2-1k           GPT-2 124M, T=1,024: a pass of 64 sequences on each; gpt2-1k-4: four passes
     gpt2-256k         GPT-2's sizes, one sequence of 262,144 tokens on all (parallel.context)
     gpt2-256k-triton  the same with attention=triton; gpt2-256k-ring: keys and values go round, though the heads divide
-    gpt2-1m           one sequence of 1,048,576 tokens; gpt2-1m-3: three layers of the twelve
+    gpt2-1m           one sequence of 1,048,576 tokens; gpt2-1m-2: two layers of the twelve
     laptop            a small model on CPUs; laptop-context: each sequence on all; laptop-ring
 
 Shapes: B sequences of a pass, T tokens in each.
@@ -83,7 +83,7 @@ CASES = {
     "gpt2-256k-triton": replace(K256, impl="triton"),
     "gpt2-256k-ring": replace(K256, impl="triton", ring=True),
     "gpt2-1m": M1,
-    "gpt2-1m-3": replace(M1, model=replace(M1.model, n_layer=3)),
+    "gpt2-1m-2": replace(M1, model=replace(M1.model, n_layer=2)),
     "laptop": LAPTOP,
     "laptop-context": replace(LAPTOP, context=True, steps=8),
     "laptop-ring": replace(LAPTOP, model=replace(LAPTOP.model, context_length=128), context=True, ring=True),

@@ -18,10 +18,12 @@ Where weights are sharded, FSDP's own hooks add up the gradients, and only the l
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from model.gpt import GPT
 from training.parallel import Ranks
@@ -31,7 +33,7 @@ class Sums:
     """The messages of one step. All ranks make the same ones in the same order, because they run the same program."""
 
     def __init__(self, ranks: Ranks, model: GPT) -> None:
-        self.ranks, self.begun = ranks, list[dist.Work]()
+        self.ranks, self.begun = ranks, list[Message]()
         sends = ranks.size > 1 and ranks.shards == 1
         self.blocks = [list(block.parameters()) for block in model.blocks] if sends else []
         in_blocks = {p for block in self.blocks for p in block}
@@ -50,20 +52,30 @@ class Sums:
         if self.ranks.size == 1:
             return loss
         assert len(self.begun) == len(self.blocks), "every weight takes part in every pass"
-        total = self.send(self.rest if self.ranks.shards == 1 else [], loss)
+        loss = loss.to(self.rest[0].dtype)  # a message has one dtype
+        self.send(self.rest if self.ranks.shards == 1 else [], loss)
         for message in self.begun:
             message.wait()  # on a GPU its stream waits, not the host
-        return total.sum()
+        return loss
 
-    def send(self, parameters: Sequence[Tensor], *more: Tensor) -> Tensor:
-        """Begins to add up the gradients of some weights and more numbers over the ranks, in one message. Every p.grad
-        becomes a part of it. Returns the other numbers, which are sums when it has arrived."""
-        flat = torch.cat([x.flatten() for x in (*(p.grad for p in parameters), *more) if x is not None])
-        *gradients, rest = flat.split([*(p.numel() for p in parameters), len(more)])
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient.view_as(p)
-        self.begun.append(dist.all_reduce(flat, async_op=True))
-        return rest
+    def send(self, parameters: Sequence[Tensor], *more: Tensor) -> None:
+        """Begins to add up the gradients of some weights, and more tensors, over the ranks, in one message."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.begun.append(begin_sum([*gradients, *more]))
+
+
+class Message(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> object: ...
+
+
+def begin_sum(tensors: list[Tensor]) -> Message:
+    """Begins to replace each tensor by its sum over the ranks, and copies none."""
+    with _coalescing_manager(async_ops=True) as message:
+        for x in tensors:
+            dist.all_reduce(x)
+    return message
 
 
 def when_complete(parameters: Sequence[Tensor], then: Callable[[], object]) -> list[torch.utils.hooks.RemovableHandle]:
