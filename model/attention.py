@@ -167,7 +167,7 @@ def left_to_portable(
 ) -> str:
     """Why the forward of a training run's attention is left to kernels/flash.py; empty if kernels/hopper.py has it.
     D: head size; dtype: of q, k and v."""
-    from kernels.op import hopper_lacks
+    from kernels.op import NARROW, hopper_lacks
 
     if config.autotune:
         return "attention.autotune=true tunes the portable kernels"
@@ -175,8 +175,8 @@ def left_to_portable(
         return f"it has no {options}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
-    window = bool(config.window or config.windows)
-    return hopper_lacks(dtype, D, device, config.kernel, config.dropout_p > 0, window)
+    narrow = any(window is not None and window < NARROW for window in (config.window, *(config.windows or ())))
+    return hopper_lacks(dtype, D, device, config.kernel, config.dropout_p > 0 and narrow)
 
 
 def backward_left_to_portable(
