@@ -373,6 +373,7 @@ def language() -> dict[str, Any]:
             hardware_barrier(asm) if asm.startswith("bar.") else kept(asm, *rest, **more)
         ),
         "join": lambda a, b: torch.stack((a, b), -1),
+        "static_assert": lambda holds, why: None,
         "allocate_shared_memory": allocate,
         "warp_specialize": warp_specialize,
         **dict.fromkeys(
@@ -390,7 +391,6 @@ def on_cpu(
     more = more or {}
     parts = {
         "jit": lambda f=None, **_: f or (lambda f: f),
-        "constexpr_function": lambda f: f,
         "language": SimpleNamespace(**language() | more),
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,
