@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
+from data.text import counted
 from lab.peer import LR
 from lab.race import append, results_in
 from lab.steps import begin, gpt2, wait
@@ -205,7 +206,8 @@ def enter(
         wait(device)
     everyone.wait()
     peak = torch.cuda.max_memory_allocated(device) - before + weights if device.type == "cuda" else 0
-    print(f"  {ranks.size} ranks, {passes} passes: ready in {time.perf_counter() - started:.0f} s", flush=True)
+    said = f"{counted(ranks.size, 'rank')}, {counted(passes, 'pass', 'passes')}"
+    print(f"  {said}: ready in {time.perf_counter() - started:.0f} s", flush=True)
     return Side(ranks, passes, step, way, peak)
 
 

@@ -387,6 +387,14 @@ def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("resume", "name"), [("auto", "new"), ("new", None)])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_named_as_a_way_out(runs, resume, name):
+    for step in (10, 20):
+        damage(runs / f"new/checkpoints/step_0000{step}", "model.safetensors")
+    with pytest.raises(ValueError, match=r": no complete checkpoint among those in .*/new; runs that have one: old$"):
+        checkpoint.find_resume(resume, runs, name)
+
+
 def test_a_copy_under_a_name_of_ones_own_loads(runs, tmp_path):
     copy = (runs / "old/checkpoints/step_000040").rename(tmp_path / "favourite")
     assert checkpoint.load(checkpoint.find_resume(str(copy), runs, None)).step == 40

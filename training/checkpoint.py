@@ -473,6 +473,8 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
                 print(f"checkpoint {found[-1]} is damaged{instead}", file=sys.stderr)
             return path
     problem = "no complete checkpoint among those" if found else "no checkpoint"
+    if looked.parent == runs:
+        have.pop(looked.name, None)  # it has no complete one
     newest_runs = sorted(have, key=have.__getitem__, reverse=True)[:NAMED]
     more = f" and {len(have) - NAMED} older ones" if len(have) > NAMED else ""
     way_out = f"runs that have one: {', '.join(newest_runs)}{more}" if have else "train one first: python train.py"

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from data.text import counted
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.part import WHOLE, Part
@@ -216,7 +217,7 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
         rows = batch_size // data
         return replace(ranks, part=part._replace(share=ranks.data_rank, shares=data)), rows, passes
     raise ValueError(
-        f"{data} processes cannot share a step of {passes} {'pass' if passes == 1 else 'passes'} of batch_size="
+        f"{data} processes cannot share a step of {counted(passes, 'pass', 'passes')} of batch_size="
         f"{batch_size} equally: use a batch_size= that is divisible by {data}, or tokens_per_step= for a number of "
         "passes that is"
     )
