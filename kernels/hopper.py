@@ -126,7 +126,7 @@ class Shared(NamedTuple):
 # The launch.
 
 ROWS = 64  # of a consumer's tile
-SECTION_BYTES = 16 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
+SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
 # Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
 # then give most of theirs to the consumers.
 REGISTERS = {2: 168, 3: 128, 4: 96}
@@ -395,21 +395,28 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
+    # When the next tile's dropout is drawn: before its products begin, or beside its softmax. What is faster was timed
+    # (LOG.md). With more to mask, the former has too few registers.
+    early: gl.constexpr = how.D == 128 and not how.RAGGED
     words = words_of(n, task, how)
     p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
+        p = as_operand(dropped(p, keep, how), o_layout, q_i.dtype)  # 4
+        if early:
+            keep = drawn(words, row0, tile, task, s_layout, how)
         wait_turn(C, how)
         s = scores(q_i, shared, count, s_layout, how)
-        acc = add_values(acc, as_operand(dropped(p, keep, how), o_layout, q_i.dtype), shared, count - 1, how)  # 4, 5
+        acc = add_values(acc, p, shared, count - 1, how)  # 5
         pass_turn(C, how)
-        keep = drawn(words, row0, tile, task, s_layout, how)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
         if how.RAGGED and (tile >= whole_stop or tile < whole_start):
             s = hide(s, b, i, tile, task, how)
         p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
+        if not early:
+            keep = drawn(words, row0, tile, task, s_layout, how)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
@@ -539,7 +546,6 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
     exchange the results. words: of words_of()."""
     keep = 0
     if how.DROPOUT:
-        tile = held_back(tile, task)
         gl.static_assert(how.BLOCK_N == 128, "the layouts are of 64 x 128 elements")
         i = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, CALLED_ONCE)), 1)  # without bits 3 and 4
         j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, CALLED_ONCE)), 0)
@@ -559,29 +565,12 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
 
 
 @gluon.jit
-def held_back(x, task):
-    """x, for what ptxas must not compute before the products above have been started. It would mix the two, and start
-    the last products late (LOG.md). It moves no product across a reading of the clock. That is added to x as 0:
-    task.zero is 0, which ptxas does not know."""
-    return gl.inline_asm_elementwise(CLOCK, "=r,r,f", [x, task.zero], dtype=gl.int32, is_pure=False, pack=1)
-
-
-CLOCK = gl.constexpr("""{
-    .reg .b32 clock, zero;
-    mov.u32 clock, %clock;
-    mov.b32 zero, $2;
-    and.b32 clock, clock, zero;
-    add.u32 $0, $1, clock;
-}""")
-
-
-@gluon.jit
 def dropped(p, keep, how: gl.constexpr):
     """Step 4 without the factor 1 / (share kept): p, which has 16 bits, where it is kept, else 0. keep: of drawn()."""
     if how.DROPOUT:
         j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
         byte = gl.zeros_like(keep) + (j >> 3 & 3).to(gl.uint32)
-        p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=True, pack=2)
+        p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=False, pack=2)
     return p
 
 
