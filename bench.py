@@ -71,6 +71,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from itertools import product
 from pathlib import Path
 
+from data.text import counted
 from lab.decode import race_decode
 from lab.race import DTYPES, IMPLS, Case, pictures, race
 from lab.roofline import roofline
@@ -251,8 +252,8 @@ def main(cfg: Config) -> None:
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    few = "use shorter lengths=, fewer heads= or fewer tokens="
-                    raise ValueError(f"out of memory with {case.B} sequences of {T} tokens; {few}") from error
+                    size, few = counted(case.B, "sequence"), "use shorter lengths=, fewer heads= or fewer tokens="
+                    raise ValueError(f"out of memory with {size} of {T} tokens; {few}") from error
 
 
 if __name__ == "__main__":

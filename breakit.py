@@ -7,10 +7,10 @@
 The lab takes q, k, v and do from a model on real text: a run's model, or a small one that it trains first. It tries
 each failure in every implementation and dtype, on inputs where the failure sleeps and on inputs where it acts. For each
 trial it prints a line: what theory predicts, what was observed, where the failure begins, and how far the results are
-from float64. Then it trains small models, unbroken and broken, from one seed. It writes table.json and a NAME.png for
-each failure to runs/breakit, and a page of all failures to runs/break-it.md.
+from float64. Then it trains small models, unbroken and broken, from one seed. It writes a page of all failures,
+runs/breakit/break-it.md, with its figures and pictures in runs/breakit/break.
 
-    python breakit.py out=docs/break                             docs/break-it.md and its pictures
+    python breakit.py out=docs                                   docs/break-it.md, and docs/break
 
     python breakit.py replay=runs/NAME/faults/step_000123        runs the batch again that ended a run
 

@@ -35,6 +35,7 @@ import torch
 from tiktoken import Encoding
 
 from data.prepare import DataConfig
+from data.text import counted
 from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
 from model.cache import PAGE, KVCache
@@ -177,7 +178,7 @@ def main(cfg: Config) -> None:
     # As in training, a document begins after an end-of-text token.
     prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
-        print(f"prompt: {len(prompt) - 1} tokens from {cfg.prompt_file}", file=sys.stderr)
+        print(f"prompt: {counted(len(prompt) - 1, 'token')} from {cfg.prompt_file}", file=sys.stderr)
     if len(prompt) > (context := model.config.context_length):
         if cfg.past_context == "stop":
             raise ValueError(
@@ -276,7 +277,8 @@ def say_the_end(writer: Writer, made: int, first: float, seconds: float, past: b
         context = writer.model.config.context_length
         print(writer.label + IN_WORDS[writer.cfg.past_context].format(context), file=sys.stderr)
     speed = made / max(seconds, 1e-9)
-    print(f"{writer.label}{made} tokens, {speed:,.0f} tokens/s, the first after {first:.3f} s", file=sys.stderr)
+    said = f"{counted(made, 'token')}, {speed:,.0f} tokens/s, the first after {first:.3f} s"
+    print(f"{writer.label}{said}", file=sys.stderr)
 
 
 def read_line() -> str | None:

@@ -28,7 +28,7 @@ from data.download import fineweb
 from data.packing import pack
 from data.prepare import SPLITS, DataConfig, check, prepare, read_manifest
 from data.shards import Shards, inspect, join, read_tokens
-from data.text import expand, in_order
+from data.text import counted, expand, in_order
 from data.tokenizer import TokenizerConfig, build, from_json, to_json, token_bytes
 
 
@@ -481,6 +481,6 @@ def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) ->
     if len(tokens) < context_length + 1:
         fraction = "a larger data.val_fraction, " if what == "validation" else ""
         raise ValueError(
-            f"the {what} text has {len(tokens)} tokens, one window takes {context_length + 1}: "
+            f"the {what} text has {counted(len(tokens), 'token')}, one window takes {context_length + 1:,}: "
             f"use {fraction}more text or a smaller model.context_length"
         )

@@ -37,7 +37,7 @@ from rich.progress import Progress
 from data.download import progress_bar, shakespeare
 from data.made import SHORTEST, Made
 from data.shards import Writer
-from data.text import LEFT_OUT, PIECE, File, NotText, find, in_order, read, suffix, walk, writing_to
+from data.text import LEFT_OUT, PIECE, File, NotText, counted, find, in_order, read, suffix, walk, writing_to
 from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, byte_encoding, encode, same, to_json
 
 FORMAT = 2  # increase it if the same text gives other files; then every cached folder is made again
@@ -164,7 +164,7 @@ def prepare(
     if not quiet:
         train, val, seconds = manifest["train"], manifest["val"], time.perf_counter() - started
         print(
-            f"data: {(corpus.split != REPEATED).sum()} documents{left_out(corpus)}, "
+            f"data: {counted((corpus.split != REPEATED).sum(), 'document')}{left_out(corpus)}, "
             f"{train['bytes'] + val['bytes']:,} bytes -> "
             f"{train['tokens']:,} training and {val['tokens']:,} validation tokens in {seconds:.1f} s: {folder}",
             file=sys.stderr,
@@ -256,8 +256,8 @@ def documents_of(
     documents = Made(data.source, context_length)
     if documents.count * data.val_fraction < 2:  # the last window needs the first token of another document
         raise ValueError(
-            f"data.val_fraction={data.val_fraction} of {documents.count} documents leaves fewer than two for "
-            f"validation: use data.val_fraction={min(0.5, 2 / documents.count):g} or more, or a shorter context"
+            f"data.val_fraction={data.val_fraction} of {counted(documents.count, 'document')} leaves fewer than two "
+            f"for validation: use data.val_fraction={min(0.5, 2 / documents.count):g} or more, or a shorter context"
         )
     return documents
 

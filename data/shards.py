@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from data.text import counted
+
 HEADER_INTS = 256
 MAGIC_UINT16 = (20240520, 1)  # llm.c's GPT-2 shards
 MAGIC_UINT32 = (20240801, 7)  # llm.c's Llama 3 shards
@@ -77,7 +79,7 @@ def read_tokens(path: Path, way_out: str) -> np.ndarray:
     dtype = DTYPES[magic]
     tokens, odd_bytes = divmod(path.stat().st_size - header.nbytes, dtype.itemsize)
     if tokens != header[2] or odd_bytes:
-        rest = f" and {odd_bytes} bytes" if odd_bytes else ""
+        rest = f" and {counted(odd_bytes, 'byte')}" if odd_bytes else ""
         raise ValueError(f"{path} has {tokens} tokens{rest}, its header says {header[2]}: {way_out}")
     # We map the header too and slice it off. A file without tokens is valid, but mapping zero bytes is an error.
     return np.memmap(path, dtype, mode="r")[header.nbytes // dtype.itemsize :]

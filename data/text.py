@@ -46,6 +46,11 @@ File = str | BinaryIO | Made  # a path, the copy of standard input, or documents
 Stream = BinaryIO | gzip.GzipFile
 
 
+def counted(n: int, what: str, many: str = "") -> str:
+    """n of something in words: 1 document, 2 documents. many: a plural that is not made with an s."""
+    return f"{n:,} {what if n == 1 else many or f'{what}s'}"
+
+
 # ---- which files
 
 

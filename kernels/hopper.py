@@ -88,6 +88,7 @@ class Task(NamedTuple):
     """What to compute, in the words of kernels/task.py. A tensor that How says there is none of is any other."""
 
     N: int  # B * H
+    section: int  # heads that are computed at the same time: group_at()
     H: int
     T: int
     T_k: int
@@ -125,6 +126,7 @@ class Shared(NamedTuple):
 # The launch.
 
 ROWS = 64  # of a consumer's tile
+SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
 # Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
 # then give most of theirs to the consumers.
 REGISTERS = {2: 168, 3: 128, 4: 96}
@@ -134,8 +136,8 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
     """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200 (LOG.md). plain: the mask cuts one tile of every tile
     of queries, and there is no dropout. Otherwise three or four consumers have too few registers."""
     if D == 64 and plain:
-        return (64, 4, 4) if T_k <= 2048 else (128, 3, 2)
-    return 128, 2, 2
+        return (64, 4, 6) if T_k <= 2048 else (128, 3, 2)
+    return (128, 2, 3) if D == 64 else (128, 2, 2)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:
@@ -148,12 +150,13 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
     tiles = tiles_for(D, T_k, cut_once and not dropout)
     block_n, consumers, _ = tiles
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
+    section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     visits = visits_of(q, k, problem, groups * consumers, block_n) if documents else lse
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))),
         lse, lse2, taken, H // H_kv,
-        B * H, H, T, T_k, mask.at_least or 0, mask.at_most or 0,
+        B * H, min(max(1, section), B * H), H, T, T_k, mask.at_least or 0, mask.at_most or 0,
         mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
         problem.scale * math.log2(math.e), problem.seed if dropout else lse, problem.drop_threshold,
         lse if problem.numbers is None else problem.numbers, 256 / (256 - problem.drop_threshold), 0.0,
@@ -205,12 +208,13 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 # The kernel. 16-bit tensors q, k, v and o come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["N", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])  # compiled once for all
-def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits,
-                   scale2, seed, threshold, numbers, keep_scale, zero, how: gl.constexpr):  # fmt: skip
+# Compiled once for all sizes.
+@gluon.jit(do_not_specialize=["N", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
+def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents_q, documents_k,
+                   visits, scale2, seed, threshold, numbers, keep_scale, zero, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
-    task = Task(N, H, T, T_k, at_least, at_most, documents_q, documents_k, visits, scale2, seed, threshold, numbers,
-                keep_scale, zero)  # fmt: skip
+    task = Task(N, section, H, T, T_k, at_least, at_most, documents_q, documents_k, visits, scale2, seed, threshold,
+                numbers, keep_scale, zero)  # fmt: skip
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -262,12 +266,15 @@ def groups_of(task, how: gl.constexpr):
 
 @gluon.jit
 def group_at(group, task, how: gl.constexpr):
-    """b, h, n and the first row of a group, and which tiles of keys it visits: start to stop - 1. Programs that run at
-    the same time have neighbouring groups, and so the same keys. Of a head the last rows come first, which see the most
-    keys."""
+    """b, h, n and the first row of a group, and which tiles of keys it visits: start to stop - 1. Groups come in
+    sections of heads. In a section the last rows of each head come first, because they see the most keys: while a
+    program computed a long group at the end, the others would have nothing left to do."""
     per_head = gl.cdiv(task.T, how.CONSUMERS * how.ROWS)
-    n = group // per_head
-    row0 = (per_head - 1 - group % per_head) * (how.CONSUMERS * how.ROWS)
+    first = group // (per_head * task.section) * task.section
+    heads = gl.minimum(task.section, task.N - first)  # the last section may have fewer
+    place = group - first * per_head
+    n = first + place % heads
+    row0 = (per_head - 1 - place // heads) * (how.CONSUMERS * how.ROWS)
     b, h = n // task.H, n % task.H
     start, _, _, stop = key_tiles(b, row0, task, how)
     for c in gl.static_range(1, how.CONSUMERS):
@@ -354,10 +361,14 @@ def consumer(shared, o, lse, lse2, task, how: gl.constexpr, C: gl.constexpr):
     count = 0  # of tiles of keys, over all groups
     turn = 0
     group = gl.program_id(0)
+    if C == how.CONSUMERS - 1:
+        pass_turn(C, how)  # the first turn is consumer 0's
     while group < groups_of(task, how):
         count = attend(count, group, turn & 1, shared, o, lse, lse2, task, how, C)
         group = told(shared, turn)
         turn += 1
+    if C == 0:
+        wait_turn(C, how)  # nobody else takes the last turn
     tma.store_wait(0)
 
 
@@ -370,39 +381,51 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     row0 += C * how.ROWS
     i = row0 + gl.arange(0, how.ROWS, gl.SliceLayout(1, s_layout))
     start, whole_start, whole_stop, stop = key_tiles(b, row0, task, how)
-    count = skip(shared, count, last - stop, how)  # the last rows of a group see more keys
+    count = skip(shared, count, last - stop, how, C)  # the last rows of a group see more keys
 
     q_i = as_matrix(shared.q.index(C), how.ROWS, how)
     acc = gl.zeros([how.ROWS, how.D], gl.float32, o_layout)
     m = gl.full([how.ROWS], START, gl.float32, gl.SliceLayout(1, s_layout))
     l = gl.full([how.ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     mbarrier.wait(shared.q_full.index(C), phase)
+    wait_turn(C, how)
     s = scores(q_i, shared, count, s_layout, how)
+    pass_turn(C, how)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
-    p = as_operand(dropped(p, n, row0, stop - 1, task, how), o_layout, q_i.dtype)  # 4
+    # When the next tile's dropout is drawn: before its products begin, or beside its softmax. What is faster was timed
+    # (LOG.md). With more to mask, the former has too few registers.
+    early: gl.constexpr = how.D == 128 and not how.RAGGED
+    words = words_of(n, task, how)
+    p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
+        p = as_operand(dropped(p, keep, how), o_layout, q_i.dtype)  # 4
+        if early:
+            keep = drawn(words, row0, tile, task, s_layout, how)
+        wait_turn(C, how)
         s = scores(q_i, shared, count, s_layout, how)
-        acc = add_values(acc, p, shared, count - 1, how)
+        acc = add_values(acc, p, shared, count - 1, how)  # 5
+        pass_turn(C, how)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
         if how.RAGGED and (tile >= whole_stop or tile < whole_start):
             s = hide(s, b, i, tile, task, how)
         p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
-        p_new = dropped(p_new, n, row0, tile, task, how)
+        if not early:
+            keep = drawn(words, row0, tile, task, s_layout, how)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
-        p = as_operand(p_new, o_layout, q_i.dtype)
+        p = p_new.to(q_i.dtype)
     mbarrier.arrive(shared.q_free.index(C), count=1)
-    acc = add_values(acc, p, shared, count, how)
+    acc = add_values(acc, as_operand(dropped(p, keep, how), o_layout, q_i.dtype), shared, count, how)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(shared.v_free.index(count % how.STAGES), count=1)
-    count = skip(shared, count + 1, start - first, how)  # the first rows of a group may see earlier keys
+    count = skip(shared, count + 1, start - first, how, C)  # the first rows of a group may see earlier keys
 
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     factor = gl.convert_layout(task.keep_scale / gl.where(l == 0, 1.0, l), gl.SliceLayout(1, o_layout))
@@ -417,10 +440,31 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 
 
 @gluon.jit
-def skip(shared, count, tiles, how: gl.constexpr):
+def wait_turn(C: gl.constexpr, how: gl.constexpr):
+    """Three consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products,
+    then all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones. 256: the
+    threads of two consumers, of which one waits. Triton requires a result of assembly."""
+    if how.CONSUMERS == 3:
+        gl.inline_asm_elementwise(
+            f"bar.sync {9 + C}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, how: gl.constexpr):
+    if how.CONSUMERS == 3:
+        gl.inline_asm_elementwise(
+            f"bar.arrive {9 + (C + 1) % 3}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def skip(shared, count, tiles, how: gl.constexpr, C: gl.constexpr):
     """Frees tiles unread, which only the rows of other consumers see. Returns the new count. Before a tile is there,
     another consumer may still read what was in its place."""
     for _ in range(tiles):
+        wait_turn(C, how)
+        pass_turn(C, how)
         place, phase = count % how.STAGES, count // how.STAGES & 1
         mbarrier.wait(shared.k_full.index(place), phase)
         mbarrier.wait(shared.v_full.index(place), phase)
@@ -481,24 +525,79 @@ def online_softmax(s, m, l, scale2):
 
 
 @gluon.jit
-def dropped(p, n, row0, tile, task, how: gl.constexpr):
-    """Step 4 without the factor 1 / (share kept): p where keep_mask() of kernels/flash.py keeps it, else 0. The bits of
-    i and j are taken as there, for the same reason. n ^ n is a zero of n's type, which Philox wants."""
+def words_of(n, task, how: gl.constexpr):
+    """The words of Philox that a head has for itself: two of the counter, two of the key. n ^ n is a zero of n's type,
+    which Philox wants. Without dropout any, for nothing."""
+    words = n, n, n, n
     if how.DROPOUT:
         if how.NUMBERS:
             n = gl.load(task.numbers + n)
-        i = gl.expand_dims(gl.arange(0, how.ROWS, gl.SliceLayout(1, p.type.layout)), 1)
-        j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
         seed = gl.load(task.seed)
-        c0 = (row0 >> 5 << 3).to(gl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(gl.uint32)
-        c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(gl.uint32)
-        w0, w1, w2, w3 = philox(
-            c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
-        )
-        word = gl.where((i & 16) != 0, gl.where((i & 8) != 0, w3, w2), gl.where((i & 8) != 0, w1, w0))
-        keep = (word << (24 - (j & 24)).to(gl.uint32)) >= (task.threshold << 24).to(gl.uint32)
-        p = gl.where(keep, p, task.zero)
+        words = n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
+    return words
+
+
+@gluon.jit
+def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
+    """Step 4: which weights of a tile are kept, by the bits of keep_mask() of kernels/flash.py. uint32 (ROWS, BLOCK_N):
+    byte j // 8 % 4 of element (i, j) is negative if that is kept. Without dropout 0, for nothing.
+
+    A Philox call decides for 16 elements, of which a thread has eight. So each call is made once, and the threads
+    exchange the results. words: of words_of()."""
+    keep = 0
+    if how.DROPOUT:
+        gl.static_assert(how.BLOCK_N == 128, "the layouts are of 64 x 128 elements")
+        i = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, CALLED_ONCE)), 1)  # without bits 3 and 4
+        j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, CALLED_ONCE)), 0)
+        c0 = (row0 >> 5 << 3).to(gl.uint32) + i.to(gl.uint32)
+        c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
+        w0, w1, w2, w3 = philox(c0, c1, words[0], words[1], words[2], words[3])
+        word = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # the last axes: bits 3 and 4 of i
+        # Four bytes at a time: a byte is at least the threshold if two of three things are so. Its upper bit is 1; its
+        # other bits are at least those of the threshold; the upper bit of the threshold is 0.
+        others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
+        zero = (task.threshold >> 7).to(gl.uint32) - 1
+        word = gl.convert_layout((word & others) | (zero & (word | others)), SHARED_OUT)
+        word = gl.join(gl.join(word, word), gl.join(word, word))  # bits 3 and 4 of j
+        word = word.reshape((2, 8, 4, 8, 2, 2, 2, 2)).permute((0, 5, 4, 1, 2, 7, 6, 3))
+        keep = gl.convert_layout(word.reshape((how.ROWS, how.BLOCK_N)), layout)
+    return keep
+
+
+@gluon.jit
+def dropped(p, keep, how: gl.constexpr):
+    """Step 4 without the factor 1 / (share kept): p, which has 16 bits, where it is kept, else 0. keep: of drawn()."""
+    if how.DROPOUT:
+        j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
+        byte = gl.zeros_like(keep) + (j >> 3 & 3).to(gl.uint32)
+        p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=False, pack=2)
     return p
+
+
+# For two elements, in $1: keep in $2 and $3, the same byte in $4 and $5. prmt makes 16 bits of the sign of each byte.
+KEPT = gl.constexpr("""{
+    .reg .b32 mask, byte;
+    mad.lo.u32 byte, $4, 0x1111, 0xcc88;
+    prmt.b32 mask, $2, $3, byte;
+    and.b32 $0, $1, mask;
+}""")
+
+
+# The layout (16, 32) of a tile's Philox calls. As in the result of a matrix product, bits 1 and 2 of j and 0 to 2 of i
+# number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the calls.
+LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
+# The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: of all columns, and of bit 4 of
+# its rows.
+SHARED_OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]],
+        [[*lane, 0, 0] for lane in LANES],
+        [[0, 0, 0, 1], [8, 0, 0, 0]],
+        [],
+        [16, 32, 2, 2],
+    )
+)
 
 
 @gluon.jit

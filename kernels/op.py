@@ -12,8 +12,10 @@ then dkdv_kernel or, where it can, the kernels of hopper_backward.py. kernels/ta
 (kernels/problem.py) into the Task that the kernels of flash.py take.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -160,7 +162,8 @@ def not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> s
     wanted = problem.softcap, problem.slopes, problem.positions, problem.blocks
     if any(x is not None for x in wanted) or problem.without:
         return "it has no softcap, alibi, positions, block mask or break_it"
-    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, problem.seed is not None, problem.window is not None)
+    narrow = problem.window is not None and problem.window < NARROW
+    return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel, problem.seed is not None and narrow)
 
 
 def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> str:
@@ -173,12 +176,13 @@ def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: 
     return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
 
 
+NARROW = 512  # keys in a window
+
+
 @cache
-def hopper_lacks(
-    dtype: torch.dtype, D: int, device: torch.device, kernel: str, dropout: bool = False, window: bool = False
-) -> str:
+def hopper_lacks(dtype: torch.dtype, D: int, device: torch.device, kernel: str, narrow_dropout: bool = False) -> str:
     """Why hopper.py and hopper_backward.py do not compute attention of this dtype, head size and GPU; empty if they
-    do."""
+    do. narrow_dropout: whether there is dropout in a window of fewer than NARROW keys."""
     if kernel == "portable":
         return "attention.kernel=portable"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
@@ -188,8 +192,8 @@ def hopper_lacks(
         return f"it has float16 and bfloat16, not {dtype}"
     if D not in (64, 128):
         return f"it has head sizes 64 and 128, not {D}"
-    if kernel == "auto" and dropout and (D == 64 or window):
-        return "it is slower with dropout at head size 64 or in a window; attention.kernel=hopper takes it"
+    if kernel == "auto" and narrow_dropout:
+        return f"it is slower with dropout in a window of fewer than {NARROW} keys; attention.kernel=hopper takes it"
     try:
         import kernels.hopper_backward  # noqa: F401  (Gluon's names change from one Triton to the next)
     except (ImportError, AttributeError) as error:
@@ -201,10 +205,18 @@ def hopper_lacks(
 # Launches.
 
 
+def as_problem(description: Sequence[Any]) -> tuple[Problem, bool, str]:
+    """The Problem, autotune and kernel of a call. An op of torch.library turns the tuple `without` into a list, which
+    would make Problems unequal that are equal."""
+    *fields, autotune, kernel = description
+    problem = Problem(*fields)
+    return problem._replace(without=tuple(problem.without)), autotune, kernel
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor, Tensor]:
     """Returns o, lse, and lse in base 2 for the backward. Converting lse to base 2 there would round it, and that would
     scale all weights of a row by the same wrong factor. description: the fields of a Problem, autotune, kernel."""
-    problem, autotune, kernel = Problem(*description[:-2]), *description[-2:]
+    problem, autotune, kernel = as_problem(description)
     o, lse, lse2 = empty_results(q)
     if q.numel() == 0:
         return o, lse, lse2
@@ -251,7 +263,7 @@ def write_gradients(
     dlse: Tensor | None, *description,
 ) -> None:  # fmt: skip
     """Writes gradients() into the tensors `found`: dq, dk and dv, which a descriptor can write."""
-    problem, autotune = Problem(*description[:-2]), description[-2]
+    problem, autotune, kernel = as_problem(description)
     dq, dk, dv = found
     if q.numel() == 0:
         dk.zero_()
@@ -259,7 +271,7 @@ def write_gradients(
         return
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     dlse = None if dlse is None else dlse.contiguous()
-    if not backward_not_by_hopper(q, problem, autotune, description[-1]):
+    if not backward_not_by_hopper(q, problem, autotune, kernel):
         from kernels.hopper_backward import launch_backward
 
         with on(q.device):

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from data.text import counted
 from training.machine import peak_of
 
 # Colour, marker and line of each implementation, the same in every picture. Ours have solid lines, peers dashed ones.
@@ -51,7 +52,8 @@ def speed_picture(rows: list[dict], path: Path) -> Path:
             if peak:
                 axes.axhline(peak / 1e12, color="black", ls=":", lw=1)
                 axes.text(lengths[0], peak / 1e12, f"peak, dense bf16: {peak / 1e12:.0f}", size=9, va="bottom")
-            axes.set_title(f"{which}, head size {D}, {H} heads" + (f", dropout {p:g}" if p else ""), fontsize=10)
+            dropout = f", dropout {p:g}" if p else ""
+            axes.set_title(f"{which}, head size {D}, {counted(H, 'head')}{dropout}", fontsize=10)
             axes.tick_params(labelleft=True)
         pair[0].set_ylim(0, 1.1 * peak / 1e12 if peak else None)
         pair[0].set_ylabel(unit)
@@ -66,8 +68,8 @@ def memory_picture(rows: list[dict], path: Path) -> Path:
     axes."""
     series = {key: rows[0][key] for key in ("D", "H", "causal", "dropout_p")} | {"pass": "forward+backward"}
     rows = [row for row in rows if series.items() <= row.items()]
-    title = f"memory of attention: {mask_of(rows[0])}, head size {rows[0]['D']}, {rows[0]['H']} heads, "
-    title += f"{rows[0]['B']} sequence{'s' * (rows[0]['B'] > 1)}, dropout {series['dropout_p']:g}"
+    title = f"memory of attention: {mask_of(rows[0])}, head size {rows[0]['D']}, {counted(rows[0]['H'], 'head')}, "
+    title += f"{counted(rows[0]['B'], 'sequence')}, dropout {series['dropout_p']:g}"
     figure = new_figure(rows, 12, 5, title)
     lengths = sorted({row["T"] for row in rows})
     for axes, scale in zip(figure.subplots(1, 2), ("linear", "log"), strict=True):
@@ -110,7 +112,7 @@ def mask_of(row: dict) -> str:
     """The row's mask in words, and the number of key heads if the heads are grouped."""
     words = ["causal" if row["causal"] else "not causal"]
     words += [f"{key} {row[key]}" for key in ("window", "documents", "block_mask") if row[key]]
-    words += [f"{row['H_kv']} heads of keys"] * bool(row["H_kv"])
+    words += [counted(row["H_kv"] or 0, "head") + " of keys"] * bool(row["H_kv"])
     return ", ".join(words)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from data.loader import validation_batches
+from data.text import counted
 from lab import draw, measure, panels, trainings, trials
 from lab.files import plain, write
-from lab.page import write_page
+from lab.page import FIGURES, write_page
 from lab.runs import model_of_run
 from model.break_it import FAILURES
 from training.machine import about
@@ -32,7 +33,7 @@ def gallery(
     device: torch.device,
     out: Path,
 ) -> None:
-    """Writes table.json and a NAME.png for each failure to the folder `out`, and break-it.md next to that folder.
+    """Writes break-it.md to the folder `out`, and table.json and a NAME.png for each failure to out/break.
 
     script: train.main. short: the configuration from short_training(). failure: a name, or None for all. run: the run
     that gives q, k and v, found in the folder `runs` as in model_of_run(); None trains a small model first.
@@ -43,7 +44,8 @@ def gallery(
     facts = about(device)
     device = device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
     model = None if run is None else model_of_run(run, runs, device)
-    out.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
+    figures = out / FIGURES
+    figures.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
     failures = [failure] if failure else list(FAILURES)
     if failure:
         words = FAILURES[failure]
@@ -62,7 +64,8 @@ def gallery(
         T = min(256, model.net.config.context_length)
         batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 2, T, 2 * T))
         calls = record(model.net, batch.x.to(device), batch.y.to(device))
-        show(f"{model.name}: {len(calls)} layers of {model.net.config.n_head} heads, {T} tokens of its validation text")
+        sizes = f"{counted(len(calls), 'layer')} of {counted(model.net.config.n_head, 'head')}"
+        show(f"{model.name}: {sizes}, {T} tokens of its validation text")
 
         wanted, impls = ["none", *failures], trials.available(device)
         for line in measure.left_out(calls, wanted, impls):
@@ -79,14 +82,14 @@ def gallery(
     pictures = {}
     for name in (name for name in failures if name in shown):
         found = panels.panels(shown[name], next((c for c in curves if name in c.broken), None))
-        draw.save(draw.picture(name, found), out / f"{name}.png")
+        draw.save(draw.picture(name, found), figures / f"{name}.png")
         pictures[name] = [panel.title for panel in found]
     losses = [c._asdict() for c in curves]
     kept = {"about": facts, "model": model.name, "rows": rows, "losses": losses, "pictures": pictures}
-    write(out / "table.json", json.dumps(plain(kept)).replace("}, {", "},\n{") + "\n")
+    write(figures / "table.json", json.dumps(plain(kept)).replace("}, {", "},\n{") + "\n")
     differ = sum(not row["agrees"] for row in rows)
     show(f"{len(rows)} lines, {differ} of them not as predicted; {time.perf_counter() - started:.0f} s")
-    show(f"{out}: table.json, {', '.join(f'{name}.png' for name in pictures)}; and {write_page(out)}")
+    show(f"{figures}: table.json, {', '.join(f'{name}.png' for name in pictures)}; and {write_page(out)}")
 
 
 def print_row(row: dict | None = None) -> None:

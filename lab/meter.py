@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # What the kernels of a step (on a CPU: torch's ops) are for, by words in their names. The first that matches counts: a
 # kernel that a compiler has fused is named after all of its ops. So the softmax of a naive attention counts as loss.
 PARTS = {
-    "attention": r"attention|flash|fmha|sdpa|cudnn|^(forward|dq|dkdv)_kernel|bmm|exp2",
+    "attention": r"attention|flash|fmha|sdpa|cudnn|bmm|exp2"
+    r"|^(forward|dq|dkdv|visits|row_terms|backward|scaled)_kernel",
     "products": r"gemm|cutlass|nvjet|cublas|xmma|splitk|triton_tem|::(add)?mm_?$",
     "loss": r"loss|softmax|logsumexp|entropy|scatter|gather|(::|_)exp_?(_|$)",
     "clip and optimizer": r"adam|muon|multi_tensor|foreach|vector_norm|normtwo|lerp",

@@ -1,9 +1,9 @@
-"""The page of all failures: docs/break-it.md, written by `python breakit.py out=docs/break`, with its pictures.
+"""The page of all failures: docs/break-it.md, written by `python breakit.py out=docs`, with its pictures.
 
-    write_page(Path("docs/break"))     docs/break-it.md
+    write_page(Path("docs"))     docs/break-it.md
 
 The words come from model/break_it.py, the figures from the lab's table.json. If only words have changed, the lab need
-not run again: python -c "from lab.page import *; write_page(Path('docs/break'))"
+not run again: python -c "from lab.page import *; write_page(Path('docs'))"
 """
 
 import json
@@ -15,6 +15,7 @@ from lab.measure import RESULTS, SHOWN
 from lab.trials import GRADIENT, LEAK, NAN, NONE, OVERFLOW, SILENT
 from model.break_it import FAILURES
 
+FIGURES = "break"  # the folder of table.json and the pictures, next to the page
 KINDS = {
     SILENT: "silent",
     LEAK: "leak",
@@ -79,23 +80,22 @@ NOTES = {
 }
 
 
-def write_page(folder: Path) -> Path:
-    """Writes break-it.md next to `folder`, which holds table.json and the pictures. Returns its path."""
-    path = folder.parent / "break-it.md"
-    kept = json.loads((folder / "table.json").read_text(encoding="utf-8"))
-    write(path, page(kept, folder.name))
+def write_page(out: Path) -> Path:
+    """Writes break-it.md to the folder `out`, from table.json in its folder FIGURES. Returns the page's path."""
+    path = out / "break-it.md"
+    write(path, page(json.loads((out / FIGURES / "table.json").read_text(encoding="utf-8"))))
     return path
 
 
-def page(kept: dict, folder: str) -> str:
-    """The page as Markdown. kept: the content of table.json. folder: of the pictures, relative to the page."""
+def page(kept: dict) -> str:
+    """The page as Markdown. kept: the content of table.json."""
     names = list(kept["pictures"])
     table = ["| failure | taken out | how it shows | it acts |", "|---|---|---|---|"]
     table += [f"| [{name}](#{name}) | {FAILURES[name].removed} | {kind(kept, name)} | {FAILURES[name].acts} |"
               for name in names]  # fmt: skip
     facts = {name: kept["about"][name] for name in ("commit", "torch", "device")}
     head = HEAD.format(table="\n".join(table), model=kept["model"], **facts)
-    return "\n".join([head, *(section(kept, name, folder) for name in names)])
+    return "\n".join([head, *(section(kept, name) for name in names)])
 
 
 def kind(kept: dict, name: str) -> str:
@@ -105,7 +105,7 @@ def kind(kept: dict, name: str) -> str:
     return ", ".join(KINDS[symptom] for symptom in seen or [NONE])
 
 
-def section(kept: dict, name: str, folder: str) -> str:
+def section(kept: dict, name: str) -> str:
     """The section of a failure: words, commands, measurements, picture."""
     words = FAILURES[name]
     return f"""## {name}
@@ -125,7 +125,7 @@ python breakit.py failure={name}
 
 {measured(kept, name)}
 
-![{name}: {"; ".join(kept["pictures"][name])}]({folder}/{name}.png)
+![{name}: {"; ".join(kept["pictures"][name])}]({FIGURES}/{name}.png)
 """
 
 

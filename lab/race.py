@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from data.text import counted
 from kernels.problem import Problem
 from lab.charts import memory_picture, speed_picture
 from lab.meter import median_ms, peak_bytes
 from lab.traffic import redraw
 from model.attention import AttentionConfig, attention, blocks_of, resolve
 from model.mask import WHOLE, Tiling, visible
-from training.machine import DTYPES, about, peak_flops
+from training.machine import DTYPES, about, is_out_of_memory, peak_flops
 
 # H_kv is empty if it equals H; window, documents and block_mask are empty if there is none.
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D"]
@@ -103,10 +104,10 @@ class Case:
 
     def title(self) -> str:
         """What all lengths of a series have in common, in words."""
-        words = [f"head size {self.D}", f"{self.H} heads" + (f" on {self.H_kv} of keys" if self.H_kv else "")]
+        words = [f"head size {self.D}", counted(self.H, "head") + (f" on {self.H_kv} of keys" if self.H_kv else "")]
         words.append("causal" if self.causal else "not causal")
         words += [f"window {self.window}"] * (self.window is not None)
-        words += [f"documents of {self.documents} tokens"] * (self.documents is not None)
+        words += [f"documents of {counted(self.documents or 0, 'token')}"] * (self.documents is not None)
         words += [f"block mask {'/'.join(self.block_mask or ())}"] * (self.block_mask is not None)
         return ", ".join([*words, f"dropout {self.dropout_p:g}"])
 
@@ -135,8 +136,8 @@ def race(
     series: lists of cases that differ only in length, shortest first; each list becomes a table on the screen. impls:
     names from IMPLS, or None for all that run here. block: tile size of tiled. patience: in seconds; a case is skipped
     if the length before it predicts that its forward and backward take longer.
-    Raises ValueError if one of ours was named and cannot run, if none can run, or if results.csv has other columns;
-    RuntimeError if one of ours is wrong.
+    Raises ValueError if one of ours was named and cannot run, if nothing could be timed, or if results.csv has other
+    columns; RuntimeError if one of ours is wrong.
     """
     facts = {key: value for key, value in about(device).items() if key in COLUMNS}
     names, results = entrants(impls, device), results_in(out)
@@ -147,13 +148,21 @@ def race(
 
     peak = None if dtype == "float32" else peak_flops(device)  # only the peak in 16 bits is known
     print(f"{facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
-    rows = []
+    rows, too_large = [], ""
     for cases in series:
         show_head(cases[0], device, peak)
         ended: dict[str, str] = {}  # implementations that have dropped out of this series, and the word that says why
         pace: dict[str, float] = {}  # seconds per FLOP, at the length before
         for case in cases:
-            x = inputs(case, device, DTYPES[dtype])
+            try:
+                x = inputs(case, device, DTYPES[dtype])
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                size, few = counted(case.B, "sequence"), "use fewer tokens= or shorter lengths="
+                too_large = f"out of memory with q, k, v and do of {size} of {case.T} tokens; {few}"
+                print(too_large, flush=True)
+                break  # nor do greater lengths fit
             fresh = []  # the rows of this case
             weighed: dict[str, list[dict] | str] = {}
             for name in names:
@@ -172,7 +181,7 @@ def race(
             rows += fresh
 
     if not rows:
-        raise ValueError(f"impls={impls}: none of them can do any of these cases; {'; '.join(told)}")
+        raise ValueError(f"nothing could be timed: {too_large or '; '.join(told)}")
     print(json.dumps({"results": str(results), "pictures": draw(rows, out), "rows": rows}))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from data.loader import Batch, Dataset, open_data
 from data.prepare import DataConfig
+from data.text import counted
 from data.tokenizer import TokenizerConfig, from_json
 from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
 from model.gpt import GPT
@@ -81,7 +82,8 @@ def replay(path: Path, device: torch.device) -> None:
     batch = Batch(tensors["batch.x"], tensors["batch.y"], tensors.get("batch.documents"))
     with torch.autocast(device.type, low) if low else nullcontext():
         calls = record(net, *batch.to(device))
-    show(f"{stamp(kept.state['broken'])}{path}: {len(tensors['batch.x'])} sequences, {impl}, {dtype}, on {device}")
+    sequences = counted(len(batch.x), "sequence")
+    show(f"{stamp(kept.state['broken'])}{path}: {sequences}, {impl}, {dtype}, on {device}")
     show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
     for call in calls:
         g = gauges(call)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from data.loader import validation_batches
+from data.text import counted
 from lab.files import plain, write
 from lab.runs import model_of_run
 from lab.story import THE_CAT, Tile, sentence, story, switches
@@ -66,7 +67,7 @@ def trace(head: Head, row: int, out: Path | None, **options) -> None:
     if out is not None:
         kept = head._asdict() | options | {"tiles": [tile._asdict() for tile in told], "o": o, "lse": lse}
         write(out, json.dumps(plain(kept)) + "\n")
-        print(f"{out}: {len(told)} tiles of {len(o)} rows")
+        print(f"{out}: {counted(len(told), 'tile')} of {counted(len(o), 'row')}")
     right = tell(head, **options | {"failure": "none"})[1]
     print_trace(head, row, told, o, lse, right, options)
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.text import counted
 from lab.trials import broken
 from model.break_it import FAILURES
 from training import config
@@ -79,7 +80,7 @@ def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> li
             cfg.name = broken_name(f"{len(found)}-{name}", cfg.break_it.label)
             started = time.perf_counter()
             losses[name] = train_quietly(script, cfg)
-            said = f"{losses[name][-1]:.3f} after {len(losses[name])} steps"
+            said = f"{losses[name][-1]:.3f} after {counted(len(losses[name]), 'step')}"
             show(f"training {name:18}{setting:57} loss {said:24}{time.perf_counter() - started:4.0f} s")
         found.append(Curves(setting, losses.pop("whole"), losses))
     return found

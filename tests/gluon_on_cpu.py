@@ -34,6 +34,7 @@ class Orders:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.main = threading.Semaphore(0)
+        self.hardware: dict[tuple, Barrier] = {}
         self.speeds: dict[Any, float] = {}  # of the jobs that have not ended, and the copies and products in flight
 
     def run(self) -> None:
@@ -150,8 +151,8 @@ class Place:
 class Barrier:
     """An mbarrier: a phase completes when `count` have arrived and all bytes that were announced have come."""
 
-    def __init__(self):
-        self.phases = 0
+    def __init__(self, count: int = 0):
+        self.phases, self.bytes, self.count, self.missing = 0, 0, count, count
 
     def index(self, i: int) -> "Barrier":
         return self.each[int(i)]
@@ -174,6 +175,25 @@ def init(barrier: Barrier, count: int) -> None:
 
 def wait(barrier: Barrier, phase: int) -> None:
     job().pause(lambda: barrier.phases & 1 != phase)
+
+
+def hardware_barrier(asm: str) -> None:
+    """bar.sync N, 256 or bar.arrive N, 256: a program's barrier N completes a phase when two jobs have come."""
+    mine, (what, number) = job(), asm.split(",")[0].split()
+    mine.pause()
+    barrier = mine.orders.hardware.setdefault((mine.program, number), Barrier(2))
+    phases = barrier.phases
+    barrier.arrive()
+    if what == "bar.sync":
+        mine.pause(lambda: barrier.phases > phases)
+
+
+def assembly(asm: str, constraints: str, args: list, **_: Any) -> Any:
+    """What inline assembly computes."""
+    if asm.startswith("bar."):
+        return hardware_barrier(asm)
+    p, keep, byte = args  # dropped(), for one element after the other
+    return torch.where((keep >> 8 * byte + 7 & 1).bool(), p, torch.zeros_like(p))
 
 
 def arrive(barrier: Barrier, count: int) -> None:
@@ -351,11 +371,14 @@ def language() -> dict[str, Any]:
         "load": load,
         "atomic_add": atomic_add,
         "barrier": lambda: job().pause(),
+        "inline_asm_elementwise": assembly,
+        "join": lambda a, b: torch.stack((a, b), -1),
+        "static_assert": lambda holds, why: None,
         "allocate_shared_memory": allocate,
         "warp_specialize": warp_specialize,
         **dict.fromkeys(
             ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
-             "NVMMASharedLayout"), lambda *_: None),
+             "NVMMASharedLayout", "DistributedLinearLayout"), lambda *_: None),
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "uint32", "int64")},
     }  # fmt: skip
 

@@ -68,7 +68,7 @@ TABLE = [
     ("a checkpoint is named before it is complete",
      "run.writer.wait()\n                run.metrics.say", "run.metrics.say",
      "train::test_a_checkpoint_is_complete_when_the_run_names_it"),
-    ("training goes on in a checkpoint's tensors", '.to("cpu", copy=True)', '.to("cpu")', "checkpoint"),
+    ("training goes on in a checkpoint's tensors", "= kept[name].copy_(x)", "= x", "checkpoint"),
     ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
     # --- the loop ---
     ("evaluated before all updates are heard of",
@@ -85,7 +85,9 @@ TABLE = [
     ("evaluations stay in the memory of an old graph", "self.recorded_losses.clear()", "pass", EVALUATED),
     # --- several processes ---
     ("each rank has its own mean loss", "(len(batches.x) * ranks.size)", "len(batches.x)", "parallel"),
-    ("gradients are not summed", "    dist.all_reduce(flat)\n", "", "parallel"),
+    ("gradients are not summed", "dist.all_reduce(x)", "dist.all_reduce(x.clone())", "parallel"),
+    ("gradients are sent in every pass", "in self.blocks if last for", "in self.blocks for", "sums"),
+    ("gradients are used before they have arrived", "message.wait()  #", "pass  #", "sums"),
     ("another rank's pass draws no seeds", "self.model.seeds(self.device)  #", "pass  #", "parallel"),
     ("all ranks evaluate all batches", "if i % run.ranks.data_size == run.ranks.data_rank:", "if True:", "parallel"),
     ("bits per byte of one rank's text", "int(sizes.sum())", "int(sizes[0])", "parallel"),

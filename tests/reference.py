@@ -314,11 +314,12 @@ PLACES = [[70], [70, 71], [5, 300], [300, 70], [5, 140, 300, 301]]
 
 
 def dominated(
-    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, T: int, device="cpu"
-) -> dict[str, Tensor]:
+    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, T: int, device="cpu",
+    B: int = 1, seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
     """Inputs whose keys at `places` have scores about `above` nats higher than the others; they differ by `apart`."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, T, D, device=device, generator=generator) for _ in range(4))
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v, do = (torch.randn(B, 2, T, D, device=device, generator=generator) for _ in range(4))
     q, k = q * 0.05, k * 0.05
     q[..., 0], k[..., 0] = 1, 0
     for number, place in enumerate(places):
@@ -326,7 +327,7 @@ def dominated(
         if same_values:
             v[..., place, :] = v[..., places[0], :]
     made = {"q": q, "k": k, "v": v, "do": do}
-    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(1, 2, T, device=device)}
+    return {name: x.to(dtype) for name, x in made.items()} | {"dlse": torch.zeros(B, 2, T, device=device)}
 
 
 # Without the maximum, of keys that are all alike: what o is, in naive and in tiled and triton, where a sum overflows.

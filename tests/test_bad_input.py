@@ -306,7 +306,7 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.mlp_hidden=10000000000000         cannot be made here
     model.vocab_multiple=10000000000000     cannot be made here
     model.context_length=10000000           tokens_per_step=128 is no multiple
-    model.context_length=10000000 batch_size=1 tokens_per_step=null     one window takes 10000001
+    model.context_length=10000000 batch_size=1 tokens_per_step=null     one window takes 10,000,001
     model.vocab_size=300                    model.vocab_size=300, the tokenizer has 257
     model.vocab_multiple=0                  model.vocab_multiple=0 must be at least 1
     model.position=sine                     model.position=sine is not known; choose learned or rope or none
@@ -522,7 +522,7 @@ def test_a_file_that_is_no_text(there, typed, answer):
     version.bin     version.bin is no token file, its header begins with (20240520, 7)
     more.bin        more.bin has 3001 tokens, its header says 5000
     negative.bin    negative.bin has 3001 tokens, its header says -1
-    odd.bin         odd.bin has 3001 tokens and 1 bytes, its header says 3001
+    odd.bin         odd.bin has 3001 tokens and 1 byte, its header says 3001
     unknown.bin     unknown.bin has token 257, tokenizer byte has 257
 """)
 def test_a_file_that_is_no_shard(there, typed, answer):
@@ -665,6 +665,16 @@ def test_what_is_damaged_is_refused_by_each_script_that_reads_it(refused, there,
         refused(sample, tmp_path, [f"checkpoint={path}"], answer)
 
 
+@pytest.mark.parametrize("typed", ["runs={0}", "runs={0}/in", "runs={there} name=empty.txt", "data.cache={0}"])
+def test_a_file_in_the_place_of_a_folder_is_named(refused, there, typed):
+    """Python's line was [Errno 20] Not a directory, or [Errno 17] File exists."""
+    file = there / "empty.txt"
+    given = ["data=text", f"data.path={there}/text", *TRAIN, *typed.format(file, there=there).split()]
+    given += [] if "cache" in typed else [f"data.cache={there}/cache"]
+    answer = f"train: {file} is a file, and a folder is wanted: name another one, or move the file away\n"
+    refused(train, there, given, answer)
+
+
 def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tmp_path):
     """What is in metrics.jsonl is only looked at, and a run is worth more: this one goes on."""
     lines = [
@@ -687,7 +697,7 @@ def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tm
     metrics.write_bytes("\n".join(lines).encode(errors="surrogatepass") + b"\n" + metrics.read_bytes())
     ended = call(train, "resume=done", f"runs={tmp_path}/runs", "steps=5")
     assert ended.code == 0
-    assert ended.err == f"{metrics}: {len(lines)} lines are not records and are left out\n"
+    assert ended.err == f"{metrics}: left out {len(lines)} lines without a record\n"
 
 
 @table(r"""
@@ -817,7 +827,7 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     runs={there}/runs                  the lab trains its own model; add run=NAME
     out=                               out=: the lab wants a folder for its pictures
     out={there}/empty.txt              out={there}/empty.txt: the lab wants a folder for its pictures
-    out={there}/empty.txt/in           empty.txt/in
+    out={there}/empty.txt/in           empty.txt is a file, and a folder is wanted
     trace=true explorer=true           choose one of them, or none for the lab
 """)
 def test_a_lab_that_cannot_be(refused, there, typed, answer):

@@ -112,7 +112,7 @@ def test_the_last_line_is_json_of_the_rows(raced):
 
 def test_the_table_has_a_line_for_each_implementation_and_fits_the_screen(raced):
     head = next(i for i, line in enumerate(raced[1]) if line.strip().endswith("causal, dropout 0"))
-    assert raced[1][head].strip() == "head size 16, 1 heads, causal, dropout 0"
+    assert raced[1][head].strip() == "head size 16, 1 head, causal, dropout 0"
     assert raced[1][head + 2].split() == ["T", "B", *["ms", "GFLOP/s"] * 3, "x", "fastest", "MiB"]
     table = raced[1][head + 3 : head + 9]
     assert [line.split()[2] for line in table] == ["naive", "tiled", "sdpa_flash"] * 2
@@ -360,6 +360,30 @@ def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypa
     assert lengths == [32]
 
 
+def test_inputs_that_do_not_fit_are_a_line_and_the_race_goes_on(monkeypatch, tmp_path, capsys):
+    right = race.inputs
+
+    def inputs(case, device, dtype):
+        if case.T > 16 and case.D == 8:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: you tried to allocate 9999999 bytes")
+        return right(case, device, dtype)
+
+    options = {"impls": ["naive"], "lengths": [16, 32], "head_sizes": [8, 16], "causal": [True], "dropout_p": [0.0]}
+    cfg = bench.Config(**SMALL | options | {"out": str(tmp_path)})
+    monkeypatch.setattr(race, "check", lambda names, *_: names)
+    monkeypatch.setattr(race, "inputs", inputs)
+    bench.main(cfg)
+    line = "out of memory with q, k, v and do of 1 sequence of 32 tokens; use fewer tokens= or shorter lengths="
+    assert line in capsys.readouterr().out.splitlines()
+    assert {(row["D"], row["T"]) for row in read(tmp_path / "results.csv")} == {("8", "16"), ("16", "16"), ("16", "32")}
+
+
+def test_a_race_whose_inputs_never_fit_ends_in_one_line(tmp_path):
+    cfg = bench.Config(**SMALL | {"impls": ["naive"], "tokens": 2**30, "heads": [2**14], "out": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"^nothing could be timed: out of memory .* of \d+ tokens; use fewer tokens="):
+        bench.main(cfg)
+
+
 def test_a_race_that_is_cut_short_keeps_the_rows_it_has(monkeypatch, tmp_path):
     right = race.weigh
 
@@ -399,7 +423,8 @@ def test_triton_without_a_gpu_is_left_out_unless_it_was_asked_for(capsys, monkey
 @pytest.mark.parametrize(("impl", "p"), [("flex", 0.0), ("sdpa_flash", 0.1)])
 def test_a_race_without_anybody_says_why(impl, p, tmp_path):
     cfg = bench.Config(**SMALL | {"impls": [impl], "causal": [True], "dropout_p": [p], "out": str(tmp_path)})
-    with pytest.raises(ValueError, match=f"none of them .*; {impl}: (FlexAttention|Both fused kernels) do"):
+    why = "(FlexAttention|Both fused kernels) do"
+    with pytest.raises(ValueError, match=f"(none of them|nothing could) .*[;:] {impl}: {why}"):
         bench.main(cfg)
 
 
@@ -608,7 +633,7 @@ def roofline_rows(tmp_path_factory):
 def test_a_roofline_without_enough_memory_is_one_line(tmp_path):
     """It was a traceback."""
     cfg = bench.Config(mode="roofline", lengths=[2**30], heads=[2**20], device="cpu", out=str(tmp_path))
-    with pytest.raises(ValueError, match="out of memory with 1 sequences of 1073741824 tokens; use shorter lengths="):
+    with pytest.raises(ValueError, match="out of memory with 1 sequence of 1073741824 tokens; use shorter lengths="):
         bench.main(cfg)
 
 

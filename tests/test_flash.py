@@ -511,6 +511,20 @@ def test_gradients_side_by_side_have_the_bits_of_those_put_together(through, D):
         assert torch.equal(found, right)
 
 
+@pytest.mark.parametrize("through", THROUGH)
+def test_the_kernels_are_chosen_by_the_same_problem(through, monkeypatch):
+    """An op turns tuples into lists, and then a compiled step had the portable backward where eager had Hopper's. Here
+    the GPU is all that either lacks."""
+    reasons = []
+    for name in ("not_by_hopper", "backward_not_by_hopper"):
+        decide = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *args, decide=decide: reasons.append(decide(*args)) or reasons[-1])
+    q = torch.randn(1, 1, 8, 64, requires_grad=True, dtype=torch.float16)
+    THROUGH[through](lambda q: attention(q, q, q, TRITON))(q).sum().backward()
+    assert set(reasons) == {"it runs on Hopper GPUs (sm_90), not on cpu"}
+    assert len(reasons) >= 2
+
+
 def test_nothing_puts_gradients_together_that_lie_side_by_side():
     """The kernels write into the one tensor that the projection reads. A head size of 18 has no such rows."""
 

@@ -450,6 +450,8 @@ def test_parameter_counts_of_the_presets():
     assert sizes["nano-gpt2"] == 859_008
     assert 0.7e6 < sizes["nano"] < 0.9e6
     assert 100e6 < sizes["modern-124m"] < 130e6
+    assert sizes["gpt2-d128"] == sizes["gpt2"]
+    assert sizes["modern-d128"] == sizes["modern-124m"]
 
 
 # --- against Hugging Face's models -----------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention import AttentionConfig, attention, left_to_portable
 from model.break_it import BreakIt
-from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, error, largest, run
+from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
@@ -66,27 +67,64 @@ def test_hopper_is_within_twice_naives_error(case, D, dtype):
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize("config", [HOPPER, PORTABLE], ids=lambda config: config.kernel)
 def test_keys_that_dominate_are_weighed_exactly(config, places, same_values, D, dtype):
-    """o and lse within twice naive's error. The gradients too or, where delta of a 16-bit o decides, within three times
-    the error of PyTorch's FlashAttention. That error is chance: between two orders of summing, both right, the largest
-    differed by up to 2.75 times in these cases (on a CPU)."""
+    """o and lse within twice naive's error."""
     case = Case(640, D=D, softmax_scale=1.0)
     for above in (8.0, 16.0, 30.0):
         for apart in (0.0, 0.125):
             inputs = dominated(D, dtype, above, apart, places, same_values, 640, "cuda")
-            reference = in_float64(inputs, case)
-            found, naive = run(inputs, case, config), run(inputs, case, NAIVE)
-            assert_within_budget(*({name: x[name] for name in ("o", "lse")} for x in (found, naive, reference)))
+            found, naive, right = run(inputs, case, config), run(inputs, case, NAIVE), in_float64(inputs, case)
+            assert_within_budget(*({name: x[name] for name in ("o", "lse")} for x in (found, naive, right)))
             if same_values and (above, apart) == (30.0, 0.0):  # the others have a weight of 1e-13
                 rows = found["o"][:, :, max(places) :]
                 assert torch.equal(rows, inputs["v"][:, :, places[:1]].expand_as(rows))
-            q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
-            theirs = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs["do"]), strict=True))
-            for name, gradient in theirs.items():
-                right = reference[name]
-                budget = 2 * (error(naive[name], right) + torch.finfo(dtype).eps * largest(right))
-                assert error(found[name], right) <= max(budget, 3 * error(gradient, right)), (name, above, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_gradients_of_keys_that_dominate_are_as_exact_as_flash_attentions(places, same_values, D, dtype):
+    """At most 1.1 times the error of PyTorch's FlashAttention: the norm of a head's error, and the largest, both as
+    means over 2,048 heads. The error of one head is chance: where o lies between two 16-bit numbers, the order of
+    summing may decide which it becomes, and such roundings of o are most of what is wrong in dq and dk. The means of
+    two right kernels differ by less than 2 % (standard deviation, on a CPU).
+
+    Which p is rounded depends on the order of the keys: it is 1, and exact, for the largest score that was visited.
+    PyTorch's FlashAttention and hopper visit the last keys first, portable the first. So FlashAttention's errors for
+    portable are the larger ones of two problems: the same, and that with the dominant keys in the opposite order."""
+    for above in (8.0, 16.0, 30.0):
+        for apart in (0.0, 0.125):
+            here = gradient_errors(D, dtype, above, apart, places, same_values)
+            turned = gradient_errors(D, dtype, above, apart, places[::-1], same_values)["flash"]
+            for name, flash in here["flash"].items():
+                assert (here["hopper"][name] <= 1.1 * flash).all(), (name, above, apart)
+                assert (here["portable"][name] <= 1.1 * torch.maximum(flash, turned[name])).all(), (name, above, apart)
+
+
+def gradient_errors(
+    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool
+) -> dict[str, dict[str, Tensor]]:
+    """By kernel (hopper, portable, PyTorch's flash) and name of a gradient: norm and largest error of a head, float64
+    (2,), means over 2,048 heads."""
+    case = Case(340, D=D, softmax_scale=1.0)
+    sums: dict[str, dict[str, Tensor]] = {}
+    for seed in range(8):  # at a time, for the memory of naive in float64
+        inputs = dominated(D, dtype, above, apart, places, same_values, case.T, "cuda", B=128, seed=seed)
+        right = run({key: x.double() for key, x in inputs.items()}, case, NAIVE)
+        q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        flash = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs["do"]), strict=True))
+        for kernel, found in [("flash", flash), *((x.kernel, run(inputs, case, x)) for x in (HOPPER, PORTABLE))]:
+            errors = {name: norm_and_largest(found[name], right[name]) / 8 for name in flash}
+            sums[kernel] = {name: errors[name] + sums.get(kernel, {}).get(name, 0.0) for name in errors}
+    return sums
+
+
+def norm_and_largest(found: Tensor, right: Tensor) -> Tensor:
+    """The norm of a head's error and its largest, (2,), means over the heads."""
+    errors = (found.double() - right).flatten(0, 1).flatten(1)  # (heads, T * D)
+    return torch.stack([errors.norm(dim=1).mean(), errors.abs().amax(1).mean()])
 
 
 @pytest.mark.parametrize(("T", "D"), [(1500, 64), (2500, 64), (1500, 128)])  # four, three and two consumers
@@ -115,7 +153,7 @@ def test_hopper_gives_the_same_bits_a_thousand_times_beside_other_work(T, D):
         (Case(300, D=128, window=100), HOPPER),
         (Case(300, D=64, documents=(100, 200)), HOPPER),
         (Case(300, D=128, dropout_p=0.1), HOPPER),
-        (Case(300, D=64, dropout_p=0.1), PORTABLE),
+        (Case(300, D=64, dropout_p=0.1), HOPPER),
         (Case(300, D=128, dropout_p=0.1, window=100), PORTABLE),
         (Case(300, D=64, softcap=2.0), PORTABLE),
         (Case(300, D=80), PORTABLE),
@@ -155,8 +193,9 @@ def test_the_start_of_a_run_names_the_kernel():
     device = torch.device("cuda")
     assert left_to_portable(AUTO, device) == left_to_portable(AUTO, device, D=64) == ""
     assert left_to_portable(replace(AUTO, window=8), device) == ""
-    assert "slower with dropout at head size 64" in left_to_portable(replace(AUTO, dropout_p=0.1), device, D=64)
-    assert left_to_portable(replace(HOPPER, dropout_p=0.1), device, D=64) == ""
+    narrow = {"dropout_p": 0.1, "window": 100}
+    assert "slower with dropout in a window of fewer than 512 keys" in left_to_portable(replace(AUTO, **narrow), device)
+    assert left_to_portable(replace(HOPPER, **narrow), device) == ""
     assert "attention.softcap=8" in left_to_portable(replace(AUTO, softcap=8.0), device)
     assert "head sizes" in left_to_portable(AUTO, device, D=80)
     assert left_to_portable(PORTABLE, device) == "attention.kernel=portable"

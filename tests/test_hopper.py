@@ -1,5 +1,8 @@
 """kernels/hopper.py on a CPU, by tests/gluon_on_cpu.py: what it computes, in many orders of its jobs and copies."""
 
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels import op
-from model.attention import AttentionConfig, left_to_portable, resolve
+from kernels.problem import Problem
+from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, problem_of, resolve
+from model.break_it import UNBROKEN, BreakIt
 from tests.gluon_on_cpu import launch, on_cpu
 from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run_forward
 
@@ -71,6 +76,22 @@ def naive(
 def test_it_is_within_twice_naives_error(case, dtype):
     found = forward(WHOLE, case, 0, dtype)
     assert_within_budget(found, naive(case, dtype, dtype), naive(case, torch.float64, dtype))
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2, 3, 5])
+def test_each_row_is_computed_however_many_heads_a_section_has(heads, monkeypatch):
+    """Of five heads, two on each key head but the last: rows that nobody computes are NaN."""
+    case = Case(300, B=1, H=5, H_kv=1, D=64)
+    monkeypatch.setattr(WHOLE, "SECTION_BYTES", heads * 2 * 300 * 64 * 2 // 5)
+    assert_within_budget(forward(WHOLE, case, 0), naive(case, torch.bfloat16), naive(case, torch.float64))
+
+
+def test_a_section_begins_with_the_rows_that_see_the_most_keys():
+    """Of three heads of 600 rows, in sections of two heads, by consumers of 64 rows: 256 in a group."""
+    how = WHOLE.how(64, 64, 4, 4, False, True, False, False, False, False)
+    task = SimpleNamespace(N=3, section=2, H=3, T=600, T_k=600, at_most=0)
+    found = [WHOLE.group_at(group, task, how)[2:4] for group in range(9)]
+    assert found == [(0, 512), (1, 512), (0, 256), (1, 256), (0, 0), (1, 0), (2, 512), (2, 256), (2, 0)]
 
 
 def test_a_later_tile_of_a_group_may_see_earlier_keys():
@@ -165,14 +186,80 @@ def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
         resolve(AttentionConfig("triton", kernel="hopper", softcap=2.0), "cpu")
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("window", [False, True])
-def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(window, dropout, D, monkeypatch):
-    """As it was timed (LOG.md): with dropout at head size 64, and with dropout and a window."""
+@pytest.mark.parametrize(
+    ("changed", "slower"),
+    [
+        ({}, False),
+        ({"window": 100}, False),
+        ({"dropout_p": 0.1}, False),
+        ({"dropout_p": 0.1, "window": 511}, True),
+        ({"dropout_p": 0.1, "window": 512}, False),
+        ({"dropout_p": 0.1, "windows": [None, 1024]}, False),
+        ({"dropout_p": 0.1, "windows": [None, 100]}, True),
+    ],
+    ids=str,
+)
+def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, slower, monkeypatch):
+    """As it was timed (LOG.md)."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    lacks = op.hopper_lacks.__wrapped__  # not the cache, which other tests read
-    slower = dropout and (D == 64 or window)
-    case = torch.bfloat16, D, torch.device("cuda")
-    assert bool(lacks(*case, "auto", dropout, window)) == slower
-    assert not lacks(*case, "hopper", dropout, window)
+    monkeypatch.setattr(op, "hopper_lacks", op.hopper_lacks.__wrapped__)  # not the cache, which other tests read
+    config = AttentionConfig("triton", **changed)
+    assert bool(left_to_portable(config, torch.device("cuda"))) == slower
+    assert not left_to_portable(replace(config, kernel="hopper"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"kernel": "portable"},
+        {"autotune": True},
+        {"window": 8},
+        {"documents": True},
+        {"block_mask": ["x"]},
+        {"softcap": 2.0},
+        {"alibi": True},
+        {"dropout_p": 0.1},
+        {"dropout_p": 0.1, "window": 8},
+        {"dropout_p": 0.1, "window": 512},
+        {"dropout_p": 0.1, "documents": True},
+        {"dropout_p": 0.1, "kernel": "hopper", "window": 8},
+        {"break_it": BreakIt(rescale_sum=False)},
+    ],
+    ids=str,
+)
+def test_the_start_of_a_run_names_the_kernels_that_run(changed, monkeypatch):
+    """model/attention.py tells from a configuration which kernels run, and kernels/op.py decides from a problem."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    lacks = op.hopper_lacks.__wrapped__
+    monkeypatch.setattr(
+        op, "hopper_lacks", lambda dtype, D, device, *rest: lacks(dtype, D, torch.device("cuda"), *rest)
+    )
+    break_it = changed.get("break_it", UNBROKEN)
+    config = AttentionConfig("triton", **{key: value for key, value in changed.items() if key != "break_it"})
+    words = torch.zeros(1, 64, dtype=torch.int64)
+    tokens = {"documents_q": words, "documents_k": words} if config.documents else {}
+    for D, dtype in product((64, 80, 128), (torch.bfloat16, torch.float32)):
+        q = torch.zeros(1, 2, 64, D, dtype=dtype)
+        problem = problem_of(q, q, config, tokens, True, None, words[0, 0], break_it)
+        options, asked = (q, problem, config.autotune, config.kernel), (config, q.device, break_it, D, dtype)
+        assert bool(op.not_by_hopper(*options)) == bool(left_to_portable(*asked))
+        assert bool(op.backward_not_by_hopper(*options)) == bool(backward_left_to_portable(*asked))
+
+
+def test_the_op_has_the_kernels_of_a_direct_call(monkeypatch):
+    """Compiled steps had the portable backward: through the op `without` was [], and [] != ()."""
+    seen, q, lse = [], torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64)
+
+    def stop(q, problem, autotune, kernel):
+        seen.append(problem)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(op, "not_by_hopper", stop)
+    monkeypatch.setattr(op, "backward_not_by_hopper", stop)
+    description = *Problem(64, 64), False, "auto"
+    with pytest.raises(KeyboardInterrupt):
+        op.flash_forward(q, q, q, *description)
+    with pytest.raises(KeyboardInterrupt):
+        op.flash_backward(q, q, q, q, lse, q, None, *description)
+    assert seen == [Problem(64, 64)] * 2

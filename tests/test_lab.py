@@ -348,15 +348,17 @@ def one(call, runs, tmp_path_factory):
 def test_one_failure_is_told_in_words_lines_and_pictures(one):
     said, out = one
     assert all(words in said for words in FAILURES["no_max"][1:4])
-    assert {path.name for path in out.iterdir()} == {"table.json", "no_max.png"}
-    assert (out.parent / "break-it.md").read_text() == page.page(json.loads((out / "table.json").read_text()), "new")
+    assert [path.name for path in out.parent.iterdir()] == ["new"]  # nothing is written outside of out=
+    assert {path.name for path in out.iterdir()} == {"break-it.md", "break"}
+    assert {path.name for path in (out / "break").iterdir()} == {"table.json", "no_max.png"}
+    assert (out / "break-it.md").read_text() == page.page(json.loads((out / "break/table.json").read_text()))
     assert "run taught, step_" in said
     assert re.search(r"^no_max +one weight overflows +[\d.]+ tiled +float32 8 x 8 +NaN +NaN +0/", said, re.M)
 
 
 def test_the_file_has_the_lines_and_who_made_them(one):
     said, out = one
-    kept = json.loads((out / "table.json").read_text())
+    kept = json.loads((out / "break/table.json").read_text())
     assert {"commit", "torch", "triton", "device"} <= kept["about"].keys()
     assert {row["failure"] for row in kept["rows"]} == {"none", "no_max"}
     columns = "failure where impl dtype gain tiles predicted observed agrees layer head query_tile key_tile max_score"
@@ -375,8 +377,8 @@ def test_without_a_run_the_lab_trains_its_own_model(call, tmp_path, monkeypatch)
     ended = call(breakit, "failure=no_scale", "steps=1", "device=cpu")
     assert ended.code == 0, ended.err
     assert "a small model, trained for" in ended.out
-    assert (tmp_path / "runs/breakit/no_scale.png").exists()
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"breakit", "break-it.md"}  # its own runs are gone
+    assert (tmp_path / "runs/breakit/break/no_scale.png").exists()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["breakit"]  # its own runs are gone
 
 
 def test_a_lab_that_is_interrupted_while_it_trains_says_that_nothing_is_kept(call, tmp_path, monkeypatch):
@@ -394,7 +396,7 @@ def test_a_lab_that_is_interrupted_while_it_trains_says_that_nothing_is_kept(cal
         "\nSIGINT: stopping after this step; a second one stops at once\n"
         "stopped: table and pictures are made at the end, so nothing is kept\n"
     )
-    assert list((tmp_path / "runs/breakit").iterdir()) == []
+    assert list((tmp_path / "runs/breakit/break").iterdir()) == []
 
 
 def test_what_an_implementation_lacks_is_said_once(calls):
@@ -424,7 +426,7 @@ PAGE = (ROOT / "docs/break-it.md").read_text()
 
 def test_the_page_is_what_the_lab_writes_of_its_figures_and_of_the_words_of_today():
     """It fails when words change: lab/page.py says how to write the page again without another run."""
-    assert page.page(KEPT, "break") == PAGE
+    assert page.page(KEPT) == PAGE
     assert list(KEPT["pictures"]) == list(FAILURES)
     assert all(row["agrees"] for row in KEPT["rows"])
 

@@ -23,7 +23,7 @@ from data import download, prepare, shards
 from data.loader import Loader, fingerprint, open_data, open_dataset, validation_batches
 from data.prepare import DataConfig
 from data.shards import Shards, Writer, join
-from data.text import standard_input
+from data.text import counted, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +33,11 @@ UNICODE = (
     "caf\u00e9 \u4f60\u597d \U0001f600 \U0001f469\u200d\U0001f4bb \u0928\u092e\u0938\u094d\u0924\u0947\n" * 40
     + "\u20ac"
 )
+
+
+def test_one_of_something_is_singular():
+    assert [counted(n, "token") for n in (0, 1, 2, 1000)] == ["0 tokens", "1 token", "2 tokens", "1,000 tokens"]
+    assert [counted(n, "pass", "passes") for n in (1, 2)] == ["1 pass", "2 passes"]
 
 
 @pytest.fixture
@@ -459,7 +464,7 @@ def test_a_shard_cut_short_is_refused_and_nobody_is_told_to_delete_the_folder(tm
     path = write_shard(tmp_path / "bin" / "a.bin", range(100), 257)
     os.truncate(path, 1024 + 99)
     message = refusal(open_data, DataConfig("bin", str(tmp_path / "bin")), BYTE)
-    assert message == f"{path} has 49 tokens and 1 bytes, its header says 100: make or download it again"
+    assert message == f"{path} has 49 tokens and 1 byte, its header says 100: make or download it again"
 
 
 def test_a_kept_tokenizer_is_for_shards_only(make, tmp_path):

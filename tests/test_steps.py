@@ -275,6 +275,14 @@ def test_a_kernel_counts_where_its_name_says():
             assert {key: ms for key, ms in found.items() if ms} == {part: 3.0, "idle": 7.0}, name
 
 
+@pytest.mark.parametrize("name", ["flash", "hopper", "hopper_backward"])
+def test_every_kernel_of_attention_counts_as_attention(name):
+    text = (ROOT / f"kernels/{name}.py").read_text(encoding="utf-8")
+    kernels = re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)
+    assert kernels
+    assert all(meter.where([(kernel, 3.0)], 3.0)["attention"] == 3.0 for kernel in kernels)
+
+
 def test_the_parts_are_the_whole_step():
     spent = [("aten::mm", 2.0), ("aten::addmm", 1.5), ("loss_kernel", 0.25), ("strange", 0.5)]
     found = meter.where(spent, 5.0)
@@ -544,31 +552,33 @@ def cells(table: str, page: str = "results.md") -> list[list[str]]:
 
 
 def test_the_page_has_the_steps_that_were_measured():
-    """Of docs/steps.csv the last run of each case and other side, and the last parts of each case. The page says that
-    the models have no biases; a case with biases would say so in its name. To fill the tables, paste the lines that
-    this test prints below their headings:
+    """Of docs/steps.csv the last run of each case, other side and attention of ours, and the last parts of each case
+    and attention. The page says that the models have no biases; a case with biases would say so in its name. To fill
+    the tables, paste the lines that this test prints below their headings:
 
-        | case | other side | its ms per step | its GiB | our ms per step | our GiB | our speed |
-        | parts, ms | attention | products | loss | clip and optimizer | norm | activation | ... | idle |
+        | case | other side | its ms per step | its GiB | our attention | our ms per step | our GiB | our speed |
+        | parts, ms | our attention | attention | products | loss | clip and optimizer | norm | ... | idle |
     """
     path = ROOT / "docs/steps.csv"
-    whole: dict[tuple[str, str], list[str]] = {}
-    parts: dict[str, list[str]] = {}
+    whole: dict[tuple[str, ...], list[str]] = {}
+    parts: dict[tuple[str, ...], list[str]] = {}
     for row in read(path) if path.exists() else []:
         case = row["case"] + ", biases" * (row["bias"] == "True")
+        key = case, row["how"].split(", ")[1]
         if row["name"] != "ours":
             other = row
         elif row["part"] == "step":
-            sides = []
-            for side in (other, row):
-                sides += [race.short(float(side["ms"])), f"{float(side['peak_gib']):.1f}"]
-            speed, *turns = (f"{float(row[key]):.2f}" for key in ("speed", "slowest", "fastest"))
-            whole[case, other["name"]] = [case, other["name"], *sides, f"{speed} ({' to '.join(turns)})"]
-            parts[case] = [case]
+            theirs, own = ([race.short(float(x["ms"])), f"{float(x['peak_gib']):.1f}"] for x in (other, row))
+            speed, *turns = (f"{float(row[name]):.2f}" for name in ("speed", "slowest", "fastest"))
+            turned = f"{speed} ({' to '.join(turns)})"
+            whole[*key, other["name"]] = [case, other["name"], *theirs, key[1], *own, turned]
+            parts[key] = [*key]
         else:
-            parts[case].append(race.short(float(row["ms"])))
-    for table, rows in {"case": whole, "parts, ms": parts}.items():
-        assert cells(table) == list(rows.values()), "\n".join(f"| {' | '.join(row)} |" for row in rows.values())
+            parts[key].append(race.short(float(row["ms"])))
+    cases = list(dict.fromkeys(case for case, *_ in whole))
+    for table, found in {"case": whole, "parts, ms": parts}.items():
+        rows = [found[key] for key in sorted(found, key=lambda key: cases.index(key[0]))]  # the same case side by side
+        assert cells(table) == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def test_the_page_has_the_lengths_that_were_measured():

@@ -530,7 +530,7 @@ def test_a_line_that_an_editor_left_in_the_metrics_does_not_end_the_run(call, sm
         file.write(b'{"step": 2, oops\n[]\n\n{"step": "2"}\n{"loss": 1}\n{"step": 1, "loss": null}\n\xff\n7\n')
     ended = call(train, f"runs={tmp_path}", "resume=auto", "steps=3")
     assert ended.code == 0, ended.err
-    assert ended.err.endswith("metrics.jsonl: 8 lines are not records and are left out\n")
+    assert ended.err.endswith("metrics.jsonl: left out 8 lines without a record\n")
     assert [record["step"] for record in records(tmp_path / "x")] == [1, 2, 3]
 
 

@@ -161,8 +161,17 @@ def run(
             raise
         if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(FIRST_SPEAKS)
-        print(f"{file.stem}: {error}", file=sys.stderr, flush=True)
+        print(f"{file.stem}: {in_words(error)}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def in_words(error: ValueError | OSError) -> str:
+    """The error's line. For a file in the place of a folder Python's own, [Errno 20] or [Errno 17], has no way out."""
+    if isinstance(error, NotADirectoryError | FileExistsError) and error.filename is not None:
+        path = Path(os.fsdecode(error.filename))
+        if (file := next((part for part in (path, *path.parents) if part.is_file()), None)) is not None:
+            return f"{file} is a file, and a folder is wanted: name another one, or move the file away"
+    return str(error)
 
 
 def in_turn(script: Callable[[Any], int | None], jobs: list[tuple[Any, list[str]]]) -> int:

@@ -5,6 +5,7 @@ import shlex
 from dataclasses import asdict
 
 from data.loader import fingerprint
+from data.text import counted
 from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, sdpa_kernel
 from training import checkpoint
 from training.machine import DTYPES
@@ -49,18 +50,18 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
     say(
-        f"model: {model.parameter_count():,} parameters, {cfg.model.n_layer} layers, "
+        f"model: {model.parameter_count():,} parameters, {counted(cfg.model.n_layer, 'layer')}, "
         f"context {cfg.model.context_length}, V {cfg.model.vocab_size}"
     )
     say(
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
-        f"{run.tokens_per_step:,} tokens a step in {run.accumulation} {'pass' if run.accumulation == 1 else 'passes'}, "
+        f"{run.tokens_per_step:,} tokens a step in {counted(run.accumulation, 'pass', 'passes')}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
     if packing := run.batches.loader.packing:
         share = packing.repeated / (len(packing) * cfg.model.context_length)
         say(
-            f"packing: {len(packing):,} windows, {share:.2%} of their tokens are in two of them; a token sees "
+            f"packing: {counted(len(packing), 'window')}, {share:.2%} of their tokens are in two of them; a token sees "
             f"{packing.seen:,.0f} tokens of its document on average, without packing {packing.seen_cut:,.0f}"
         )
     if run.ranks.size > 1:

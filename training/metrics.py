@@ -46,6 +46,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from data.text import counted
 from training.machine import reader_may_leave
 from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
 
@@ -167,7 +168,7 @@ def read_metrics(path: Path) -> list[dict]:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     records = [record for record in map(_record, lines) if record is not None]
     if len(records) < len(lines):
-        print(f"{path}: {len(lines) - len(records)} lines are not records and are left out", file=sys.stderr)
+        print(f"{path}: left out {counted(len(lines) - len(records), 'line')} without a record", file=sys.stderr)
     return records
 
 

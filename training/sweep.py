@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from data.text import counted
 from training.metrics import broken_name, drawable, encodable, read_metrics, show, stamp
 
 
@@ -64,7 +65,7 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
             losses_figure(curves, folder.name).savefig(folder / "losses.png", dpi=120)
         failed = sum(not row["status"].endswith("done") for row in rows)  # a broken run's status begins with its stamp
         trouble = f", {failed} of them failed or stopped" if failed else ""
-        show(f"sweep: {len(rows)} of {len(jobs)} jobs{trouble}: {folder}")
+        show(f"sweep: {len(rows)} of {counted(len(jobs), 'job')}{trouble}: {folder}")
 
 
 def name_jobs(configs: list[Any]) -> Path:
