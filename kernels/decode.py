@@ -22,8 +22,8 @@ So one CUDA graph serves while the sequences grow. A program whose part is empty
 of tiles, so a tile needs one number from the table, and computes the same bits as in a buffer.
 
 From Hopper on a program begins before the kernel ahead of it has ended. It asks for its first tiles, which past tokens
-have written, and then waits for q. So the memory works while the GPU computes the layers between two attentions. The
-new token's key and value come from the kernel ahead, so no tile has them.
+have written, and then waits for q. So its start takes no time of its own. The new token's key and value come from the
+kernel ahead, so no tile has them.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding. There a second kernel merges. Here the programs of a
 key head draw tickets, and the one with the last ticket merges. That saves a launch, which at short lengths takes as
