@@ -207,6 +207,8 @@ class TrainStep:
             mode = "thread_local" if torch.distributed.is_initialized() else "global"
             with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode):
                 run()
+            # torch sets the generator's offset to 0 on that stream, and on this one to where the first replay draws.
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
