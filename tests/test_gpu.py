@@ -685,6 +685,24 @@ def test_a_recorded_run_is_the_compiled_one_bit_for_bit(tmp_path, repeatable, re
 
 
 @pytest.mark.slow
+def test_a_step_whose_recording_takes_long_draws_the_same(tmp_path, repeatable, monkeypatch):
+    """torch clears the generator's offset on the stream that records. Where that came late, as on a GPU with other
+    work, the first replay drew the first step's dropout again."""
+    import train
+
+    recipe, begin = RECIPES["triton-documents-muon-all"], torch.cuda.CUDAGraph.capture_begin
+
+    def late(self, *args, **kwargs):
+        torch.cuda._sleep(2 * 10**9)  # cycles, on the stream that records
+        return begin(self, *args, **kwargs)
+
+    assert train.main(small_run(tmp_path, "soon", "graph", 20, dict(recipe))) == 0
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    assert train.main(small_run(tmp_path, "late", "graph", 20, dict(recipe))) == 0
+    assert_same_run(tmp_path / "soon", tmp_path / "late")
+
+
+@pytest.mark.slow
 def test_a_recorded_run_resumed_in_its_middle_is_the_unbroken_one(tmp_path, repeatable):
     import train
 
