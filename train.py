@@ -40,6 +40,7 @@ from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config, context
 from training.machine import (
+    DTYPES,
     about,
     begin_collecting,
     is_out_of_memory,
@@ -301,7 +302,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     device = pick_device(own_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
     autocast = set_precision(dtype, device)
-    attention = resolve(cfg.attention, device.type, cfg.break_it, lse=goes_round(cfg))
+    attention = resolve(cfg.attention, device.type, cfg.break_it, goes_round(cfg), cfg.model, DTYPES[dtype])
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
     refuse_another_parent(cfg)
     accumulation = passes(cfg)
@@ -433,7 +434,8 @@ def check(cfg: Config) -> None:
         raise ValueError("eval_only=true measures one run: leave out -m, and type the command once for each run")
     refuse_several("-m", "makes one run after the other")
     device = pick_device(cfg.device)
-    attention = resolve(cfg.attention, device.type, cfg.break_it)
+    dtype = DTYPES[pick_dtype(cfg.dtype, device)]
+    attention = resolve(cfg.attention, device.type, cfg.break_it, model=cfg.model, dtype=dtype)
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
     refuse_another_parent(cfg)
     passes(cfg)

@@ -13,13 +13,17 @@ one matrix, so that each key is read once. The steps have the numbers of model/a
 is the same in plain PyTorch, and docs/attention.md has the formulas under "The cache, and decoding in splits".
 
     decode_kernel   one program per key head and split
-        0     the program that has the new token's slot writes its key and value
         1-5   m, l and acc over its own keys
+        0     the program that has the new token's slot takes in its key and value, and keeps them
         6     the last program of a key head merges all splits
 
 The kernel reads the position of each sequence from device memory, and cuts the keys that are there into equal parts.
 So one CUDA graph serves while the sequences grow. A program whose part is empty ends at once. A page is a whole number
 of tiles, so a tile needs one number from the table, and computes the same bits as in a buffer.
+
+From Hopper on a program begins before the kernel ahead of it has ended. It asks for its first tiles, which past tokens
+have written, and then waits for q. So its start takes no time of its own. The new token's key and value come from the
+kernel ahead, so no tile has them.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding. There a second kernel merges. Here the programs of a
 key head draw tickets, and the one with the last ticket merges. That saves a launch, which at short lengths takes as
@@ -56,8 +60,11 @@ class DecodeTiles(NamedTuple):
 # BLOCK_D up to -> tiles for 16-bit inputs.
 TILES = {64: DecodeTiles(64, 4, 3), 128: DecodeTiles(64, 4, 3), 256: DecodeTiles(32, 4, 3)}
 FLOAT32 = {128: DecodeTiles(32, 8, 2), 256: DecodeTiles(16, 8, 2)}  # wider tiles round the sums less often
-# Up to so many bytes of keys the kernel begins before the one ahead of it ends, which saves 1 to 2 us. With more keys
-# this costs time: the early programs gather on the few processors that are free, and the one with the most ends last.
+# BLOCK_D up to -> stages where a processor has PROGRAMS programs, which then share its memory: the more tiles are on
+# their way when a program waits for the kernel ahead, the better. And no third program fits beside them, so the early
+# ones cannot gather on the few processors that are free.
+DEEP = {64: 6, 128: 3, 256: 4}
+# Other kernels begin early up to so many bytes of keys, which saves 1 to 2 us. With more keys it costs time.
 SHORT = 8 << 20
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
 
@@ -85,28 +92,34 @@ def decode(
     rope: cos and sin, float32 (positions, D / 2), by which q and k are rotated first; None: they stay as they are.
     table: int32 (B, at least S / P), and S, if keys and values are pages (pages, H_kv, P, D). Token p of sequence b is
     in page table[b, p // P], and p < S. P is a power of 2, and no less than a tile. None: keys and values are buffers.
+    The last kernel that was launched before may write q, k, v and tickets. It must not write the rest, which is read
+    before that kernel has ended. In a token, embed_kernel comes between the position and the first attention.
     """
     (B, H, _, D), H_kv = q.shape, k.shape[1]
     pages, S = table or (None, keys.shape[1])
     N, G, BLOCK_D, P = B * H_kv, H // H_kv, block_d(D), keys.shape[2] if table else 0
     tile = FLOAT32[max(128, BLOCK_D)] if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
+    splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
+    overlap = sizes.starts_early(q.device)
+    deep = overlap and rows == 16 and runs_deep(q, N * splits)
     if rows > 16:  # more rows take more shared memory
         tile = tile._replace(num_stages=2)
+    elif deep:
+        tile = tile._replace(num_stages=DEEP[max(64, BLOCK_D)])
+    early = {"launch_pdl": True} if deep or (overlap and N * S * D * keys.element_size() <= SHORT) else {}
     assert P % tile.BLOCK_N == 0, f"pages of {P} tokens, tiles of {tile.BLOCK_N}"
-    splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
+    apart = tile.num_warps if rows == 16 and q.dtype != torch.float32 and BLOCK_D <= 128 else 1
     o = q.new_empty(B, 1, H, D).transpose(1, 2)
     acc, sums = q.new_empty(N, splits, G, D, dtype=torch.float32), q.new_empty(2, N, splits, G, dtype=torch.float32)
     cos, sin = rope or (None, None)
-    overlap = sizes.starts_early(q.device)
-    early = {"launch_pdl": True} if overlap and N * S * D * keys.element_size() <= SHORT else {}
     with on(q.device):
         decode_kernel[(N, splits)](
             q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.slopes, cos, sin, pages,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, H_kv,
             0 if pages is None else pages.stride(0),
             problem.scale, problem.scale * math.log2(math.e), problem.softcap,
-            P, G, D, rows, BLOCK_D, tile.BLOCK_N, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
+            P, G, D, rows, BLOCK_D, tile.BLOCK_N, apart, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
             triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
             num_warps=tile.num_warps, **early,
         )  # fmt: skip
@@ -121,45 +134,52 @@ def splits_for(N: int, device: torch.device) -> int:
     return max(1, round(PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count / N))
 
 
+def runs_deep(q: Tensor, programs: int) -> bool:
+    """Whether a processor has at most PROGRAMS programs, and the memory for DEEP."""
+    together = programs <= splits_for(1, q.device)
+    return together and q.dtype != torch.float32 and sizes.shared_memory(q.device) >= sizes.ROOMY
+
+
 @triton.jit
 def decode_kernel(
     q, k, v, keys, values, position, o, acc_of, m_of, l_of, tickets, slopes, cos, sin, table,
     q_b, q_h, k_b, k_h, v_b, v_h, S, H_kv, table_b, scale, scale2, softcap,
     P: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, APART: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (n, split). acc_of (N, splits, G, D), m_of and l_of (N, splits, G), float32: the state of each split."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin; it waits for the results of this one
-        tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write: the position above all
     n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, h_kv = n // H_kv, n % H_kv
     at = tl.load(position + b)
     T_k = tl.minimum(at + 1, S).to(tl.int32)
     share = tl.cdiv(tl.cdiv(T_k, splits), BLOCK_N) * BLOCK_N  # keys of a split
     parts = tl.cdiv(T_k, share)  # splits that have keys
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin; it waits for the results of this one
     if split < parts:
         start = split * share
         stop = tl.minimum(start + share, T_k)
-        d = tl.arange(0, BLOCK_D)
         slot = (at % S).to(tl.int32)
         if table is not None:
             table += b * table_b
-        if (slot >= start) & (slot < stop):  # 0
-            row = place(slot, page_of(slot, table, P), n, h_kv, S, H_kv, P) * D + d
-            tl.store(keys + row, head(k + b * k_b + h_kv * k_h, d, d < D, at, cos, sin, D), mask=d < D)
-            tl.store(values + row, tl.load(v + b * v_b + h_kv * v_h + d, mask=d < D), mask=d < D)
-        tl.debug_barrier()  # the threads that load the row below are not those that stored it
-
-        g = tl.arange(0, ROWS)
+        g, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         h = h_kv * G + g
         inside = (g < G)[:, None] & (d < D)[None, :]
-        q_i = head(q + (b * q_b + h * q_h)[:, None], d[None, :], inside, at, cos, sin, D)
-        m, l, acc = one_split(q_i, keys, values, n, h_kv, start, stop, h, g < G, slot, S, H_kv, table, slopes, scale,
-                              scale2, softcap, D, P, ROWS, BLOCK_D, BLOCK_N, PRECISION, STAGES)  # fmt: skip
+        rows = q + (b * q_b + h * q_h)[:, None]
+        m, l, acc = one_split(rows, inside, keys, values, n, h_kv, start, stop, h, g < G, at, slot, S, H_kv, table,
+                              slopes, cos, sin, scale, scale2, softcap, D, P, BLOCK_N, APART, PRECISION, STAGES,
+                              EARLY)  # fmt: skip
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()  # at the latest now
+        if (slot >= start) & (slot < stop):  # 0
+            k_i = head(k + b * k_b + h_kv * k_h, d, d < D, at, cos, sin, D)
+            v_i = tl.load(v + b * v_b + h_kv * v_h + d, mask=d < D, other=0.0)
+            row = place(slot, page_of(slot, table, P), n, h_kv, S, H_kv, P) * D + d
+            tl.store(keys + row, k_i, mask=d < D)
+            tl.store(values + row, v_i, mask=d < D)
+            q_i = head(rows, d[None, :], inside, at, cos, sin, D)
+            m, l, acc = one_more(m, l, acc, q_i, k_i, v_i, scale, scale2, softcap)
         if parts == 1:
             write(o + n * G * D, acc, l, G, D)
         else:
@@ -208,48 +228,92 @@ def place(slot, page, n, h_kv, S, H_kv, P: tl.constexpr):
 
 
 @triton.jit
-def one_split(q_i, keys, values, n, h_kv, start, stop, h, is_head, slot, S, H_kv, table, slopes, scale, scale2,
-              softcap, D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-              BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Steps 1 to 5 over the keys from start to stop: m in base 2, l (ROWS,) and acc (ROWS, BLOCK_D)."""
-    d = tl.arange(0, BLOCK_D)[None, :]
+def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, slot, S, H_kv, table, slopes, cos, sin,
+              scale, scale2, softcap, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
+              PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Steps 1 to 5 over the keys from start to stop, without the new token's: m in base 2, l (ROWS,) and acc (ROWS,
+    BLOCK_D).
+
+    rows, inside (ROWS, BLOCK_D): where q is. With APART above 1 all tensors have one more dimension, APART parts of a
+    tile. Each warp has one, and a state of its own until the end. So no warp waits for another.
+    """
     within = tl.arange(0, BLOCK_N)
-    m = tl.full([ROWS], LOWEST, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    if APART > 1:
+        width: tl.constexpr = BLOCK_N // APART
+        within = tl.arange(0, APART)[:, None] * width + tl.arange(0, width)
+        part = tl.zeros([APART, 1, 1], tl.int32)
+        rows, inside = rows[None, :, :] + part, inside[None, :, :] & (part == 0)
+    d = tl.arange(0, inside.shape[-1])
+    q_i = tl.zeros(inside.shape, rows.dtype.element_ty)
+    acc = tl.zeros(inside.shape, tl.float32)
+    m = tl.full(inside.shape[:-1], LOWEST, tl.float32)
+    l = tl.zeros(inside.shape[:-1], tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + h, mask=is_head, other=0.0)[:, None]
     page = page_of(start, table, P)
     for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
+        # In the first turn, because Triton asks for the first tiles ahead of the loop: they are on their way by now.
+        if first == start:
+            if EARLY:
+                tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
+            q_i = head(rows, d, inside, at, cos, sin, D)
         j = first + within
-        at = place(first, page, n, h_kv, S, H_kv, P) * D + within[:, None] * D + d
+        tile = place(first, page, n, h_kv, S, H_kv, P) * D + tl.expand_dims(within * D, -1) + d
         # Of the next tile. If a tile loaded its own number, Triton would have fewer tiles on their way.
         page = page_of(tl.minimum(first + BLOCK_N, stop - 1), table, P)
-        seen = (j < stop)[:, None]
-        if D < BLOCK_D:
-            seen = seen & (d < D)
-        k_j = tl.load(keys + at, mask=seen, other=0.0)
-        s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
+        seen = (j < stop) & (j != slot)
+        known = tl.expand_dims(seen, -1) & (d < D)
+        k_j = tl.load(keys + tile, mask=known, other=0.0)
+        s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
         factor = scale2
         if (softcap is not None) or (slopes is not None):
             s = s * scale
             if softcap is not None:
                 s = softcap * tanh(s / softcap)
             if slopes is not None:
-                s -= slope * ((slot - j + S) % S).to(tl.float32)[None, :]
+                s -= slope * tl.expand_dims(((slot - j + S) % S).to(tl.float32), -2)
             factor = LOG2E
-        s = tl.where((j < stop)[None, :], s, -float("inf"))  # 2
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # 3
-        p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
+        s = tl.where(tl.expand_dims(seen, -2), s, -float("inf"))  # 2
+        m_new = tl.maximum(m, tl.max(s, -1) * factor)  # 3
+        p = tl.exp2(tl.fma(s, factor, -tl.expand_dims(m_new, -1)))
         alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
+        l = l * alpha + tl.sum(p, -1)
         m = m_new
-        v_j = tl.load(values + at, mask=seen, other=0.0)
+        v_j = tl.load(values + tile, mask=known, other=0.0)
         if v_j.dtype == tl.float32:  # the sum of a tile first; fma, because Triton would turn a sum into the line below
-            acc = tl.fma(acc, alpha[:, None], tl.dot(p, v_j, input_precision=PRECISION))  # 5
+            acc = tl.fma(acc, tl.expand_dims(alpha, -1), tl.dot(p, v_j, input_precision=PRECISION))  # 5
         else:
-            acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None])  # 5
+            acc = tl.dot(p.to(v_j.dtype), v_j, acc * tl.expand_dims(alpha, -1))  # 5
+    if APART > 1:  # 3 once more
+        m_new = tl.max(m, 0)
+        alpha = tl.exp2(m - m_new[None, :])
+        m, l, acc = m_new, tl.sum(l * alpha, 0), summed(acc * alpha[:, :, None])
     return m, l, acc
+
+
+@triton.jit
+def summed(x):
+    """The sum of x (APART, ROWS, BLOCK_D) over its parts. tl.sum() takes ten times as long from warp to warp."""
+    parts: tl.constexpr = x.shape[0]
+    x = tl.permute(x, (1, 2, 0))
+    if parts == 4:
+        one, other = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+        x = one + other
+    one, other = tl.split(x)
+    return one + other
+
+
+@triton.jit
+def one_more(m, l, acc, q_i, k_i, v_i, scale, scale2, softcap):
+    """Steps 1 to 5 for the new token's key and value (BLOCK_D,). No slope counts: it is at distance 0."""
+    s = tl.sum(q_i.to(tl.float32) * k_i.to(tl.float32)[None, :], 1)
+    if softcap is not None:
+        s = softcap * tanh(s * scale / softcap) * LOG2E
+    else:
+        s = s * scale2
+    m_new = tl.maximum(m, s)
+    p, alpha = tl.exp2(s - m_new), tl.exp2(m - m_new)
+    return m_new, l * alpha + p, acc * alpha[:, None] + p[:, None] * v_i.to(tl.float32)[None, :]
 
 
 @triton.jit

@@ -126,7 +126,7 @@ class Shared(NamedTuple):
 # The launch.
 
 ROWS = 64  # of a consumer's tile
-SECTION_BYTES = 16 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
+SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
 # Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
 # then give most of theirs to the consumers.
 REGISTERS = {2: 168, 3: 128, 4: 96}
@@ -395,21 +395,28 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
+    # When the next tile's dropout is drawn: before its products begin, or beside its softmax. What is faster was timed
+    # (LOG.md). With more to mask, the former has too few registers.
+    early: gl.constexpr = how.D == 128 and not how.RAGGED
     words = words_of(n, task, how)
     p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
     for back in range(2, stop - start + 1):
         tile = stop - back
         count += 1
+        p = as_operand(dropped(p, keep, how), o_layout, q_i.dtype)  # 4
+        if early:
+            keep = drawn(words, row0, tile, task, s_layout, how)
         wait_turn(C, how)
         s = scores(q_i, shared, count, s_layout, how)
-        acc = add_values(acc, as_operand(dropped(p, keep, how), o_layout, q_i.dtype), shared, count - 1, how)  # 4, 5
+        acc = add_values(acc, p, shared, count - 1, how)  # 5
         pass_turn(C, how)
-        keep = drawn(words, row0, tile, task, s_layout, how)
         s = warpgroup_mma_wait(1, [s])  # until one product still runs: that of add_values
         mbarrier.arrive(shared.k_free.index(count % how.STAGES), count=1)
         if how.RAGGED and (tile >= whole_stop or tile < whole_start):
             s = hide(s, b, i, tile, task, how)
         p_new, m, l, alpha = online_softmax(s, m, l, task.scale2)
+        if not early:
+            keep = drawn(words, row0, tile, task, s_layout, how)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_free.index((count - 1) % how.STAGES), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o_layout)), 1)  # 5
@@ -539,9 +546,9 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
     exchange the results. words: of words_of()."""
     keep = 0
     if how.DROPOUT:
-        once: gl.constexpr = called_once(how.BLOCK_N)
-        i = gl.expand_dims(gl.arange(0, how.ROWS // 4, gl.SliceLayout(1, once)), 1)  # without bits 3 and 4
-        j = gl.expand_dims(gl.arange(0, how.BLOCK_N // 4, gl.SliceLayout(0, once)), 0)
+        gl.static_assert(how.BLOCK_N == 128, "the layouts are of 64 x 128 elements")
+        i = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, CALLED_ONCE)), 1)  # without bits 3 and 4
+        j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, CALLED_ONCE)), 0)
         c0 = (row0 >> 5 << 3).to(gl.uint32) + i.to(gl.uint32)
         c1 = (tile * how.BLOCK_N >> 5 << 3).to(gl.uint32) + j.to(gl.uint32)
         w0, w1, w2, w3 = philox(c0, c1, words[0], words[1], words[2], words[3])
@@ -550,9 +557,9 @@ def drawn(words, row0, tile, task, layout: gl.constexpr, how: gl.constexpr):
         # other bits are at least those of the threshold; the upper bit of the threshold is 0.
         others = (word | 0x80808080) - (task.threshold & 127).to(gl.uint32) * 0x01010101
         zero = (task.threshold >> 7).to(gl.uint32) - 1
-        word = gl.convert_layout((word & others) | (zero & (word | others)), shared_out(how.BLOCK_N))
+        word = gl.convert_layout((word & others) | (zero & (word | others)), SHARED_OUT)
         word = gl.join(gl.join(word, word), gl.join(word, word))  # bits 3 and 4 of j
-        word = word.reshape((2, 8, how.BLOCK_N // 32, 8, 2, 2, 2, 2)).permute((0, 5, 4, 1, 2, 7, 6, 3))
+        word = word.reshape((2, 8, 4, 8, 2, 2, 2, 2)).permute((0, 5, 4, 1, 2, 7, 6, 3))
         keep = gl.convert_layout(word.reshape((how.ROWS, how.BLOCK_N)), layout)
     return keep
 
@@ -563,7 +570,7 @@ def dropped(p, keep, how: gl.constexpr):
     if how.DROPOUT:
         j = gl.expand_dims(gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, p.type.layout)), 0)
         byte = gl.zeros_like(keep) + (j >> 3 & 3).to(gl.uint32)
-        p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=True, pack=2)
+        p = gl.inline_asm_elementwise(KEPT, "=r,r,r,r,r,r", [p, keep, byte], dtype=p.dtype, is_pure=False, pack=2)
     return p
 
 
@@ -576,27 +583,21 @@ KEPT = gl.constexpr("""{
 }""")
 
 
-@gluon.constexpr_function
-def called_once(N):
-    """The layout (16, N / 4) of a tile's Philox calls. As in the result of a matrix product, bits 1 and 2 of j and 0 to
-    2 of i number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the
-    calls."""
-    half = [0, N // 8]
-    return gl.DistributedLinearLayout([[0, 1], [0, 8]][: N // 64], LANES, [half, [8, 0]], [], [16, N // 4])
-
-
-@gluon.constexpr_function
-def shared_out(N):
-    """The layout (16, N / 4, 2, 2) of words in which each thread has those of its own elements: of all columns, and of
-    bit 4 of its rows."""
-    columns = [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0]][: 1 + N // 64]
-    lanes = [[*lane, 0, 0] for lane in LANES]
-    return gl.DistributedLinearLayout(
-        [*columns, [0, 0, 1, 0]], lanes, [[0, 0, 0, 1], [8, 0, 0, 0]], [], [16, N // 4, 2, 2]
-    )
-
-
+# The layout (16, 32) of a tile's Philox calls. As in the result of a matrix product, bits 1 and 2 of j and 0 to 2 of i
+# number the threads of a warp, and bit 5 of i two pairs of warps. Each warp of a pair makes half of the calls.
 LANES = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+CALLED_ONCE = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 8]], LANES, [[0, 16], [8, 0]], [], [16, 32]))
+# The layout (16, 32, 2, 2) of words in which each thread has those of its own elements: of all columns, and of bit 4 of
+# its rows.
+SHARED_OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 1, 0]],
+        [[*lane, 0, 0] for lane in LANES],
+        [[0, 0, 0, 1], [8, 0, 0, 0]],
+        [],
+        [16, 32, 2, 2],
+    )
+)
 
 
 @gluon.jit

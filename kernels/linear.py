@@ -12,8 +12,8 @@ A program reads some rows of the weight. Every program computes the norm of x ag
 the product is a multiplication and a sum in float32. With more it is a matrix product, and x is rounded to the weight's
 dtype, as torch does. Sums, norm, activation and residual are float32.
 
-From Hopper on a program begins before the kernel ahead of it has ended. It loads its weights, which nobody writes, and
-then waits for x. So the weights are on their way while the GPU would stand still.
+From Hopper on a program begins before the kernel ahead of it has ended. It loads what nobody writes (weights, biases,
+and those of the norm), and then waits for x. So they are on their way while the GPU would stand still.
 """
 
 import math
@@ -32,6 +32,7 @@ from kernels.task import precision
 ROWS = 16  # B is at most this
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
 PROGRAMS = 264  # tile_for() lets at least so many run if it can: two for each processor of an H200
+MOST = 528  # with one row no more programs than these: four for each processor, as many as run at a time
 WHOLE = 1024  # columns of ROWS rows for which a norm has the registers; of more it adds up a quarter of that at a time
 SQRT_2_BY_PI, SQRT_HALF = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(math.sqrt(0.5))
 
@@ -59,15 +60,17 @@ def linear(
     assert norm is None or isinstance(norm, (nn.LayerNorm, nn.RMSNorm)), norm
     y = x.new_empty(B, N, dtype=dtype or weight.dtype)
     BLOCK_N, BLOCK_K, num_warps = tile_for(B, K, N)
+    tiles = triton.cdiv(N, BLOCK_N)
+    programs = min(tiles, MOST) if B == 1 else tiles
     second = (None, None) if gate is None else (gate.weight, gate.bias)
     by = (None, None, 0.0) if norm is None else (norm.weight, getattr(norm, "bias", None), norm.eps)
     early = {"launch_pdl": True} if sizes.starts_early(x.device) else {}
     kind = "none" if norm is None else "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm"
     with on(x.device):
-        linear_kernel[(triton.cdiv(N, BLOCK_N),)](
+        linear_kernel[(programs,)](
             x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
             triton.next_power_of_2(K) if B == 1 or K <= WHOLE else WHOLE // 4, BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS,
-            precision(weight.dtype), bool(early),
+            precision(weight.dtype), bool(early), programs < tiles,
             num_warps=num_warps, num_stages=2, **early,
         )  # fmt: skip
     return y
@@ -82,7 +85,7 @@ def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
     least, elements = (2, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
     BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
     BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))
-    return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 4096 else 4
+    return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 8192 else 4
 
 
 def embed(token: Tensor, weight: Tensor, positions: Tensor | None, at: Tensor) -> Tensor:
@@ -111,12 +114,15 @@ def embed_kernel(token, weight, positions, at, x, C, WIDTH: tl.constexpr):
 def linear_kernel(
     x, weight, bias, gate, gate_bias, norm_weight, norm_bias, eps, add, y, B, N, K: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of every row. x (B, K), y and add (B, N)."""
-    n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    """One program: BLOCK_N outputs of every row, and then others if MORE. x (B, K), y and add (B, N)."""
+    row, step = tl.arange(0, ROWS), tl.num_programs(0) * BLOCK_N
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w = weights(weight, n, 0, N, K, BLOCK_K)
     w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K)
+    b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
+    scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
         tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
@@ -129,36 +135,43 @@ def linear_kernel(
                 mean += tl.sum(columns(x, row, first, B, K, STEP), 1)
             mean /= K
         for first in range(0, K, STEP):
-            inside = (first + tl.arange(0, STEP) < K)[None, :]
-            part = tl.where(inside, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)
+            known = (first + tl.arange(0, STEP) < K)[None, :]
+            part = tl.where(known, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)
             squares += tl.sum(part * part, 1)
         rstd = 1 / tl.sqrt_rn(squares / K + eps)
 
-    acc, acc_gate = tl.zeros([ROWS, BLOCK_N], tl.float32), tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for first in range(0, K, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        x_k = columns(x, row, first, B, K, BLOCK_K)
-        if NORM != "none":
-            x_k = (x_k - mean[:, None]) * rstd[:, None]
-            x_k *= tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-            if norm_bias is not None:
-                x_k += tl.load(norm_bias + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        acc = add_product(acc, x_k, w, ROWS, PRECISION)
-        w = weights(weight, n, first + BLOCK_K, N, K, BLOCK_K)  # of the next step
-        if gate is not None:
-            acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION)
-            w_gate = weights(gate, n, first + BLOCK_K, N, K, BLOCK_K)
+    for _ in range(tl.program_id(0) * BLOCK_N, N, step):
+        at = row[:, None] * N + n[None, :]
+        inside = (row < B)[:, None] & (n < N)[None, :]
+        residual = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        if add is not None:  # asked for before the product, so that the product does not wait for it
+            residual = tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+        acc, acc_gate = tl.zeros([ROWS, BLOCK_N], tl.float32), tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for first in range(0, K, BLOCK_K):
+            x_k = columns(x, row, first, B, K, BLOCK_K)
+            if NORM != "none":
+                x_k = (x_k - mean[:, None]) * rstd[:, None] * scale[None, :] + shift[None, :]
+            # The weights of the next step. After the last one those of the next outputs.
+            last = first + BLOCK_K >= K
+            of, k = tl.where(last, n + step, n), tl.where(last, 0, first + BLOCK_K)
+            acc = add_product(acc, x_k, w, ROWS, PRECISION)
+            if gate is not None:
+                acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION)
+            if MORE or K > BLOCK_K:
+                w = weights(weight, of, k, N, K, BLOCK_K)
+                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K)
+                if gate is not None:
+                    w_gate = weights(gate, of, k, N, K, BLOCK_K)
 
-    value = with_bias(acc, bias, n, N)
-    if gate is not None:
-        value *= activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)
-    else:
-        value = activated(value, ACTIVATION)
-    at = row[:, None] * N + n[None, :]
-    inside = (row < B)[:, None] & (n < N)[None, :]
-    if add is not None:
-        value += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+        value = acc + b[None, :]
+        if gate is not None:
+            value *= activated(acc_gate + b_gate[None, :], ACTIVATION)
+        else:
+            value = activated(value, ACTIVATION)
+        tl.store(y + at, (value + residual).to(y.dtype.element_ty), mask=inside)
+        if MORE:
+            n += step
+            b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
 
 
 @triton.jit
@@ -188,11 +201,19 @@ def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def with_bias(acc, bias, n, N):
-    """The layer's outputs (ROWS, BLOCK_N)."""
-    if bias is not None:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    return acc
+def of_columns(vector, n, N):
+    """The numbers n of a bias, float32. Zeros past its end, and without one."""
+    found = tl.zeros(n.shape, tl.float32)
+    if vector is not None:
+        found = tl.load(vector + n, mask=n < N, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def of_norm(weight, bias, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A norm's weight and bias for BLOCK_K columns, float32 (BLOCK_K,). Without a norm, zeros that nobody reads."""
+    k = first + tl.arange(0, BLOCK_K)
+    return of_columns(weight, k, K), of_columns(bias, k, K)
 
 
 @triton.jit

@@ -224,7 +224,9 @@ def show(row: dict) -> None:
 
 def ours(case: Case, impl: str, autocast: AbstractContextManager, device: torch.device) -> tuple[Step, str]:
     """The step of train.py, waited for as there, and how it runs."""
-    config = resolve(AttentionConfig(impl, dropout_p=case.attention_p), device.type)
+    dtype = getattr(autocast, "fast_dtype", torch.float32)  # of the products
+    asked = AttentionConfig(impl, dropout_p=case.attention_p)
+    config = resolve(asked, device.type, model=case.model, dtype=dtype)
     way, _ = choose_way("auto", device, config, case.model)
     model = GPT(case.model, config).to(device)
     settings = OptimizerConfig()

@@ -110,7 +110,19 @@ class AttentionConfig:
                 )
 
 
-def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN, lse: bool = False) -> AttentionConfig:
+# Head size: the context from which, on a Hopper GPU, a training step is faster with triton than with sdpa
+# (docs/results.md).
+HOPPER_FROM = {64: 1024, 128: 8192}
+
+
+def resolve(
+    config: AttentionConfig,
+    device: str,
+    break_it: BreakIt = UNBROKEN,
+    lse: bool = False,
+    model: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> AttentionConfig:
     """Turns impl=auto into the implementation that will run, and refuses one that cannot run, before any work is done.
 
     auto chooses
@@ -118,7 +130,10 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN, 
       for order=keys_outside;
     - triton on a GPU for windows, documents, block masks, softcap, ALiBi, dropout or a broken switch, or tiled if
       triton cannot run there;
+    - triton on a Hopper GPU where it was measured to be faster in training: HOPPER_FROM;
     - sdpa on a GPU for everything else. It returns no lse; with lse=True triton or tiled are chosen there too.
+
+    model: GPTConfig of a training run; None where one does not train. dtype: of q, k and v.
 
     triton refuses head sizes above 256 and float64 only at its first call, and kernel=hopper those that it lacks.
     Raises ValueError with the reason and the way out.
@@ -130,7 +145,7 @@ def resolve(config: AttentionConfig, device: str, break_it: BreakIt = UNBROKEN, 
         elif special:
             config = replace(config, impl="tiled" if triton_refusal(device) else "triton")
         else:
-            config = replace(config, impl="sdpa")
+            config = replace(config, impl="triton" if hopper_is_faster(config, device, model, dtype) else "sdpa")
     if config.impl == "triton" and (refused := triton_refusal(device)):
         raise ValueError(refused)
     if config.impl == "sdpa" and beyond_sdpa(config):
@@ -160,6 +175,13 @@ def triton_refusal(device: str) -> str | None:
     except ModuleNotFoundError as error:  # triton exists for Linux only
         return f"attention.impl=triton: {error}; pip install triton (Linux), or use attention=tiled or attention=sdpa"
     return refusal(torch.float32, 64, torch.device(device))
+
+
+def hopper_is_faster(config: AttentionConfig, device: str, model: Any, dtype: torch.dtype) -> bool:
+    """Whether a step of this model (GPTConfig or None) is faster with triton's kernels for Hopper than with sdpa."""
+    if model is None or model.context_length < HOPPER_FROM.get(model.head_size, INF) or triton_refusal(device):
+        return False
+    return not left_to_portable(config, torch.device(device), D=model.head_size, dtype=dtype)
 
 
 def left_to_portable(

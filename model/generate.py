@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.problem import HAS_TRITON
 from model.cache import KVCache
 from model.gpt import GPT
 from model.token import Generators, NextToken
@@ -71,8 +72,19 @@ class Sampler:
     def choose_unseen(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
         """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 where choose() raises
         NotFinite, else 0."""
+        if logits.is_cuda and HAS_TRITON and used is None and not self.narrows:
+            from kernels.choose import choose  # imported here: triton is not installed everywhere
+
+            logits = logits.float().contiguous()
+            draws = waiting_times(logits, generator) if self.temperature > 0 else None
+            return choose(logits, draws, self.temperature)
         largest, token = self.draw(logits.float(), generator, used)
         return torch.cat((token, largest.isnan().any()[None]))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether some tokens cannot be drawn, however likely the others are."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def draw(self, logits: Tensor, generator: Generators, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """choose() for float32 logits. Nothing in it makes the host wait for a GPU. Before the token ids it returns

@@ -67,6 +67,8 @@ class NextToken:
         stream = torch.cuda.Stream(self.cache.device)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.run()
+        # torch sets the generators' offsets to 0 on that stream, and on this one to what the first replay draws from.
+        torch.cuda.current_stream(self.cache.device).wait_stream(stream)
 
     def run(self) -> None:
         """Everything that the device does for a token, after cache.grow()."""

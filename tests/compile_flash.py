@@ -4,10 +4,11 @@
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
-D, "pages"] the same with keys in pages, [dtype, B, "linear768"] that of a linear layer with B rows of 768,
-["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"]
-those of kernels/hopper.py, [dtype, D, "hopper_backward"] that of kernels/hopper_backward.py. SOURCE: a text to take for
-kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
+D, "pages"] the same with keys in pages, [dtype, D, "early"] with the stages that few programs have, [dtype, B,
+"linear768"] that of a linear layer with B rows of 768, ["bool", C, "table"] that of whole dropout masks, [dtype, C,
+"norm"] that of a norm's backward, [dtype, D, "hopper"] those of kernels/hopper.py, [dtype, D, "hopper_backward"] that
+of kernels/hopper_backward.py. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list: for each kernel
+what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -67,6 +68,7 @@ def compile_only(self, *args, grid, warmup, **options):
             "registers": int(re.search(r"Used (\d+) registers", log)[1]) if assembled else None,
             "spills": int(re.search(r"(\d+) bytes spill stores", log)[1]) if assembled else None,
             "wgmma": ptx.count("wgmma.mma_async"),
+            "ahead": ptx.partition("griddepcontrol.wait")[0].count("cp.async.commit_group"),
             "warnings": [line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
             "ptx": hashlib.sha256(ptx.encode()).hexdigest(),
         }
@@ -113,14 +115,15 @@ for dtype, D, dropout in CASES:
     if dropout == "loss":
         loss_in_place(torch.empty(2, D, dtype=getattr(torch, dtype)), torch.zeros(2, dtype=torch.int64), -1, 0.0, True)
         continue
-    if dropout in ("decode", "pages"):  # four query heads a key head, and all that the scores can have
+    if dropout in ("decode", "pages", "early"):  # four query heads a key head, and all that the scores can have
         heads = (torch.empty(1, H, 1, D, dtype=getattr(torch, dtype)) for H in (8, 2, 2))
         kept = torch.empty(2, 2, 4096, D, dtype=getattr(torch, dtype))
         zeros, problem = torch.zeros(2, dtype=torch.int64), Problem(1, 4096, softcap=2.0, slopes=torch.ones(8))
         rope, table = torch.zeros(2, 4096, D // 2).unbind(), None
         if dropout == "pages":
             kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
-        decode(*heads, *kept, zeros[:1], problem, zeros.int(), 8, rope, table)
+        splits = 1 if dropout == "early" else 8  # few programs may have DEEP
+        decode(*heads, *kept, zeros[:1], problem, zeros.int(), splits, rope, table)
         continue
     if str(dropout).startswith("linear"):  # all that may stand before and after it
         width = int(dropout.removeprefix("linear"))

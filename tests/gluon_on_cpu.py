@@ -177,7 +177,7 @@ def wait(barrier: Barrier, phase: int) -> None:
     job().pause(lambda: barrier.phases & 1 != phase)
 
 
-def hardware_barrier(asm: str, *_: Any, **__: Any) -> None:
+def hardware_barrier(asm: str) -> None:
     """bar.sync N, 256 or bar.arrive N, 256: a program's barrier N completes a phase when two jobs have come."""
     mine, (what, number) = job(), asm.split(",")[0].split()
     mine.pause()
@@ -188,9 +188,11 @@ def hardware_barrier(asm: str, *_: Any, **__: Any) -> None:
         mine.pause(lambda: barrier.phases > phases)
 
 
-def kept(asm: str, constraints: str, args: list[Tensor], **_: Any) -> Tensor:
-    """The assembly of dropped(), for one element after the other."""
-    p, keep, byte = args
+def assembly(asm: str, constraints: str, args: list, **_: Any) -> Any:
+    """What inline assembly computes."""
+    if asm.startswith("bar."):
+        return hardware_barrier(asm)
+    p, keep, byte = args  # dropped(), for one element after the other
     return torch.where((keep >> 8 * byte + 7 & 1).bool(), p, torch.zeros_like(p))
 
 
@@ -370,10 +372,9 @@ def language() -> dict[str, Any]:
         "load": load,
         "atomic_add": atomic_add,
         "barrier": lambda: job().pause(),
-        "inline_asm_elementwise": lambda asm, *rest, **more: (
-            hardware_barrier(asm) if asm.startswith("bar.") else kept(asm, *rest, **more)
-        ),
+        "inline_asm_elementwise": assembly,
         "join": lambda a, b: torch.stack((a, b), -1),
+        "static_assert": lambda holds, why: None,
         "allocate_shared_memory": allocate,
         "warp_specialize": warp_specialize,
         **dict.fromkeys(
@@ -391,7 +392,6 @@ def on_cpu(
     more = more or {}
     parts = {
         "jit": lambda f=None, **_: f or (lambda f: f),
-        "constexpr_function": lambda f: f,
         "language": SimpleNamespace(**language() | more),
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,

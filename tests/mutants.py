@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py", "kernels/norm.py"]
+SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py", "kernels/norm.py", "kernels/choose.py"]
 SECONDS = 600  # that the tests of one fault may take
 
 
@@ -68,7 +68,7 @@ TABLE = [
     ("a checkpoint is named before it is complete",
      "run.writer.wait()\n                run.metrics.say", "run.metrics.say",
      "train::test_a_checkpoint_is_complete_when_the_run_names_it"),
-    ("training goes on in a checkpoint's tensors", '.to("cpu", copy=True)', '.to("cpu")', "checkpoint"),
+    ("training goes on in a checkpoint's tensors", "= kept[name].copy_(x)", "= x", "checkpoint"),
     ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
     # --- the loop ---
     ("evaluated before all updates are heard of",
@@ -85,7 +85,9 @@ TABLE = [
     ("evaluations stay in the memory of an old graph", "self.recorded_losses.clear()", "pass", EVALUATED),
     # --- several processes ---
     ("each rank has its own mean loss", "(len(batches.x) * ranks.size)", "len(batches.x)", "parallel"),
-    ("gradients are not summed", "    dist.all_reduce(flat)\n", "", "parallel"),
+    ("gradients are not summed", "dist.all_reduce(x)", "dist.all_reduce(x.clone())", "parallel"),
+    ("gradients are sent in every pass", "in self.blocks if last for", "in self.blocks for", "sums"),
+    ("gradients are used before they have arrived", "message.wait()  #", "pass  #", "sums"),
     ("another rank's pass draws no seeds", "self.model.seeds(self.device)  #", "pass  #", "parallel"),
     ("all ranks evaluate all batches", "if i % run.ranks.data_size == run.ranks.data_rank:", "if True:", "parallel"),
     ("bits per byte of one rank's text", "int(sizes.sum())", "int(sizes[0])", "parallel"),
@@ -267,28 +269,41 @@ TABLE = [
     ("every token runs the whole text", "found is None or sees !=", "True or sees !=", "cache"),
     # --- a token's kernels ---
     ("the new token is not kept", "if (slot >= start) & (slot < stop):", "if slot < 0:", "decode"),
+    ("a tile has the new token's slot", "seen = (j < stop) & (j != slot)", "seen = j < stop", "decode"),
+    ("the new token is taken in without rescaling", "return m_new, l * alpha + p,", "return m_new, l + p,", "decode"),
+    ("the new token has no softcap", "s = softcap * tanh(s * scale / softcap) * LOG2E", "s = s * scale2", "decode"),
     ("the last key is not seen", "stop = tl.minimum(start + share, T_k)", "stop = tl.minimum(start + share, T_k - 1)",
      "decode"),
     ("a window's buffer grows on", "T_k = tl.minimum(at + 1, S)", "T_k = tl.minimum(at + 1, S + 1)", "decode"),
     ("alibi counts slots in the kernel", "((slot - j + S) % S)", "tl.abs(slot - j)", "decode"),
     ("the program that merges is not the last", "== parts - 1:", "== parts - 2:", "decode"),
     ("tickets are not given back", "tl.store(tickets + n, 0)", "pass", "decode"),
-    ("a tile's sums are not rescaled", "l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", "decode"),
+    ("a tile's sums are not rescaled", "l = l * alpha + tl.sum(p, -1)", "l = l + tl.sum(p, -1)", "decode"),
+    ("warps' sums are not rescaled", "tl.sum(l * alpha, 0)", "tl.sum(l, 0)", "decode"),
     ("merged sums are not rescaled", "tl.sum(alpha_i * l_i, 0)", "tl.sum(l_i, 0)", "decode"),
     ("all heads of a group write one state",
      "mine = (n * splits + split) * G + g", "mine = (n * splits + split) * G + 0 * g", "decode"),
     ("rotary halves have one sign", "tl.where(d < half, -s, s)", "s", "decode"),
     ("scores are not scaled to the softcap again",
      "s = softcap * tanh(s / softcap)", "s = tanh(s / softcap)", "decode"),
-    ("padding counts in the norm", "tl.where(inside, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)",
+    ("padding counts in the norm", "tl.where(known, columns(x, row, first, B, K, STEP) - mean[:, None], 0.0)",
      "columns(x, row, first, B, K, STEP) - mean[:, None]", "decode"),
     ("a norm counts the last columns alone", "squares += tl.sum", "squares = tl.sum", "decode"),
     ("a mean counts the last columns alone", "mean += tl.sum", "mean = tl.sum", "decode"),
     ("the norm has no epsilon", "squares / K + eps", "squares / K", "decode"),
-    ("a step's weights are those of the last", "first + BLOCK_K, N, K, BLOCK_K)  # of the next step",
-     "first, N, K, BLOCK_K)", "decode"),
-    ("the gate is not activated", "activated(with_bias(acc_gate, gate_bias, n, N), ACTIVATION)",
-     "with_bias(acc_gate, gate_bias, n, N)", "decode"),
+    ("a step's weights are those of the last", "tl.where(last, 0, first + BLOCK_K)", "tl.where(last, 0, first)",
+     "decode"),
+    ("a norm has one step's weights in all", "scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K)", "pass",
+     "decode"),
+    ("a program's outputs have the first ones' weights", "tl.where(last, n + step, n)", "n", "decode"),
+    ("a program's outputs have the first ones' bias",
+     "n += step\n            b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)", "n += step", "decode"),
+    ("the gate is not activated", "activated(acc_gate + b_gate[None, :], ACTIVATION)",
+     "(acc_gate + b_gate[None, :])", "decode"),
+    ("parts are compared by their own largest logits",
+     "z += tl.where(most_i == most, 0.0, (most_i - most) / temperature)", "z += 0.0", "decode"),
+    ("an infinite logit is a choice", '(most == float("inf")) | ', "", "decode"),
+    ("a NaN among the logits is not told", 'tl.where(spoilt, float("nan"), most)', "most", "decode"),
     ("a token is embedded without its position",
      "row += tl.load(positions", "row += 0 * tl.load(positions", "decode"),
     ("sequences share a position", "tl.load(at + b) * C", "tl.load(at) * C", "decode"),

@@ -37,7 +37,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         _, _, name = func.name().partition("::")
-        if (name := name.strip("_")) in COLLECTIVES:
+        if (name := name.strip("_").removesuffix("_coalesced")) in COLLECTIVES:
             given = args[COLLECTIVES[name]]
             self.calls[name] += 1
             self.bytes[name] += sum(x.numel() * x.itemsize for x in (given if isinstance(given, list) else [given]))

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import AttentionConfig, alibi_slopes, attention, resolve, sdpa_kernel
+from model.attention import HOPPER_FROM, AttentionConfig, alibi_slopes, attention, resolve, sdpa_kernel
 from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.gpt import GPTConfig
@@ -512,6 +512,36 @@ def test_auto_is_resolved_once_and_never_to_what_lacks_something(monkeypatch, ca
     assert resolve(replace(auto, dropout_p=0.1), "cuda").impl == special
     assert resolve(auto, "cuda", BreakIt(subtract_max=False)).impl == special
     assert resolve(replace(auto, order="keys_outside"), "cuda").impl == "tiled"
+
+
+@pytest.mark.parametrize(
+    ("changed", "chosen"),
+    [
+        ({}, "triton"),
+        ({"context_length": min(HOPPER_FROM.values()) // 2}, "sdpa"),
+        ({"n_head": 1, "n_kv_head": 1}, "triton"),
+        ({"n_head": 1, "n_kv_head": 1, "context_length": 4096}, "sdpa"),
+        ({"n_head": 4, "n_kv_head": 4}, "sdpa"),  # a head size that these kernels lack
+        ({"dtype": torch.float32}, "sdpa"),
+        ({"capability": (8, 0)}, "sdpa"),
+        ({"kernel": "portable"}, "attention.kernel=portable: sdpa has no such kernel"),
+    ],
+    ids=str,
+)
+def test_auto_takes_hoppers_kernels_where_they_were_measured_to_be_faster(changed, chosen, monkeypatch):
+    op = pytest.importorskip("kernels.op", reason="triton is made for Linux")
+    monkeypatch.setattr(op, "hopper_lacks", op.hopper_lacks.__wrapped__)  # not the cache, which other tests read
+    given = {"context_length": 65_536, "n_head": 2, "n_kv_head": 2, "dtype": torch.bfloat16, "capability": (9, 0)}
+    given |= changed
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    sizes = {name: given[name] for name in ("context_length", "n_head", "n_kv_head")}
+    auto, model = AttentionConfig("auto", kernel=given.get("kernel", "auto")), GPTConfig(n_embd=128, **sizes)
+    try:
+        found = resolve(auto, "cuda", model=model, dtype=given["dtype"]).impl
+    except ValueError as error:
+        found = str(error)
+    assert found.startswith(chosen)
 
 
 def test_triton_where_it_cannot_run_is_refused(monkeypatch):

@@ -142,6 +142,32 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_training_goes_on(writer
     assert checkpoint.load(path).model["w"].tolist() == [0, 0, 0]
 
 
+def test_a_checkpoint_has_the_parts_of_its_step_though_they_are_sent_later(writer, tmp_path, monkeypatch):
+    """A tied weight is sent once."""
+    go_on, sent = threading.Event(), []
+    monkeypatch.setattr(checkpoint, "gathered", lambda part, *_: sent.append(part) or (go_on.wait(60) and part))
+    weight = torch.zeros(3)
+    path = write(writer, tmp_path, 1, weight, other=torch.ones(2))
+    weight += 1
+    go_on.set()
+    writer.wait()
+    assert checkpoint.load(path).model["w"].tolist() == [0, 0, 0]
+    assert [part.tolist() for part in sent[:2]] == [[0, 0, 0], [1, 1]]
+
+
+def test_a_writer_copies_into_the_same_memory_again(writer, tmp_path, monkeypatch):
+    places = []
+    monkeypatch.setattr(checkpoint, "gathered", lambda part, *_: places.append(part.data_ptr()) or part)
+    for step, weight in enumerate((torch.zeros(3), torch.ones(3), torch.ones(3).double()), start=1):
+        path = write(writer, tmp_path, step, weight)
+        writer.wait()
+        found = checkpoint.load(path).model["w"]
+        assert found.dtype == weight.dtype
+        assert torch.equal(found, weight)
+    of_w = places[:: len(places) // 3]
+    assert of_w[0] == of_w[1]
+
+
 def test_a_copied_checkpoint_has_a_tied_weight_once(writer, tmp_path):
     path = write(writer, tmp_path, 1, torch.zeros(3))
     writer.wait()

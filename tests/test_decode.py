@@ -1,5 +1,6 @@
 """The kernels of one new token, in Triton's interpreter: attention of one row (kernels/decode.py), linear layers of a
-few rows (kernels/linear.py), and the model's token that is made of them (model/token.py)."""
+few rows (kernels/linear.py), the choice from the logits (kernels/choose.py), and the model's token that is made of them
+(model/token.py)."""
 
 import csv
 from copy import deepcopy
@@ -14,6 +15,7 @@ pytest.importorskip("triton", reason="triton is made for Linux")
 
 import bench
 from kernels import linear as of_linear
+from kernels.choose import choose
 from kernels.decode import DecodeTiles, decode
 from kernels.linear import linear
 from kernels.problem import Problem
@@ -33,6 +35,7 @@ NAIVE = AttentionConfig("naive")
 def few_programs(monkeypatch):
     """The interpreter takes as long for a small tile as for a large one."""
     monkeypatch.setattr(of_linear, "PROGRAMS", 2)
+    monkeypatch.setattr(of_linear, "MOST", 3)  # so that some have several groups of outputs
     monkeypatch.setattr(of_linear, "WHOLE", 32)  # so that some norms need several steps
     of_linear.tile_for.cache_clear()
     yield
@@ -48,8 +51,8 @@ def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40,
     slopes = alibi_slopes(case.H, q.device) if case.alibi else None
     scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
     problem = Problem(1, T_k, scale, softcap=case.softcap, slopes=slopes)
-    tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)
     position = torch.full((B,), T_k - 1, device=q.device)
+    tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)  # the kernel ahead writes no position
     o = decode(q, k[:, :, -1:], v[:, :, -1:], keys, values, position, problem, tickets, splits, rope)
     assert o.dtype == q.dtype
     assert not tickets.any()
@@ -169,8 +172,9 @@ def by_modules(x, layer, norm, gate, activation, add):
         (130, 50, nn.RMSNorm(130, eps=1e-5), "silu", True, False, False),
         (300, 9, None, "none", False, True, True),
         (64, 300, nn.RMSNorm(64, eps=1e-5), "gelu", False, False, True),
+        (300, 70, nn.LayerNorm(300), "none", False, False, True),
     ],
-    ids=["norm", "gelu", "gated", "add", "wide"],
+    ids=["norm", "gelu", "gated", "add", "wide", "steps"],
 )
 @pytest.mark.usefixtures("few_programs")
 def test_a_linear_layer_is_within_twice_the_modules_error(K, N, norm, activation, gate, add, bias, B, dtype):
@@ -197,6 +201,36 @@ def test_an_activation_or_norm_that_the_kernel_lacks_is_refused():
 def test_only_the_outputs_that_are_asked_for_are_computed():
     layer, x = nn.Linear(20, 40), torch.randn(1, 20)
     assert torch.equal(linear(x, layer, outputs=33), linear(x, layer)[:, :33])
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("V", [50, 2500])
+@pytest.mark.parametrize("temperature", [0, 1e-300, 0.8, 3.0])
+def test_the_kernel_chooses_as_plain_pytorch(temperature, V):
+    """From one part of a vocabulary and from three; a tiny temperature takes the likeliest token."""
+    logits = torch.randn(4, V) * 4
+    logits[1, 10:] = -torch.inf
+    for seed in range(10):
+        one, other = (torch.Generator().manual_seed(seed) for _ in "ab")
+        draws = torch.empty_like(logits).exponential_(generator=one)
+        expected = Sampler(temperature).choose(logits, other)
+        assert torch.equal(choose(logits, draws if temperature else None, temperature), F.pad(expected, (0, 1)))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_the_kernel_finds_logits_without_a_choice(number, drawn):
+    """Where Sampler finds them. The next token runs before the host knows, so it has to be one of the vocabulary."""
+    for where in (slice(None), slice(1200, 1201), slice(1499, 1500)):
+        logits = torch.randn(3, 1500)
+        logits[1, where] = number
+        expected = Sampler(float(drawn)).choose_unseen(logits)[-1]
+        found = choose(logits, torch.rand_like(logits) if drawn else None, 1.0)
+        assert found[-1] == expected
+        assert (found >= 0).all()
+        assert (found < 1500).all()
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is made for Linux")
 
+from kernels.decode import DEEP
 from kernels.norm import tiles_for
 
 pytestmark = pytest.mark.slow
@@ -120,6 +121,15 @@ def test_a_tokens_kernels_fit_and_two_programs_share_a_processor(all_compiled, a
     assert found[3]["shared"] == found[0]["shared"]  # as many tiles of keys are on their way from pages
     assert not beyond(found[:8], lambda kernel: kernel["spills"] == 0 and not kernel["warnings"])
     assert not beyond(found[:3], lambda kernel: 2 * kernel["shared"] <= SHARED[90] and kernel["registers"] <= 255)
+
+
+def test_a_tokens_keys_are_asked_for_before_the_kernel_ahead_has_ended(tmp_path):
+    """Those of all stages but one, at least. Two programs fit on a processor and no third one."""
+    for kernel in result(start(90, [["bfloat16", D, "early"] for D in DEEP], tmp_path)):
+        assert kernel["ahead"] >= 2 * (DEEP[kernel["D"]] - 1)  # keys and values
+        assert 2 * kernel["shared"] <= SHARED[90] < 3 * kernel["shared"]
+        assert kernel["spills"] <= 16
+        assert not kernel["warnings"]
 
 
 @pytest.mark.parametrize("arch", CASES)

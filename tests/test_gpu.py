@@ -685,6 +685,24 @@ def test_a_recorded_run_is_the_compiled_one_bit_for_bit(tmp_path, repeatable, re
 
 
 @pytest.mark.slow
+def test_a_step_whose_recording_takes_long_draws_the_same(tmp_path, repeatable, monkeypatch):
+    """torch clears the generator's offset on the stream that records. Where that came late, as on a GPU with other
+    work, the first replay drew the first step's dropout again."""
+    import train
+
+    recipe, begin = RECIPES["triton-documents-muon-all"], torch.cuda.CUDAGraph.capture_begin
+
+    def late(self, *args, **kwargs):
+        torch.cuda._sleep(2 * 10**9)  # cycles, on the stream that records
+        return begin(self, *args, **kwargs)
+
+    assert train.main(small_run(tmp_path, "soon", "graph", 20, dict(recipe))) == 0
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    assert train.main(small_run(tmp_path, "late", "graph", 20, dict(recipe))) == 0
+    assert_same_run(tmp_path / "soon", tmp_path / "late")
+
+
+@pytest.mark.slow
 def test_a_recorded_run_resumed_in_its_middle_is_the_unbroken_one(tmp_path, repeatable):
     import train
 
@@ -1173,6 +1191,44 @@ def test_a_draw_without_a_wait_is_multinomials():
     assert torch.equal(
         found, torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator("cuda").manual_seed(5))[:, 0]
     )
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-30, 0.8, 2.0])
+def test_the_kernel_chooses_as_plain_pytorch(temperature):
+    """choose_unseen() takes the kernel on a GPU, choose() does not."""
+    from model.generate import Sampler
+
+    logits, sampler = torch.randn(3, 50_257, device="cuda") * 2, Sampler(temperature)
+    for seed in range(100):
+        one, other = (torch.Generator("cuda").manual_seed(seed) for _ in "ab")
+        found = sampler.choose_unseen(logits, one)
+        assert torch.equal(found[:-1], sampler.choose(logits, other))
+        assert found[-1] == 0
+    for where in (slice(None), slice(5000, 5001), slice(50_256, 50_257)):
+        spoilt = logits.clone()
+        spoilt[1, where] = math.nan
+        found = sampler.choose_unseen(spoilt)
+        assert found[-1] == 1
+        assert ((found >= 0) & (found < 50_257)).all()  # the next token runs before the host knows
+
+
+def test_a_recording_that_takes_long_does_not_set_the_draws_back(monkeypatch):
+    """torch clears a generator's offset on the stream that records. The first replay drew the first token's draws again
+    where that came late, as on a GPU with other work."""
+    from model import token
+    from model.generate import Sampler
+
+    model, prompts = sampled_model({}), [torch.randint(1000, (20,), device="cuda")]
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def late(self, *args, **kwargs):
+        torch.cuda._sleep(2 * 10**8)  # cycles, on the stream that records
+        return begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    found = sampled(model, prompts, Sampler(), 30)
+    monkeypatch.setattr(token, "WARM_UP", 1000)
+    assert torch.equal(sampled(model, prompts, Sampler(), 30), found)
 
 
 def test_recorded_rows_draw_from_their_own_generators(monkeypatch):

@@ -85,38 +85,38 @@ def test_keys_that_dominate_are_weighed_exactly(config, places, same_values, D, 
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_gradients_of_keys_that_dominate_are_as_exact_as_flash_attentions(places, same_values, D, dtype):
     """At most 1.1 times the error of PyTorch's FlashAttention: the norm of a head's error, and the largest, both as
-    means over 2,048 heads. The error of one head is chance: where o lies between two 16-bit numbers, the order of
+    means over 1,024 heads. The error of one head is chance: where o lies between two 16-bit numbers, the order of
     summing may decide which it becomes, and such roundings of o are most of what is wrong in dq and dk. The means of
-    two right kernels differ by less than 2 % (standard deviation, on a CPU).
+    two right kernels differ by less than 2.5 % (standard deviation, on a CPU).
 
     Which p is rounded depends on the order of the keys: it is 1, and exact, for the largest score that was visited.
     PyTorch's FlashAttention and hopper visit the last keys first, portable the first. So FlashAttention's errors for
     portable are the larger ones of two problems: the same, and that with the dominant keys in the opposite order."""
     for above in (8.0, 16.0, 30.0):
         for apart in (0.0, 0.125):
-            here = gradient_errors(D, dtype, above, apart, places, same_values)
-            turned = gradient_errors(D, dtype, above, apart, places[::-1], same_values)["flash"]
+            here = gradient_errors(D, dtype, above, apart, places, same_values, [HOPPER, PORTABLE])
+            turned = gradient_errors(D, dtype, above, apart, places[::-1], same_values, [])["flash"]
             for name, flash in here["flash"].items():
                 assert (here["hopper"][name] <= 1.1 * flash).all(), (name, above, apart)
                 assert (here["portable"][name] <= 1.1 * torch.maximum(flash, turned[name])).all(), (name, above, apart)
 
 
 def gradient_errors(
-    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool
+    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, configs: list
 ) -> dict[str, dict[str, Tensor]]:
-    """By kernel (hopper, portable, PyTorch's flash) and name of a gradient: norm and largest error of a head, float64
-    (2,), means over 2,048 heads."""
+    """By kernel (flash, and those of configs) and name of a gradient: the norm and the largest error of a head, float64
+    (2,), means over 1,024 heads."""
     case = Case(340, D=D, softmax_scale=1.0)
     sums: dict[str, dict[str, Tensor]] = {}
-    for seed in range(8):  # at a time, for the memory of naive in float64
+    for seed in range(4):  # at a time, for the memory of naive in float64
         inputs = dominated(D, dtype, above, apart, places, same_values, case.T, "cuda", B=128, seed=seed)
         right = run({key: x.double() for key, x in inputs.items()}, case, NAIVE)
         q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
         flash = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs["do"]), strict=True))
-        for kernel, found in [("flash", flash), *((x.kernel, run(inputs, case, x)) for x in (HOPPER, PORTABLE))]:
-            errors = {name: norm_and_largest(found[name], right[name]) / 8 for name in flash}
+        for kernel, found in [("flash", flash), *((x.kernel, run(inputs, case, x)) for x in configs)]:
+            errors = {name: norm_and_largest(found[name], right[name]) / 4 for name in flash}
             sums[kernel] = {name: errors[name] + sums.get(kernel, {}).get(name, 0.0) for name in errors}
     return sums
 

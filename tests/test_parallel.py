@@ -18,8 +18,10 @@ import safetensors.torch
 import torch
 
 import bench
+import lab.ranks
 import sample
 import train
+from lab.ranks import CASES
 from model import dropout
 from model import gpt as gpt_module
 from model.attention import AttentionConfig, attention
@@ -204,6 +206,18 @@ def test_two_gpus_are_one(small, tmp_path):
         torch.testing.assert_close([*losses(runs / name).values()], [*right.values()], rtol=2**-8, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are wanted")
+def test_keys_that_go_round_two_gpus_are_those_of_one(small, tmp_path):
+    """With windows, documents and the stream's dropout, in float32."""
+    layouts = {"one": (1, False, RING), "ring": (2, False, [*RING, "parallel.context=2"])}
+    runs = run_all(layouts, [*small[:-1], "device=cuda", "dtype=float32"], tmp_path, layouts)
+    assert "attention: triton" in (runs / "ring.out.0").read_text()
+    for key in ("loss", "val_loss", "grad_norm"):
+        right, found = losses(runs / "one", key), losses(runs / "ring", key)
+        torch.testing.assert_close([*found.values()], [*right.values()], rtol=2**-14, atol=0)
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -339,10 +353,18 @@ def test_a_model_is_measured_by_one_process(monkeypatch):
         train.main(train.Config(eval_only=True, resume="a run"))
 
 
-def test_ranks_with_other_data_are_refused(monkeypatch):
-    monkeypatch.setattr(Ranks, "same", lambda self, value: {"text": "a1"})
-    with pytest.raises(ValueError, match="rank 1 has text b2, rank 0 has a1"):
-        Ranks(1, 2).refuse_difference(text="b2")
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_with_other_data_are_refused_by_all(rank, monkeypatch):
+    """The first one says so, and ends the others before they do."""
+    texts = [{"text": text} for text in ("a1", "a1", "b2")]
+
+    def all_gather_object(every, mine):
+        assert mine == texts[rank]
+        every[:] = texts
+
+    monkeypatch.setattr(parallel.dist, "all_gather_object", all_gather_object)
+    with pytest.raises(ValueError, match="rank 2 has text b2, rank 0 has a1"):
+        Ranks(rank, 3).refuse_difference(**texts[rank])
 
 
 # --- torchrun -------------------------------------------------------------------------------------------------------
@@ -376,20 +398,40 @@ def wait_for(path: Path, agent: subprocess.Popen) -> None:
 def test_steps_of_two_processes_are_timed_beside_those_of_one(tmp_path):
     said = torchrun(
         "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "-m", "lab.ranks", "laptop", "laptop-context",
-        f"--out={tmp_path}",
+        "laptop-ring", f"--out={tmp_path}",
     ).communicate(timeout=HANGS)[0]  # fmt: skip
     assert (tmp_path / "ranks.csv").exists(), said
     with open(tmp_path / "ranks.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     layouts = [tuple(int(row[key]) for key in ("ranks", "context", "passes")) for row in rows]
-    assert layouts == [(2, 1, 1), (1, 1, 2), (1, 1, 1), (2, 2, 1), (1, 1, 1)]
-    for both, one in ((rows[0], rows[1]), (rows[3], rows[4])):
+    assert layouts == [(2, 1, 1), (1, 1, 2), (1, 1, 1), *[(2, 2, 1), (1, 1, 1)] * 2]
+    for both, one in ((rows[0], rows[1]), (rows[3], rows[4]), (rows[5], rows[6])):
         assert float(both["linear"]) == pytest.approx(float(one["ms"]) / 2 / float(both["ms"]), abs=1e-3)
-        tokens = {"laptop": 512, "laptop-context": 256}[both["case"]]
+        tokens = {"laptop": 512, "laptop-context": 256, "laptop-ring": 512}[both["case"]]
         for row in (both, one):
             assert int(row["tokens_per_s"]) == pytest.approx(tokens / float(row["ms"]) * 1e3, rel=1e-3)
     assert float(rows[0]["own"]) == pytest.approx(float(rows[2]["ms"]) / float(rows[0]["ms"]), abs=1e-3)
     assert rows[3]["own"] == rows[1]["linear"] == ""
+    with torch.device("meta"):
+        model = GPT(CASES["laptop-ring"].model, AttentionConfig("naive"))
+    sent = bytes_sent(Ranks(size=2, part=Part(ranks=2, ring=True)), model, 512, 4, 1)
+    assert float(rows[5]["sent_mb"]) == pytest.approx(sum(sent) / 1e6, abs=1e-3)
+    assert rows[5]["attention"] == "tiled"
+
+
+@pytest.mark.parametrize(
+    ("size", "case", "said"),
+    [
+        (1, "laptop", "it times several processes, and there is 1: start them with torchrun"),
+        (2, "gpt2-1k", "gpt2-1k takes hours without a GPU, and there is none: use laptop"),
+    ],
+)
+def test_timings_that_cannot_be_are_refused_in_one_line(size, case, said, monkeypatch, tmp_path):
+    launch(monkeypatch, size)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=said):
+        lab.ranks.main(["laptop", case], True, tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from model.gpt import GPT, GPTConfig
 from tests.test_parallel import WIDE, counted, losses, run_all, tensors
 from training.memory import GIB, bytes_of
 from training.parallel import Ranks, bytes_sent
-from training.shard import copy_of
+from training.shard import copy_of, gathered
 
 # The windows of an evaluation are three batches, so one of two ranks has none at the end.
 LONG = ["steps=20", "eval_every=10", "checkpoint_every=10", "sample_every=20", "eval_tokens=1536", "ema_decay=0.9"]
@@ -102,6 +102,22 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(wide):
     assert all(torch.equal(found[name], right[name]) for name in right)
     for rank in range(4):
         assert counted(wide / f"wide_shard4_again.out.{rank}")["held"] < 0.26 * counted(wide / "wide_one.out.0")["held"]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_parts_are_put_together_on_the_first_rank(rows, monkeypatch):
+    """Of five rows, four ranks have 2, 2, 1 and none."""
+    whole, sent, has = torch.randn(rows, 3), {}, {}
+    parts = [*whole.chunk(4), *[whole[:0]] * 4][:4]
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: has["rank"])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(torch.distributed, "send", lambda x, to, group: sent.update({(has["rank"], to): x}))
+    monkeypatch.setattr(torch.distributed, "recv", lambda x, rank, group: x.copy_(sent.pop((rank, 0))))
+    for rank in (3, 2, 1, 0):
+        has["rank"] = rank
+        found = gathered(parts[rank], whole.shape, "threads")
+    assert torch.equal(found, whole)
+    assert not sent
 
 
 def naive() -> AttentionConfig:

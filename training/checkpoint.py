@@ -13,9 +13,10 @@ in it. Safetensors and JSON hold only numbers and text. Also, torch.save is not 
 file destroys the only checkpoint. Here a step is hashed, written under a temporary name, flushed to the disk and then
 renamed. So a visible checkpoint is complete, and the hashes detect a file that the disk has damaged later.
 
-The price: extra copies of the tensors in host memory, two while saving and one while loading, and about a second per GB
-for SHA-256. With a copy, the bytes hashed are the bytes written, and the bytes verified are the bytes loaded. Training
-waits for the first copy only: a Writer does the rest in a thread.
+The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
+per GB for SHA-256. (Where weights are shared, the first rank has a second one while it saves.) With a copy, the bytes
+hashed are the bytes written, and the bytes verified are the bytes loaded. Training waits for the first copy only: a
+Writer does the rest in a thread.
 
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
@@ -28,7 +29,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config
 from training.machine import is_out_of_memory
-from training.shard import as_in, is_shared, whole
+from training.shard import as_in, gathered, is_shared, local, own_connection
 
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
@@ -85,7 +86,8 @@ class Checkpoint:
 
 
 class Writer:
-    """Writes checkpoints in a thread, one at a time, while training goes on.
+    """Writes checkpoints in a thread, one at a time, while training goes on. Where weights are shared among ranks, each
+    copies its parts, and its thread sends them to the first one's.
 
     Every method raises OSError as save() does, and where memory runs out, once for a checkpoint that could not be
     written.
@@ -93,16 +95,29 @@ class Writer:
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.written: Future[Path] | None = None  # the last one
+        self.written: Future[None] | None = None  # the last one
+        self.group: Any = None  # of all ranks' threads, where weights are shared
+        self.copies: dict[str, Tensor] = {}  # kept: new memory takes many times as long to fill
 
     def save(self, folder: Path, step: int, *, model: dict[str, Tensor], optimizer: dict[str, Tensor], **rest) -> Path:
         """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
         are those of save()."""
-        self.wait()
-        with _memory_enough():
-            later = partial(save, folder, step, model=_on_host(model), optimizer=_on_host(optimizer), **rest)
-        self.written = self.thread.submit(later, parents=False)  # a deleted run's folder is not made again
+        self._begin(model, optimizer, partial(save, folder, step, parents=False, **rest))  # makes no deleted run again
         return folder / folder_name(step)
+
+    def give(self, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+        """Copies this rank's parts of shared tensors, for the first one, which saves the same names."""
+        self._begin(model, optimizer, None)
+
+    def _begin(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], write: Callable[..., Any] | None) -> None:
+        self.wait()
+        groups = (model, optimizer)
+        if self.group is None and any(is_shared(x) for x in model.values()):
+            self.group = own_connection()
+        with _memory_enough():
+            copies = [_on_host(tensors, self.copies) for tensors in groups]
+        shapes = [{name: x.shape for name, x in tensors.items()} for tensors in groups]
+        self.written = self.thread.submit(_gather_and_write, copies, shapes, self.group, write)
 
     def look(self) -> None:
         """Raises the error of a checkpoint that could not be written, if that is known already."""
@@ -136,23 +151,32 @@ def _memory_enough() -> Iterator[None]:
         ) from error
 
 
-def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors in the CPU's memory, whole. A tensor with two names stays one."""
+def _on_host(tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors, of shared ones this rank's parts, in the CPU's memory. A tensor with two names stays one.
+    kept: earlier copies by name, which are overwritten; the new ones are added."""
     copies: dict[tuple, Tensor] = {}
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
         if _place(tensor) not in copies:
-            copies[_place(tensor)] = whole(tensor.detach()).to("cpu", copy=True)
+            x = local(tensor.detach())
+            if name not in kept or (kept[name].shape, kept[name].dtype) != (x.shape, x.dtype):
+                kept[name] = torch.empty(x.shape, dtype=x.dtype)
+            copies[_place(tensor)] = kept[name].copy_(x)
     return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
 
 
-def give(*groups: dict[str, Tensor]) -> None:
-    """Sends this rank's parts of shared tensors to the first one, which saves the same groups (Writer.save)."""
-    for tensors in groups:
-        seen = set()
-        for tensor in tensors.values():
-            if _place(tensor) not in seen:
-                seen.add(_place(tensor))
-                whole(tensor.detach())
+def _gather_and_write(
+    copies: list[dict[str, Tensor]], shapes: list[dict[str, torch.Size]], group: Any, write: Callable[..., Any] | None
+) -> None:
+    """What a Writer's thread does. write: save() with all arguments but the tensors; None if another rank writes."""
+    for parts, whole_shapes in zip(copies, shapes, strict=True):
+        wholes: dict[int, Tensor] = {}  # by the identity of the part
+        for name, part in parts.items():
+            if id(part) not in wholes:
+                wholes[id(part)] = gathered(part, whole_shapes[name], group)
+        parts.update({name: wholes[id(part)] for name, part in parts.items()})
+    if write is not None:
+        model, optimizer = copies
+        write(model=model, optimizer=optimizer)
 
 
 def _place(tensor: Tensor) -> tuple:

@@ -4,7 +4,7 @@
 
     with join(cfg) as ranks: ...                         this process among the others; in a single one nothing happens
     ranks, rows, passes = divide(ranks, cfg, passes)     what this rank computes of each step
-    loss = ranks.add_up(loss, parameters)                sums over the ranks: the gradients and the losses
+    sums = Sums(ranks, model)                            the gradients' sums over the ranks (training/sums.py)
 
 Every rank has all weights, and makes the same update with the same gradient. So a step sends each gradient once.
 (parallel.shard=true shards weights, gradients and the optimizer's state instead: training/shard.py.) The passes of a
@@ -23,7 +23,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +39,6 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.part import WHOLE, Part
 from model.ring import refused
-
-BUCKET = 2**26  # gradients that are sent at once, in elements: a quarter of a GiB
 
 
 @dataclass
@@ -102,14 +100,18 @@ class Ranks:
         return replace(model, context_length=model.context_length // self.part.ranks)
 
     def refuse_difference(self, **values: Any) -> None:
-        """ValueError if a rank has other values than rank 0."""
-        theirs = self.same(values)
-        for name, value in values.items():
-            if value != theirs[name]:
-                raise ValueError(
-                    f"rank {self.rank} has {name} {value}, rank 0 has {theirs[name]}: "
-                    "give all machines the same files, for example on a shared disk"
-                )
+        """ValueError, the same on all ranks, if one has other values than rank 0."""
+        if self.size == 1:
+            return
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, values)
+        for rank, theirs in enumerate(every):
+            for name, value in theirs.items():
+                if value != every[0][name]:
+                    raise ValueError(
+                        f"rank {rank} has {name} {value}, rank 0 has {every[0][name]}: "
+                        "give all machines the same files, for example on a shared disk"
+                    )
 
     def hear(self, signals: list[int], left: float, text_bytes: int) -> Heard:
         """What all ranks know together after a step. They stop at the same step because they know the same."""
@@ -142,38 +144,6 @@ class Ranks:
         squares = norm.square()
         dist.all_reduce(squares)
         return squares.sqrt()
-
-    def add_up(self, loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-        """Replaces every gradient by its sum over the ranks, and returns the sum of the losses (a scalar). Where
-        weights are sharded, the backward has summed the gradients, and only the losses are left.
-
-        Sends in pieces of at most BUCKET elements, or of one gradient. Does not wait for the device, so that a step can
-        be recorded.
-        """
-        if self.size == 1:
-            return loss
-        if self.shards > 1:
-            dist.all_reduce(loss)
-            return loss
-        bucket: list[Tensor] = []
-        for p in parameters:
-            assert p.grad is not None, "every weight takes part in every pass"
-            if bucket and sum(q.numel() for q in bucket) + p.numel() > BUCKET:
-                sum_gradients(bucket)
-                bucket = []
-            bucket.append(p)
-        return sum_gradients(bucket, loss)
-
-
-def sum_gradients(parameters: list[Tensor], loss: Tensor | None = None) -> Tensor:
-    """Sums the gradients of some weights over the ranks, with one message. Returns the sum of the losses, if given."""
-    last = [] if loss is None else [loss.view(1)]
-    flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] + last)
-    dist.all_reduce(flat)
-    *gradients, total = flat.split([*(p.numel() for p in parameters), len(last)])
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient.view_as(p)
-    return total.sum()
 
 
 ALONE = Ranks()

@@ -308,7 +308,7 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
         tensors |= checkpoint.rng_state()
     weights = model.state_dict(keep_vars=True)
     if not run.ranks.first:
-        checkpoint.give(weights, tensors)
+        run.writer.give(weights, tensors)
         return run.folder / into / checkpoint.folder_name(run.step)
     return run.writer.save(
         run.folder / into,

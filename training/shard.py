@@ -4,6 +4,7 @@
     local(x)                            the part of a weight or a gradient that this rank has
     whole(x)                            all of it; all ranks call this together
     as_in(x, p)                         the whole tensor x shared as p is
+    gathered(part, shape, group)        the whole tensor, put together on the first rank's host, from threads
 
 A weight is cut by its rows (the first axis). Before a block computes, all ranks get its whole weights, and drop them
 after it: once in the forward, and again in the backward. Then the gradients are added up, each row for the rank that
@@ -61,6 +62,29 @@ def as_in(x: Tensor, p: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def own_connection() -> Any:
+    """A connection of all ranks for their threads, beside that of the steps. All ranks call this together."""
+    return torch.distributed.new_group(backend="gloo")
+
+
+def gathered(part: Tensor, shape: torch.Size, group: Any) -> Tensor:
+    """The whole tensor of this shape on the first rank of the group; the others send it their rows, and keep them.
+    part: this rank's rows, contiguous and on the CPU. A tensor that is whole already is returned as it is."""
+    if part.shape == shape:
+        return part
+    if rank := torch.distributed.get_rank(group):
+        if part.numel():
+            torch.distributed.send(part, 0, group)
+        return part
+    found = part.new_empty(shape)
+    for rank, rows in enumerate(found.chunk(torch.distributed.get_world_size(group))):  # as fully_shard cuts them
+        if rank == 0:
+            rows.copy_(part)
+        else:
+            torch.distributed.recv(rows, rank, group)
+    return found
 
 
 def copy_of(model: GPT, dtype: torch.dtype) -> GPT:

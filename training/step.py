@@ -40,6 +40,7 @@ from training.machine import is_out_of_memory
 from training.optimizer import average
 from training.parallel import ALONE, Ranks
 from training.shard import local
+from training.sums import Sums
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")
@@ -206,6 +207,8 @@ class TrainStep:
             mode = "thread_local" if torch.distributed.is_initialized() else "global"
             with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode):
                 run()
+            # torch sets the generator's offset to 0 on that stream, and on this one to where the first replay draws.
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -217,7 +220,8 @@ class TrainStep:
         """The step: everything that the device does with the batches."""
         # Forward and backward. The gradient becomes that of the mean loss over all passes, scaled in fp16.
         ranks, loss = self.ranks, torch.zeros((), device=self.device)
-        for x, y, documents in batches.parts():
+        sums = Sums(ranks, self.model)
+        for passed, (x, y, documents) in enumerate(batches.parts(), start=1):
             x, y = ranks.part.cut(x), ranks.part.cut(y)
             for turn in range(ranks.turns):
                 if turn != ranks.turn:
@@ -226,9 +230,9 @@ class TrainStep:
                 with self.autocast:
                     share = self.loss_of(x, y, documents, z_loss=self.z_loss, part=ranks.part)
                     share = share / (len(batches.x) * ranks.size)
-                self.scaler.scale(share).backward()
+                sums.backward(self.scaler.scale(share), last=passed == len(batches.x))
                 loss += share.detach()
-        loss = ranks.add_up(loss, self.model.parameters())
+        loss = sums.finish(loss)
 
         # Clip.
         for optimizer in self.optimizers:
