@@ -114,8 +114,8 @@ class Scoring(NamedTuple):
     scale2: float  # softmax_scale * log2(e)
     dk_scale: float  # what the sums of dk and dq are multiplied by
     dv_scale: float  # 1 / (share kept)
-    seed: int  # of the masks of dropout
-    numbers: Tensor  # (B * H,); any, if How says that there are none
+    seed: Tensor  # of the masks of dropout; without, these are any tensors
+    numbers: Tensor  # (B * H,)
     threshold: int
 
 
@@ -249,7 +249,7 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, 
                     seed, numbers, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
     sizes = Sizes(begin, N, H, G, T, T_k)
-    scoring = Scoring(scale2, dk_scale, dv_scale, gl.load(seed) if how.DROPOUT else 0, numbers, threshold)
+    scoring = Scoring(scale2, dk_scale, dv_scale, seed, numbers, threshold)
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
     shared = Shared(
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
@@ -374,8 +374,7 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                 added = counters + (1 + (h * stop + t) * 2 + C)
                 head, row = half_at(h, t, how, C)
                 place = (count & 1) * 2 + C
-                # No acquire follows: when the release is seen, the sums before are in the L2 cache, where copies add.
-                while gl.load(added, volatile=True) != last - tile:
+                while acquired(added) != last - tile:
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 if tile == last:
@@ -407,15 +406,16 @@ def consumer(shared, dk, dv, sizes, scoring, how: gl.constexpr, C: gl.constexpr)
     """Steps 8 to 12 for the C-th half of each tile of keys that the producer takes."""
     count = 0  # of tiles of queries, over all tiles of keys
     turn = 0
+    seed = gl.load(scoring.seed) if how.DROPOUT else 0
     item = told(shared, turn, 4)
     while item < items_of(sizes, how):
-        count = gradients(count, item, turn & 1, shared, dk, dv, sizes, scoring, how, C)
+        count = gradients(count, item, turn & 1, shared, dk, dv, sizes, scoring, seed, how, C)
         turn += 1
         item = told(shared, turn, 4)
 
 
 @gluon.jit
-def gradients(count, item, phase, shared, dk, dv, sizes, scoring, how: gl.constexpr, C: gl.constexpr):
+def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.constexpr, C: gl.constexpr):
     """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of the barrier of k and v. Returns the new
     count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
@@ -425,25 +425,16 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, how: gl.conste
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
-    first_head = (sizes.begin + n) * sizes.G
-    last_head = first_head + sizes.G - 1
-    number = number_of(first_head, scoring, how)
-    bits = draw(number, first, column0, scoring, how)
-    for h in range(first_head, last_head + 1):
-        next_number = number_of(gl.minimum(h + 1, last_head), scoring, how)
+    for h in range((sizes.begin + n) * sizes.G, (sizes.begin + n + 1) * sizes.G):
+        number = h
+        if how.NUMBERS:
+            number = gl.load(scoring.numbers + h)
         for t in range(first, whole):
-            then = following(t, first, stop, number, next_number)
-            dk_c, dv_c, bits = step(
-                dk_c, dv_c, bits, count, begun, t, then, column0, shared, sizes, scoring, True, how, C
-            )
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, True, how, C)
             count += 1
         for t in range(whole, stop):
-            then = following(t, first, stop, number, next_number)
-            dk_c, dv_c, bits = step(
-                dk_c, dv_c, bits, count, begun, t, then, column0, shared, sizes, scoring, False, how, C
-            )
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, False, how, C)
             count += 1
-        number = next_number
     if how.LATE:
         dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
         hand_over(dq_c, count - 1, shared, how, C)
@@ -462,20 +453,25 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, how: gl.conste
 
 
 @gluon.jit
-def step(dk_c, dv_c, bits, count, begun, t, then, column0, shared, sizes, scoring,
+def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
          MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Steps 8 to 12 for one tile of queries; if how.LATE, dq is that of the tile before. begun: count at the first
-    tile, before which there is none. bits: of draw(). It draws those of the tile `then` while products run."""
+    tile, before which there is none."""
     d_layout: gl.constexpr = dk_c.type.layout
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
     place, phase = count & 1, count >> 1 & 1
     q_i, do_i = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.do.index(place), how.BLOCK_M, how)
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
+    ds_place = shared.ds.index(place * 2 + C)
     s = scores(count, shared, how, C)
     mbarrier.wait(shared.do_full.index(place), phase)
     dp = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
     v_c = as_matrix(shared.v.index(C), how.KEYS, how)
     dp = warpgroup_mma(v_c, do_i.permute((1, 0)), dp, use_acc=False, is_async=True)  # 10
+    if how.DROPOUT:
+        if how.LATE:
+            mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
+        bits = draw(n, t * how.BLOCK_M, column0, seed, scoring.threshold, ds_place, s_layout, how)
     s = warpgroup_mma_wait(1, [s])
     s = s * scoring.scale2 + terms.slice(0, 1).load(s_layout)
     if MASKED:
@@ -492,9 +488,9 @@ def step(dk_c, dv_c, bits, count, begun, t, then, column0, shared, sizes, scorin
         ds = gl.fma(p + gl.abs(p), dp, gl.abs(p) * minus_delta).to(q_i.dtype)
     else:
         ds = (p * (dp + minus_delta)).to(q_i.dtype)
-    if how.LATE:
+    if how.LATE and not how.DROPOUT:
         mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
-    shared.ds.index(place * 2 + C).store(ds)
+    ds_place.store(ds)
     fence_async_shared()
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2))
     if how.LATE:
@@ -502,7 +498,6 @@ def step(dk_c, dv_c, bits, count, begun, t, then, column0, shared, sizes, scorin
         mbarrier.arrive(shared.ds_full.index(place), count=1)
         dq_c = start_dq(count - 1, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
-        bits = draw(then[0], then[1], column0, scoring, how)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
         mbarrier.arrive(shared.do_free.index(place), count=1)
         if count > begun:
@@ -513,12 +508,11 @@ def step(dk_c, dv_c, bits, count, begun, t, then, column0, shared, sizes, scorin
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
         dq_c = start_dq(count, shared, how, C)
-        bits = draw(then[0], then[1], column0, scoring, how)
         dk_c, dv_c, dq_c = warpgroup_mma_wait(0, [dk_c, dv_c, dq_c])
         mbarrier.arrive(shared.q_free.index(place), count=1)
         mbarrier.arrive(shared.do_free.index(place), count=1)
         hand_over(dq_c, count, shared, how, C)
-    return dk_c, dv_c, bits
+    return dk_c, dv_c
 
 
 @gluon.jit
@@ -576,44 +570,36 @@ def hide(s, t, column0, sizes, how: gl.constexpr):
 
 
 @gluon.jit
-def number_of(h, scoring, how: gl.constexpr):
-    """The number of a head's mask of dropout."""
-    if how.NUMBERS:
-        h = gl.load(scoring.numbers + h)
-    return h
-
-
-@gluon.jit
-def following(t, first, stop, number, next_number):
-    """The number of the head and the tile of queries that come after tile t."""
-    last = t == stop - 1
-    return gl.where(last, next_number, number), gl.where(last, first, t + 1)
-
-
-@gluon.jit
-def draw(n, t, column0, scoring, how: gl.constexpr):
-    """The bits of model/dropout.py for a tile: int32 (KEYS, BLOCK_M), for signed(). n: the number of the head. The bits
-    of i and j are taken as in keep_mask() of kernels/flash.py, for the same reason. Without dropout 0."""
-    bits = 0
-    if how.DROPOUT:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
-        j = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, layout)), 1)
-        i = gl.expand_dims(gl.arange(0, how.BLOCK_M, gl.SliceLayout(0, layout)), 0)
-        c0 = (t * how.BLOCK_M >> 5 << 3).to(gl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(gl.uint32)
-        c1 = (column0 >> 5 << 3).to(gl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(gl.uint32)
-        k0, k1 = scoring.seed.to(gl.uint32), (scoring.seed >> 32).to(gl.uint32)
-        words = philox(c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), k0, k1)
-        # Bit 7 of each byte of `dropped`: whether the byte is below the threshold. Those of word w go to bits 4 + w.
-        low = ((128 - (scoring.threshold & 127)) * 0x01010101).to(gl.uint32)
-        high = ((scoring.threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
-        found = c0 & 0
-        for w in gl.static_range(4):
-            word = words[w]
-            least = (word & 0x7F7F7F7F) + low  # bits 7: whether the byte without its bit 7 reaches the threshold's
-            dropped = ~((least & word) | ((least | word) & high))
-            found = (dropped & 0x80808080) | (found >> 1 & 0x7F7F7F7F)
-        bits = found.to(gl.int32) >> (j & 16)  # a thread's keys differ in bit 3
-    return bits
+def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl.constexpr):
+    """The bits of model/dropout.py for a tile: int32 (KEYS, BLOCK_M), for signed(). A Philox call decides for 16
+    weights, of which a thread has eight. So each call is made once, and the threads exchange the results through
+    `place`, where ds comes later."""
+    SQUARES: gl.constexpr = how.BLOCK_M // 32
+    call = gl.arange(0, SQUARES * 128, gl.BlockedLayout([1], [32], [4], [0]))
+    c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
+    c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
+    words = philox(c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
+    # Bit 7 of each byte of `dropped`: whether it is below the threshold. The four words' bits go into one: word w's to
+    # bit 4 + w.
+    low = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
+    high = ((threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
+    bits = c0 & 0
+    for word in gl.static_range(4):
+        w = words[word]
+        least = (w & 0x7F7F7F7F) + low  # its bits 7: what the other bits say
+        dropped = ~((least & w) | ((least | w) & high))
+        bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
+    table = as_table(place, SQUARES)
+    table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
+    # Of a weight: bits 5 on, bits 3 and 4, bits 0 to 2 of its key and of its query. The table has no bits 3 and 4.
+    whole: gl.constexpr = (
+        gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
+    )
+    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, whole)))
+    mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, whole)
+    mine = gl.convert_layout(mine.reshape((how.KEYS, how.BLOCK_M)), layout)
+    key = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, layout)), 1)
+    return mine >> (key & 16)  # a thread's keys differ in bit 3
 
 
 @gluon.jit
@@ -640,6 +626,14 @@ def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @builtin
+def as_table(x, SQUARES, _semantic=None):
+    """Shared memory as int32 (SQUARES, 2, 8, 8)."""
+    view = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
+    shape = [SQUARES.value if hasattr(SQUARES, "value") else SQUARES, 2, 8, 8]
+    return view(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]), _semantic=_semantic)
+
+
+@builtin
 def halves(x, _semantic=None):
     """Shared memory of a tile whose rows have 128 columns of 16 bits, as (2, 64, 64)."""
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], x.dtype)
@@ -652,6 +646,13 @@ def both_consumers():
     """Waits until the threads of both consumers are here. Triton has the barriers with the lowest numbers."""
     wait: gl.constexpr = "bar.sync 9, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def acquired(x):
+    """Loads the number at x, and whatever was written before it. The fence makes this hold for copies, too."""
+    load: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;"
+    return gl.inline_asm_elementwise(load, "=r,l", [x.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -127,10 +127,11 @@ def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
     ("number", "line", "instead"),
     [
         # An adder that does not wait for its turn, or that passes it on before its sums are in memory.
-        (0, "                while gl.load(added, volatile=True) != last - tile:\n                    pass\n", ""),
+        (0, "                while acquired(added) != last - tile:\n                    pass\n", ""),
         (0, "                wait_written()\n", ""),
         (0, "        mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)\n", ""),
-        (0, "        mbarrier.wait(shared.ds_free.index(place), phase ^ 1)\n", "        pass\n"),
+        (0, "    if how.LATE and not how.DROPOUT:\n        mbarrier.wait(", "    if False:\n        mbarrier.wait("),
+        (2, "        if how.LATE:\n            mbarrier.wait(", "        if False:\n            mbarrier.wait("),
         (0, "        mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)\n", "        pass\n"),
         (0, "    mbarrier.wait(shared.dq_free.index(place), count >> 1 & 1 ^ 1)\n", ""),
         (0, "        mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # un", "        # un"),
@@ -138,7 +139,7 @@ def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
         (1, "        both_consumers()  # have read k\n", "        pass\n"),
         (1, "        both_consumers()  # have stored", "        # have stored"),
     ],
-    ids=["turn", "written", "kv", "ds", "ds_full", "dq", "k", "product", "both_k", "both_ds"],
+    ids=["turn", "written", "kv", "ds", "drawn", "ds_full", "dq", "k", "product", "both_k", "both_ds"],
 )
 def test_some_order_shows_a_wait_that_is_missing(number, line, instead):
     """Else the test above would show nothing. number: of the case."""
