@@ -24,8 +24,9 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
   at its diagonal, so it comes to a tile of queries one step after its predecessor.
 - The first to add a tile stores it, so that nobody has to write zeros first.
 - ds goes through shared memory, because dq sums over the keys of both consumers. All else stays in registers.
+- Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
-Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, no dropout.
+Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. kernels/op.py sends the rest to flash.py.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
 """
@@ -50,7 +51,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper import all_threads, as_matrix, as_operand, barriers, copy_in, copy_out, processors, shared_layout
+from kernels.hopper import (
+    all_threads,
+    as_matrix,
+    as_operand,
+    barriers,
+    copy_in,
+    copy_out,
+    philox,
+    processors,
+    shared_layout,
+)
 from kernels.problem import Problem
 from kernels.task import in_tiles
 
@@ -69,6 +80,9 @@ add_out = getattr(tma, "async_atomic_add", async_add)
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
+# Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other, but they compete for
+# shared memory. What is faster was measured (LOG.md).
+LATE = {64: True, 128: False}
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
 
@@ -79,7 +93,10 @@ class How:
     KEYS: gl.constexpr  # of one consumer
     BLOCK_M: gl.constexpr  # queries of a tile
     D: gl.constexpr
+    LATE: gl.constexpr
     CAUSAL: gl.constexpr
+    DROPOUT: gl.constexpr
+    NUMBERS: gl.constexpr  # of the masks of dropout
 
 
 class Sizes(NamedTuple):
@@ -89,6 +106,17 @@ class Sizes(NamedTuple):
     G: int  # H / H_kv: query heads that share a key head
     T: int
     T_k: int
+
+
+class Scoring(NamedTuple):
+    """How products become weights and gradients."""
+
+    scale2: float  # softmax_scale * log2(e)
+    dk_scale: float  # what the sums of dk and dq are multiplied by
+    dv_scale: float  # 1 / (share kept)
+    seed: Tensor  # of the masks of dropout; without, these are any tensors
+    numbers: Tensor  # (B * H,)
+    threshold: int
 
 
 class Shared(NamedTuple):
@@ -128,11 +156,14 @@ def launch_backward(
     contiguous. The caller has checked that this file can do it."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     dq, dk, dv = found
-    rows, G, scale = BLOCK_M[D], H // H_kv, problem.scale
+    rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
+    keep_scale = 256 / (256 - problem.drop_threshold)
+    times = 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
+    scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
     row_terms_kernel[(B * H * tiles,)](
-        o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, rows, D, num_warps=4
+        o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, times / keep_scale, rows, D, num_warps=4
     )
     inputs = [
         *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
@@ -140,19 +171,27 @@ def launch_backward(
         in_tiles(terms, 1, TERMS),
     ]
     unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
-    N = min(B * H_kv, max(1, SUMS_BYTES // (4 * G * T * D)))  # key heads at a time
+    N, _ = key_heads_at_once(B, H, H_kv, T, D)
     sums = lse2.new_empty(1, N * G * D // 64, T, 64)  # of dq, in pieces of 64 columns
     for begin in range(0, B * H_kv, N):
         N = min(N, B * H_kv - begin)
         items = -(-T_k // (2 * KEYS)) * N
         counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
-            *inputs, in_tiles(sums, 64, SUMS), counters, begin, N, H, G, T, T_k, scale, scale * math.log2(math.e),
-            how(D, problem.causal), num_warps=4, maxnreg=168,
+            *inputs, in_tiles(sums, 64, SUMS), counters, begin, N, H, G, T, T_k,
+            problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms,
+            terms if problem.numbers is None else problem.numbers, problem.drop_threshold,
+            how(D, problem.causal, dropout, problem.numbers is not None), num_warps=4, maxnreg=168,
         )  # fmt: skip
         scaled_kernel[(N * G * tiles,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
         )
+
+
+def key_heads_at_once(B: int, H: int, H_kv: int, T: int, D: int) -> tuple[int, int]:
+    """How many key heads launch_backward() computes at a time, and the bytes of one's sums of dq."""
+    of_one = 4 * H // H_kv * T * D
+    return min(B * H_kv, max(1, SUMS_BYTES // of_one)), of_one
 
 
 SUMS = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.float32)
@@ -160,17 +199,17 @@ TERMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
 
 
 @cache
-def how(D: int, causal: bool) -> How:
-    """Makes the How of these arguments, once."""
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, causal)))
+def how(D: int, *others: bool) -> How:
+    """Makes the How of these arguments, once. others: its last fields."""
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], *others)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
 def row_terms_kernel(
-    o, do, dlse, lse2, terms, o_b, o_h, o_t, do_b, do_h, do_t, H, T, ROWS: tl.constexpr, D: tl.constexpr
+    o, do, dlse, lse2, terms, o_b, o_h, o_t, do_b, do_h, do_t, H, T, delta_scale, ROWS: tl.constexpr, D: tl.constexpr
 ):
-    """For each row -lse2, and -delta (step 7). A row that sees no key, or is past the last, gets -inf for -lse2. Then
-    its weights are 0."""
+    """For each row -lse2, and -delta * delta_scale (step 7). A row that sees no key, or is past the last, gets -inf for
+    -lse2. Then its weights are 0."""
     tiles = tl.cdiv(T, ROWS)
     n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     i, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
@@ -185,7 +224,7 @@ def row_terms_kernel(
     minus_lse2 = tl.where(minus_lse2 == float("inf"), -float("inf"), minus_lse2)
     at = tl.program_id(0).to(tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
     tl.store(terms + at, minus_lse2)
-    tl.store(terms + at + ROWS, minus_delta)
+    tl.store(terms + at + ROWS, minus_delta * delta_scale)
 
 
 @triton.jit(do_not_specialize=["begin", "H", "T", "unseeing"])
@@ -205,11 +244,12 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS
 # The kernel. 16-bit tensors q, do, k, v, dk and dv come as descriptors of tiles (1, 1, rows, D).
 
 
-@gluon.jit(do_not_specialize=["begin", "N", "H", "G", "T", "T_k"])  # one compiled kernel for all lengths
-def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, T, T_k, scale, scale2,
-                    how: gl.constexpr):  # fmt: skip
-    """scale2: softmax_scale * log2(e). Makes the buffers and barriers, and gives the warps their jobs."""
+@gluon.jit(do_not_specialize=["begin", "N", "H", "G", "T", "T_k", "threshold"])  # compiled once for all lengths
+def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, T, T_k, scale2, dk_scale, dv_scale,
+                    seed, numbers, threshold, how: gl.constexpr):  # fmt: skip
+    """Makes the buffers and barriers, and gives the warps their jobs."""
     sizes = Sizes(begin, N, H, G, T, T_k)
+    scoring = Scoring(scale2, dk_scale, dv_scale, seed, numbers, threshold)
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
     shared = Shared(
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
@@ -226,8 +266,8 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, 
     )  # fmt: skip
     # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
     gl.warp_specialize([
-        (consumer, (shared, dk, dv, sizes, scale, scale2, how, 0)),
-        (consumer, (shared, dk, dv, sizes, scale, scale2, how, 1)),
+        (consumer, (shared, dk, dv, sizes, scoring, how, 0)),
+        (consumer, (shared, dk, dv, sizes, scoring, how, 1)),
         (producer, (shared, q, do, k, v, terms, counters, sizes, how)),
         (adder, (shared, sums, counters, sizes, how, 0)),
         (adder, (shared, sums, counters, sizes, how, 1)),
@@ -334,8 +374,7 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                 added = counters + (1 + (h * stop + t) * 2 + C)
                 head, row = half_at(h, t, how, C)
                 place = (count & 1) * 2 + C
-                # No acquire follows: when the release is seen, the sums before are in the L2 cache, where copies add.
-                while gl.load(added, volatile=True) != last - tile:
+                while acquired(added) != last - tile:
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 if tile == last:
@@ -363,19 +402,20 @@ def half_at(h, t, how: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def consumer(shared, dk, dv, sizes, scale, scale2, how: gl.constexpr, C: gl.constexpr):
+def consumer(shared, dk, dv, sizes, scoring, how: gl.constexpr, C: gl.constexpr):
     """Steps 8 to 12 for the C-th half of each tile of keys that the producer takes."""
     count = 0  # of tiles of queries, over all tiles of keys
     turn = 0
+    seed = gl.load(scoring.seed) if how.DROPOUT else 0
     item = told(shared, turn, 4)
     while item < items_of(sizes, how):
-        count = gradients(count, item, turn & 1, shared, dk, dv, sizes, scale, scale2, how, C)
+        count = gradients(count, item, turn & 1, shared, dk, dv, sizes, scoring, seed, how, C)
         turn += 1
         item = told(shared, turn, 4)
 
 
 @gluon.jit
-def gradients(count, item, phase, shared, dk, dv, sizes, scale, scale2, how: gl.constexpr, C: gl.constexpr):
+def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.constexpr, C: gl.constexpr):
     """Writes dk and dv of KEYS keys, and hands over their part of dq. phase: of the barrier of k and v. Returns the new
     count."""
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.D, 16])
@@ -385,18 +425,24 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scale, scale2, how: gl.
     dv_c = gl.zeros([how.KEYS, how.D], gl.float32, d_layout)
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
-    for _ in range(sizes.G):
+    for h in range((sizes.begin + n) * sizes.G, (sizes.begin + n + 1) * sizes.G):
+        number = h
+        if how.NUMBERS:
+            number = gl.load(scoring.numbers + h)
         for t in range(first, whole):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2, True, how, C)
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, True, how, C)
             count += 1
         for t in range(whole, stop):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2, False, how, C)
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, False, how, C)
             count += 1
-    dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
-    hand_over(dq_c, count - 1, shared, C)
-    mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # until the other consumer has read k
-    as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * scale).to(dk.dtype))
-    as_matrix(shared.v.index(C), how.KEYS, how).store(dv_c.to(dv.dtype))
+    if how.LATE:
+        dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
+        hand_over(dq_c, count - 1, shared, how, C)
+        mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # until the other consumer has read k
+    else:
+        both_consumers()  # have read k
+    as_matrix(shared.k.index(C), how.KEYS, how).store((dk_c * scoring.dk_scale).to(dk.dtype))
+    as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * scoring.dv_scale).to(dv.dtype))
     fence_async_shared()
     b, h_kv = head_at(n, sizes)
     copy_out(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
@@ -407,48 +453,73 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scale, scale2, how: gl.
 
 
 @gluon.jit
-def step(dk_c, dv_c, count, begun, t, column0, shared, sizes, scale2,
+def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
          MASKED: gl.constexpr, how: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Steps 8 to 12 for one tile of queries, but for dq, which is that of the tile before. begun: count at the first
+    """Steps 8 to 12 for one tile of queries; if how.LATE, dq is that of the tile before. begun: count at the first
     tile, before which there is none."""
     d_layout: gl.constexpr = dk_c.type.layout
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, how.BLOCK_M, 16])
     place, phase = count & 1, count >> 1 & 1
     q_i, do_i = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.do.index(place), how.BLOCK_M, how)
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
+    ds_place = shared.ds.index(place * 2 + C)
     s = scores(count, shared, how, C)
     mbarrier.wait(shared.do_full.index(place), phase)
     dp = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
     v_c = as_matrix(shared.v.index(C), how.KEYS, how)
     dp = warpgroup_mma(v_c, do_i.permute((1, 0)), dp, use_acc=False, is_async=True)  # 10
+    if how.DROPOUT:
+        if how.LATE:
+            mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
+        bits = draw(n, t * how.BLOCK_M, column0, seed, scoring.threshold, ds_place, s_layout, how)
     s = warpgroup_mma_wait(1, [s])
-    s = s * scale2 + terms.slice(0, 1).load(s_layout)
+    s = s * scoring.scale2 + terms.slice(0, 1).load(s_layout)
     if MASKED:
         s = hide(s, t, column0, sizes, how)
     p = gl.exp2(s)  # 8
-    dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
+    if how.DROPOUT:
+        p = signed(p, bits)
+        dv_c = warpgroup_mma(as_kept_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
+    else:
+        dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])  # until one product still runs
-    ds = (p * (dp + terms.slice(1, 1).load(s_layout))).to(q_i.dtype)  # 11
-    mbarrier.wait(shared.ds_free.index(count & 1), count >> 1 & 1 ^ 1)
-    shared.ds.index((count & 1) * 2 + C).store(ds)
+    minus_delta = terms.slice(1, 1).load(s_layout)
+    if how.DROPOUT:  # 11, of which the terms have twice -delta: 2 ds
+        ds = gl.fma(p + gl.abs(p), dp, gl.abs(p) * minus_delta).to(q_i.dtype)
+    else:
+        ds = (p * (dp + minus_delta)).to(q_i.dtype)
+    if how.LATE and not how.DROPOUT:
+        mbarrier.wait(shared.ds_free.index(place), phase ^ 1)
+    ds_place.store(ds)
     fence_async_shared()
-    all_threads()
-    mbarrier.arrive(shared.ds_full.index(count & 1), count=1)
-    dq_c = start_dq(count - 1, shared, how, C)
-    dk_c = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2)), q_i, dk_c, is_async=True)
-    dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
-    mbarrier.arrive(shared.do_free.index(place), count=1)
-    if count > begun:
-        hand_over(dq_c, count - 1, shared, C)
-    dk_c = warpgroup_mma_wait(0, [dk_c])
-    mbarrier.arrive(shared.q_free.index(place), count=1)
+    ds = gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2))
+    if how.LATE:
+        all_threads()
+        mbarrier.arrive(shared.ds_full.index(place), count=1)
+        dq_c = start_dq(count - 1, shared, how, C)
+        dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
+        dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
+        mbarrier.arrive(shared.do_free.index(place), count=1)
+        if count > begun:
+            hand_over(dq_c, count - 1, shared, how, C)
+        dk_c = warpgroup_mma_wait(0, [dk_c])
+        mbarrier.arrive(shared.q_free.index(place), count=1)
+    else:
+        dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
+        both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
+        dq_c = start_dq(count, shared, how, C)
+        dk_c, dv_c, dq_c = warpgroup_mma_wait(0, [dk_c, dv_c, dq_c])
+        mbarrier.arrive(shared.q_free.index(place), count=1)
+        mbarrier.arrive(shared.do_free.index(place), count=1)
+        hand_over(dq_c, count, shared, how, C)
     return dk_c, dv_c
 
 
 @gluon.jit
-def hand_over(dq_c, count, shared, C: gl.constexpr):
+def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
     """Gives half of a tile of dq to the adder, and frees the ds that it came from."""
-    mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
+    if how.LATE:
+        mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
     place = (count & 1) * 2 + C
     mbarrier.wait(shared.dq_free.index(place), count >> 1 & 1 ^ 1)
     shared.dq.index(place).reshape((64, 64)).store(dq_c)
@@ -471,7 +542,8 @@ def scores(count, shared, how: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def start_dq(count, shared, how: gl.constexpr, C: gl.constexpr):
     """Starts ds^T k over the keys of both consumers, for half of the tile of queries (64, 64)."""
-    mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)
+    if how.LATE:
+        mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_c = gl.zeros([64, 64], gl.float32, layout)
     for c in gl.static_range(2):
@@ -497,12 +569,90 @@ def hide(s, t, column0, sizes, how: gl.constexpr):
     return gl.where(gl.expand_dims(first, 1) <= gl.expand_dims(i, 0), s, -float("inf"))
 
 
+@gluon.jit
+def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl.constexpr):
+    """The bits of model/dropout.py for a tile: int32 (KEYS, BLOCK_M), for signed(). A Philox call decides for 16
+    weights, of which a thread has eight. So each call is made once, and the threads exchange the results through
+    `place`, where ds comes later."""
+    SQUARES: gl.constexpr = how.BLOCK_M // 32
+    call = gl.arange(0, SQUARES * 128, gl.BlockedLayout([1], [32], [4], [0]))
+    c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
+    c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
+    words = philox(c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
+    # Bit 7 of each byte of `dropped`: whether it is below the threshold. The four words' bits go into one: word w's to
+    # bit 4 + w.
+    low = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
+    high = ((threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
+    bits = c0 & 0
+    for word in gl.static_range(4):
+        w = words[word]
+        least = (w & 0x7F7F7F7F) + low  # its bits 7: what the other bits say
+        dropped = ~((least & w) | ((least | w) & high))
+        bits = (dropped & 0x80808080) | (bits >> 1 & 0x7F7F7F7F)
+    table = as_table(place, SQUARES)
+    table.store(bits.to(gl.int32).reshape((SQUARES, 2, 8, 8)))
+    # Of a weight: bits 5 on, bits 3 and 4, bits 0 to 2 of its key and of its query. The table has no bits 3 and 4.
+    whole: gl.constexpr = (
+        gl.zeros([how.KEYS, how.BLOCK_M], gl.int32, layout).reshape((2, 4, 8, SQUARES, 4, 8)).type.layout
+    )
+    mine = table.permute((1, 2, 0, 3)).load(gl.SliceLayout(3, gl.SliceLayout(1, whole)))
+    mine = gl.expand_dims(gl.expand_dims(mine, 3), 1) + gl.zeros([2, 4, 8, SQUARES, 4, 8], gl.int32, whole)
+    mine = gl.convert_layout(mine.reshape((how.KEYS, how.BLOCK_M)), layout)
+    key = gl.expand_dims(gl.arange(0, how.KEYS, gl.SliceLayout(1, layout)), 1)
+    return mine >> (key & 16)  # a thread's keys differ in bit 3
+
+
+@gluon.jit
+def signed(p, bits):
+    """p where it is kept, else -p. bits: of draw()."""
+    key = gl.expand_dims(gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)), 1)
+    query = gl.expand_dims(gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout)), 0)
+    sign = bits << (27 - (key & 8) - (query >> 3 & 3)) & -0x80000000
+    return (p.to(gl.int32, bitcast=True) ^ sign).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
+    """as_operand() of what signed() returns, with 0 for what is not kept."""
+    if dtype == gl.bfloat16:
+        p = gl.inline_asm_elementwise(
+            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        p = gl.inline_asm_elementwise(
+            "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
+
+
+@builtin
+def as_table(x, SQUARES, _semantic=None):
+    """Shared memory as int32 (SQUARES, 2, 8, 8)."""
+    view = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
+    shape = [SQUARES.value if hasattr(SQUARES, "value") else SQUARES, 2, 8, 8]
+    return view(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]), _semantic=_semantic)
+
+
 @builtin
 def halves(x, _semantic=None):
     """Shared memory of a tile whose rows have 128 columns of 16 bits, as (2, 64, 64)."""
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], x.dtype)
     view = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
     return view(x.dtype, [2, 64, 64], layout, _semantic=_semantic)
+
+
+@gluon.jit
+def both_consumers():
+    """Waits until the threads of both consumers are here. Triton has the barriers with the lowest numbers."""
+    wait: gl.constexpr = "bar.sync 9, 256; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def acquired(x):
+    """Loads the number at x, and whatever was written before it. The fence makes this hold for copies, too."""
+    load: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;"
+    return gl.inline_asm_elementwise(load, "=r,l", [x.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

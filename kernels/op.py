@@ -170,9 +170,10 @@ def backward_not_by_hopper(q: Tensor, problem: Problem, autotune: bool, kernel: 
     """Why the backward is left to flash.py; empty if hopper_backward.py computes it."""
     if autotune:
         return "attention.autotune=true tunes the portable kernels"
-    # Everything that is neither a length, the scale nor the causal mask.
-    if problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64) != Problem(0, 0):
-        return "it has no window, documents, positions, block mask, softcap, alibi, dropout or break_it"
+    # Everything that is neither a length, the scale, the causal mask nor dropout.
+    plain = problem._replace(T=0, T_k=0, scale=1.0, causal=True, block_size=64)
+    if plain._replace(seed=None, drop_threshold=0, numbers=None) != Problem(0, 0):
+        return "it has no window, documents, positions, block mask, softcap, alibi or break_it"
     return hopper_lacks(q.dtype, q.shape[-1], q.device, kernel)
 
 

@@ -211,8 +211,6 @@ def backward_left_to_portable(
         return "attention.autotune=true tunes the portable kernels"
     if options := beyond_sdpa(config):
         return f"it has no {options}"
-    if config.dropout_p:
-        return f"it has no attention.dropout_p={config.dropout_p}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
     return hopper_lacks(dtype, D, device, config.kernel)

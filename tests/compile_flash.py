@@ -158,7 +158,8 @@ for dtype, D, dropout in CASES:
 
         q, k = (torch.empty(1, H, 500, D, dtype=getattr(torch, dtype)) for H in (4, 2))
         lse = torch.empty(1, 4, 500)
-        launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem(500, 500))
+        for more in ({}, {"seed": torch.tensor(1), "drop_threshold": 26, "numbers": torch.arange(4)}):
+            launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem(500, 500, **more))
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None

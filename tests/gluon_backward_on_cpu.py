@@ -7,6 +7,7 @@ Here is what only that file calls. Its two small kernels in plain Triton run in 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +21,11 @@ from tests.gluon_on_cpu import Descriptor, Job, Number, Orders, Place, Pointer, 
 Number.__rshift__ = lambda a, b: Number(int(a) >> b)
 
 
-def load(pointer: Pointer, volatile: bool) -> Number:
+def load(pointer: Pointer) -> Number:
+    return Number(number_at(pointer))
+
+
+def acquired(pointer: Pointer) -> Number:
     """A number that other programs change. A job that asks again waits for another one."""
     mine, place = job(), number_at(pointer)
     seen = getattr(mine, "seen", None)
@@ -44,6 +49,15 @@ def number_at(pointer: Pointer) -> Tensor:
 def wait_written() -> None:
     mine = job()
     mine.pause(lambda: mine.landing == 0)
+
+
+def both_consumers() -> None:
+    """They meet once for each of their calls."""
+    mine = job()
+    mine.meetings = getattr(mine, "meetings", 0) + 1
+    came = mine.orders.__dict__.setdefault("came", Counter())  # by program
+    came[mine.program] += 1
+    mine.pause(lambda: came[mine.program] >= 2 * mine.meetings)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -83,6 +97,10 @@ def backward_on_cpu(change: Callable[[str], str] = lambda source: source) -> Mod
         if kept is not None:
             sys.modules["kernels.hopper"] = kept
     module.wait_written = wait_written
+    module.acquired = acquired
+    module.as_table = lambda place, n: Place(place.x.view(torch.int32).view(-1)[: n * 128].view(n, 2, 8, 8))
+    module.as_kept_operand = lambda p, layout, dtype: p.relu().to(dtype)
+    module.both_consumers = both_consumers
     module.halves = lambda place: Place(place.x.view(64, 2, 64).transpose(0, 1))
     return module
 

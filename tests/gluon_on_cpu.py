@@ -110,11 +110,11 @@ class Tile(Tensor):
 
     type = property(lambda self: SimpleNamespace(layout=None))
 
-    def to(self, dtype: Any) -> "Tile":
-        return self.long() & LOW if dtype == torch.uint32 else super().to(dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tile":
+        return self.view(dtype) if bitcast else self.long() & LOW if dtype == torch.uint32 else super().to(dtype)
 
     def __lshift__(self, by: Any) -> "Tile":
-        return super().__lshift__(by) & LOW
+        return super().__lshift__(by) & LOW if self.dtype == torch.int64 else super().__lshift__(by)
 
 
 def tile(x: Tensor) -> Tile:
@@ -362,6 +362,7 @@ def language() -> dict[str, Any]:
         "expand_dims": torch.unsqueeze,
         "convert_layout": lambda x, layout: x,
         "fma": lambda a, b, c: (a.double() * b + c).float(),
+        "abs": torch.abs,
         "exp2": torch.exp2,
         "log": torch.log,
         "log2": torch.log2,
@@ -408,6 +409,7 @@ def on_cpu(
     sys.modules.update(fakes)
     try:
         module = ModuleType(f"{path.stem}_on_cpu")
+        module.range = lambda *ends: map(Number, range(*ends))
         sys.modules[module.__name__] = module  # dataclasses look it up
         exec(compile(change(path.read_text(encoding="utf-8")), path, "exec"), module.__dict__)
     finally:
@@ -416,6 +418,7 @@ def on_cpu(
                 del sys.modules[name]
             else:
                 sys.modules[name] = found
+    module.philox = philox
     return module
 
 
@@ -440,7 +443,6 @@ def launch(
     hopper.processors = lambda device: programs
     hopper.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
     hopper.shared_layout = lambda *_: None
-    hopper.philox = philox
     try:
         hopper.launch_forward(q, k, v, o, lse, lse2, problem)
     finally:

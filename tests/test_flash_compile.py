@@ -219,11 +219,12 @@ def test_the_forward_for_hopper_computes_in_registers_and_nothing_waits_for_its_
 def test_the_backward_for_hopper_keeps_its_tiles_in_registers_and_nothing_waits_for_its_products(tmp_path):
     """As above. Some integers are spilled: a tile of 64 x 128 numbers would be 32 KiB."""
     kernels = result(start(90, HOPPER_BACKWARD, tmp_path))
-    assert len(kernels) == len(HOPPER_BACKWARD)
-    for found in kernels:
+    assert len(kernels) == 2 * len(HOPPER_BACKWARD)  # without dropout and with it
+    for number, found in enumerate(kernels):
         assert not found["warnings"]
         assert found["shared"] <= SHARED[90]
-        assert found["spills"] <= 512
-        # For each of two consumers, in the loop over tiles that the mask cuts, in that over whole ones, and after them
-        # dq of the last. s, dp, dv, dk, dq: of D / 16, BLOCK_M / 16 or 2 * KEYS / 16 instructions.
-        assert found["wgmma"] == 2 * (2 * (2 * found["D"] // 16 + 2 * (128 * 64 // found["D"]) // 16 + 8) + 8)
+        assert found["spills"] <= (768 if number % 2 else 512)
+        # For each of two consumers, in the loop over tiles that the mask cuts and in that over whole ones: s, dp, dv,
+        # dk and dq, of D / 16, BLOCK_M / 16 or 2 * KEYS / 16 instructions. Head size 64: and dq of the last tile.
+        step = 2 * found["D"] // 16 + 2 * (128 * 64 // found["D"]) // 16 + 8
+        assert found["wgmma"] == 2 * (2 * step + 8 * (found["D"] == 64))

@@ -9,7 +9,8 @@ import torch
 from kernels import op
 from model.attention import AttentionConfig, backward_left_to_portable
 from model.break_it import BreakIt
-from tests.reference import Case, assert_within_budget, case_name, run
+from model.dropout import drop_threshold
+from tests.reference import SEED, Case, assert_within_budget, case_name, drawn, run
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs a Hopper GPU")]
@@ -18,13 +19,16 @@ NAIVE = AttentionConfig("naive")
 HOPPER, PORTABLE, AUTO = (AttentionConfig("triton", kernel=kernel) for kernel in ("hopper", "portable", "auto"))
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("D", [64, 128])
-def test_the_same_bits_a_thousand_times_beside_other_work(D):
+def test_the_same_bits_a_thousand_times_beside_other_work(D, dropout_p):
     """Tiles of keys add to dq in one order. A second stream takes processors and memory, so programs begin late."""
     case = Case(1500, B=2, H=12, H_kv=4, D=D)
     inputs = case.inputs(torch.bfloat16, "cuda")
     q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
     problem = op.Problem(1500, 1500, D**-0.5)
+    if dropout_p:
+        problem = problem._replace(seed=torch.tensor(SEED, device="cuda"), drop_threshold=drop_threshold(dropout_p))
     o, _, lse2 = op.forward(q, k, v, *problem, False, "portable")
     first = op.gradients(q, k, v, o, lse2, do, None, *problem, False, "hopper")
     beside, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -44,11 +48,23 @@ def test_the_same_bits_a_thousand_times_beside_other_work(D):
 @pytest.mark.parametrize("D", [64, 128])
 def test_many_tiles_of_keys_add_to_one_tile_of_queries(D):
     """More programs than the GPU has processors wait for each other, with a causal mask and without."""
-    for case in (Case(9000, B=1, H=2, H_kv=1, D=D), Case(300, 9000, B=1, D=D, causal=False)):
+    cases = Case(9000, B=1, H=2, H_kv=1, D=D), Case(300, 9000, B=1, D=D, causal=False)
+    for case in (*cases, replace(cases[1], dropout_p=0.1)):
         inputs = case.inputs(torch.bfloat16, "cuda")
         float64 = run({name: x.double() for name, x in inputs.items()}, case, NAIVE)
         reference = {name: x.cpu() for name, x in float64.items()}
         assert_within_budget(run(inputs, case, HOPPER), run(inputs, case, NAIVE), reference)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.75])
+def test_forward_and_backward_drop_the_same_weights_as_the_portable_kernels(dropout_p, D):
+    """Bytes are compared four at a time, in one of two ways: below a threshold of 128 and from there on."""
+    hopper, portable = (
+        drawn(config, 333, dropout_p, D=D, dtype=torch.bfloat16, device="cuda") for config in (HOPPER, PORTABLE)
+    )
+    for name in hopper:
+        assert torch.equal(hopper[name], portable["o"]), name
 
 
 @pytest.mark.parametrize(
@@ -56,6 +72,7 @@ def test_many_tiles_of_keys_add_to_one_tile_of_queries(D):
     [
         (Case(300, D=64), "hopper"),
         (Case(300, D=128, causal=False), "hopper"),
+        (Case(300, D=64, dropout_p=0.1), "hopper"),
         (Case(300, D=128, window=100), "portable"),
         (Case(300, D=80), "portable"),
     ],
@@ -65,6 +82,10 @@ def test_auto_takes_the_backward_for_hopper_where_it_can(case, taken):
     inputs = case.inputs(torch.bfloat16, "cuda")
     q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
     problem = op.Problem(300, 300, case.D**-0.5, case.causal, case.window)
+    if case.dropout_p:
+        problem = problem._replace(
+            seed=torch.tensor(SEED, device="cuda"), drop_threshold=drop_threshold(case.dropout_p)
+        )
     o, _, lse2 = op.forward(q, k, v, *problem, False, "portable")
     auto, found = (op.gradients(q, k, v, o, lse2, do, None, *problem, False, kernel) for kernel in ("auto", taken))
     assert all(torch.equal(a, b) for a, b in zip(auto, found, strict=True))
@@ -76,7 +97,7 @@ def test_the_start_of_a_run_names_the_backward():
     device = torch.device("cuda")
     assert backward_left_to_portable(HOPPER, device) == ""
     assert backward_left_to_portable(replace(HOPPER, window=8), device) == "it has no attention.window=8"
-    assert backward_left_to_portable(replace(AUTO, dropout_p=0.1), device) == "it has no attention.dropout_p=0.1"
+    assert backward_left_to_portable(replace(AUTO, dropout_p=0.1), device) == ""
     assert "break_it" in backward_left_to_portable(AUTO, device, BreakIt(rescale_sum=False))
     assert "head sizes" in backward_left_to_portable(HOPPER, device, D=80)
     assert backward_left_to_portable(PORTABLE, device) == "attention.kernel=portable"

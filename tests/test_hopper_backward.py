@@ -2,6 +2,7 @@
 and copies."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels.problem import Problem
-from model.attention import AttentionConfig, attention, backward_left_to_portable
+from model.attention import AttentionConfig, backward_left_to_portable
+from model.dropout import drop_threshold
 from tests.gluon_backward_on_cpu import backward_on_cpu, launch_backward
-from tests.reference import Case, assert_within_budget, case_name
+from tests.reference import SEED, Case, assert_within_budget, case_name, run_forward
 from tests.test_hopper import PLACES, dominated
 from training.messages import kernels_of
 
@@ -21,14 +23,19 @@ WHOLE = backward_on_cpu()
 NAMES = "dq", "dk", "dv"
 
 
-def gradients(module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
+def gradients(
+    module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None, numbers: Tensor | None = None
+) -> dict[str, Tensor]:
     """dq, dk and dv by hopper_backward. seed: of the order of its jobs, which run on one to four processors. o and lse
-    are naive's in float64, rounded."""
+    are naive's in float64, rounded. numbers: of the masks of dropout, which o does not follow."""
     inputs = inputs or case.inputs(dtype)
     q, k, v, do, dlse = (inputs[name] for name in ("q", "k", "v", "do", "dlse"))
     o, lse = naive_forward(inputs, case, torch.float64)
     found = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
     problem = Problem(q.shape[2], k.shape[2], case.softmax_scale or case.D**-0.5, case.causal)
+    if case.dropout_p:
+        problem = problem._replace(seed=torch.tensor(SEED), drop_threshold=drop_threshold(case.dropout_p))
+        problem = problem._replace(numbers=numbers)
     lse2 = (lse / math.log(2)).float()
     args = q, k, v, o.to(dtype), lse2, do, dlse.contiguous(), found, problem
     launch_backward(module, seed, *args, programs=1 + seed % 4)
@@ -37,7 +44,7 @@ def gradients(module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict 
 
 def naive_forward(inputs: dict, case: Case, of: torch.dtype) -> tuple[Tensor, Tensor]:
     q, k, v = (inputs[name].to(of) for name in "qkv")
-    return attention(q, k, v, NAIVE, causal=case.causal, softmax_scale=case.softmax_scale, return_lse=True)
+    return run_forward(q, k, v, case, NAIVE)
 
 
 def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None = None) -> dict[str, Tensor]:
@@ -63,11 +70,25 @@ def naive(case: Case, of: torch.dtype, dtype=torch.bfloat16, inputs: dict | None
         Case(140, 200, D=128, B=1, causal=False),
         Case(150, D=128, B=1, sigma=4.0),
         Case(150, D=64, B=1, softmax_scale=0.5),
+        Case(200, D=64, H=4, H_kv=2, B=1, dropout_p=0.1),
+        Case(97, 260, D=128, B=2, dropout_p=0.5),
+        Case(300, 77, D=64, B=1, dropout_p=0.7),
+        Case(140, 200, D=128, B=1, causal=False, dropout_p=0.1),
     ],
     ids=case_name,
 )
 def test_it_is_within_twice_naives_error(case, dtype):
     assert_within_budget(gradients(WHOLE, case, 0, dtype), naive(case, dtype, dtype), naive(case, torch.float64, dtype))
+
+
+def test_the_mask_of_a_head_is_that_of_its_number():
+    """dv of two heads that have each other's numbers."""
+    case = Case(97, D=64, B=1, dropout_p=0.5)
+    inputs = case.inputs(torch.bfloat16)
+    swapped = {name: x.flip(1) for name, x in inputs.items()}
+    found = gradients(WHOLE, case, 0, inputs=inputs, numbers=torch.tensor([1, 0]))
+    assert torch.equal(found["dv"], gradients(WHOLE, case, 0, inputs=swapped)["dv"].flip(1))
+    assert not torch.equal(found["dv"], gradients(WHOLE, case, 0, inputs=inputs)["dv"])
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -82,6 +103,7 @@ def test_keys_that_dominate_are_weighed_exactly(places, D):
 
 
 CASES = [Case(200, 330, D=64, B=1, H=2, H_kv=1), Case(150, 330, D=128, B=1, H=2)]
+CASES += [replace(case, dropout_p=0.1) for case in CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
@@ -102,28 +124,31 @@ def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("line", "instead"),
+    ("number", "line", "instead"),
     [
         # An adder that does not wait for its turn, or that passes it on before its sums are in memory.
-        ("                while gl.load(added, volatile=True) != last - tile:\n                    pass\n", ""),
-        ("                wait_written()\n", ""),
-        ("        mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)\n", ""),
-        ("    mbarrier.wait(shared.ds_free.index(count & 1), count >> 1 & 1 ^ 1)\n", ""),
-        ("    mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)\n", ""),
-        ("    mbarrier.wait(shared.dq_free.index(place), count >> 1 & 1 ^ 1)\n", ""),
-        ("    mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # un", "    # un"),
-        ("dp = warpgroup_mma_wait(1, [dp])", "dp = warpgroup_mma_wait(2, [dp])"),
+        (0, "                while acquired(added) != last - tile:\n                    pass\n", ""),
+        (0, "                wait_written()\n", ""),
+        (0, "        mbarrier.wait(shared.kv_free.index(0), turn & 1 ^ 1)\n", ""),
+        (0, "    if how.LATE and not how.DROPOUT:\n        mbarrier.wait(", "    if False:\n        mbarrier.wait("),
+        (2, "        if how.LATE:\n            mbarrier.wait(", "        if False:\n            mbarrier.wait("),
+        (0, "        mbarrier.wait(shared.ds_full.index(count & 1), count >> 1 & 1)\n", "        pass\n"),
+        (0, "    mbarrier.wait(shared.dq_free.index(place), count >> 1 & 1 ^ 1)\n", ""),
+        (0, "        mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # un", "        # un"),
+        (0, "dp = warpgroup_mma_wait(1, [dp])", "dp = warpgroup_mma_wait(2, [dp])"),
+        (1, "        both_consumers()  # have read k\n", "        pass\n"),
+        (1, "        both_consumers()  # have stored", "        # have stored"),
     ],
-    ids=["turn", "written", "kv", "ds", "ds_full", "dq", "k", "product"],
+    ids=["turn", "written", "kv", "ds", "drawn", "ds_full", "dq", "k", "product", "both_k", "both_ds"],
 )
-def test_some_order_shows_a_wait_that_is_missing(line, instead):
-    """Else the test above would show nothing."""
+def test_some_order_shows_a_wait_that_is_missing(number, line, instead):
+    """Else the test above would show nothing. number: of the case."""
 
     def change(source: str) -> str:
         assert source.count(line) == 1
         return source.replace(line, instead)
 
-    broken, case = backward_on_cpu(change), CASES[1]
+    broken, case = backward_on_cpu(change), CASES[number]
     right = gradients(WHOLE, case, 0)
     for seed in range(100):
         try:
@@ -141,7 +166,7 @@ def test_some_order_shows_a_wait_that_is_missing(line, instead):
         ({}, "it runs on Hopper GPUs (sm_90), not on cpu"),
         ({"kernel": "portable"}, "attention.kernel=portable"),
         ({"window": 8}, "it has no attention.window=8"),
-        ({"dropout_p": 0.1}, "it has no attention.dropout_p=0.1"),
+        ({"dropout_p": 0.1}, "it runs on Hopper GPUs (sm_90), not on cpu"),
         ({"autotune": True}, "attention.autotune=true tunes the portable kernels"),
     ],
     ids=str,

@@ -104,6 +104,15 @@ def test_auto_picks_the_fastest_that_fits_and_says_why():
     assert "of 0.1 free, which may not fit; selective takes" in smallest[2]
 
 
+def test_the_backward_for_hopper_holds_sums_of_dq():
+    """In float32: all of them, 512 MiB, or those of the heads that share a key head."""
+    pytest.importorskip("triton", reason="triton is made for Linux")
+    for T, H_kv, sums in ((2**16, 12, 4 * 12 * 2**16 * 64), (2**20, 12, 2**29), (2**20, 2, 6 * 2**28)):
+        model = replace(LONG, vocab_size=257, context_length=T, n_kv_head=H_kv, activation_checkpointing="selective")
+        without, held = (bytes_of(model, AttentionConfig("triton"), 1, "bf16", False, hopper=x) for x in (False, True))
+        assert held - without == sums
+
+
 def test_auto_never_picks_what_an_attention_does_not_have_and_keeps_a_chunk_that_was_given():
     short = replace(LONG, context_length=4096)
     fits = size_of("selective", None, "naive", short) / FITS * 1.001

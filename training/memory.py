@@ -13,9 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from model.attention import AttentionConfig
+from model.attention import AttentionConfig, backward_left_to_portable
+from model.break_it import UNBROKEN
 from model.gpt import GPT, GPTConfig
 from model.loss import KERNEL_CHUNK
+from training.machine import DTYPES
 
 GIB = 2**30
 FITS = 0.9  # of the memory that is free; the rest is for the allocator's slack and for the kernels' workspaces
@@ -46,20 +48,30 @@ def settle(
         why = f"activation checkpointing: false (auto counts the memory of a CUDA GPU, not of {device.type})"
         return replace(model, activation_checkpointing="false"), why
     free, _ = torch.cuda.mem_get_info(device)
-    return fastest(free, model, attention, batch_size, dtype, ema, shards)
+    asked = attention, device, UNBROKEN, model.head_size, DTYPES[dtype]
+    hopper = attention.impl == "triton" and not backward_left_to_portable(*asked)
+    return fastest(free, model, attention, batch_size, dtype, ema, shards, hopper)
 
 
 def fastest(
-    free: int, model: GPTConfig, attention: AttentionConfig, batch_size: int, dtype: str, ema: bool, shards: int = 1
+    free: int,
+    model: GPTConfig,
+    attention: AttentionConfig,
+    batch_size: int,
+    dtype: str,
+    ema: bool,
+    shards: int = 1,
+    hopper: bool = False,
 ) -> tuple[GPTConfig, str]:
-    """settle() for a GPU with `free` bytes: the first of FORMS that fits, or the one that takes least."""
+    """settle() for a GPU with `free` bytes: the first of FORMS that fits, or the one that takes least. hopper: as in
+    bytes_of()."""
     options, counted = [], []
     for form, pieces in FORMS:
         if form == "selective" and attention.impl == "naive":
             continue  # naive has no op whose result could be kept
         chunk = model.chunk or (PIECE if pieces and model.context_length > PIECE else None)
         options.append(replace(model, activation_checkpointing=form, chunk=chunk))
-        counted.append(bytes_of(options[-1], attention, batch_size, dtype, ema, shards=shards))
+        counted.append(bytes_of(options[-1], attention, batch_size, dtype, ema, shards=shards, hopper=hopper))
     fitting = [i for i, size in enumerate(counted) if size * slack(options[i]) <= FITS * free]
     best = fitting[0] if fitting else counted.index(min(counted))
     name = options[best].activation_checkpointing
@@ -83,10 +95,11 @@ def bytes_of(
     ema: bool,
     norm_kernel: bool = True,
     shards: int = 1,
+    hopper: bool = False,
 ) -> int:
     """The peak memory of a step in bytes: weights, gradients, AdamW's state and activations. The arguments are those of
     settle(), with model.activation_checkpointing settled. norm_kernel: whether kernels/norm.py computes the backward of
-    norms, as on a GPU."""
+    norms, as on a GPU. hopper: whether kernels/hopper_backward.py computes that of attention."""
     with torch.device("meta"):
         whole = GPT(model, attention)
     C, H, L, V = model.n_embd, model.n_head, model.n_layer, whole.head.weight.shape[0]
@@ -129,6 +142,11 @@ def bytes_of(
     else:
         work = tokens * (max(project + qkv + 4 * C, rest + low * F) + gradients - shared)
     work += tokens * 17 * table  # four more in float32 and a mask, in naive's backward
+    if hopper:
+        from kernels.hopper_backward import key_heads_at_once  # imported here: only Hopper needs Gluon
+
+        at_once, sums = key_heads_at_once(batch_size, H, model.n_kv_head or H, model.context_length, model.head_size)
+        work += at_once * sums
 
     # The loss: the last norm, the gradient of its result, the logits of a chunk of tokens, and the head's gradient.
     loss = tokens * (norm + 4 * C + low * C) + min(tokens, KERNEL_CHUNK) * V * low + V * C * (4 + low)
