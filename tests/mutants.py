@@ -86,8 +86,7 @@ TABLE = [
     # --- several processes ---
     ("each rank has its own mean loss", "(len(batches.x) * ranks.size)", "len(batches.x)", "parallel"),
     ("gradients are not summed", "dist.all_reduce(x)", "dist.all_reduce(x.clone())", "parallel"),
-    ("gradients are sent in every pass", "in self.blocks if last for", "in self.blocks for", "sums"),
-    ("gradients are used before they have arrived", "message.wait()  #", "pass  #", "sums"),
+    ("gradients are used before they have arrived", "message.wait()  #", "pass  #", "parallel"),
     ("another rank's pass draws no seeds", "self.model.seeds(self.device)  #", "pass  #", "parallel"),
     ("all ranks evaluate all batches", "if i % run.ranks.data_size == run.ranks.data_rank:", "if True:", "parallel"),
     ("bits per byte of one rank's text", "int(sizes.sum())", "int(sizes[0])", "parallel"),

@@ -4,7 +4,7 @@
 
     with join(cfg) as ranks: ...                         this process among the others; in a single one nothing happens
     ranks, rows, passes = divide(ranks, cfg, passes)     what this rank computes of each step
-    sums = Sums(ranks, model)                            the gradients' sums over the ranks (training/sums.py)
+    loss = ranks.add_up(loss, parameters)                sums over the ranks: the gradients and the losses
 
 Every rank has all weights, and makes the same update with the same gradient. So a step sends each gradient once.
 (parallel.shard=true shards weights, gradients and the optimizer's state instead: training/shard.py.) The passes of a
@@ -23,7 +23,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from data.text import counted
 from model.attention import AttentionConfig
@@ -144,6 +145,26 @@ class Ranks:
         squares = norm.square()
         dist.all_reduce(squares)
         return squares.sqrt()
+
+    def add_up(self, loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+        """Replaces every gradient by its sum over the ranks, and returns the sum of the losses (a scalar). Where
+        weights are sharded, the backward has summed the gradients, and only the losses are left.
+
+        All go in one message, in place: copies into one tensor and back would take a tenth of a sum's time. Does not
+        wait for the device, so that a step can be recorded. After the backward this is faster than during it: NCCL
+        takes processors that the backward needs (LOG.md).
+        """
+        if self.size == 1:
+            return loss
+        weights = [] if self.shards > 1 else list(parameters)
+        sent = [p.grad for p in weights if p.grad is not None]
+        assert len(sent) == len(weights), "every weight takes part in every pass"
+        loss = loss.to(sent[0].dtype if sent else loss.dtype)  # a message has one dtype
+        with _coalescing_manager(async_ops=True) as message:
+            for x in (*sent, loss):
+                dist.all_reduce(x)
+        message.wait()  # on a GPU its stream waits, not the host
+        return loss
 
 
 ALONE = Ranks()

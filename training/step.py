@@ -40,7 +40,6 @@ from training.machine import is_out_of_memory
 from training.optimizer import average
 from training.parallel import ALONE, Ranks
 from training.shard import local
-from training.sums import Sums
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")
@@ -220,8 +219,7 @@ class TrainStep:
         """The step: everything that the device does with the batches."""
         # Forward and backward. The gradient becomes that of the mean loss over all passes, scaled in fp16.
         ranks, loss = self.ranks, torch.zeros((), device=self.device)
-        sums = Sums(ranks, self.model)
-        for passed, (x, y, documents) in enumerate(batches.parts(), start=1):
+        for x, y, documents in batches.parts():
             x, y = ranks.part.cut(x), ranks.part.cut(y)
             for turn in range(ranks.turns):
                 if turn != ranks.turn:
@@ -230,9 +228,9 @@ class TrainStep:
                 with self.autocast:
                     share = self.loss_of(x, y, documents, z_loss=self.z_loss, part=ranks.part)
                     share = share / (len(batches.x) * ranks.size)
-                sums.backward(self.scaler.scale(share), last=passed == len(batches.x))
+                self.scaler.scale(share).backward()
                 loss += share.detach()
-        loss = sums.finish(loss)
+        loss = ranks.add_up(loss, self.model.parameters())
 
         # Clip.
         for optimizer in self.optimizers:
