@@ -480,7 +480,7 @@ def test_eval_only_measures_a_run_on_another_text(call, trained, monkeypatch):
         ("data=recall model.context_length=33", "model.context_length=33: data=recall fills each context"),
         ("data=passkey model.context_length=64", "needs an even length of at least 128"),
         ("data=recall tokenizer=bpe", "tokenizer=bpe: data=recall counts in bytes: use tokenizer=byte"),
-        ("data=passkey data.val_fraction=0.0001", "data.val_fraction=0.0001 of 8192 documents leaves fewer than two"),
+        ("data=passkey data.val_fraction=0.0001", "data.val_fraction=0.0001 of 8,192 documents leaves fewer than two"),
         ("data=recall data.path=x", "data.path=x is read with data=text or data=bin only"),
     ],
 )

@@ -902,7 +902,8 @@ def test_without_a_network_the_message_says_where_the_file_belongs(call, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../b", "/nowhere", "a b", "a/b/c", "resume"])
-def test_what_is_no_name_is_never_asked_for(name, tmp_path):
+def test_what_is_no_name_is_never_asked_for(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # elsewhere there may be a folder of that name
     with pytest.raises(ValueError, match=f"init_from={re.escape(name)}: "):
         exchange.find(name, tmp_path / "runs", tmp_path)
     assert list(tmp_path.iterdir()) == []
