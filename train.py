@@ -496,6 +496,7 @@ def loop(run: Run, caught: list[int]) -> int:
             between_steps(run, save_now=stopping)
             if stopping and run.step < cfg.steps:
                 run.writer.wait()
+                run.ranks.wait()  # for the file: torchrun ends all ranks when one has ended with an exit code
                 run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(cfg)}")
                 return 128 + signals[0]
             run.train_step.restart_clock()
@@ -565,6 +566,7 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
     except OSError as error:  # the NaN is told all the same
         run.metrics.say(str(error))
         run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
+    run.ranks.wait()  # for the first one's file
     if cfg.break_it.without:
         look_at_the_failure(run, list(done.batches.parts()))
     run.metrics.say(stamp(cfg.break_it.label) + what_to_try(run, numbers))

@@ -129,7 +129,7 @@ def shared_memory(device: torch.device) -> int:
 @cache
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel can begin before the one ahead of it ends (programmatic dependent launch): from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache

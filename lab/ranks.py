@@ -113,7 +113,8 @@ def race_ranks(names: list[str], ranks: Ranks, *, alone: bool, device: torch.dev
     for name in names:
         case = CASES[name]
         ring = case.ring or (case.context and case.model.n_head % ranks.size > 0)  # which wants the scores' log-sum-exp
-        attention = resolve(AttentionConfig(case.impl), device.type, lse=ring)
+        dtype = getattr(autocast, "fast_dtype", torch.float32)  # of the products
+        attention = resolve(AttentionConfig(case.impl), device.type, lse=ring, model=case.model, dtype=dtype)
         if model is None or (model.config, model.attention_config) != (case.model, attention):
             model = None
             torch.manual_seed(0)

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.problem import HAS_TRITON
+from kernels.problem import runs_kernels
 from model.cache import KVCache
 from model.gpt import GPT
 from model.token import Generators, NextToken
@@ -71,8 +71,9 @@ class Sampler:
 
     def choose_unseen(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
         """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 where choose() raises
-        NotFinite, else 0."""
-        if logits.is_cuda and HAS_TRITON and used is None and not self.narrows:
+        NotFinite, else 0. Where kernels/choose.py compares logarithms, two tokens may change places that differ by
+        rounding alone."""
+        if used is None and not self.narrows and runs_kernels(logits.device):
             from kernels.choose import choose  # imported here: triton is not installed everywhere
 
             logits = logits.float().contiguous()

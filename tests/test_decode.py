@@ -233,6 +233,14 @@ def test_the_kernel_finds_logits_without_a_choice(number, drawn):
         assert (found < 1500).all()
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_kernel_chooses_where_kernels_run(runs, monkeypatch):
+    """Not on AMD, and not on NVIDIA GPUs before Ampere."""
+    monkeypatch.setattr("model.generate.runs_kernels", lambda device: runs)
+    monkeypatch.setattr("kernels.choose.choose", lambda *_: "the kernel's")
+    assert (Sampler().choose_unseen(torch.randn(2, 5)) == "the kernel's") is runs
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
