@@ -66,7 +66,7 @@ TABLE = [
     ("an evaluation's time is the next step's",
      "            run.train_step.restart_clock()\n        run.writer", "        run.writer", "step"),
     ("a checkpoint is named before it is complete",
-     "run.writer.wait()\n                run.metrics.say", "run.metrics.say",
+     "run.writer.wait()\n                run.ranks.wait()", "run.ranks.wait()",
      "train::test_a_checkpoint_is_complete_when_the_run_names_it"),
     ("training goes on in a checkpoint's tensors", "= kept[name].copy_(x)", "= x", "checkpoint"),
     ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
