@@ -128,7 +128,7 @@ class Shared(NamedTuple):
     do: gl.shared_memory_descriptor
     terms: gl.shared_memory_descriptor  # (2, 1, 1, 1, 2 * BLOCK_M): -lse2, then -delta
     ds: gl.shared_memory_descriptor  # (4, KEYS, BLOCK_M): of two tiles by two consumers
-    dq: gl.shared_memory_descriptor  # (4, 1, 1, 64, 64): halves of two tiles, by two consumers
+    dq: gl.shared_memory_descriptor  # (4, 1, 1, 16, 256): halves of two tiles, by two consumers, see in_thread_order
     kv_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
@@ -168,34 +168,33 @@ def launch_backward(
     inputs = [
         *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
         *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
-        in_tiles(terms, 1, TERMS),
+        in_tiles(terms, 1, FLAT),
     ]
     unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
     N, _ = key_heads_at_once(B, H, H_kv, T, D)
-    sums = lse2.new_empty(1, N * G * D // 64, T, 64)  # of dq, in pieces of 64 columns
+    sums = lse2.new_empty(1, N * G * tiles * 2, 16, 256)  # of dq: halves of tiles
     for begin in range(0, B * H_kv, N):
         N = min(N, B * H_kv - begin)
         items = -(-T_k // (2 * KEYS)) * N
         counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         backward_kernel[(min(items, processors(q.device)),)](
-            *inputs, in_tiles(sums, 64, SUMS), counters, begin, N, H, G, T, T_k,
+            *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, G, T, T_k,
             problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms,
             terms if problem.numbers is None else problem.numbers, problem.drop_threshold,
             how(D, problem.causal, dropout, problem.numbers is not None), num_warps=4, maxnreg=168,
         )  # fmt: skip
-        scaled_kernel[(N * G * tiles,)](
+        scaled_kernel[(N * G * tiles * 2,)](
             sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
         )
 
 
 def key_heads_at_once(B: int, H: int, H_kv: int, T: int, D: int) -> tuple[int, int]:
     """How many key heads launch_backward() computes at a time, and the bytes of one's sums of dq."""
-    of_one = 4 * H // H_kv * T * D
+    of_one = 4 * H // H_kv * -(-T // BLOCK_M[D]) * BLOCK_M[D] * D
     return min(B * H_kv, max(1, SUMS_BYTES // of_one)), of_one
 
 
-SUMS = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.float32)
-TERMS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  # row after row
 
 
 @cache
@@ -229,15 +228,20 @@ def row_terms_kernel(
 
 @triton.jit(do_not_specialize=["begin", "H", "T", "unseeing"])
 def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS: tl.constexpr, D: tl.constexpr):
-    """dq = sums * scale, rounded to its dtype; 0 in the rows before `unseeing`. The sums are those of the heads from
-    n = begin on."""
-    tiles = tl.cdiv(T, ROWS)
-    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    i, d = (tile * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, D)[None, :]
+    """dq = sums * scale, rounded to its dtype; 0 in the rows before `unseeing`. A program computes half of a tile. The
+    sums are those of the heads from n = begin on."""
+    halves = 2 * tl.cdiv(T, ROWS)
+    n, half = tl.program_id(0) // halves, tl.program_id(0) % halves
+    x = tl.load(sums + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
+    x = x.reshape((8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, 64))  # undoes in_thread_order()
+    i, d = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    if D == 128:
+        i, d = i + half // 2 * 64, d + half % 2 * 64
+    else:
+        i += half * 64
     b, h, row = ((begin + n) // H).to(tl.int64), ((begin + n) % H).to(tl.int64), i.to(tl.int64)
-    at = ((n.to(tl.int64) * (D // 64) + d // 64) * T + row) * 64 + d % 64
-    x = tl.load(sums + at, mask=(i < T) & (i >= unseeing), other=0.0)
-    tl.store(dq + b * dq_b + h * dq_h + row * dq_t + d, (x * scale).to(dq.dtype.element_ty), mask=i < T)
+    x = tl.where(i >= unseeing, x * scale, 0.0)
+    tl.store(dq + b * dq_b + h * dq_h + row * dq_t + d, x.to(dq.dtype.element_ty), mask=i < T)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, 
         gl.allocate_shared_memory(q.dtype, [2, 1, 1, how.BLOCK_M, how.D], q.layout),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 2 * how.BLOCK_M], terms.layout),
         gl.allocate_shared_memory(q.dtype, [4, how.KEYS, how.BLOCK_M], rows),
-        gl.allocate_shared_memory(gl.float32, [4, 1, 1, 64, 64], sums.layout),
+        gl.allocate_shared_memory(gl.float32, [4, 1, 1, 16, 256], sums.layout),
         barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2), barriers(4, 1),
         barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2), barriers(4, 1),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -371,16 +375,16 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                 last = gl.cdiv(sizes.T_k, 2 * how.KEYS) - 1  # tile of keys that tile t sees: it comes first
                 if how.CAUSAL:
                     last = gl.minimum(last, ((t + 1) * how.BLOCK_M - 1 + sizes.T_k - sizes.T) // (2 * how.KEYS))
-                added = counters + (1 + (h * stop + t) * 2 + C)
-                head, row = half_at(h, t, how, C)
+                half = (h * stop + t) * 2 + C
+                added = counters + (1 + half)
                 place = (count & 1) * 2 + C
                 while acquired(added) != last - tile:
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 if tile == last:
-                    copy_out(sums, [0, head, row, 0], shared.dq.index(place))
+                    copy_out(sums, [0, half, 0, 0], shared.dq.index(place))
                 else:
-                    add_out(sums, [0, head, row, 0], shared.dq.index(place))
+                    add_out(sums, [0, half, 0, 0], shared.dq.index(place))
                 tma.store_wait(0)  # until it is read
                 mbarrier.arrive(shared.dq_free.index(place), count=1)
                 wait_written()
@@ -389,16 +393,6 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                 count += 1
         turn += 1
         item = told(shared, turn, 1)
-
-
-@gluon.jit
-def half_at(h, t, how: gl.constexpr, C: gl.constexpr):
-    """Where the C-th half of a tile of dq lies in the sums: 64 of its 128 columns, or 64 of its 128 rows."""
-    if how.D == 128:
-        head, row = 2 * h + C, t * how.BLOCK_M
-    else:
-        head, row = h, t * how.BLOCK_M + 64 * C
-    return head, row
 
 
 @gluon.jit
@@ -436,7 +430,9 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.
             dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, False, how, C)
             count += 1
     if how.LATE:
-        dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
+        dq_c = start_dq(count - 1, shared, how, C)
+        await_place(count - 1, shared, C)
+        dq_c = warpgroup_mma_wait(0, [dq_c])
         hand_over(dq_c, count - 1, shared, how, C)
         mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # until the other consumer has read k
     else:
@@ -498,6 +494,8 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
         mbarrier.arrive(shared.ds_full.index(place), count=1)
         dq_c = start_dq(count - 1, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
+        if count > begun:
+            await_place(count - 1, shared, C)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
         mbarrier.arrive(shared.do_free.index(place), count=1)
         if count > begun:
@@ -508,6 +506,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
         dq_c = start_dq(count, shared, how, C)
+        await_place(count, shared, C)
         dk_c, dv_c, dq_c = warpgroup_mma_wait(0, [dk_c, dv_c, dq_c])
         mbarrier.arrive(shared.q_free.index(place), count=1)
         mbarrier.arrive(shared.do_free.index(place), count=1)
@@ -516,13 +515,26 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
 
 
 @gluon.jit
+def await_place(count, shared, C: gl.constexpr):
+    """Waits until the adder has read the half of a tile of dq whose place the next one takes: while products run."""
+    mbarrier.wait(shared.dq_free.index((count & 1) * 2 + C), count >> 1 & 1 ^ 1)
+
+
+@gluon.jit
+def in_thread_order(x):
+    """(64, 64) of a matrix product as (16, 256), with the four numbers that a thread has in a row beside each other.
+    Then it stores all four at once, and the threads of a warp write to different banks of shared memory."""
+    return x.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((16, 256))
+
+
+@gluon.jit
 def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
-    """Gives half of a tile of dq to the adder, and frees the ds that it came from."""
+    """Gives half of a tile of dq to the adder, in the place that await_place() waited for, and frees the ds that it
+    came from."""
     if how.LATE:
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
     place = (count & 1) * 2 + C
-    mbarrier.wait(shared.dq_free.index(place), count >> 1 & 1 ^ 1)
-    shared.dq.index(place).reshape((64, 64)).store(dq_c)
+    shared.dq.index(place).reshape((16, 256)).store(in_thread_order(dq_c))
     fence_async_shared()
     all_threads()
     mbarrier.arrive(shared.dq_full.index(place), count=1)
