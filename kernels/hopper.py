@@ -423,28 +423,28 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
         p = p_new.to(q_i.dtype)
     mbarrier.arrive(shared.q_free.index(C), count=1)
     acc = add_values(acc, as_operand(dropped(p, keep, how), o_layout, q_i.dtype), shared, count, how)
+    # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
+    at = n.to(gl.int64) * task.T + i
+    gl.store(lse + at, m * LN2 + gl.log(l), mask=i < task.T)
+    gl.store(lse2 + at, m + gl.log2(l), mask=i < task.T)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(shared.v_free.index(count % how.STAGES), count=1)
     count = skip(shared, count + 1, start - first, how, C)  # the first rows of a group may see earlier keys
 
-    # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
     factor = gl.convert_layout(task.keep_scale / gl.where(l == 0, 1.0, l), gl.SliceLayout(1, o_layout))
     tma.store_wait(0)  # until the previous o has left its place
     as_matrix(shared.o.index(C), how.ROWS, how).store((acc * gl.expand_dims(factor, 1)).to(o.dtype))
     fence_async_shared()
     copy_out(o, [b, h, row0, 0], shared.o.index(C))  # writes no rows past T
-    at = n.to(gl.int64) * task.T + i
-    gl.store(lse + at, m * LN2 + gl.log(l), mask=i < task.T)
-    gl.store(lse2 + at, m + gl.log2(l), mask=i < task.T)
     return count
 
 
 @gluon.jit
 def wait_turn(C: gl.constexpr, how: gl.constexpr):
-    """Three consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products,
-    then all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones. 256: the
-    threads of two consumers, of which one waits. Triton requires a result of assembly."""
-    if how.CONSUMERS == 3:
+    """Two or three consumers start their products in turn, one tile each. Otherwise they get into step: all wait for
+    products, then all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones.
+    256: the threads of two consumers, of which one waits. Triton requires a result of assembly."""
+    if how.CONSUMERS < 4:
         gl.inline_asm_elementwise(
             f"bar.sync {9 + C}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -452,10 +452,11 @@ def wait_turn(C: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def pass_turn(C: gl.constexpr, how: gl.constexpr):
-    if how.CONSUMERS == 3:
+    if how.CONSUMERS < 4:
         gl.inline_asm_elementwise(
-            f"bar.arrive {9 + (C + 1) % 3}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
+            f"bar.arrive {9 + (C + 1) % how.CONSUMERS}, 256; mov.b32 $0, $1;",
+            "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
