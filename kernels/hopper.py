@@ -118,7 +118,7 @@ class Shared(NamedTuple):
     q_free: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor
     v_free: gl.shared_memory_descriptor
-    group: gl.shared_memory_descriptor  # (2, 1): the number of the next group of tiles of queries, and of the one after
+    group: gl.shared_memory_descriptor  # (2, 32): number of the next group of tiles of queries, and of the one after
     group_full: gl.shared_memory_descriptor
 
 
@@ -222,7 +222,7 @@ def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_le
         gl.allocate_shared_memory(o.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], o.layout),
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, 1), barriers(how.STAGES, 1),
         barriers(how.CONSUMERS, 1), barriers(how.STAGES, how.CONSUMERS), barriers(how.STAGES, how.CONSUMERS),
-        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1),
     )  # fmt: skip
     # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
@@ -336,8 +336,8 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
 @gluon.jit
 def tell(shared, turn, group):
     """The producer writes the number of the group of turn + 1. All consumers have read the number that was there: they
-    have freed the q of that group."""
-    shared.group.index(turn & 1).store(gl.full([1], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    have freed the q of that group. Each of the producer's threads has a place of its own, and the first is read."""
+    shared.group.index(turn & 1).store(gl.full([32], group, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(shared.group_full.index(turn & 1), count=1)
 
 
@@ -345,7 +345,7 @@ def tell(shared, turn, group):
 def told(shared, turn):
     """A consumer reads that number."""
     mbarrier.wait(shared.group_full.index(turn & 1), turn // 2 & 1)
-    return gl.max(shared.group.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(shared.group.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -139,7 +139,7 @@ class Shared(NamedTuple):
     do_free: gl.shared_memory_descriptor
     ds_free: gl.shared_memory_descriptor
     dq_free: gl.shared_memory_descriptor
-    taken: gl.shared_memory_descriptor  # (2, 1): the number of the tile of keys, and of the next
+    taken: gl.shared_memory_descriptor  # (2, 32): the number of the tile of keys, and of the next
     taken_full: gl.shared_memory_descriptor
     taken_free: gl.shared_memory_descriptor
 
@@ -265,7 +265,7 @@ def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, 
         gl.allocate_shared_memory(gl.float32, [4, 1, 1, 16, 256], sums.layout),
         barriers(1, 1), barriers(2, 1), barriers(2, 1), barriers(2, 2), barriers(4, 1),
         barriers(1, 2), barriers(2, 2), barriers(2, 2), barriers(2, 2), barriers(4, 1),
-        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         barriers(2, 1), barriers(2, 4),
     )  # fmt: skip
     # Gluon wants the list of jobs as a literal. The first job runs on the program's own warps.
@@ -346,9 +346,10 @@ def producer(shared, q, do, k, v, terms, counters, sizes, how: gl.constexpr):
 
 @gluon.jit
 def tell(shared, turn, item):
-    """The producer writes the number of the turn's tile of keys."""
+    """The producer writes the number of the turn's tile of keys. Each of its threads has a place of its own, and the
+    first is read."""
     mbarrier.wait(shared.taken_free.index(turn & 1), turn >> 1 & 1 ^ 1)
-    shared.taken.index(turn & 1).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    shared.taken.index(turn & 1).store(gl.full([32], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(shared.taken_full.index(turn & 1), count=1)
 
 
@@ -356,7 +357,7 @@ def tell(shared, turn, item):
 def told(shared, turn, WARPS: gl.constexpr):
     """Another job reads that number."""
     mbarrier.wait(shared.taken_full.index(turn & 1), turn >> 1 & 1)
-    item = gl.max(shared.taken.index(turn & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    item = gl.max(shared.taken.index(turn & 1).slice(0, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
     all_threads()  # have read it
     mbarrier.arrive(shared.taken_free.index(turn & 1), count=1)
     return item

@@ -52,7 +52,7 @@ def compile_only(self, *args, grid, warmup, **options):
     how = args[-1]  # every kernel's last argument
     with redirect_stdout(StringIO()) as log:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    if self.__name__ in ("sum_kernel", "row_terms_kernel", "scaled_kernel"):  # one for several cases, compiled once
+    if self.__name__ in ("sum_kernel", "row_terms_kernel", "scaled_kernel", "visits_kernel"):  # compiled once for all
         return kernel
     ptx, log = kernel.asm["ptx"], log.getvalue()
     assembled, of_flash = dtype != "float32", not isinstance(dropout, str)

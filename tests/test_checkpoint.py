@@ -17,6 +17,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from model.attention import AttentionConfig
+from model.break_it import UNBROKEN
 from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -543,3 +545,25 @@ def test_a_writer_does_not_make_a_deleted_run_again(tmp_path):
     with pytest.raises(OSError, match="checkpoint of step 2 could not be written"):
         writer.close()
     assert not run.exists()
+
+
+# --- the attention of a network -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("capability", "able"), [((9, 0), "triton"), ((7, 5), "sdpa")])
+def test_a_run_is_measured_with_the_attention_that_it_was_trained_with(monkeypatch, capability, able):
+    """attention=auto trained with triton and was measured with sdpa, because the choice knew no training then."""
+    pytest.importorskip("triton", reason="triton is made for Linux")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+    def taken(had: str, device: str, **asked) -> str:
+        trained = checkpoint.Checkpoint(Path("step_000001"), 1, {}, {"about": {"attention": had}}, "")
+        return trained.attention_on(torch.device(device), AttentionConfig(**asked), UNBROKEN).impl
+
+    assert taken("triton", "cuda") == able
+    assert taken("sdpa", "cuda") == "sdpa"
+    assert taken("tiled", "cuda") == "sdpa"  # trained on a CPU
+    assert taken("triton", "cpu") == "tiled"
+    assert taken("triton", "cuda", impl="naive") == "naive"
+    assert taken("triton", "cuda", order="keys_outside") == "tiled"

@@ -385,7 +385,10 @@ def test_the_token_that_ends_a_text_may_have_another_name(bpe):
 
 
 def nested(depth: int) -> list:
-    return [nested(depth - 1)] if depth else []
+    lists: list = []
+    for _ in range(depth):
+        lists = [lists]
+    return lists
 
 
 @pytest.mark.parametrize(
@@ -396,7 +399,8 @@ def nested(depth: int) -> list:
         ({"normalizer": {"type": "NFC"}}, "only byte-level BPE"),
         ({"model": {"dropout": 0.1}}, "dropout=0.1 has no counterpart"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, '{"type": "Whitespace"} is none of those known'),
-        ({"pre_tokenizer": nested(900)}, "RecursionError"),
+        ({"pre_tokenizer": nested(900)}, "its pre_tokenizer is nested more than 20 deep"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "more": nested(900)}}, "nested more than 20 deep"),
         ({"pre_tokenizer": {"type": "ByteLevel"}}, "is none of those known"),  # add_prefix_space=true by default
         ({"model": {"vocab": {"a": "x"}}}, "an id is no number"),
         ({"model": {"vocab": {"a": 0}}}, "KeyError"),

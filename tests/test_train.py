@@ -479,6 +479,21 @@ def test_of_a_group_that_is_typed_on_resume_its_file_goes_over_the_checkpoints(c
     assert "changed since the checkpoint: attention.impl auto -> naive, steps 2 -> 3" in ended.out.splitlines()
 
 
+def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(call, small, tmp_path):
+    """A run of a GPU went on, and was measured, with other sums on a CPU without a word."""
+    where = [f"runs={tmp_path}", "device=cpu"]
+    assert call(train, *small, *where, "name=x", "attention=naive", "steps=2").code == 0
+    line = "attention=auto takes tiled here, and the run had naive: the numbers differ by rounding"
+    assert line in call(train, *where, "eval_only=true", "resume=x", "attention=auto").out.splitlines()
+    assert line in call(sample, *where, "run=x", "max_new_tokens=1", "impl=auto").err.splitlines()
+    assert line in call(train, *where, "resume=auto", "steps=3", "attention=auto").out.splitlines()
+    same = [call(train, *where, "resume=auto", "steps=4"), call(train, *where, "eval_only=true", "resume=x")]
+    same.append(call(sample, *where, "run=x", "checkpoint=last", "max_new_tokens=1"))
+    for ended in same:
+        assert ended.code == 0, ended.err
+        assert "attention=auto takes" not in ended.out + ended.err
+
+
 def test_a_value_that_is_typed_on_resume_wins_also_where_it_is_the_default(call, small, tmp_path):
     theirs = ["optimizer.weight_decay=0.5", "optimizer=muon", "optimizer.momentum=0.9"]
     assert call(train, *small, *theirs, "steps=2", f"runs={tmp_path}", "name=x").code == 0

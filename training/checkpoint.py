@@ -32,7 +32,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from model.attention import AttentionConfig, resolve
+from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config
@@ -71,15 +71,31 @@ class Checkpoint:
 
     def network(self, attention: AttentionConfig, device: torch.device, context_length: int | None = None) -> GPT:
         """The model on `device`, with the break_it settings of its training. attention: state["config"]["attention"],
-        perhaps changed by the caller. context_length: another than in training, for a model without learned positions.
-        Raises ValueError as resolve() does if that attention cannot run."""
+        perhaps changed by the caller; see attention_on(). context_length: another than in training, for a model without
+        learned positions. Raises ValueError as resolve() does if that attention cannot run."""
         trained = self.state["config"]
         break_it = config.from_dict(BreakIt, trained["break_it"])
-        attention = resolve(attention, device.type, break_it)
+        attention = self.attention_on(device, attention, break_it)
         sizes = trained["model"] | ({"context_length": context_length} if context_length else {})
         network = GPT(config.from_dict(GPTConfig, sizes), attention, break_it)
         network.load_state_dict(self.model)
         return network.to(device)
+
+    def attention_on(self, device: torch.device, attention: AttentionConfig, break_it: BreakIt) -> AttentionConfig:
+        """attention, resolved. Of sdpa and triton, between which auto chooses on a GPU by the speed of a training step,
+        it takes the one that the run had: so the numbers measured after a training are those measured in it."""
+        found = resolve(attention, device.type, break_it)
+        trained_by_triton = self.state.get("about", {}).get("attention") == "triton"
+        if attention.impl == "auto" and found.impl == "sdpa" and trained_by_triton and not triton_refusal(device.type):
+            found = replace(found, impl="triton")
+        return found
+
+    def other_attention(self, asked: AttentionConfig, taken: AttentionConfig) -> str | None:
+        """A line for the user if attention=auto, as asked, takes another implementation here than the run had."""
+        had = self.state.get("about", {}).get("attention")  # weights from elsewhere do not say
+        if asked.impl != "auto" or had in (None, taken.impl):
+            return None
+        return f"attention=auto takes {taken.impl} here, and the run had {had}: the numbers differ by rounding"
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -318,6 +318,8 @@ def evaluate(cfg: Any) -> int:
 
     broken = trained.state["broken"]
     show(f"{stamp(broken)}{trained.path} on the validation text of {dataset.folder}")
+    if other := trained.other_attention(cfg.attention, model.attention_config):
+        show(other)
     try:
         record = {"step": trained.step, **measure(model, batches, dataset, cfg.data.source, autocast)}
     except (RuntimeError, MemoryError) as error:

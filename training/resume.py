@@ -11,8 +11,9 @@
     again(cfg)                    the command that resumes a stopped run
 
 cfg is train.py's Config. A resumed run is the same as an uninterrupted one, bit for bit, unless the command line
-changes something, or attention=auto takes another implementation on this device. A run with init_from= is a new run: it
-takes the weights, the model's and attention's options, the tokenizer and break_it from its parent, and nothing else.
+changes something, or attention=auto takes another implementation on this device, which it says. A run with init_from=
+is a new run: it takes the weights, the model's and attention's options, the tokenizer and break_it from its parent, and
+nothing else.
 """
 
 import re
