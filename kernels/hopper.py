@@ -319,16 +319,20 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
             # A new barrier is past phase 1. So all places begin as free.
             mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)
             copy(q, b, h, row0 + c * how.ROWS, shared.q_full.index(c), shared.q.index(c))
+        following = group
         for tile in range(stop - start):
             place, phase = count % how.STAGES, count // how.STAGES & 1
             column0 = (stop - 1 - tile) * how.BLOCK_N
+            # Not earlier: a group taken then would wait here while others idle. Not later: the answer takes as long as
+            # a tile, and the next q is copied only then.
+            if tile == stop - start - 1:
+                following = gl.num_programs(0) + gl.atomic_add(taken, 1)
             mbarrier.wait(shared.k_free.index(place), phase ^ 1)
             copy(k, b, h // G, column0, shared.k_full.index(place), shared.k.index(place))
             mbarrier.wait(shared.v_free.index(place), phase ^ 1)
             copy(v, b, h // G, column0, shared.v_full.index(place), shared.v.index(place))
             count += 1
-        # Only now, when the consumers have STAGES tiles left: a group taken early would wait here while others idle.
-        group = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        group = following
         tell(shared, turn, group)
         turn += 1
 
@@ -441,10 +445,11 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 
 @gluon.jit
 def wait_turn(C: gl.constexpr, how: gl.constexpr):
-    """Two or three consumers start their products in turn, one tile each. Otherwise they get into step: all wait for
-    products, then all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones.
-    256: the threads of two consumers, of which one waits. Triton requires a result of assembly."""
-    if how.CONSUMERS < 4:
+    """Consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products, then
+    all compute exponentials. Where this was faster was timed (LOG.md). The hardware's barriers 9 to 11 are theirs;
+    Triton uses the lower ones. 256: the threads of two consumers, of which one waits. Triton requires a result of
+    assembly."""
+    if how.CONSUMERS == 3 or (how.CONSUMERS == 2 and how.D == 128):
         gl.inline_asm_elementwise(
             f"bar.sync {9 + C}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -452,7 +457,7 @@ def wait_turn(C: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def pass_turn(C: gl.constexpr, how: gl.constexpr):
-    if how.CONSUMERS < 4:
+    if how.CONSUMERS == 3 or (how.CONSUMERS == 2 and how.D == 128):
         gl.inline_asm_elementwise(
             f"bar.arrive {9 + (C + 1) % how.CONSUMERS}, 256; mov.b32 $0, $1;",
             "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1,

@@ -403,10 +403,14 @@ def consumer(shared, dk, dv, sizes, scoring, how: gl.constexpr, C: gl.constexpr)
     turn = 0
     seed = gl.load(scoring.seed) if how.DROPOUT else 0
     item = told(shared, turn, 4)
+    if C == 1:
+        pass_turn(C, how)  # the first turn is consumer 0's
     while item < items_of(sizes, how):
         count = gradients(count, item, turn & 1, shared, dk, dv, sizes, scoring, seed, how, C)
         turn += 1
         item = told(shared, turn, 4)
+    if C == 0:
+        wait_turn(C, how)  # nobody else takes the last turn
 
 
 @gluon.jit
@@ -431,9 +435,7 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.
             dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, False, how, C)
             count += 1
     if how.LATE:
-        dq_c = start_dq(count - 1, shared, how, C)
-        await_place(count - 1, shared, C)
-        dq_c = warpgroup_mma_wait(0, [dq_c])
+        dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
         hand_over(dq_c, count - 1, shared, how, C)
         mbarrier.wait(shared.ds_free.index(count - 1 & 1), count - 1 >> 1 & 1)  # until the other consumer has read k
     else:
@@ -460,6 +462,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
     q_i, do_i = as_matrix(shared.q.index(place), how.BLOCK_M, how), as_matrix(shared.do.index(place), how.BLOCK_M, how)
     terms = shared.terms.index(place).reshape((2, how.BLOCK_M))
     ds_place = shared.ds.index(place * 2 + C)
+    wait_turn(C, how)
     s = scores(count, shared, how, C)
     mbarrier.wait(shared.do_full.index(place), phase)
     dp = gl.zeros([how.KEYS, how.BLOCK_M], gl.float32, s_layout)
@@ -479,6 +482,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
         dv_c = warpgroup_mma(as_kept_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)  # 9
     else:
         dv_c = warpgroup_mma(as_operand(p, d_layout, q_i.dtype), do_i, dv_c, is_async=True)
+    pass_turn(C, how)
     dp = warpgroup_mma_wait(1, [dp])  # until one product still runs
     minus_delta = terms.slice(1, 1).load(s_layout)
     if how.DROPOUT:  # 11, of which the terms have twice -delta: 2 ds
@@ -495,8 +499,6 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
         mbarrier.arrive(shared.ds_full.index(place), count=1)
         dq_c = start_dq(count - 1, shared, how, C)
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
-        if count > begun:
-            await_place(count - 1, shared, C)
         dv_c, dq_c = warpgroup_mma_wait(1, [dv_c, dq_c])
         mbarrier.arrive(shared.do_free.index(place), count=1)
         if count > begun:
@@ -507,7 +509,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
         dk_c = warpgroup_mma(ds, q_i, dk_c, is_async=True)
         both_consumers()  # have stored ds, and have read the tile before, whose place the next one takes
         dq_c = start_dq(count, shared, how, C)
-        await_place(count, shared, C)
+        await_place(count, shared, C)  # while products run
         dk_c, dv_c, dq_c = warpgroup_mma_wait(0, [dk_c, dv_c, dq_c])
         mbarrier.arrive(shared.q_free.index(place), count=1)
         mbarrier.arrive(shared.do_free.index(place), count=1)
@@ -517,7 +519,7 @@ def step(dk_c, dv_c, count, begun, n, t, column0, shared, sizes, scoring, seed,
 
 @gluon.jit
 def await_place(count, shared, C: gl.constexpr):
-    """Waits until the adder has read the half of a tile of dq whose place the next one takes: while products run."""
+    """Waits until the adder has read the half of a tile of dq whose place the next one takes."""
     mbarrier.wait(shared.dq_free.index((count & 1) * 2 + C), count >> 1 & 1 ^ 1)
 
 
@@ -530,10 +532,11 @@ def in_thread_order(x):
 
 @gluon.jit
 def hand_over(dq_c, count, shared, how: gl.constexpr, C: gl.constexpr):
-    """Gives half of a tile of dq to the adder, in the place that await_place() waited for, and frees the ds that it
-    came from."""
+    """Gives half of a tile of dq to the adder. If how.LATE, frees the ds that it came from first: the other consumer
+    may wait for it."""
     if how.LATE:
         mbarrier.arrive(shared.ds_free.index(count & 1), count=1)
+        await_place(count, shared, C)
     place = (count & 1) * 2 + C
     shared.dq.index(place).reshape((16, 256)).store(in_thread_order(dq_c))
     fence_async_shared()
@@ -652,6 +655,22 @@ def halves(x, _semantic=None):
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], x.dtype)
     view = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
     return view(x.dtype, [2, 64, 64], layout, _semantic=_semantic)
+
+
+@gluon.jit
+def wait_turn(C: gl.constexpr, how: gl.constexpr):
+    """The consumers start their tiles in turn, so that one computes weights while the products of the other run. They
+    do where this was faster (LOG.md)."""
+    if how.LATE and not how.DROPOUT:
+        wait: gl.constexpr = f"bar.sync {10 + C}, 256; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, how: gl.constexpr):
+    if how.LATE and not how.DROPOUT:
+        arrive: gl.constexpr = f"bar.arrive {11 - C}, 256; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
