@@ -140,7 +140,9 @@ def linear_kernel(
             squares += tl.sum(part * part, 1)
         rstd = 1 / tl.sqrt_rn(squares / K + eps)
 
-    for _ in range(tl.program_id(0) * BLOCK_N, N, step):
+    # Without MORE a single turn, and no loop: of a loop the compiler would move the weights' conversion to float32 ahead,
+    # and hold both. Then a processor would have no registers for the kernels that begin early.
+    for _ in range(0, tl.cdiv(N - tl.program_id(0) * BLOCK_N, step) if MORE else 1):
         at = row[:, None] * N + n[None, :]
         inside = (row < B)[:, None] & (n < N)[None, :]
         residual = tl.zeros([ROWS, BLOCK_N], tl.float32)
