@@ -13,7 +13,9 @@ the product is a multiplication and a sum in float32. With more it is a matrix p
 dtype, as torch does. Sums, norm, activation and residual are float32.
 
 From Hopper on a program begins before the kernel ahead of it has ended. It loads what nobody writes (weights, biases,
-and those of the norm), and then waits for x. So they are on their way while the GPU would stand still.
+and those of the norm), and then waits for x. So they are on their way while the GPU would stand still. Meanwhile the
+programs of several kernels share a processor's registers. So with one row a program holds its weights in 16 bits, and
+converts them after the wait.
 """
 
 import math
@@ -117,14 +119,18 @@ def linear_kernel(
     ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of every row, and then others if MORE. x (B, K), y and add (B, N)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin as soon as all programs of this one have
     row, step = tl.arange(0, ROWS), tl.num_programs(0) * BLOCK_N
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w = weights(weight, n, 0, N, K, BLOCK_K)
-    w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K)
+    # A thread has as many neighbours of a weight as of x. With twice as many, which are 16 bytes too, the weights would
+    # have to change threads after the wait.
+    NEAR: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if ROWS == 1 else 8
+    w = weights(weight, n, 0, N, K, BLOCK_K, NEAR)
+    w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K, NEAR)
     b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
-    scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K)
+    scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K, NEAR)
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
         tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
 
     mean, rstd = tl.zeros([ROWS], tl.float32), tl.full([ROWS], 1.0, tl.float32)
@@ -140,9 +146,8 @@ def linear_kernel(
             squares += tl.sum(part * part, 1)
         rstd = 1 / tl.sqrt_rn(squares / K + eps)
 
-    # Without MORE a single turn, and no loop: of a loop the compiler would move the weights' conversion to float32 ahead,
-    # and hold both. Then a processor would have no registers for the kernels that begin early.
-    for _ in range(0, tl.cdiv(N - tl.program_id(0) * BLOCK_N, step) if MORE else 1):
+    # Without MORE a single turn, and no loop: the compiler would move the weights' conversion to float32 out of a loop.
+    for _ in range(tl.cdiv(N - tl.program_id(0) * BLOCK_N, step) if MORE else 1):
         at = row[:, None] * N + n[None, :]
         inside = (row < B)[:, None] & (n < N)[None, :]
         residual = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -152,18 +157,18 @@ def linear_kernel(
         for first in range(0, K, BLOCK_K):
             x_k = columns(x, row, first, B, K, BLOCK_K)
             if NORM != "none":
-                x_k = (x_k - mean[:, None]) * rstd[:, None] * scale[None, :] + shift[None, :]
+                x_k = (x_k - mean[:, None]) * rstd[:, None] * wide(scale, EARLY)[None, :] + wide(shift, EARLY)[None, :]
             # The weights of the next step. After the last one those of the next outputs.
             last = first + BLOCK_K >= K
             of, k = tl.where(last, n + step, n), tl.where(last, 0, first + BLOCK_K)
-            acc = add_product(acc, x_k, w, ROWS, PRECISION)
+            acc = add_product(acc, x_k, w, ROWS, PRECISION, EARLY)
             if gate is not None:
-                acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION)
+                acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION, EARLY)
             if MORE or K > BLOCK_K:
-                w = weights(weight, of, k, N, K, BLOCK_K)
-                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K)
+                w = weights(weight, of, k, N, K, BLOCK_K, NEAR)
+                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K, NEAR)
                 if gate is not None:
-                    w_gate = weights(gate, of, k, N, K, BLOCK_K)
+                    w_gate = weights(gate, of, k, N, K, BLOCK_K, NEAR)
 
         value = acc + b[None, :]
         if gate is not None:
@@ -184,19 +189,19 @@ def columns(x, row, first, B, K: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def weights(weight, n, first, N, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The rows n of a weight from column `first` on, (BLOCK_N, BLOCK_K). Zeros past its end."""
+def weights(weight, n, first, N, K: tl.constexpr, BLOCK_K: tl.constexpr, NEAR: tl.constexpr):
+    """The rows n of a weight from column `first` on, (BLOCK_N, BLOCK_K), NEAR neighbours in a thread. Zeros past its
+    end."""
     k = first + tl.arange(0, BLOCK_K)
-    return tl.load(
-        weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
-    )
+    at = tl.max_contiguous(n.to(tl.int64)[:, None] * K + k[None, :], [1, NEAR])
+    return tl.load(weight + at, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
 
 
 @triton.jit
-def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr):
     """acc + x w^T, for x float32 (ROWS, BLOCK_K) and w (BLOCK_N, BLOCK_K)."""
     if ROWS == 1:
-        acc += tl.sum(x * w.to(tl.float32), 1)[None, :]
+        acc += tl.sum(x * wide(w, EARLY), 1)[None, :]
     else:
         acc = tl.dot(x.to(w.dtype), w.T, acc, input_precision=PRECISION)
     return acc
@@ -212,10 +217,25 @@ def of_columns(vector, n, N):
 
 
 @triton.jit
-def of_norm(weight, bias, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A norm's weight and bias for BLOCK_K columns, float32 (BLOCK_K,). Without a norm, zeros that nobody reads."""
-    k = first + tl.arange(0, BLOCK_K)
-    return of_columns(weight, k, K), of_columns(bias, k, K)
+def of_norm(weight, bias, first, K: tl.constexpr, BLOCK_K: tl.constexpr, NEAR: tl.constexpr):
+    """A norm's weight and bias for BLOCK_K columns, (BLOCK_K,). Zeros for what it lacks."""
+    k = first + tl.max_contiguous(tl.arange(0, BLOCK_K), NEAR)
+    scale, shift = tl.zeros([BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.float32)
+    if weight is not None:
+        scale = tl.load(weight + k, mask=k < K, other=0.0)
+    if bias is not None:
+        shift = tl.load(bias + k, mask=k < K, other=0.0)
+    return scale, shift
+
+
+@triton.jit
+def wide(x, EARLY: tl.constexpr):
+    """x in float32. With EARLY, where x is loaded before the wait, the compiler would convert it there too, because it
+    can. Then the weights take twice the registers while they wait. So x goes through an instruction that stays here."""
+    if EARLY:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=PACK)
+    return x.to(tl.float32)
 
 
 @triton.jit
