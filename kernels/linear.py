@@ -125,11 +125,12 @@ def linear_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # A thread has as many neighbours of a weight as of x. With twice as many, which are 16 bytes too, the weights would
     # have to change threads after the wait.
-    NEAR: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if ROWS == 1 else 8
+    LATE: tl.constexpr = EARLY and ROWS == 1
+    NEAR: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if ROWS == 1 else BLOCK_K
     w = weights(weight, n, 0, N, K, BLOCK_K, NEAR)
     w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K, NEAR)
     b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
-    scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K, NEAR)
+    scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K, NEAR, LATE)
     if EARLY:
         tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
 
@@ -157,16 +158,16 @@ def linear_kernel(
         for first in range(0, K, BLOCK_K):
             x_k = columns(x, row, first, B, K, BLOCK_K)
             if NORM != "none":
-                x_k = (x_k - mean[:, None]) * rstd[:, None] * wide(scale, EARLY)[None, :] + wide(shift, EARLY)[None, :]
+                x_k = (x_k - mean[:, None]) * rstd[:, None] * wide(scale, LATE)[None, :] + wide(shift, LATE)[None, :]
             # The weights of the next step. After the last one those of the next outputs.
             last = first + BLOCK_K >= K
             of, k = tl.where(last, n + step, n), tl.where(last, 0, first + BLOCK_K)
-            acc = add_product(acc, x_k, w, ROWS, PRECISION, EARLY)
+            acc = add_product(acc, x_k, w, ROWS, PRECISION, LATE)
             if gate is not None:
-                acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION, EARLY)
+                acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION, LATE)
             if MORE or K > BLOCK_K:
                 w = weights(weight, of, k, N, K, BLOCK_K, NEAR)
-                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K, NEAR)
+                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K, NEAR, LATE)
                 if gate is not None:
                     w_gate = weights(gate, of, k, N, K, BLOCK_K, NEAR)
 
@@ -198,10 +199,10 @@ def weights(weight, n, first, N, K: tl.constexpr, BLOCK_K: tl.constexpr, NEAR: t
 
 
 @triton.jit
-def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr):
+def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr, LATE: tl.constexpr):
     """acc + x w^T, for x float32 (ROWS, BLOCK_K) and w (BLOCK_N, BLOCK_K)."""
     if ROWS == 1:
-        acc += tl.sum(x * wide(w, EARLY), 1)[None, :]
+        acc += tl.sum(x * wide(w, LATE), 1)[None, :]
     else:
         acc = tl.dot(x.to(w.dtype), w.T, acc, input_precision=PRECISION)
     return acc
@@ -217,22 +218,25 @@ def of_columns(vector, n, N):
 
 
 @triton.jit
-def of_norm(weight, bias, first, K: tl.constexpr, BLOCK_K: tl.constexpr, NEAR: tl.constexpr):
-    """A norm's weight and bias for BLOCK_K columns, (BLOCK_K,). Zeros for what it lacks."""
+def of_norm(weight, bias, first, K: tl.constexpr, BLOCK_K: tl.constexpr, NEAR: tl.constexpr, LATE: tl.constexpr):
+    """A norm's weight and bias for BLOCK_K columns, (BLOCK_K,), in float32 if not LATE. Zeros for what it lacks."""
     k = first + tl.max_contiguous(tl.arange(0, BLOCK_K), NEAR)
     scale, shift = tl.zeros([BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.float32)
     if weight is not None:
         scale = tl.load(weight + k, mask=k < K, other=0.0)
+        scale = scale if LATE else scale.to(tl.float32)
     if bias is not None:
         shift = tl.load(bias + k, mask=k < K, other=0.0)
+        shift = shift if LATE else shift.to(tl.float32)
     return scale, shift
 
 
 @triton.jit
-def wide(x, EARLY: tl.constexpr):
-    """x in float32. With EARLY, where x is loaded before the wait, the compiler would convert it there too, because it
-    can. Then the weights take twice the registers while they wait. So x goes through an instruction that stays here."""
-    if EARLY:
+def wide(x, LATE: tl.constexpr):
+    """x in float32. With LATE it is converted here and not before. The compiler would convert what is loaded before the
+    wait there too, because it can, and then the weights take twice the registers. So x goes through an instruction that
+    stays here."""
+    if LATE:
         PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=PACK)
     return x.to(tl.float32)
