@@ -82,10 +82,10 @@ def linear(
 def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
     """BLOCK_N, the outputs of a program; BLOCK_K, the elements of x that it takes in one step; and its warps.
 
-    BLOCK_N is a power of 2 from 2 to 16, the largest that gives PROGRAMS programs. With several rows it is 16.
+    BLOCK_N is a power of 2 from 2 to 8, the largest that gives PROGRAMS programs. With several rows it is 16.
     """
     least, elements = (2, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
-    BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
+    BLOCK_N = min(8 if B == 1 else 16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
     BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))
     return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 8192 else 4
 
