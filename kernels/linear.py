@@ -119,8 +119,6 @@ def linear_kernel(
     ROWS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of every row, and then others if MORE. x (B, K), y and add (B, N)."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin as soon as all programs of this one have
     row, step = tl.arange(0, ROWS), tl.num_programs(0) * BLOCK_N
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # A thread has as many neighbours of a weight as of x. With twice as many, which are 16 bytes too, the weights would
@@ -132,6 +130,7 @@ def linear_kernel(
     b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
     scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K, NEAR, LATE)
     if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
         tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
 
     mean, rstd = tl.zeros([ROWS], tl.float32), tl.full([ROWS], 1.0, tl.float32)
