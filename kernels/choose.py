@@ -24,22 +24,23 @@ from kernels.op import on
 BLOCK = 1024  # tokens of a part
 
 
-def choose(logits: Tensor, draws: Tensor | None, temperature: float) -> Tensor:
+def choose(logits: Tensor, draws: Tensor | None, temperature: float, made: Tensor | None = None) -> Tensor:
     """The tokens of B sequences, int64, and after them 1 where one of them has no choice, else 0: (B + 1,).
 
     logits: float32 (B, V), contiguous. draws: exponential, float32 (B, V); None: the likeliest tokens are taken.
-    temperature: above 0; without draws it does not matter.
+    temperature: above 0; without draws it does not matter. made: to be overwritten and returned.
     There is no choice from logits with NaN and, with draws, from those with inf or with -inf alone.
     """
     B, V = logits.shape
     P = triton.cdiv(V, BLOCK)
     parts = logits.new_empty(2, B, P)
     token = logits.new_empty(B, P, dtype=torch.int32)
-    made = logits.new_empty(B + 1, dtype=torch.int64)
+    if made is None:
+        made = logits.new_empty(B + 1, dtype=torch.int64)
     temperature = max(temperature, 1e-30)
     early = {"launch_pdl": True} if sizes.starts_early(logits.device) else {}
     with on(logits.device):
-        best_kernel[(P, B)](logits, draws, *parts, token, V, temperature, BLOCK)
+        best_kernel[(P, B)](logits, draws, *parts, token, V, temperature, BLOCK, bool(early), **early)
         merge_kernel[(1,)](
             *parts, token, made, B, P, temperature, triton.next_power_of_2(P), draws is not None, bool(early),
             num_warps=1, **early,
@@ -48,10 +49,13 @@ def choose(logits: Tensor, draws: Tensor | None, temperature: float) -> Tensor:
 
 
 @triton.jit
-def best_kernel(logits, draws, most_of, best_of, token_of, V, temperature, BLOCK: tl.constexpr):
+def best_kernel(logits, draws, most_of, best_of, token_of, V, temperature, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Program (part, b). most_of (B, P): the largest logit, NaN if there is one. best_of (B, P): the largest of
     (logit - most) / temperature - ln(draw), and token_of (B, P) its token."""
     part, b = tl.program_id(0), tl.program_id(1)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i = part * BLOCK + tl.arange(0, BLOCK)
     at = b.to(tl.int64) * V + i
     x = tl.load(logits + at, mask=i < V, other=-float("inf"))

@@ -64,6 +64,9 @@ FLOAT32 = {128: DecodeTiles(32, 8, 2), 256: DecodeTiles(16, 8, 2)}  # wider tile
 # their way when a program waits for the kernel ahead, the better. And no third program fits beside them, so the early
 # ones cannot gather on the few processors that are free.
 DEEP = {64: 6, 128: 3, 256: 4}
+# BLOCK_D -> registers of a thread then, as few as attention without softcap and slopes needs. So the next kernels have
+# registers beside two programs.
+REGISTERS = {64: 112}
 # Other kernels begin early up to so many bytes of keys, which saves 1 to 2 us. With more keys it costs time.
 SHORT = 8 << 20
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
@@ -108,6 +111,8 @@ def decode(
     elif deep:
         tile = tile._replace(num_stages=DEEP[max(64, BLOCK_D)])
     early = {"launch_pdl": True} if deep or (overlap and N * S * D * keys.element_size() <= SHORT) else {}
+    plain = problem.softcap is None and problem.slopes is None
+    few = {"maxnreg": REGISTERS[BLOCK_D]} if deep and plain and BLOCK_D in REGISTERS else {}
     assert P % tile.BLOCK_N == 0, f"pages of {P} tokens, tiles of {tile.BLOCK_N}"
     apart = tile.num_warps if rows == 16 and q.dtype != torch.float32 and BLOCK_D <= 128 else 1
     o = q.new_empty(B, 1, H, D).transpose(1, 2)
@@ -121,7 +126,7 @@ def decode(
             problem.scale, problem.scale * math.log2(math.e), problem.softcap,
             P, G, D, rows, BLOCK_D, tile.BLOCK_N, apart, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
             triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
-            num_warps=tile.num_warps, **early,
+            num_warps=tile.num_warps, **early, **few,
         )  # fmt: skip
     return o
 

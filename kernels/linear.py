@@ -13,7 +13,9 @@ the product is a multiplication and a sum in float32. With more it is a matrix p
 dtype, as torch does. Sums, norm, activation and residual are float32.
 
 From Hopper on a program begins before the kernel ahead of it has ended. It loads what nobody writes (weights, biases,
-and those of the norm), and then waits for x. So they are on their way while the GPU would stand still.
+and those of the norm), and then waits for x. So they are on their way while the GPU would stand still. Meanwhile the
+programs of several kernels share a processor's registers. So with one row a program holds its weights in 16 bits, and
+converts them after the wait.
 """
 
 import math
@@ -80,10 +82,10 @@ def linear(
 def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
     """BLOCK_N, the outputs of a program; BLOCK_K, the elements of x that it takes in one step; and its warps.
 
-    BLOCK_N is a power of 2 from 2 to 16, the largest that gives PROGRAMS programs. With several rows it is 16.
+    BLOCK_N is a power of 2 from 2 to 8, the largest that gives PROGRAMS programs. With several rows it is 16.
     """
     least, elements = (2, 16_384) if B == 1 else (16, 4096)  # a matrix product has at least 16
-    BLOCK_N = min(16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
+    BLOCK_N = min(8 if B == 1 else 16, max(least, triton.next_power_of_2(N // PROGRAMS + 1) // 2))
     BLOCK_K = min(elements // BLOCK_N, max(16, triton.next_power_of_2(K)))
     return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 8192 else 4
 
@@ -119,10 +121,14 @@ def linear_kernel(
     """One program: BLOCK_N outputs of every row, and then others if MORE. x (B, K), y and add (B, N)."""
     row, step = tl.arange(0, ROWS), tl.num_programs(0) * BLOCK_N
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w = weights(weight, n, 0, N, K, BLOCK_K)
-    w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K)
+    # A thread has as many neighbours of a weight as of x. With twice as many, which are 16 bytes too, the weights would
+    # have to change threads after the wait.
+    LATE: tl.constexpr = EARLY and ROWS == 1
+    NEAR: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if ROWS == 1 else BLOCK_K
+    w = weights(weight, n, 0, N, K, BLOCK_K, NEAR)
+    w_gate = w if gate is None else weights(gate, n, 0, N, K, BLOCK_K, NEAR)
     b, b_gate = of_columns(bias, n, N), of_columns(gate_bias, n, N)
-    scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K)
+    scale, shift = of_norm(norm_weight, norm_bias, 0, K, BLOCK_K, NEAR, LATE)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin
         tl.extra.cuda.gdc_wait()  # for all that the kernels ahead write
@@ -140,7 +146,8 @@ def linear_kernel(
             squares += tl.sum(part * part, 1)
         rstd = 1 / tl.sqrt_rn(squares / K + eps)
 
-    for _ in range(tl.program_id(0) * BLOCK_N, N, step):
+    # Without MORE a single turn, and no loop: the compiler would move the weights' conversion to float32 out of a loop.
+    for _ in range(tl.cdiv(N - tl.program_id(0) * BLOCK_N, step) if MORE else 1):
         at = row[:, None] * N + n[None, :]
         inside = (row < B)[:, None] & (n < N)[None, :]
         residual = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -150,18 +157,18 @@ def linear_kernel(
         for first in range(0, K, BLOCK_K):
             x_k = columns(x, row, first, B, K, BLOCK_K)
             if NORM != "none":
-                x_k = (x_k - mean[:, None]) * rstd[:, None] * scale[None, :] + shift[None, :]
+                x_k = (x_k - mean[:, None]) * rstd[:, None] * wide(scale, LATE)[None, :] + wide(shift, LATE)[None, :]
             # The weights of the next step. After the last one those of the next outputs.
             last = first + BLOCK_K >= K
             of, k = tl.where(last, n + step, n), tl.where(last, 0, first + BLOCK_K)
-            acc = add_product(acc, x_k, w, ROWS, PRECISION)
+            acc = add_product(acc, x_k, w, ROWS, PRECISION, LATE)
             if gate is not None:
-                acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION)
+                acc_gate = add_product(acc_gate, x_k, w_gate, ROWS, PRECISION, LATE)
             if MORE or K > BLOCK_K:
-                w = weights(weight, of, k, N, K, BLOCK_K)
-                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K)
+                w = weights(weight, of, k, N, K, BLOCK_K, NEAR)
+                scale, shift = of_norm(norm_weight, norm_bias, k, K, BLOCK_K, NEAR, LATE)
                 if gate is not None:
-                    w_gate = weights(gate, of, k, N, K, BLOCK_K)
+                    w_gate = weights(gate, of, k, N, K, BLOCK_K, NEAR)
 
         value = acc + b[None, :]
         if gate is not None:
@@ -182,19 +189,19 @@ def columns(x, row, first, B, K: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def weights(weight, n, first, N, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The rows n of a weight from column `first` on, (BLOCK_N, BLOCK_K). Zeros past its end."""
+def weights(weight, n, first, N, K: tl.constexpr, BLOCK_K: tl.constexpr, NEAR: tl.constexpr):
+    """The rows n of a weight from column `first` on, (BLOCK_N, BLOCK_K), NEAR neighbours in a thread. Zeros past its
+    end."""
     k = first + tl.arange(0, BLOCK_K)
-    return tl.load(
-        weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0
-    )
+    at = tl.max_contiguous(n.to(tl.int64)[:, None] * K + k[None, :], [1, NEAR])
+    return tl.load(weight + at, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
 
 
 @triton.jit
-def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+def add_product(acc, x, w, ROWS: tl.constexpr, PRECISION: tl.constexpr, LATE: tl.constexpr):
     """acc + x w^T, for x float32 (ROWS, BLOCK_K) and w (BLOCK_N, BLOCK_K)."""
     if ROWS == 1:
-        acc += tl.sum(x * w.to(tl.float32), 1)[None, :]
+        acc += tl.sum(x * wide(w, LATE), 1)[None, :]
     else:
         acc = tl.dot(x.to(w.dtype), w.T, acc, input_precision=PRECISION)
     return acc
@@ -210,10 +217,28 @@ def of_columns(vector, n, N):
 
 
 @triton.jit
-def of_norm(weight, bias, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A norm's weight and bias for BLOCK_K columns, float32 (BLOCK_K,). Without a norm, zeros that nobody reads."""
-    k = first + tl.arange(0, BLOCK_K)
-    return of_columns(weight, k, K), of_columns(bias, k, K)
+def of_norm(weight, bias, first, K: tl.constexpr, BLOCK_K: tl.constexpr, NEAR: tl.constexpr, LATE: tl.constexpr):
+    """A norm's weight and bias for BLOCK_K columns, (BLOCK_K,), in float32 if not LATE. Zeros for what it lacks."""
+    k = first + tl.max_contiguous(tl.arange(0, BLOCK_K), NEAR)
+    scale, shift = tl.zeros([BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.float32)
+    if weight is not None:
+        scale = tl.load(weight + k, mask=k < K, other=0.0)
+        scale = scale if LATE else scale.to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + k, mask=k < K, other=0.0)
+        shift = shift if LATE else shift.to(tl.float32)
+    return scale, shift
+
+
+@triton.jit
+def wide(x, LATE: tl.constexpr):
+    """x in float32. With LATE it is converted here and not before. The compiler would convert what is loaded before the
+    wait there too, because it can, and then the weights take twice the registers. So x goes through an instruction that
+    stays here."""
+    if LATE:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=PACK)
+    return x.to(tl.float32)
 
 
 @triton.jit

@@ -69,18 +69,32 @@ class Sampler:
             raise NotFinite(SPOILT)
         return token
 
-    def choose_unseen(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
+    def choose_unseen(
+        self,
+        logits: Tensor,
+        generator: Generators = None,
+        used: Tensor | None = None,
+        draws: Tensor | None = None,
+        made: Tensor | None = None,
+    ) -> Tensor:
         """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 where choose() raises
         NotFinite, else 0. Where kernels/choose.py compares logarithms, two tokens may change places that differ by
-        rounding alone."""
+        rounding alone. draws: what draw_ahead() gave. made: to be overwritten and returned."""
         if used is None and not self.narrows and runs_kernels(logits.device):
             from kernels.choose import choose  # imported here: triton is not installed everywhere
 
             logits = logits.float().contiguous()
-            draws = waiting_times(logits, generator) if self.temperature > 0 else None
-            return choose(logits, draws, self.temperature)
+            if draws is None and self.temperature > 0:
+                draws = waiting_times(logits, generator)
+            return choose(logits, draws, self.temperature, made)
         largest, token = self.draw(logits.float(), generator, used)
-        return torch.cat((token, largest.isnan().any()[None]))
+        return torch.cat((token, largest.isnan().any()[None]), out=made)
+
+    def draw_ahead(self, logits: Tensor, generator: Generators, used: Tensor | None) -> Tensor | None:
+        """What choose_unseen() draws for logits like these, whose values do not matter; None if they do."""
+        if used is not None or self.narrows or self.temperature == 0 or not runs_kernels(logits.device):
+            return None
+        return waiting_times(logits, generator)
 
     @property
     def narrows(self) -> bool:
@@ -193,7 +207,10 @@ class Kept:
         self.choose = partial(choose, generator=generator, used=self.used)
         self.recorded: NextToken | None = None
         if self.cuda and self.cache is not None and self.cache.at is not None:
-            self.recorded = NextToken(model, self.cache, self.choose, generator)
+            assert model.config.vocab_size is not None
+            logits = self.cache.at.new_empty(B, model.config.vocab_size, dtype=torch.float32)
+            draw = partial(sampler.draw_ahead, logits, generator, self.used)
+            self.recorded = NextToken(model, self.cache, self.choose, generator, draw)
 
     def tokens_used(self, texts: Tensor | Sequence[Tensor]) -> Tensor | None:
         assert self.model.config.vocab_size is not None

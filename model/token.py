@@ -29,10 +29,18 @@ class NextToken:
     call after them records a CUDA graph. It and all later calls replay the graph. Both ways compute the same bits.
     If the cache's memory has moved, because it has more pages now, a call records once more."""
 
-    def __init__(self, model: GPT, cache: KVCache, choose: Callable[[Tensor], Tensor], generator: Generators) -> None:
-        """choose: Sampler.choose_unseen(), logits (B, V) to int64 (B + 1,). It draws from `generator`."""
+    def __init__(
+        self,
+        model: GPT,
+        cache: KVCache,
+        choose: Callable[..., Tensor],
+        generator: Generators,
+        draw: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        """choose: Sampler.choose_unseen(), logits (B, V) to int64 (B + 1,). It draws from `generator`, or takes what
+        `draw` has drawn."""
         assert cache.at is not None
-        self.model, self.cache, self.choose, self.generator = model, cache, choose, generator
+        self.model, self.cache, self.choose, self.generator, self.draw = model, cache, choose, generator, draw
         # What a token reads and writes stays at one place in memory, because a recorded token has its address.
         self.made = torch.zeros(len(cache.lengths) + 1, dtype=torch.int64, device=cache.device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -72,8 +80,10 @@ class NextToken:
 
     def run(self) -> None:
         """Everything that the device does for a token, after cache.grow()."""
+        draws = self.draw()  # first, because choose() then begins while the logits are computed
         self.cache.step_on()
-        self.made.copy_(self.choose(next_logits(self.model, self.made[:-1], self.cache)))
+        # Nobody reads the last token any more when the next one is written.
+        self.choose(next_logits(self.model, self.made[:-1], self.cache), draws=draws, made=self.made)
 
 
 def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:

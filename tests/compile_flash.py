@@ -5,10 +5,10 @@
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
 D, "pages"] the same with keys in pages, [dtype, D, "early"] with the stages that few programs have, [dtype, B,
-"linear768"] that of a linear layer with B rows of 768, ["bool", C, "table"] that of whole dropout masks, [dtype, C,
-"norm"] that of a norm's backward, [dtype, D, "hopper"] those of kernels/hopper.py, [dtype, D, "hopper_backward"] that
-of kernels/hopper_backward.py. SOURCE: a text to take for kernels/flash.py instead. Prints a JSON list: for each kernel
-what came out of it.
+"linear768"] that of a linear layer with B rows of 768, [dtype, C, "token"] those of one of GPT-2's layers of width C,
+["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"]
+those of kernels/hopper.py, [dtype, D, "hopper_backward"] that of kernels/hopper_backward.py. SOURCE: a text to take for
+kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -124,6 +124,18 @@ for dtype, D, dropout in CASES:
             kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
         splits = 1 if dropout == "early" else 8  # few programs may have DEEP
         decode(*heads, *kept, zeros[:1], problem, zeros.int(), splits, rope, table)
+        continue
+    if dropout == "token":  # qkv, attention, out, up, down
+        half = getattr(torch, dtype)
+        heads, kept = torch.empty(3, 1, 2, 1, 64, dtype=half), torch.empty(2, 2, 4096, 64, dtype=half)
+        zeros = torch.zeros(2, dtype=torch.int64)
+        norm, x, o = torch.nn.LayerNorm(D).to(half), torch.empty(1, D), torch.empty(1, D, dtype=half)
+        qkv, out, up, down = (torch.nn.Linear(K * D, N * D).to(half) for K, N in ((1, 3), (1, 1), (1, 4), (4, 1)))
+        linear(x, qkv, norm=norm)
+        decode(*heads, *kept, zeros[:1], Problem(1, 4096, 0.125), zeros.int(), 1)  # few programs may have DEEP
+        linear(o, out, add=x, dtype=x.dtype)
+        linear(x, up, norm=norm, activation="gelu_tanh")
+        linear(o.repeat(1, 4), down, add=x, dtype=x.dtype)
         continue
     if str(dropout).startswith("linear"):  # all that may stand before and after it
         width = int(dropout.removeprefix("linear"))

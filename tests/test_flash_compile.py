@@ -123,6 +123,22 @@ def test_a_tokens_kernels_fit_and_two_programs_share_a_processor(all_compiled, a
     assert not beyond(found[:3], lambda kernel: 2 * kernel["shared"] <= SHARED[90] and kernel["registers"] <= 255)
 
 
+def test_a_tokens_next_kernels_have_registers_beside_its_attention(tmp_path):
+    """Of the H200's 65,536 for each of 132 processors: two programs of attention leave them for all of the next two
+    linear layers of GPT-2. Then the third may begin, so that the next attention is there before its token is."""
+    qkv, attention, out, up, down = result(start(90, [["bfloat16", 768, "token"]], tmp_path))
+    linear = {"qkv": (qkv, 2304 // 8), "out": (out, 768 // 2), "up": (up, 3072 // 8), "down": (down, 768 // 2)}
+    taken = {name: -(-programs // 132) * registers_of(kernel) for name, (kernel, programs) in linear.items()}
+    assert 2 * registers_of(attention) + taken["out"] + taken["up"] <= 65_536
+    assert taken["out"] + taken["up"] + taken["down"] <= 65_536
+    assert not beyond([qkv, attention, out, up, down], lambda kernel: kernel["spills"] == 0)
+
+
+def registers_of(kernel: dict) -> int:
+    """Of a program of 4 warps; a thread has a multiple of 8."""
+    return 128 * (-(-kernel["registers"] // 8) * 8)
+
+
 def test_a_tokens_keys_are_asked_for_before_the_kernel_ahead_has_ended(tmp_path):
     """Those of all stages but one, at least. Two programs fit on a processor and no third one."""
     for kernel in result(start(90, [["bfloat16", D, "early"] for D in DEEP], tmp_path)):
