@@ -319,20 +319,16 @@ def producer(shared, q, k, v, taken, G, task, how: gl.constexpr):
             # A new barrier is past phase 1. So all places begin as free.
             mbarrier.wait(shared.q_free.index(c), turn & 1 ^ 1)
             copy(q, b, h, row0 + c * how.ROWS, shared.q_full.index(c), shared.q.index(c))
-        following = group
         for tile in range(stop - start):
             place, phase = count % how.STAGES, count // how.STAGES & 1
             column0 = (stop - 1 - tile) * how.BLOCK_N
-            # Not earlier: a group taken then would wait here while others idle. Not later: the answer takes as long as
-            # a tile, and the next q is copied only then.
-            if tile == stop - start - 1:
-                following = gl.num_programs(0) + gl.atomic_add(taken, 1)
             mbarrier.wait(shared.k_free.index(place), phase ^ 1)
             copy(k, b, h // G, column0, shared.k_full.index(place), shared.k.index(place))
             mbarrier.wait(shared.v_free.index(place), phase ^ 1)
             copy(v, b, h // G, column0, shared.v_full.index(place), shared.v.index(place))
             count += 1
-        group = following
+        # Only now, when the consumers have STAGES tiles left: a group taken early would wait here while others idle.
+        group = gl.num_programs(0) + gl.atomic_add(taken, 1)
         tell(shared, turn, group)
         turn += 1
 
