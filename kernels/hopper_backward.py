@@ -23,7 +23,8 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
   program waits for one that has not begun. With a causal mask that order also makes waiting rare: a tile of keys begins
   at its diagonal, so it comes to a tile of queries one step after its predecessor.
 - The first to add a tile stores it, so that nobody has to write zeros first.
-- ds goes through shared memory, because dq sums over the keys of both consumers. All else stays in registers.
+- ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq, in the order in
+  which threads hold them: see in_thread_order(). All else stays in registers.
 - Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
 Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. kernels/op.py sends the rest to flash.py.

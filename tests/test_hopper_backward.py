@@ -119,6 +119,7 @@ def test_heads_whose_sums_do_not_fit_at_once_take_turns(monkeypatch):
     case = Case(70, B=2, H=6, H_kv=3, D=64)
     whole = gradients(WHOLE, case, 0)
     monkeypatch.setattr(WHOLE, "SUMS_BYTES", 4 * (4 * 2 * 128 * 64))  # of four of the six key heads, in tiles of 128
+    assert WHOLE.key_heads_at_once(2, 6, 3, 70, 64) == (4, 4 * 2 * 128 * 64)
     parts = gradients(WHOLE, case, 0)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
