@@ -165,8 +165,8 @@ def main(cfg: Config) -> None:
 
     attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
     if cfg.impl is not None:
-        # Most others refuse these two.
-        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order, kernel=AttentionConfig.kernel)
+        # Most others refuse the options of one.
+        attention = replace(attention, impl=cfg.impl, order=AttentionConfig.order, kernel="auto", autotune=False)
     model = trained.network(attention, device).to(DTYPES[pick_dtype(cfg.dtype, device)]).eval()
 
     broken = trained.state["broken"]

@@ -64,9 +64,11 @@ FLOAT32 = {128: DecodeTiles(32, 8, 2), 256: DecodeTiles(16, 8, 2)}  # wider tile
 # their way when a program waits for the kernel ahead, the better. And no third program fits beside them, so the early
 # ones cannot gather on the few processors that are free.
 DEEP = {64: 6, 128: 3, 256: 4}
-# BLOCK_D -> registers of a thread then, as few as attention without softcap and slopes needs. So the next kernels have
-# registers beside two programs.
-REGISTERS = {64: 112}
+# BLOCK_D -> registers of a thread then, without rope and with it. So the next kernels have registers beside two
+# programs. It is what attention needs without softcap and slopes, with up to FEW_HEADS query heads a key head. With
+# more heads it would have to keep numbers in memory.
+REGISTERS = {64: (112, 120)}
+FEW_HEADS = 4
 # Other kernels begin early up to so many bytes of keys, which saves 1 to 2 us. With more keys it costs time.
 SHORT = 8 << 20
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
@@ -111,8 +113,8 @@ def decode(
     elif deep:
         tile = tile._replace(num_stages=DEEP[max(64, BLOCK_D)])
     early = {"launch_pdl": True} if deep or (overlap and N * S * D * keys.element_size() <= SHORT) else {}
-    plain = problem.softcap is None and problem.slopes is None
-    few = {"maxnreg": REGISTERS[BLOCK_D]} if deep and plain and BLOCK_D in REGISTERS else {}
+    plain = G <= FEW_HEADS and problem.softcap is None and problem.slopes is None
+    few = {"maxnreg": REGISTERS[BLOCK_D][rope is not None]} if deep and plain and BLOCK_D in REGISTERS else {}
     assert P % tile.BLOCK_N == 0, f"pages of {P} tokens, tiles of {tile.BLOCK_N}"
     apart = tile.num_warps if rows == 16 and q.dtype != torch.float32 and BLOCK_D <= 128 else 1
     o = q.new_empty(B, 1, H, D).transpose(1, 2)

@@ -442,9 +442,9 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 @gluon.jit
 def wait_turn(C: gl.constexpr, how: gl.constexpr):
     """Consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products, then
-    all compute exponentials. Where this was faster was timed (LOG.md). The hardware's barriers 9 to 11 are theirs;
-    Triton uses the lower ones. 256: the threads of two consumers, of which one waits. Triton requires a result of
-    assembly."""
+    all compute exponentials. They take turns where that was faster (LOG.md). The hardware's barriers 9 to 11 are
+    theirs; Triton uses the lower ones. 256: the threads of two consumers, of which one waits. Triton requires a result
+    of assembly."""
     if how.CONSUMERS == 3 or (how.CONSUMERS == 2 and how.D == 128):
         gl.inline_asm_elementwise(
             f"bar.sync {9 + C}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1

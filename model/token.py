@@ -37,8 +37,8 @@ class NextToken:
         generator: Generators,
         draw: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        """choose: Sampler.choose_unseen(), logits (B, V) to int64 (B + 1,). It draws from `generator`, or takes what
-        `draw` has drawn."""
+        """choose: Sampler.choose_unseen(), logits (B, V) to int64 (B + 1,). draw: Sampler.draw_ahead(). What it returns
+        goes to `choose` as draws; if it is None, `choose` draws. Both draw from `generator`."""
         assert cache.at is not None
         self.model, self.cache, self.choose, self.generator, self.draw = model, cache, choose, generator, draw
         # What a token reads and writes stays at one place in memory, because a recorded token has its address.

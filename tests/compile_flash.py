@@ -4,11 +4,12 @@
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
 JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
-D, "pages"] the same with keys in pages, [dtype, D, "early"] with the stages that few programs have, [dtype, B,
-"linear768"] that of a linear layer with B rows of 768, [dtype, C, "token"] those of one of GPT-2's layers of width C,
-["bool", C, "table"] that of whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"]
-those of kernels/hopper.py, [dtype, D, "hopper_backward"] that of kernels/hopper_backward.py. SOURCE: a text to take for
-kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
+D, "pages"] the same with keys in pages, [dtype, D, "early"] with the stages that few programs have, [dtype, G,
+"heads"] those without and with rope for G query heads a key head, of size 64, [dtype, B, "linear768"] that of a linear
+layer with B rows of 768, [dtype, C, "token"] those of one of GPT-2's layers of width C, ["bool", C, "table"] that of
+whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"] those of kernels/hopper.py,
+[dtype, D, "hopper_backward"] that of kernels/hopper_backward.py. SOURCE: a text to take for kernels/flash.py instead.
+Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -124,6 +125,13 @@ for dtype, D, dropout in CASES:
             kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
         splits = 1 if dropout == "early" else 8  # few programs may have DEEP
         decode(*heads, *kept, zeros[:1], problem, zeros.int(), splits, rope, table)
+        continue
+    if dropout == "heads":
+        half = getattr(torch, dtype)
+        heads, kept = [torch.empty(1, H, 1, 64, dtype=half) for H in (D, 1, 1)], torch.empty(2, 1, 4096, 64, dtype=half)
+        zeros = torch.zeros(1, dtype=torch.int64)
+        for rope in (None, torch.zeros(2, 4096, 32).unbind()):
+            decode(*heads, *kept, zeros, Problem(1, 4096, 0.125), zeros.int(), 1, rope)
         continue
     if dropout == "token":  # qkv, attention, out, up, down
         half = getattr(torch, dtype)

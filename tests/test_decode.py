@@ -241,6 +241,24 @@ def test_the_kernel_chooses_where_kernels_run(runs, monkeypatch):
     assert (Sampler().choose_unseen(torch.randn(2, 5)) == "the kernel's") is runs
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 5}, {"repetition_penalty": 1.3}], ids=str)
+def test_a_choice_with_numbers_drawn_ahead_is_the_one_that_draws_its_own(options, alone, monkeypatch):
+    """Each generator draws as often, and only the place in memory is another. alone: each row has its own generator."""
+    monkeypatch.setattr("model.generate.runs_kernels", lambda device: True)
+    logits, sampler, found = torch.randn(3, 50), Sampler(**options), []
+    for ahead in (False, True):
+        each = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
+        generator = each if alone else each[0]
+        used = sampler.tokens_used([torch.arange(9)] * 3, 50)
+        made = torch.zeros(4, dtype=torch.int64)
+        draws = sampler.draw_ahead(torch.empty(3, 50), generator, used) if ahead else None
+        chosen = sampler.choose_unseen(logits, generator, used, draws, made if ahead else None)
+        assert chosen is made or not ahead
+        found.append((chosen.tolist(), [one.get_state().tolist() for one in each]))
+    assert found[0] == found[1]
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 

@@ -393,6 +393,14 @@ def test_the_attention_of_a_sample_can_be_chosen(call, tmp_path):
     assert (ended.code, ended.out) == (0, "text\n"), ended.err
 
 
+def test_an_impl_that_was_chosen_is_not_refused_for_the_options_of_the_trainings(call, tmp_path):
+    """autotune=true stayed, which only triton takes, and sample.py has no key to leave it out."""
+    tuned = AttentionConfig("triton", autotune=True, kernel="portable")
+    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], attention=tuned)
+    ended = call(sample, f"runs={tmp_path}", "impl=tiled", "device=cpu")
+    assert (ended.code, ended.out) == (0, "text\n"), ended.err
+
+
 @pytest.mark.parametrize(("given", "dtype"), [("auto", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
 def test_the_weights_have_the_dtype_that_was_asked_for(call, runs, monkeypatch, given, dtype):
     """On a CPU auto is float32."""

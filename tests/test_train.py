@@ -494,6 +494,16 @@ def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(cal
         assert "attention=auto takes" not in ended.out + ended.err
 
 
+def test_a_broken_runs_other_attention_promises_no_like_numbers(call, small, tmp_path):
+    """Where a tile begins decides what is broken, so naive and tiled differ by more than rounding."""
+    where = [f"runs={tmp_path}", "device=cpu"]
+    broken = ["break_it=no_scale", "stop_on_nan=false"]
+    assert call(train, *small, *where, *broken, "name=x", "attention=naive", "steps=1").code == 0
+    said = call(train, *where, "eval_only=true", "resume=x-BROKEN-no_scale", "attention=auto").out
+    assert "the run had naive: the tiles may have other sizes, and then broken attention computes other numbers" in said
+    assert "by rounding" not in said
+
+
 def test_a_value_that_is_typed_on_resume_wins_also_where_it_is_the_default(call, small, tmp_path):
     theirs = ["optimizer.weight_decay=0.5", "optimizer=muon", "optimizer.momentum=0.9"]
     assert call(train, *small, *theirs, "steps=2", f"runs={tmp_path}", "name=x").code == 0

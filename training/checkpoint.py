@@ -82,20 +82,24 @@ class Checkpoint:
         return network.to(device)
 
     def attention_on(self, device: torch.device, attention: AttentionConfig, break_it: BreakIt) -> AttentionConfig:
-        """attention, resolved. Of sdpa and triton, between which auto chooses on a GPU by the speed of a training step,
-        it takes the one that the run had: so the numbers measured after a training are those measured in it."""
-        found = resolve(attention, device.type, break_it)
-        trained_by_triton = self.state.get("about", {}).get("attention") == "triton"
-        if attention.impl == "auto" and found.impl == "sdpa" and trained_by_triton and not triton_refusal(device.type):
-            found = replace(found, impl="triton")
-        return found
+        """attention, resolved. auto is triton where it can run, if the run had triton: whether triton or sdpa is faster
+        in a training step is known in training alone. So the numbers measured after a training are those measured in
+        it, and options of triton's are not refused."""
+        had_triton = self.state.get("about", {}).get("attention") == "triton"
+        on_gpu = device.type == "cuda" and not triton_refusal(device.type)
+        if attention.impl == "auto" and had_triton and on_gpu and attention.order == AttentionConfig.order:
+            attention = replace(attention, impl="triton")
+        return resolve(attention, device.type, break_it)
 
     def other_attention(self, asked: AttentionConfig, taken: AttentionConfig) -> str | None:
         """A line for the user if attention=auto, as asked, takes another implementation here than the run had."""
         had = self.state.get("about", {}).get("attention")  # weights from elsewhere do not say
         if asked.impl != "auto" or had in (None, taken.impl):
             return None
-        return f"attention=auto takes {taken.impl} here, and the run had {had}: the numbers differ by rounding"
+        numbers = "numbers differ by rounding"
+        if self.state["broken"]:
+            numbers = "tiles may have other sizes, and then broken attention computes other numbers"
+        return f"attention=auto takes {taken.impl} here, and the run had {had}: the {numbers}"
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
