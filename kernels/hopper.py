@@ -75,6 +75,7 @@ class How:
     D: gl.constexpr
     BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
+    TURNS: gl.constexpr  # consumers start their products in turn: wait_turn()
     STAGES: gl.constexpr  # tiles of k, and as many of v, in shared memory
     AT_LEAST: gl.constexpr  # these three: whether there is such a rule
     AT_MOST: gl.constexpr
@@ -166,9 +167,10 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
 
 
 @cache
-def how(D: int, *others) -> How:
-    """Makes the How of these fields, all but ROWS, once."""
-    return How(*map(gl.constexpr, (ROWS, D, *others)))
+def how(D: int, block_n: int, consumers: int, *others) -> How:
+    """Makes the How of these fields, once. others: those after TURNS."""
+    turns = consumers == 3 or (consumers == 2 and D == 128)  # where they were faster (LOG.md)
+    return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, *others)))
 
 
 def visits_of(q: Tensor, k: Tensor, problem: Problem, n: int, block_n: int) -> Tensor:
@@ -442,10 +444,9 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
 @gluon.jit
 def wait_turn(C: gl.constexpr, how: gl.constexpr):
     """Consumers start their products in turn, one tile each. Otherwise they get into step: all wait for products, then
-    all compute exponentials. They take turns where that was faster (LOG.md). The hardware's barriers 9 to 11 are
-    theirs; Triton uses the lower ones. 256: the threads of two consumers, of which one waits. Triton requires a result
-    of assembly."""
-    if how.CONSUMERS == 3 or (how.CONSUMERS == 2 and how.D == 128):
+    all compute exponentials. The hardware's barriers 9 to 11 are theirs; Triton uses the lower ones. 256: the threads
+    of two consumers, of which one waits. Triton requires a result of assembly."""
+    if how.TURNS:
         gl.inline_asm_elementwise(
             f"bar.sync {9 + C}, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -453,7 +454,7 @@ def wait_turn(C: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def pass_turn(C: gl.constexpr, how: gl.constexpr):
-    if how.CONSUMERS == 3 or (how.CONSUMERS == 2 and how.D == 128):
+    if how.TURNS:
         gl.inline_asm_elementwise(
             f"bar.arrive {9 + (C + 1) % how.CONSUMERS}, 256; mov.b32 $0, $1;",
             "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1,

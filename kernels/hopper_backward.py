@@ -95,6 +95,7 @@ class How:
     BLOCK_M: gl.constexpr  # queries of a tile
     D: gl.constexpr
     LATE: gl.constexpr
+    TURNS: gl.constexpr  # the consumers start their tiles in turn: wait_turn()
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
     NUMBERS: gl.constexpr  # of the masks of dropout
@@ -199,9 +200,10 @@ FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  
 
 
 @cache
-def how(D: int, *others: bool) -> How:
-    """Makes the How of these arguments, once. others: its last fields."""
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], *others)))
+def how(D: int, causal: bool, dropout: bool, numbers: bool) -> How:
+    """Makes the How of these arguments, once."""
+    turns = LATE[D] and not dropout  # where they were faster (LOG.md)
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], turns, causal, dropout, numbers)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -660,16 +662,15 @@ def halves(x, _semantic=None):
 
 @gluon.jit
 def wait_turn(C: gl.constexpr, how: gl.constexpr):
-    """The consumers start their tiles in turn, so that one computes weights while the products of the other run. They
-    do where this was faster (LOG.md)."""
-    if how.LATE and not how.DROPOUT:
+    """The consumers start their tiles in turn, so that one computes weights while the products of the other run."""
+    if how.TURNS:
         wait: gl.constexpr = f"bar.sync {10 + C}, 256; mov.b32 $0, $1;"
         gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pass_turn(C: gl.constexpr, how: gl.constexpr):
-    if how.LATE and not how.DROPOUT:
+    if how.TURNS:
         arrive: gl.constexpr = f"bar.arrive {11 - C}, 256; mov.b32 $0, $1;"
         gl.inline_asm_elementwise(arrive, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
