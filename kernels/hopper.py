@@ -508,6 +508,12 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     last = gl.full([how.ROWS], task.T_k - 1, gl.int32, i.type.layout)
     if how.AT_MOST:
         last = gl.minimum(position + task.at_most, last)
+    if how.D == 128 and not how.RAGGED:
+        # By arithmetic. ptxas tests conditions early and keeps them as bits, which takes three more instructions for
+        # each weight. Where the mask cuts more, this would need too many registers.
+        reach = gl.maximum(gl.minimum(last - tile * how.BLOCK_N, how.BLOCK_N), -1).to(gl.float32) + 0.5
+        j = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
+        return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(j, 0)) * float("inf"))
     seen = gl.expand_dims(j, 0) <= gl.expand_dims(last, 1)
     if how.AT_LEAST:
         seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(position + task.at_least, 1))

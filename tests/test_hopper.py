@@ -58,6 +58,8 @@ def naive(
         Case(300, 77, D=64, B=1),  # rows that see no key
         Case(200, 333, D=128, B=1, causal=False),
         Case(150, D=128, B=1, sigma=4.0),
+        Case(300, 108, D=128, B=1),  # rows that see no key
+        Case(264, 328, D=128, B=1, dropout_p=0.2),
         Case(150, D=64, B=1, softmax_scale=0.5),
         Case(264, 2120, D=64, B=1),  # three consumers
         Case(100, 2100, D=64, B=1, causal=False),
