@@ -44,9 +44,7 @@ def peak_bytes(action: Callable, device: torch.device) -> int:
 def median_ms(action: Callable, device: torch.device) -> float:
     """The median time of action() in ms, after a warm-up. Takes at least three runs and at least 0.1 s."""
     if device.type == "cuda":
-        from triton.testing import do_bench  # uses the GPU's clock and clears the L2 cache before each run
-
-        return do_bench(action, return_mode="median")
+        return statistics.median(gpu_times(action, device))
     action()
     seconds: list[float] = []
     while len(seconds) < 3 or sum(seconds) < 0.1:
@@ -56,6 +54,37 @@ def median_ms(action: Callable, device: torch.device) -> float:
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds) * 1e3
+
+
+def gpu_times(action: Callable, device: torch.device) -> list[float]:
+    """The times of runs of action() on a GPU, by its own clock, in ms. Each finds the L2 cache cleared.
+
+    The GPU begins when the host has launched all runs. Else a host that is late would count: at T=1,024 a forward takes
+    the GPU as long as its launch takes the host, and some races showed such a case at a third of its speed (LOG.md).
+    """
+    emptied = torch.empty(2**28, dtype=torch.int8, device=device)
+
+    def runs(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for began, ended in events:
+            emptied.zero_()
+            began.record()
+            action()
+            ended.record()
+        return events
+
+    runs(3)  # compile, and warm up
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    events = runs(5)
+    on_host = (time.perf_counter() - started) / 5  # seconds of a launch
+    torch.cuda.synchronize(device)
+    ms = statistics.median(began.elapsed_time(ended) for began, ended in events)
+    count = min(100, max(3, int(100 / ms)))
+    torch.cuda._sleep(int(2e9 * min(1.0, 1.2 * on_host * count)))  # clock cycles: an H200 has at most 2e9 a second
+    events = runs(count)
+    torch.cuda.synchronize(device)
+    return [began.elapsed_time(ended) for began, ended in events]
 
 
 def profiled(action: Callable[[], object], times: int, device: torch.device) -> list[tuple[str, float]]:

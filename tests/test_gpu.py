@@ -4,6 +4,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from kernels.problem import Problem
+from lab.meter import median_ms
 from model import loss as loss_module
 from model import norm as norm_module
 from model.attention import AttentionConfig, attention
@@ -387,6 +389,20 @@ def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, sizes):
         return sizes.triton.testing.do_bench(step, return_mode="min")  # other tests may use the GPU at the same time
 
     assert milliseconds(config, documents) <= 0.6 * milliseconds(PORTABLE, None)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_late_does_not_count():
+    x = torch.zeros(1, device="cuda")
+
+    def slow():
+        x.add_(1)
+        time.sleep(0.002)
+        x.add_(1)
+
+    assert median_ms(slow, x.device) < 0.5
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
