@@ -172,7 +172,7 @@ def main(cfg: Config) -> None:
     broken = trained.state["broken"]
     loss = trained.state["val_loss"]
     print(f"{stamp(broken)}{trained.path}" + (f", validation loss {loss:.4f}" if loss else ""), file=sys.stderr)
-    if other := trained.other_attention(attention, model.attention_config):
+    if other := trained.other_attention(attention, model):
         print(other, file=sys.stderr)
     if broken:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)

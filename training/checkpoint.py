@@ -46,7 +46,7 @@ from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config
-from training.machine import is_out_of_memory
+from training.machine import device_type, is_out_of_memory
 from training.shard import as_in, gathered, is_shared, local, own_connection
 
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -91,15 +91,23 @@ class Checkpoint:
             attention = replace(attention, impl="triton")
         return resolve(attention, device.type, break_it)
 
-    def other_attention(self, asked: AttentionConfig, taken: AttentionConfig) -> str | None:
-        """A line for the user if attention=auto, as asked, takes another implementation here than the run had."""
-        had = self.state.get("about", {}).get("attention")  # weights from elsewhere do not say
+    def other_attention(self, asked: AttentionConfig, model: GPT) -> str | None:
+        """A line for the user if attention=auto, as asked, takes another implementation here than the run had. model:
+        with the attention taken. In evaluation mode it drops nothing."""
+        about, taken = self.state.get("about", {}), model.attention_config
+        had = about.get("attention")  # weights from elsewhere do not say
         if asked.impl != "auto" or had in (None, taken.impl):
             return None
-        numbers = "numbers differ by rounding"
+        # sdpa draws masks of its own. The others draw them from a seed, which a GPU draws otherwise than a CPU.
+        moved = device_type(about["device"]) != model.embedding.weight.device.type
+        other_masks = taken.dropout_p > 0 and (moved or "sdpa" in (had, taken.impl))
+        other_masks |= model.config.dropout_p > 0 and moved
+        numbers = "the numbers differ by rounding"
         if self.state["broken"]:
-            numbers = "tiles may have other sizes, and then broken attention computes other numbers"
-        return f"attention=auto takes {taken.impl} here, and the run had {had}: the {numbers}"
+            numbers = "the tiles may have other sizes, and then broken attention computes other numbers"
+        elif model.training and other_masks:
+            numbers = "the dropout masks differ, so the numbers differ by more than rounding"
+        return f"attention=auto takes {taken.impl} here, and the run had {had}: {numbers}"
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
