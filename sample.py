@@ -187,7 +187,8 @@ def main(cfg: Config) -> None:
                 f"past_context=stop: the prompt's {len(prompt) - 1} tokens leave no room in a context of {context}; "
                 "use past_context=slide or past_context=half"
             )
-        print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
+        if len(prompt) - 1 > context:  # if not, only the token that begins a text is not seen
+            print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
     if cfg.cache != "false" and (refused := model.cache_refusal()) is not None:
         print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
     writer = Writer(cfg, model, encoding, prompt, text, stamp(broken))
