@@ -488,12 +488,13 @@ def _step(path: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume") -> Path:
+def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume", best: bool = False) -> Path:
     """The checkpoint folder that train.py's `resume=` or sample.py's `run=` names.
 
     resume: the path of a checkpoint or of a run, the name of a run under `runs`, or "auto" ("latest" for run=). "auto"
         is the last checkpoint of the run `name`; if name is None, of the run that saved last.
     option: "resume" or "run", for the messages.
+    best: find_best() asks, so nothing is resumed.
 
     If a run's newest checkpoint is damaged, returns the newest complete one and says so on stderr. A checkpoint that is
     given by its own path is never replaced by another: `load` says that it is damaged.
@@ -521,7 +522,7 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     for path in reversed(found):
         if _complete(path):
             if path != found[-1]:
-                instead = f": resuming from {path} instead" if option == "resume" else ""
+                instead = f": resuming from {path} instead" if option == "resume" and not best else ""
                 print(f"checkpoint {found[-1]} is damaged{instead}", file=sys.stderr)
             return path
     problem = "no complete checkpoint among those" if found else "no checkpoint"
@@ -541,7 +542,7 @@ def find_best(run: str, runs: Path, name: str | None = None, option: str = "run"
 
     run, name, option: as resume, name and option in `find_resume`. Raises the same ValueErrors.
     """
-    last = find_resume(run, runs, name, option)
+    last = find_resume(run, runs, name, option, best=True)
     left = all_checkpoints(last.parent)
     while path := _lowest_loss(left):
         if _complete(path, ["model.safetensors", "tokenizer.json"]):
