@@ -172,7 +172,7 @@ def main(cfg: Config) -> None:
     broken = trained.state["broken"]
     loss = trained.state["val_loss"]
     print(f"{stamp(broken)}{trained.path}" + (f", validation loss {loss:.4f}" if loss else ""), file=sys.stderr)
-    if other := trained.other_attention(attention, model.attention_config):
+    if other := trained.other_attention(attention, model):
         print(other, file=sys.stderr)
     if broken:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
@@ -187,7 +187,8 @@ def main(cfg: Config) -> None:
                 f"past_context=stop: the prompt's {len(prompt) - 1} tokens leave no room in a context of {context}; "
                 "use past_context=slide or past_context=half"
             )
-        print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
+        if len(prompt) - 1 > context:  # if not, only the token that begins a text is not seen
+            print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
     if cfg.cache != "false" and (refused := model.cache_refusal()) is not None:
         print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
     writer = Writer(cfg, model, encoding, prompt, text, stamp(broken))

@@ -410,9 +410,16 @@ def test_nothing_to_resume_at_all(tmp_path):
 def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys, name):
     damage(runs / "new/checkpoints/step_000020", name)
     assert checkpoint.find_resume("auto", runs, None) == runs / "new/checkpoints/step_000010"
-    said = capsys.readouterr().err
-    assert "step_000020 is damaged" in said
-    assert said.count("\n") == 1
+    older, newest = (runs / f"new/checkpoints/step_{step:06d}" for step in (10, 20))
+    assert capsys.readouterr().err == f"checkpoint {newest} is damaged: resuming from {older} instead\n"
+
+
+def test_eval_only_passes_over_a_damaged_newest_checkpoint_and_resumes_nothing(runs, capsys):
+    """It said "resuming from" the newest that was left, and then measured the best."""
+    newest = runs / "new/checkpoints/step_000020"
+    damage(newest, "model.safetensors")
+    assert checkpoint.find_best("auto", runs, option="resume") == newest.with_name("step_000010")
+    assert capsys.readouterr().err == f"checkpoint {newest} is damaged\n"
 
 
 @pytest.mark.parametrize(("resume", "name"), [("auto", "new"), ("new", None)])

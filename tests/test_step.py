@@ -160,6 +160,8 @@ def test_a_run_says_which_of_sdpas_kernels_runs(call, small, tmp_path):
 def test_a_run_says_how_its_steps_are_made(call, small, tmp_path):
     ended = call(train, *small, "steps=1", f"runs={tmp_path}")
     assert "| step: eager (CUDA graphs need a CUDA GPU, not cpu)" in ended.out
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "compile=false")
+    assert "| step: eager (compile=false)" in ended.out
     ended = call(train, *small, "steps=1", f"runs={tmp_path}", "compile=graph")
     assert ended.code == 2
     assert "compile=graph: CUDA graphs need a CUDA GPU" in ended.err

@@ -33,7 +33,7 @@ from model.gpt import GPT
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
 from training import checkpoint, config, metrics
-from training.machine import is_out_of_memory
+from training.machine import about, is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
 from training.resume import changed, edits, make_room, refuse_another_model
@@ -492,6 +492,38 @@ def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(cal
     for ended in same:
         assert ended.code == 0, ended.err
         assert "attention=auto takes" not in ended.out + ended.err
+
+
+OTHER_MASKS = "the dropout masks differ, so the numbers differ by more than rounding"
+
+
+@pytest.mark.parametrize(
+    ("had", "dropout", "on_gpu", "differ"),
+    [
+        ("naive", ["attention.dropout_p=0.1", "model.dropout_p=0.1"], False, "the numbers differ by rounding"),
+        ("sdpa", ["model.dropout_p=0.1"], False, "the numbers differ by rounding"),
+        ("sdpa", ["attention.dropout_p=0.1"], False, OTHER_MASKS),
+        ("naive", ["attention.dropout_p=0.1"], True, OTHER_MASKS),
+        ("naive", ["model.dropout_p=0.1"], True, OTHER_MASKS),
+        ("sdpa", [], True, "the numbers differ by rounding"),
+    ],
+)
+def test_where_dropout_draws_other_masks_more_than_rounding_differs(
+    had, dropout, on_gpu, differ, call, small, tmp_path, monkeypatch
+):
+    """A run with sdpa and dropout, or one that a GPU had begun, was said to go on with the same numbers up to rounding.
+    Where nothing is trained, nothing is dropped."""
+    where = [f"runs={tmp_path}", "device=cpu"]
+    with monkeypatch.context() as patch:
+        if on_gpu:
+            patch.setattr(train, "about", lambda device: about(device) | {"device": "NVIDIA H100 80GB HBM3"})
+        assert call(train, *small, *where, *dropout, "name=x", f"attention={had}", "steps=1").code == 0
+    begins = f"attention=auto takes tiled here, and the run had {had}: "
+    evaluated = call(train, *where, "eval_only=true", "resume=x", "attention=auto")
+    assert begins + "the numbers differ by rounding" in evaluated.out.splitlines()
+    sampled = call(sample, *where, "run=x", "max_new_tokens=1", "impl=auto")
+    assert begins + "the numbers differ by rounding" in sampled.err.splitlines()
+    assert begins + differ in call(train, *where, "resume=x", "steps=2", "attention=auto").out.splitlines()
 
 
 def test_a_broken_runs_other_attention_promises_no_like_numbers(call, small, tmp_path):

@@ -46,7 +46,7 @@ from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config
-from training.machine import is_out_of_memory
+from training.machine import device_type, is_out_of_memory
 from training.shard import as_in, gathered, is_shared, local, own_connection
 
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -91,15 +91,23 @@ class Checkpoint:
             attention = replace(attention, impl="triton")
         return resolve(attention, device.type, break_it)
 
-    def other_attention(self, asked: AttentionConfig, taken: AttentionConfig) -> str | None:
-        """A line for the user if attention=auto, as asked, takes another implementation here than the run had."""
-        had = self.state.get("about", {}).get("attention")  # weights from elsewhere do not say
+    def other_attention(self, asked: AttentionConfig, model: GPT) -> str | None:
+        """A line for the user if attention=auto, as asked, takes another implementation here than the run had. model:
+        with the attention taken. In evaluation mode it drops nothing."""
+        about, taken = self.state.get("about", {}), model.attention_config
+        had = about.get("attention")  # weights from elsewhere do not say
         if asked.impl != "auto" or had in (None, taken.impl):
             return None
-        numbers = "numbers differ by rounding"
+        # sdpa draws masks of its own. The others draw them from a seed, which a GPU draws otherwise than a CPU.
+        moved = device_type(about["device"]) != model.embedding.weight.device.type
+        other_masks = taken.dropout_p > 0 and (moved or "sdpa" in (had, taken.impl))
+        other_masks |= model.config.dropout_p > 0 and moved
+        numbers = "the numbers differ by rounding"
         if self.state["broken"]:
-            numbers = "tiles may have other sizes, and then broken attention computes other numbers"
-        return f"attention=auto takes {taken.impl} here, and the run had {had}: the {numbers}"
+            numbers = "the tiles may have other sizes, and then broken attention computes other numbers"
+        elif model.training and other_masks:
+            numbers = "the dropout masks differ, so the numbers differ by more than rounding"
+        return f"attention=auto takes {taken.impl} here, and the run had {had}: {numbers}"
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -480,12 +488,13 @@ def _step(path: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume") -> Path:
+def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume", best: bool = False) -> Path:
     """The checkpoint folder that train.py's `resume=` or sample.py's `run=` names.
 
     resume: the path of a checkpoint or of a run, the name of a run under `runs`, or "auto" ("latest" for run=). "auto"
         is the last checkpoint of the run `name`; if name is None, of the run that saved last.
     option: "resume" or "run", for the messages.
+    best: find_best() asks, so nothing is resumed.
 
     If a run's newest checkpoint is damaged, returns the newest complete one and says so on stderr. A checkpoint that is
     given by its own path is never replaced by another: `load` says that it is damaged.
@@ -513,7 +522,7 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     for path in reversed(found):
         if _complete(path):
             if path != found[-1]:
-                instead = f": resuming from {path} instead" if option == "resume" else ""
+                instead = f": resuming from {path} instead" if option == "resume" and not best else ""
                 print(f"checkpoint {found[-1]} is damaged{instead}", file=sys.stderr)
             return path
     problem = "no complete checkpoint among those" if found else "no checkpoint"
@@ -533,7 +542,7 @@ def find_best(run: str, runs: Path, name: str | None = None, option: str = "run"
 
     run, name, option: as resume, name and option in `find_resume`. Raises the same ValueErrors.
     """
-    last = find_resume(run, runs, name, option)
+    last = find_resume(run, runs, name, option, best=True)
     left = all_checkpoints(last.parent)
     while path := _lowest_loss(left):
         if _complete(path, ["model.safetensors", "tokenizer.json"]):

@@ -318,7 +318,7 @@ def evaluate(cfg: Any) -> int:
 
     broken = trained.state["broken"]
     show(f"{stamp(broken)}{trained.path} on the validation text of {dataset.folder}")
-    if other := trained.other_attention(cfg.attention, model.attention_config):
+    if other := trained.other_attention(cfg.attention, model):
         show(other)
     try:
         record = {"step": trained.step, **measure(model, batches, dataset, cfg.data.source, autocast)}

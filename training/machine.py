@@ -181,6 +181,11 @@ def about(device: torch.device) -> dict[str, str | int]:
     }
 
 
+def device_type(name: str) -> str:
+    """The type of the device that about() names so: cpu, mps or cuda."""
+    return next((kind for kind in ("cpu", "mps") if name.startswith(kind)), "cuda")
+
+
 def version(package: str) -> str:
     """The version of an installed package, or "none"."""
     try:

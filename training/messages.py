@@ -31,7 +31,7 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
         say(f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose")
     if resumed and (changes := changed(config_of(resumed, type(cfg)), asdict(cfg))):
         say(f"changed since the checkpoint: {', '.join(changes)}")
-    if resumed and (other := resumed.other_attention(cfg.attention, attention)):
+    if resumed and (other := resumed.other_attention(cfg.attention, model)):
         say(other)
     validated = resumed and resumed.state.get("validation")  # older checkpoints do not have it
     if validated and validated != fingerprint(dataset.val, dataset.val_documents):

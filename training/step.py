@@ -84,11 +84,11 @@ def choose_way(
         obstacle = f"{who} with model.activation_checkpointing=true reads the random state in Python"
     if wanted == "graph" and obstacle:
         raise ValueError(f"compile=graph: {obstacle}; use compile=auto")
-    if wanted == "auto" and (device.type != "cuda" or attention.impl == "tiled"):
-        return "eager", obstacle
-    if wanted in ("auto", "graph") and not obstacle:
+    if wanted in ("true", "false"):
+        return ("compiled" if wanted == "true" else "eager"), f"compile={wanted}"
+    if not obstacle:
         return "recorded", ""
-    return ("eager" if wanted == "false" else "compiled"), obstacle or f"compile={wanted}"
+    return ("eager" if device.type != "cuda" or attention.impl == "tiled" else "compiled"), obstacle
 
 
 class Numbers(NamedTuple):
