@@ -80,7 +80,7 @@ def gpu_times(action: Callable, device: torch.device) -> list[float]:
     on_host = (time.perf_counter() - started) / 5  # seconds of a launch
     torch.cuda.synchronize(device)
     ms = statistics.median(began.elapsed_time(ended) for began, ended in events)
-    count = min(100, max(10, int(300 / ms)))  # long enough for the clock that the GPU keeps up
+    count = min(100, max(5, int(100 / ms)))
     torch.cuda._sleep(int(2e9 * min(1.0, 1.2 * on_host * count)))  # clock cycles: an H200 has at most 2e9 a second
     events = runs(count)
     torch.cuda.synchronize(device)

@@ -322,6 +322,11 @@ def test_inputs_are_random_and_the_same_each_time():
     assert not any(torch.equal(a, b) for a, b in pairwise(x))
 
 
+def test_of_several_turns_each_pass_has_its_median():
+    turns = [[{"pass": "forward", "ms": f}, {"pass": "backward", "ms": b}] for f, b in ((3, 5), (1, 4), (2, 9))]
+    assert race.middle(turns) == [{"pass": "forward", "ms": 2}, {"pass": "backward", "ms": 5}]
+
+
 def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch, tmp_path, capsys):
     found = [{"pass": which, "ms": 100.0, "tflops": 1.0, "peak_mib": 1.0} for which in race.PASSES]
     asked = []
