@@ -16,9 +16,9 @@
 mode=race. Runs ours (naive, tiled, triton) and the peers that are installed (torch's kernels one by one, FlexAttention,
 FlashAttention-4), with and without a causal mask and dropout. First it compares each with naive in float64. If one of
 ours is wrong, the bench ends; a peer that is wrong is left out. Forward and backward are timed apart (medians). On a
-GPU each implementation has three turns at each length, of which the middle one counts. FLOPs count the visible pairs of
-query and key, however many were computed: 4 B H D per pair in the forward, 2.5 times that in the backward. A causal
-mask alone counts as half of T x T, as is usual.
+GPU each implementation has three turns at each length. Of each pass the median of the three counts. FLOPs count the
+visible pairs of query and key, however many were computed: 4 B H D per pair in the forward, 2.5 times that in the
+backward. A causal mask alone counts as half of T x T, as is usual.
 
 A line of the table is one implementation at one length. It has ms and FLOP/s of each pass; their share of the peak, on
 a GPU with a known peak and in 16 bits; the time relative to the fastest; and MiB, the peak memory of one forward and

@@ -39,7 +39,7 @@ from data.text import counted
 from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
 from model.cache import PAGE, KVCache
-from model.generate import PAST_CONTEXT, Sampler, Session, generate
+from model.generate import PAST_CONTEXT, Sampler, Session, generate, tokens_seen
 from model.gpt import GPT
 from training import checkpoint, config, exchange
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
@@ -181,14 +181,14 @@ def main(cfg: Config) -> None:
     prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
         print(f"prompt: {counted(len(prompt) - 1, 'token')} from {cfg.prompt_file}", file=sys.stderr)
-    if len(prompt) > (context := model.config.context_length):
-        if cfg.past_context == "stop":
-            raise ValueError(
-                f"past_context=stop: the prompt's {len(prompt) - 1} tokens leave no room in a context of {context}; "
-                "use past_context=slide or past_context=half"
-            )
-        if len(prompt) - 1 > context:  # if not, only the token that begins a text is not seen
-            print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {context}", file=sys.stderr)
+    if len(prompt) > (context := model.config.context_length) and cfg.past_context == "stop":
+        raise ValueError(
+            f"past_context=stop: the prompt's {len(prompt) - 1} tokens leave no room in a context of {context}; "
+            "use past_context=slide or past_context=half"
+        )
+    seen = tokens_seen(len(prompt), context, cfg.past_context)
+    if seen < len(prompt) - 1:  # without the token that begins a text
+        print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {seen}", file=sys.stderr)
     if cfg.cache != "false" and (refused := model.cache_refusal()) is not None:
         print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
     writer = Writer(cfg, model, encoding, prompt, text, stamp(broken))

@@ -509,8 +509,8 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     if how.AT_MOST:
         last = gl.minimum(position + task.at_most, last)
     if how.D == 128 and not how.RAGGED:
-        # By arithmetic. ptxas tests conditions early and keeps them as bits, which takes three more instructions for
-        # each weight. Where the mask cuts more, this would need too many registers.
+        # By arithmetic: three instructions for each weight, where ptxas takes five for a condition. At D = 64 it was
+        # no faster, and where the mask cuts more it needs too many registers (LOG.md).
         reach = gl.maximum(gl.minimum(last - tile * how.BLOCK_N, how.BLOCK_N), -1).to(gl.float32) + 0.5
         j = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
         return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(j, 0)) * float("inf"))

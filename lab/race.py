@@ -40,8 +40,9 @@ SDPA = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 IMPLS = (*OURS, *SDPA, "flex", "flash4")
-TURNS = 3  # of each implementation at each case on a GPU, whose clock changes with its temperature
+TURNS = {"cuda": 3}  # of each implementation at each case: single turns differ by up to 9 % (LOG.md)
 CPU = torch.device("cpu")
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,18 @@ def race(
                 print(too_large, flush=True)
                 break  # nor do greater lengths fit
             turns: dict[str, list[list[dict]]] = {name: [] for name in names}
-            for _ in range(TURNS if device.type == "cuda" else 1):
+            made: dict[str, Attention] = {}
+            for _ in range(TURNS.get(device.type, 1)):
                 for name in names:
                     if pace.get(name, 0.0) * case.flops("forward+backward") > patience:
                         ended.setdefault(name, "slow")
-                    found = ended.get(name) or attempt(told, weigh, name, case, block, x)
+                    found = ended.get(name) or attempt(told, weigh, name, case, block, x, made)
                     if isinstance(found, str):
                         ended[name] = found
                     else:
                         turns[name].append(found)
             fresh = []  # the rows of this case
-            weighed = {name: ended.get(name) or middle(turns[name]) for name in names}
+            weighed = {name: middle(turns[name]) if turns[name] else ended[name] for name in names}
             for name, found in weighed.items():
                 if not isinstance(found, str):
                     pace[name] = found[-1]["ms"] / 1e3 / case.flops("forward+backward")
@@ -322,7 +324,7 @@ def entrants(impls: list[str] | None, device: torch.device) -> list[str]:
     return names
 
 
-def attention_of(name: str, case: Case, block: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attention_of(name: str, case: Case, block: int, device: torch.device) -> Attention:
     """f in o = f(q, k, v), for one case. Masks and seeds are made here, so they are not timed.
 
     Raises ImportError for a peer that is not installed, ValueError for dropout or a mask that the peer does not have.
@@ -490,11 +492,11 @@ def middle(turns: list[list[dict]]) -> list[dict]:
     return [sorted(rows, key=lambda row: row["ms"])[len(rows) // 2] for rows in zip(*turns, strict=True)]
 
 
-def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> list[dict]:
+def weigh(name: str, case: Case, block: int, x: list[Tensor], made: dict[str, Attention]) -> list[dict]:
     """Measures one implementation: a row for each pass with its name, ms, tflops and peak_mib (for both passes
-    together)."""
+    together). made: what attention_of() has made for this case, so that FlexAttention is compiled once."""
     q, k, v, do = x
-    f = attention_of(name, case, block, q.device)
+    f = made.get(name) or made.setdefault(name, attention_of(name, case, block, q.device))
     peak = peak_bytes(lambda: forward_and_backward(f, x), q.device)
     forward = median_ms(lambda: f(q, k, v), q.device)
     o = f(q, k, v)

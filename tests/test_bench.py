@@ -331,7 +331,7 @@ def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch
     found = [{"pass": which, "ms": 100.0, "tflops": 1.0, "peak_mib": 1.0} for which in race.PASSES]
     asked = []
 
-    def weigh(name, case, block, x):
+    def weigh(name, case, block, x, made):
         asked.append((name, case.T))
         return [n | {"ms": n["ms"] if name == "naive" else 1.0} for n in found]
 
@@ -349,11 +349,11 @@ def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch
 def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypatch, tmp_path, capsys):
     right, lengths = race.weigh, []
 
-    def weigh(name, case, block, x):
+    def weigh(name, case, block, x, made):
         if name == "naive" and case.T > 16:
             lengths.append(case.T)
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: you tried to allocate 9999999 bytes")
-        return right(name, case, block, x)
+        return right(name, case, block, x, made)
 
     monkeypatch.setattr(race, "weigh", weigh)
     options = {"impls": ["naive", "tiled"], "lengths": [16, 32, 64], "causal": [True], "dropout_p": [0.0]}
@@ -363,6 +363,34 @@ def test_what_does_not_fit_is_a_row_without_numbers_and_ends_the_series(monkeypa
     ]
     assert [(row["T"], bool(row["peak_mib"])) for row in rows] == [("16", True), ("32", False), ("64", False)]
     assert lengths == [32]
+
+
+def test_what_runs_out_of_memory_in_a_later_turn_keeps_its_turns_and_ends_the_series(monkeypatch, tmp_path):
+    right, calls = race.weigh, []
+
+    def weigh(name, case, block, x, made):
+        calls.append(case.T)
+        if len(calls) == 3:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: you tried to allocate 9999999 bytes")
+        return right(name, case, block, x, made)
+
+    monkeypatch.setattr(race, "weigh", weigh)
+    monkeypatch.setitem(race.TURNS, "cpu", 3)
+    options = {"impls": ["naive"], "lengths": [16, 32], "causal": [True], "dropout_p": [0.0]}
+    bench.main(bench.Config(**SMALL | options | {"out": str(tmp_path)}))
+    rows = [row for row in read(tmp_path / "results.csv") if row["pass"] == "forward"]
+    assert [(row["T"], bool(row["ms"])) for row in rows] == [("16", True), ("32", False)]
+    assert calls == [16, 16, 16]
+
+
+def test_an_attention_is_made_once_for_the_turns_of_a_case(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(race, "check", lambda names, *_: names)
+    monkeypatch.setattr(race, "attention_of", lambda *args: made.append(args[:2]) or attention_of(*args))
+    monkeypatch.setitem(race.TURNS, "cpu", 3)
+    options = {"impls": ["naive"], "lengths": [16, 32], "causal": [True], "dropout_p": [0.0]}
+    bench.main(bench.Config(**SMALL | options | {"out": str(tmp_path)}))
+    assert [case.T for _, case in made] == [16, 32]
 
 
 def test_inputs_that_do_not_fit_are_a_line_and_the_race_goes_on(monkeypatch, tmp_path, capsys):
@@ -392,10 +420,10 @@ def test_a_race_whose_inputs_never_fit_ends_in_one_line(tmp_path):
 def test_a_race_that_is_cut_short_keeps_the_rows_it_has(monkeypatch, tmp_path):
     right = race.weigh
 
-    def weigh(name, case, block, x):
+    def weigh(name, case, block, x, made):
         if case.T > 16:
             raise KeyboardInterrupt
-        return right(name, case, block, x)
+        return right(name, case, block, x, made)
 
     monkeypatch.setattr(race, "weigh", weigh)
     with pytest.raises(KeyboardInterrupt):

@@ -265,6 +265,8 @@ def test_a_prompt_that_is_longer_than_the_context_is_said(call, parrots):
     said = "of the prompt's 65 tokens, the model sees only the last 64\n"
     assert said in call(sample, f"runs={parrots}", f"prompt={65 * 'a'}", "max_new_tokens=1").err
     assert "of the prompt" not in call(sample, f"runs={parrots}", f"prompt={64 * 'a'}", "max_new_tokens=1").err
+    half = call(sample, f"runs={parrots}", f"prompt={64 * 'a'}", "max_new_tokens=1", "past_context=half").err
+    assert "of the prompt's 64 tokens, the model sees only the last 33\n" in half
 
 
 def test_the_end_says_how_many_tokens_there_were_and_how_fast(call, parrots):
