@@ -497,6 +497,17 @@ def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(cal
 OTHER_MASKS = "the dropout masks differ, so the numbers differ by more than rounding"
 
 
+def test_a_run_that_goes_on_with_sdpa_has_other_dropout_masks():
+    """A GPU may take sdpa; a CPU does not, so no command shows it there."""
+    state = {"about": {"attention": "tiled", "device": "cpu x86_64"}, "broken": []}
+    model = SimpleNamespace(
+        attention_config=AttentionConfig("sdpa", dropout_p=0.1), config=SimpleNamespace(dropout_p=0.0), training=True,
+        embedding=torch.nn.Embedding(1, 1),
+    )  # fmt: skip
+    said = checkpoint.Checkpoint.other_attention(SimpleNamespace(state=state), AttentionConfig("auto"), model)
+    assert said == f"attention=auto takes sdpa here, and the run had tiled: {OTHER_MASKS}"
+
+
 @pytest.mark.parametrize(
     ("had", "dropout", "on_gpu", "differ"),
     [
