@@ -17,9 +17,10 @@ is the same in plain PyTorch, and docs/attention.md has the formulas under "The 
         0     the program that has the new token's slot takes in its key and value, and keeps them
         6     the last program of a key head merges all splits
 
-The kernel reads the position of each sequence from device memory, and cuts the keys that are there into equal parts.
-So one CUDA graph serves while the sequences grow. A program whose part is empty ends at once. A page is a whole number
-of tiles, so a tile needs one number from the table, and computes the same bits as in a buffer.
+The kernel reads the position of each sequence from device memory, so one CUDA graph serves while the sequences grow.
+The programs of a key head take its tiles of keys in turn, as cards are dealt: what they read at one time lies together
+in memory, which is a little faster (LOG.md). A program without a tile ends at once. A page is a whole number of tiles,
+so a tile needs one number from the table, and computes the same bits as in a buffer.
 
 From Hopper on a program begins before the kernel ahead of it has ended. It asks for its first tiles, which past tokens
 have written, and then waits for q. So its start takes no time of its own. The new token's key and value come from the
@@ -160,13 +161,10 @@ def decode_kernel(
     b, h_kv = n // H_kv, n % H_kv
     at = tl.load(position + b)
     T_k = tl.minimum(at + 1, S).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(T_k, splits), BLOCK_N) * BLOCK_N  # keys of a split
-    parts = tl.cdiv(T_k, share)  # splits that have keys
+    parts = tl.minimum(splits, tl.cdiv(T_k, BLOCK_N))  # splits that have keys
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel may begin; it waits for the results of this one
     if split < parts:
-        start = split * share
-        stop = tl.minimum(start + share, T_k)
         slot = (at % S).to(tl.int32)
         if table is not None:
             table += b * table_b
@@ -174,12 +172,12 @@ def decode_kernel(
         h = h_kv * G + g
         inside = (g < G)[:, None] & (d < D)[None, :]
         rows = q + (b * q_b + h * q_h)[:, None]
-        m, l, acc = one_split(rows, inside, keys, values, n, h_kv, start, stop, h, g < G, at, slot, S, H_kv, table,
-                              slopes, cos, sin, scale, scale2, softcap, D, P, BLOCK_N, APART, PRECISION, STAGES,
-                              EARLY)  # fmt: skip
+        m, l, acc = one_split(rows, inside, keys, values, n, h_kv, split, splits, T_k, h, g < G, at, slot, S, H_kv,
+                              table, slopes, cos, sin, scale, scale2, softcap, D, P, BLOCK_N, APART, PRECISION,
+                              STAGES, EARLY)  # fmt: skip
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()  # at the latest now
-        if (slot >= start) & (slot < stop):  # 0
+        if slot // BLOCK_N % splits == split:  # 0
             k_i = head(k + b * k_b + h_kv * k_h, d, d < D, at, cos, sin, D)
             v_i = tl.load(v + b * v_b + h_kv * v_h + d, mask=d < D, other=0.0)
             row = place(slot, page_of(slot, table, P), n, h_kv, S, H_kv, P) * D + d
@@ -235,11 +233,11 @@ def place(slot, page, n, h_kv, S, H_kv, P: tl.constexpr):
 
 
 @triton.jit
-def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, slot, S, H_kv, table, slopes, cos, sin,
-              scale, scale2, softcap, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
-              PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Steps 1 to 5 over the keys from start to stop, without the new token's: m in base 2, l (ROWS,) and acc (ROWS,
-    BLOCK_D).
+def one_split(rows, inside, keys, values, n, h_kv, split, splits, T_k, h, is_head, at, slot, S, H_kv, table, slopes,
+              cos, sin, scale, scale2, softcap, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+              APART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Steps 1 to 5 over the tiles split, split + splits, split + 2 splits, .., without the new token's key: m in base
+    2, l (ROWS,) and acc (ROWS, BLOCK_D).
 
     rows, inside (ROWS, BLOCK_D): where q is. With APART above 1 all tensors have one more dimension, APART parts of a
     tile. Each warp has one, and a state of its own until the end. So no warp waits for another.
@@ -257,8 +255,9 @@ def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, 
     l = tl.zeros(inside.shape[:-1], tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + h, mask=is_head, other=0.0)[:, None]
+    start, step = split * BLOCK_N, splits * BLOCK_N
     page = page_of(start, table, P)
-    for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
+    for first in tl.range(start, T_k, step, num_stages=STAGES):
         # In the first turn, because Triton asks for the first tiles ahead of the loop: they are on their way by now.
         if first == start:
             if EARLY:
@@ -267,8 +266,8 @@ def one_split(rows, inside, keys, values, n, h_kv, start, stop, h, is_head, at, 
         j = first + within
         tile = place(first, page, n, h_kv, S, H_kv, P) * D + tl.expand_dims(within * D, -1) + d
         # Of the next tile. If a tile loaded its own number, Triton would have fewer tiles on their way.
-        page = page_of(tl.minimum(first + BLOCK_N, stop - 1), table, P)
-        seen = (j < stop) & (j != slot)
+        page = page_of(tl.minimum(first + step, T_k - 1), table, P)
+        seen = (j < T_k) & (j != slot)
         known = tl.expand_dims(seen, -1) & (d < D)
         k_j = tl.load(keys + tile, mask=known, other=0.0)
         s = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
