@@ -197,8 +197,12 @@ def main(cfg: Config) -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        fewer = f"num_samples={cfg.num_samples // 2}" if cfg.num_samples > 1 else "a smaller model or device=cpu"
-        raise ValueError(f"out of memory with num_samples={cfg.num_samples} in one batch; use {fewer}") from error
+        print()  # the error has a line of its own
+        fewer = [f"num_samples={cfg.num_samples // 2}"] if cfg.num_samples > 1 else ["a smaller model"]
+        fewer += ["cache=paged"] if cfg.cache == "contiguous" else []  # which grows with the text
+        fewer += [] if model.embedding.weight.device.type == "cpu" else ["device=cpu"]
+        tried = f"num_samples={cfg.num_samples} in one batch and cache={cfg.cache}"
+        raise ValueError(f"out of memory with {tried}; use {' or '.join(fewer)}") from error
 
 
 def write(writer: Writer) -> None:

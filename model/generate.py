@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.problem import runs_kernels
 from model.cache import KVCache
 from model.gpt import GPT
-from model.token import Generators, NextToken
+from model.token import Generators, NextToken, next_logits
 
 PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
 SPOILT = "the logits are NaN or infinite: the weights of this checkpoint are spoilt; use an earlier one"
@@ -249,7 +249,10 @@ def each_token(
             found = keep.recorded(found[: len(texts)])
         else:
             kept.advance()
-            found = keep.choose(model.next_logits(found[: len(texts), None], kept))
+            token = found[: len(texts)]
+            # Interpreted kernels would be slower than the modules.
+            logits = next_logits(model, token, kept) if kept.at is None else model.next_logits(token[:, None], kept)
+            found = keep.choose(logits)
         yield found
         if kept is None or max(lengths) + max_new_tokens > context:  # or the texts are not needed again
             tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place

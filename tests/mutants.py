@@ -29,6 +29,7 @@ SECONDS = 600  # that the tests of one fault may take
 
 PENALTY = "cache::test_a_talk_is_penalized_as_one_prompt_with_its_text"
 PAGES = "cache::test_pages_change_no_token_past_the_context"
+TOKEN = "cache::test_a_token_has_the_bits_of_the_modules"
 IN_PAGES = "decode::test_a_token_has_the_same_bits_in_pages"
 BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
 NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
@@ -266,6 +267,13 @@ TABLE = [
     ("half keeps everything", "(context - context // 2)", "1", "cache"),
     ("stop is a token early", "context - max(lengths) + 1", "context - max(lengths)", "cache"),
     ("every token runs the whole text", "found is None or sees !=", "True or sees !=", "cache"),
+    # --- a token on a CPU ---
+    ("a token is not rotated", "rotate(q, *rope), rotate(k, *rope), None", "q, k, None", TOKEN),
+    ("a token has no residual", "y = add + y", "pass", TOKEN),
+    ("a token has no norm", "x = norm.forward(x)", "pass", TOKEN),
+    ("a token's gate is lost", "ACTIVATIONS[activation](F.linear(x, gate.weight, gate.bias)) * y", "y", TOKEN),
+    ("a token has the first one's position", "x + positions[at].view(-1, x.shape[1])", "x + positions[0]", TOKEN),
+    ("a token's logits have padding", "y[:, :outputs]", "y", TOKEN),
     # --- a token's kernels ---
     ("the new token is not kept", "if slot // BLOCK_N % splits == split:", "if slot < 0:", "decode"),
     ("a tile has the new token's slot", "seen = (j < T_k) & (j != slot)", "seen = j < T_k", "decode"),

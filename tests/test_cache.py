@@ -15,6 +15,7 @@ from model.cache import PAGE, decode, merge
 from model.generate import Sampler, Session, generate, run_prompts, tokens_seen
 from model.gpt import GPT, GPTConfig
 from model.tiled import LOG2E
+from model.token import next_logits
 from tests.reference import CASES, DTYPES, Case, case_name, error, largest, oracle, run, visible
 
 CONTEXT = 24
@@ -78,7 +79,7 @@ def logits_of(model: GPT, prompts: list[torch.Tensor], follow: torch.Tensor, cac
             found.append(torch.cat([model.next_logits(text[None]) for text in grown]))
         else:
             cache.advance()
-            found.append(model.next_logits(follow[:, i : i + 1], cache))
+            found.append(next_logits(model, follow[:, i], cache))
     return torch.stack(found)
 
 
@@ -159,6 +160,22 @@ def test_what_the_model_sees_of_a_long_text():
     assert [tokens_seen(n, 1, "half") for n in range(1, 5)] == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+@torch.no_grad()
+def test_a_token_has_the_bits_of_the_modules(changes, dtype):
+    """A block's forward is written twice. Texts of different lengths, past the end of a window of 3."""
+    found = []
+    for logits in (next_logits, lambda model, token, cache: model.next_logits(token[:, None], cache)):
+        model = made(dtype, **changes)
+        cache = model.new_cache(2)
+        run_prompts(model, texts(3, 6), cache)
+        for token in texts(2, 2, 2):
+            cache.advance()
+            found.append(logits(model, token, cache))
+    assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
+
+
 def test_a_seed_draws_the_same_tokens_with_and_without_a_cache():
     draws = [
         torch.stack(list(generate(made(), texts(4, 7), 60, Sampler(), torch.Generator().manual_seed(5), cache=cache)))
@@ -167,13 +184,19 @@ def test_a_seed_draws_the_same_tokens_with_and_without_a_cache():
     assert torch.equal(*draws)
 
 
+def watch(monkeypatch, model: GPT, seen) -> None:
+    """Calls seen() with the shape (B, T) of all that generate() runs: prompts by the modules, and tokens."""
+    prompts, tokens = model.next_logits, next_logits
+    monkeypatch.setattr(model, "next_logits", lambda idx, cache: seen(idx.shape) or prompts(idx, cache))
+    monkeypatch.setattr(
+        "model.generate.next_logits", lambda model, token, cache: seen((len(token), 1)) or tokens(model, token, cache)
+    )
+
+
 def test_each_token_runs_alone(monkeypatch):
     """After the prompts a call has one token of each sequence; with half, the context runs again only when it fills."""
     model, lengths = made(), []
-    next_logits = model.next_logits
-    monkeypatch.setattr(
-        model, "next_logits", lambda idx, cache: lengths.append(idx.shape[1]) or next_logits(idx, cache)
-    )
+    watch(monkeypatch, model, lambda shape: lengths.append(shape[1]))
     list(generate(model, torch.stack(texts(10, 10)), 30, Sampler(0), past_context="half"))
     assert lengths == [10, *[1] * 14, 13, *[1] * 11, 13, 1, 1]
 
@@ -341,10 +364,7 @@ def test_a_row_writes_what_it_writes_alone(cache, past_context):
 
 def test_a_prompt_that_rows_share_runs_once(monkeypatch):
     model, shapes = made(), []
-    next_logits = model.next_logits
-    monkeypatch.setattr(
-        model, "next_logits", lambda idx, cache: shapes.append(tuple(idx.shape)) or next_logits(idx, cache)
-    )
+    watch(monkeypatch, model, lambda shape: shapes.append(tuple(shape)))
     list(generate(model, texts(9)[0].expand(3, -1), 4, Sampler(), one_generator(0)))
     assert shapes == [(1, 9), (3, 1), (3, 1), (3, 1)]
 
@@ -492,6 +512,7 @@ def test_a_turn_runs_only_what_is_new(monkeypatch):
     model, ran = made(), []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda idx, **more: ran.append(idx.shape[1]) or hidden(idx, **more))
+    monkeypatch.setattr("model.generate.next_logits", lambda *given: ran.append(1) or next_logits(*given))
     session = Session(model, Sampler(0), one_generator(0), past_context="half")
     text = texts(6)[0].tolist()
     text += session.answer(text, 3)

@@ -902,7 +902,8 @@ def test_without_a_network_the_message_says_where_the_file_belongs(call, tmp_pat
     line = ended.err.splitlines()[-1]
     assert line.startswith("sample: init_from=some/model is no run in runs and no folder, and http://127.0.0.1:9/")
     assert "http://127.0.0.1:9/some/model/resolve/main/config.json cannot be downloaded: ConnectionError" in line
-    assert line.endswith(f"or put the file at {tmp_path}/data/cache/hub/some/model/config.json yourself")
+    put = f"or put the file at {tmp_path}/data/cache/hub/some/model/config.json yourself"
+    assert line.endswith(f"{put}, and tokenizer.json and model.safetensors beside it")
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../b", "/nowhere", "a b", "a/b/c", "resume"])

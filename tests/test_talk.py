@@ -95,14 +95,22 @@ def test_texts_are_printed_in_order_and_the_first_as_it_is_made(monkeypatch, cap
     assert seen == ["1:", "a", "d", "\n2:b\n3:c", "e", "\n"]
 
 
-def test_memory_that_runs_out_is_one_line(speak, monkeypatch):
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["num_samples=8"], "num_samples=8 in one batch and cache=contiguous; use num_samples=4 or cache=paged"),
+        (["cache=paged"], "num_samples=1 in one batch and cache=paged; use a smaller model"),
+    ],
+)
+def test_memory_that_runs_out_is_one_line(speak, monkeypatch, keys, said):
     def fake(*options, **more):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\n")
 
     monkeypatch.setattr(sample, "generate", fake)
-    ended = speak("num_samples=8")
+    ended = speak(*keys)
     assert ended.code == 2
-    assert ended.err.splitlines()[-1] == "sample: out of memory with num_samples=8 in one batch; use num_samples=4"
+    assert ended.out.endswith("\n")
+    assert ended.err.splitlines()[-1] == f"sample: out of memory with {said}"
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def find(source: str, runs: Path, cache: Path) -> Path:
     try:
         fetch(source, folder, CONFIG, LIMIT[CONFIG])
     except ValueError as error:
-        raise ValueError(f"init_from={source} is no run in {runs} and no folder, and {error}") from error
+        rest = "" if isinstance(error, NotThere) else ", and tokenizer.json and model.safetensors beside it"
+        raise ValueError(f"init_from={source} is no run in {runs} and no folder, and {error}{rest}") from error
     return folder
 
 
