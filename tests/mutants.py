@@ -252,7 +252,7 @@ TABLE = [
     ("pages do not come back", "self.free.append(page)", "pass", "cache::test_memory_follows_the_lengths"),
     ("a prompt is not shared", "cache.begin(len(texts[0]), slice(len(texts)), shared=True)",
      "cache.begin(len(texts[0]), slice(len(texts)))", "cache::test_samples_of_one_prompt_share_its_full_pages"),
-    ("a tile reads the page before its own", "tl.minimum(first + BLOCK_N, stop - 1)", "first",
+    ("a tile reads the page before its own", "tl.minimum(first + step, T_k - 1)", "first",
      "decode::test_one_row_is_within_twice_naives_error_however_the_keys_are_split"),
     ("a recorded token reads pages that have moved", "self.moved != self.cache.moved:", "False:",
      "decode::test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves"),
