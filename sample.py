@@ -199,7 +199,8 @@ def main(cfg: Config) -> None:
             raise
         print()  # the error has a line of its own
         fewer = [f"num_samples={cfg.num_samples // 2}"] if cfg.num_samples > 1 else ["a smaller model"]
-        fewer += ["cache=paged"] if cfg.cache == "contiguous" else []  # which grows with the text
+        if cfg.cache == "contiguous" and model.cache_refusal() is None:
+            fewer.append("cache=paged")  # which grows with the text
         fewer += [] if model.embedding.weight.device.type == "cpu" else ["device=cpu"]
         tried = f"num_samples={cfg.num_samples} in one batch and cache={cfg.cache}"
         raise ValueError(f"out of memory with {tried}; use {' or '.join(fewer)}") from error

@@ -894,6 +894,16 @@ def test_a_name_without_safetensors_is_refused(serve, folder, call, tmp_path, mo
     assert "the server answers 404" in ended.err.splitlines()[-1]
 
 
+def test_of_a_name_that_is_not_there_no_other_file_is_asked_for(serve, folder, call, tmp_path, monkeypatch):  # noqa: F811
+    (folder / "config.json").unlink()
+    monkeypatch.setenv("HF_ENDPOINT", serve(hub(folder)).url.removesuffix("/folder"))
+    monkeypatch.chdir(tmp_path)
+    ended = call(sample, "init_from=some/model", "device=cpu")
+    assert ended.code == 2
+    assert "the server answers 404" in ended.err.splitlines()[-1]
+    assert ended.err.splitlines()[-1].endswith("config.json yourself")
+
+
 def test_without_a_network_the_message_says_where_the_file_belongs(call, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
