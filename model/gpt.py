@@ -453,7 +453,7 @@ class GPT(Unit):
     def loss(self, x: Tensor, added: Added | None, targets: Tensor, z_loss: float) -> Tensor:
         """What through_blocks() returns, to the mean loss. targets and z_loss: as in forward()."""
         x = last_norm(self.norm, x, added)
-        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss)
+        return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss, self.config.vocab_size)
 
     def compiled(self, compile: Callable[[Callable], Callable]) -> Callable[..., Tensor]:
         """forward() with targets, compiled in parts: the embedding, a block, the loss. Blocks that are alike are

@@ -27,11 +27,16 @@ KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits 
 IGNORE = -1  # tokens with this target do not count
 
 
-def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+def next_token_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, symbols: int | None = None
+) -> Tensor:
     """Mean of -log softmax(x weight^T)[target] over the tokens with a target other than IGNORE.
 
     x (N, C), weight (V, C), both float; targets int64 (N,). Products run in autocast's dtype if it is on, softmax and
     sums in float32 (float64 for float64 inputs). Returns a scalar in nats; NaN if no target counts, as in torch.
+
+    symbols: only the first so many rows of weight are tokens; None: all. The others are padding: the softmax is over
+    the tokens alone, and their gradient is 0. The product has them, because it is faster with a round size.
 
     z_loss: PaLM's coefficient (arXiv 2204.02311, section 5; 1e-4 there) of the mean of lse^2. It pulls the logits'
     log-sum-exp to 0, so that the logits do not drift to values where bf16 is coarse. Only the gradient includes this
@@ -41,11 +46,11 @@ def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 
     if not torch.is_grad_enabled():  # checked here: inside the Function grad mode is always off
         x, weight = x.detach(), weight.detach()
     with torch.autocast(x.device.type, enabled=False):
-        return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets, z_loss)
+        return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets, z_loss, symbols or len(weight))
 
 
 @torch.no_grad()
-def loss_of_each(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def loss_of_each(x: Tensor, weight: Tensor, targets: Tensor, symbols: int | None = None) -> tuple[Tensor, Tensor]:
     """-log softmax(x weight^T)[target] of every token, (N,), and whether its target has the largest logit, bool (N,).
 
     The arguments and dtypes are those of next_token_loss(), and so is the loss, in nats. A token with the target IGNORE
@@ -56,7 +61,7 @@ def loss_of_each(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Te
     with torch.autocast(x.device.type, enabled=False):
         x, weight = x.to(dtype), weight.to(dtype)
         for x_i, targets_i in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
-            losses_i, logits = by_torch(x_i, weight, targets_i[:, None], 0.0, want_gradient=False)
+            losses_i, logits = by_torch(x_i, weight, targets_i[:, None], 0.0, False, symbols or len(weight))
             losses.append(losses_i[:, 0])
             right.append(logits.argmax(-1) == targets_i)
     return torch.cat(losses), torch.cat(right)
@@ -72,12 +77,12 @@ class NextTokenLoss(torch.autograd.Function):
     """next_token_loss() without autocast: x and weight already have the dtype of the products."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, z_loss):
+    def forward(ctx, x, weight, targets, z_loss, symbols):
         want_x, want_weight = ctx.needs_input_grad[:2]
         kernel = has_loss_kernel(x)
         # torch.compile cannot look into the kernel, so it gets an op. Elsewhere the op would only cost its dispatch.
         sums = torch.ops.tilegpt.loss_sums if kernel and torch.compiler.is_compiling() else sums_in_chunks
-        total, dx, dweight = sums(x, weight, targets, z_loss, want_x, want_weight, kernel)
+        total, dx, dweight = sums(x, weight, targets, z_loss, want_x, want_weight, kernel, symbols)
         count = (targets != IGNORE).sum()
         # dweight stays in float32 until the backward divides it: the sum over all tokens may exceed fp16 too.
         ctx.save_for_backward(dx if want_x else None, dweight if want_weight else None, count)
@@ -95,7 +100,7 @@ class NextTokenLoss(torch.autograd.Function):
             dx = torch.mul(dx, factor, out=torch.empty_like(dx))
         if dweight is not None:
             dweight = (dweight * (factor / unit_of(ctx.dtype))).to(ctx.dtype)
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None
 
 
 def has_loss_kernel(x: Tensor) -> bool:
@@ -110,13 +115,20 @@ def unit_of(dtype: torch.dtype) -> float:
 
 
 def sums_in_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, want_x: bool, want_weight: bool, kernel: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_loss: float,
+    want_x: bool,
+    want_weight: bool,
+    kernel: bool,
+    symbols: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses, scalar; its gradients dx (N, C) like x and dweight (V, C), times unit_of(x.dtype).
 
     The sum and dweight are float32, or float64 with x. A gradient that is not wanted is empty.
     """
-    total, dx, dweight = empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel)
+    total, dx, dweight = empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel, symbols)
     total.zero_()
     dweight.zero_()
     unit = unit_of(x.dtype)
@@ -130,9 +142,10 @@ def sums_in_chunks(
         x_i, small_x_i, targets_i = (part[i : i + chunk] for part in (x, small_x, targets))
         if kernel:
             dlogits = x_i @ weight.T  # (chunk, V), the logits still
+            hide_padding(dlogits, symbols)
             losses = loss_in_place(dlogits, targets_i, IGNORE, z_loss, want_gradient)
         else:
-            losses, dlogits = by_torch(x_i, weight, targets_i[:, None], z_loss, want_gradient)
+            losses, dlogits = by_torch(x_i, weight, targets_i[:, None], z_loss, want_gradient, symbols)
         total += losses.sum()
         if want_x:
             torch.mm(dlogits, weight, out=dx[i : i + chunk])
@@ -144,7 +157,7 @@ def sums_in_chunks(
     return total, dx, dweight
 
 
-def empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel) -> tuple[Tensor, Tensor, Tensor]:
+def empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel, symbols) -> tuple[Tensor, Tensor, Tensor]:
     """What sums_in_chunks returns, uninitialised."""
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     dx = torch.empty_like(x) if want_x else x.new_empty(0)
@@ -156,12 +169,22 @@ sums_op = torch.library.custom_op("tilegpt::loss_sums", sums_in_chunks, mutates_
 sums_op.register_fake(empty_sums)
 
 
-def by_torch(x: Tensor, weight: Tensor, target: Tensor, z_loss: float, want_gradient: bool) -> tuple[Tensor, Tensor]:
+def hide_padding(logits: Tensor, symbols: int) -> None:
+    """Sets the logits (n, V) of rows that are no tokens to -inf: their weight and their gradient are then exactly 0. As
+    a condition in the kernel this made the kernel take 1.61 ms instead of 1.09 (16,384 x 50,304 in bf16, H200)."""
+    if symbols < logits.shape[-1]:
+        logits[:, symbols:] = -torch.inf
+
+
+def by_torch(
+    x: Tensor, weight: Tensor, target: Tensor, z_loss: float, want_gradient: bool, symbols: int
+) -> tuple[Tensor, Tensor]:
     """Losses (n, 1) of a chunk of n tokens, float32 (float64 with x), and the gradient of their sum with respect to the
     logits, (n, V) in x's dtype; without want_gradient the logits. target (n, 1)."""
     counted = target != IGNORE
     target = target.clamp(min=0)  # IGNORE is no index
     logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))  # (n, V)
+    hide_padding(logits, symbols)
     lse = logits.logsumexp(-1, keepdim=True)
     losses = (lse - logits.gather(-1, target)) * counted
     if not want_gradient:

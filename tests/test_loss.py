@@ -107,6 +107,37 @@ def test_without_gradients_the_value_is_the_same(path):
     assert torch.equal(found, next_token_loss(x, weight, targets).detach())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_are_no_symbols_do_not_count_and_get_no_gradient(compiled, path, monkeypatch):
+    """vocab_multiple adds rows to make products faster. The softmax took in their logits, so the loss was that of a
+    larger vocabulary, 0.07 above after four steps. Their values, however large, are not in it."""
+    monkeypatch.setattr(loss_module, "CHUNK", 16)
+    torch.compiler.reset()
+    loss_of = torch.compile(next_token_loss, fullgraph=True, backend="aot_eager") if compiled else next_token_loss
+    x, weight, targets = problem(40, torch.float32)
+    targets[3] = IGNORE
+    padded = torch.cat((weight, 100 * torch.ones(17, 12))).detach().requires_grad_()
+
+    def results(loss, x, weight):
+        dx, dweight = torch.autograd.grad(loss, (x, weight))
+        return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
+
+    def right(dtype):
+        a, b = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
+        logits = a @ b.T
+        penalty = 0.1 * logits.logsumexp(-1)[targets != IGNORE].square().mean()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE)
+        return results(loss + penalty, a, b) | {"loss": loss.detach()}
+
+    found = results(loss_of(x, padded, targets, 0.1, 31), x, padded)
+    assert not found["dweight"][31:].any()
+    found["dweight"] = found["dweight"][:31]
+    assert_within_budget(found, right(torch.float32), right(torch.float64))
+    each = [loss_module.loss_of_each(x.to(t), w.to(t), targets, 31)[0] for w, t in
+            ((padded, torch.float32), (weight, torch.float32), (weight, torch.float64))]  # fmt: skip
+    assert_within_budget(*({"loss": losses} for losses in each))
+
+
 def test_without_a_token_that_counts_the_mean_is_nan(path):
     x, weight, _ = problem(3, torch.float32)
     assert next_token_loss(x, weight, torch.full((3,), IGNORE)).isnan()
@@ -206,7 +237,7 @@ def of_logits(logits: torch.Tensor, targets: torch.Tensor, z_loss: float = 0.0) 
     written, one = logits.clone(), torch.ones(1, 1).to(logits)
     losses = loss_in_place(written, targets, IGNORE, z_loss, True)
     rows = [
-        loss_module.by_torch(one, row[:, None], target.view(1, 1), z_loss, True)
+        loss_module.by_torch(one, row[:, None], target.view(1, 1), z_loss, True, logits.shape[1])
         for row, target in zip(logits, targets, strict=True)
     ]
     of_torch = {"losses": torch.cat([loss[0] for loss, _ in rows]), "gradient": torch.cat([row for _, row in rows])}

@@ -30,7 +30,8 @@ from tests.test_bench import CPU, read
 from training import config
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context_length": 24, "vocab_size": 31, "vocab_multiple": 4}
+# No padding: nanoGPT counts the rows of its padding in the loss, and ours does not
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context_length": 24, "vocab_size": 31}
 VARIANTS = [{}, {"bias": False}, {"mlp": "gelu"}, {"dropout_p": 0.5}]
 TINY = Case(GPTConfig(**SIZES), 2)
 
@@ -154,7 +155,7 @@ def test_batches_are_random_windows_and_their_next_tokens():
 def test_nanogpts_model_is_given_the_same_sizes():
     module = ModuleType("nanogpt")
     module.GPT, module.GPTConfig = lambda given: given, lambda **given: given
-    config = GPTConfig(**SIZES | {"bias": False, "dropout_p": 0.25})
+    config = GPTConfig(**SIZES | {"bias": False, "dropout_p": 0.25, "vocab_multiple": 4})
     same = {name: SIZES[name] for name in ("n_layer", "n_head", "n_embd")}
     assert peer.theirs(module, config) == same | {
         "block_size": 24,
