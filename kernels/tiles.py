@@ -36,8 +36,8 @@ def lists(
     the CPU, so that they are complete whichever stream reads them. Returns int32 bounds (tiles, 4), which are
     between()'s four numbers as places in the list, and the lists, int32 (tiles, others).
     """
-    top = torch.arange(T_k - T, T_k, block_m)
-    left = torch.arange(0, T_k, block_n)
+    # device="cpu", because torch.set_default_device() may have named another
+    top, left = torch.arange(T_k - T, T_k, block_m, device="cpu"), torch.arange(0, T_k, block_n, device="cpu")
     bottom, right = (top + block_m - 1).clamp(max=T_k - 1), (left + block_n - 1).clamp(max=T_k - 1)
     seen, whole = under_tiles(blocks.cpu(), block_size, (top, bottom), (left, right))
     nearest, farthest = left - bottom[:, None], right - top[:, None]  # the least and the greatest column - position

@@ -149,23 +149,24 @@ def resolve(
     if config.impl == "triton" and (refused := triton_refusal(device)):
         raise ValueError(refused)
     if config.impl == "sdpa" and beyond_sdpa(config):
-        raise ValueError(
-            f"{beyond_sdpa(config)}: sdpa has nothing of the kind; use attention=tiled or attention=triton"
-        )
+        raise ValueError(f"{beyond_sdpa(config)}: sdpa has nothing of the kind; use attention=tiled{or_triton(device)}")
     if config.impl != "tiled" and config.order != "queries_outside":
         raise ValueError(f"attention.order={config.order}: {config.impl} has no such loops; use attention=tiled")
     if config.impl != "triton" and config.autotune:
-        raise ValueError(
-            f"attention.autotune=true: {config.impl} has nothing to tune; leave it out or use attention=triton"
-        )
+        raise ValueError(f"attention.autotune=true: {config.impl} has nothing to tune; leave it out{or_triton(device)}")
     if config.impl != "triton" and config.kernel != "auto":
         raise ValueError(
-            f"attention.kernel={config.kernel}: {config.impl} has no such kernel; leave it out or use attention=triton"
+            f"attention.kernel={config.kernel}: {config.impl} has no such kernel; leave it out{or_triton(device)}"
         )
     check_switches(config, break_it)
     if config.kernel == "hopper" and (refused := left_to_portable(config, torch.device(device), break_it)):
         raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
     return config
+
+
+def or_triton(device: str) -> str:
+    """The end of a way out, where triton may run."""
+    return " or use attention=triton" if device.startswith("cuda") else ""
 
 
 def triton_refusal(device: str) -> str | None:
@@ -361,6 +362,9 @@ def attend(
     # the triton kernels, and switching it off takes 20 us, a tenth of their call.
     with nullcontext() if config.impl == "triton" else torch.autocast(q.device.type, enabled=False):
         match config.impl:
+            case "naive" | "tiled" | "triton" if problem.T_k == 0:  # sums of nothing, with gradients 0
+                s = q @ k[:, :1].mT  # (B, H, T, 0)
+                o, lse = s @ v[:, :1], s.sum(-1, dtype=sum_dtype(q.dtype)) - INF
             case "naive":
                 o, lse = naive(q, k, v, problem)
             case "tiled":
@@ -431,8 +435,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"{shapes}: batch and head size must agree")
-    if k.shape[2] == 0 or k.shape[3] == 0:
-        raise ValueError(f"{shapes}: there are no keys to attend to")
+    if k.shape[3] == 0:
+        raise ValueError(f"{shapes}: the head size is 0; give at least one channel")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}: H = {q.shape[1]} query heads are not a multiple of H_kv = {k.shape[1]}")
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):

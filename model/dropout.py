@@ -107,9 +107,9 @@ def keep_mask(seed: Tensor, n: int | range | Tensor, rows: range, columns: range
 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)
     # N, square, bits 0-2, square, bits 0-2, word, byte
-    bits = bits.view(-1, row1 - row0, 8, column1 - column0, 8, 4, 4)
+    bits = bits.view(len(n), row1 - row0, 8, column1 - column0, 8, 4, 4)
     bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2; columns alike
-    bits = bits.reshape(-1, (row1 - row0) * 32, (column1 - column0) * 32)
+    bits = bits.reshape(len(n), (row1 - row0) * 32, (column1 - column0) * 32)
     bits = bits[:, rows.start - row0 * 32 : rows.stop - row0 * 32]
     return bits[:, :, columns.start - column0 * 32 : columns.stop - column0 * 32] >= drop_threshold(dropout_p)
 

@@ -175,7 +175,9 @@ def gradients(
     lse2 = lse * LOG2E
     if "guard_empty_rows" not in without:
         lse2 = lse2.masked_fill(lse == -INF, INF)
-    by_rows = (q, do.reshape(N, G, T, D), lse2.view(N, G, T, 1), delta.view(N, G, T, 1))
+    factors = q.dtype if q.is_cuda else wide  # of products. Without a GPU a tile is converted once, when it is loaded
+    terms = ((x.view(N, G, T, 1), wide) for x in (lse2, delta))
+    by_rows = [(q, factors), (do.reshape(N, G, T, D), factors), *terms]
     size = N * G * min(tile_size[0], T) * min(tile_size[1], T_k)
     on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile each: s, dp, softcap's gradient
 
@@ -183,25 +185,25 @@ def gradients(
         dq = like_heads(o.shape, o)
         dk.zero_(), dv.zero_()
         for rows, visits in tiling.by_rows():
-            q_i, do_i, lse_i, delta_i = (load(x, rows) for x in by_rows)
+            q_i, do_i, lse_i, delta_i = (load(x, rows).to(to) for x, to in by_rows)
             dq_i = torch.zeros(q_i.shape, dtype=wide, device=q.device)
             for tile in visits:
-                k_j, v_j = load(k, tile.columns), load(v, tile.columns)
+                k_j, v_j = load(k, tile.columns).to(factors), load(v, tile.columns).to(factors)
                 zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
-                store(dv, tile.columns, torch.bmm(zp.mT, do_i), add=1.0)  # 9
+                store(dv, tile.columns, wide_product(zp.mT, do_i, wide), add=1.0)  # 9
                 add_product(dq_i, ds, k_j, scale)  # 12
-                store(dk, tile.columns, torch.bmm(ds.mT, q_i), add=scale)
+                store(dk, tile.columns, wide_product(ds.mT, q_i, wide), add=scale)
             store(dq, rows, dq_i)
     else:
         dq = like_heads(o.shape, lse).zero_()
         for columns, visits in tiling.by_columns():
-            k_j, v_j = load(k, columns), load(v, columns)
+            k_j, v_j = load(k, columns).to(factors), load(v, columns).to(factors)
             dk_j, dv_j = (torch.zeros(k_j.shape, dtype=wide, device=q.device) for _ in "kv")
             for tile in visits:
-                q_i, do_i, lse_i, delta_i = (load(x, tile.rows) for x in by_rows)
+                q_i, do_i, lse_i, delta_i = (load(x, tile.rows).to(to) for x, to in by_rows)
                 zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
                 add_product(dv_j, zp.mT, do_i)  # 9
-                store(dq, tile.rows, torch.bmm(ds, k_j), add=scale)  # 12
+                store(dq, tile.rows, wide_product(ds, k_j, wide), add=scale)  # 12
                 add_product(dk_j, ds.mT, q_i, scale)
             store(dk, columns, dk_j)
             store(dv, columns, dv_j)
@@ -368,3 +370,8 @@ def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, beta: flo
     if a.is_cuda:
         return torch.baddbmm(acc, a, b, acc.dtype, beta=beta, alpha=scale, out=acc)
     return torch.baddbmm(acc, a.to(acc.dtype), b.to(acc.dtype), beta=beta, alpha=scale, out=acc)
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b in the dtype of sums. If each tile's product were rounded to 16 bits, the errors would add up."""
+    return torch.bmm(a, b) if a.dtype == dtype else torch.bmm(a, b, dtype)

@@ -45,7 +45,7 @@ class Case:
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
         """q, k, v, do, dlse: normal numbers, rounded to dtype once, so that every implementation gets the same."""
         generator = torch.Generator().manual_seed(seed)
-        T_k, H_kv = self.T_k or self.T, self.H_kv or self.H
+        T_k, H_kv = self.T if self.T_k is None else self.T_k, self.H_kv or self.H
         shapes = {
             "q": (self.B, self.H, self.T, self.D),
             "k": (self.B, H_kv, T_k, self.D),

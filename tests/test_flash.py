@@ -21,6 +21,7 @@ from model.dropout import keep_mask
 from model.mask import packed
 from model.recompute import keep_attention
 from tests.reference import (
+    BLOCK,
     CASES,
     PICTURE,
     PLACES,
@@ -35,6 +36,7 @@ from tests.reference import (
     oracle,
     run,
     run_forward,
+    table,
 )
 from tests.second import FUNC, PYTORCH_REFUSES, REFUSED_BY_PYTORCH, SECOND, as_heads, by_func, inside_a_graph
 from tests.test_breakit import LIMIT, NO_MAX, broken_rescale, one_big_score
@@ -46,6 +48,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 from kernels import flash, op, sizes  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
 from kernels.task import Dropout, Mask, Task, how, in_tiles, mask_of, visits_of  # noqa: E402
+from kernels.tiles import lists  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py runs the kernels themselves"),
@@ -179,10 +182,11 @@ def test_rows_with_nothing_to_see_give_zero_and_no_gradient():
     assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (2, 2, 0, 16)], ids=["no batch", "no queries"])
-def test_nothing_to_compute_passes_through(shape):
-    q = torch.empty(shape, requires_grad=True)
-    k = torch.randn(shape[0], 2, 8, 16, requires_grad=True)
+@pytest.mark.parametrize(
+    ("B", "T", "T_k"), [(0, 8, 8), (2, 0, 8), (2, 8, 0)], ids=["no batch", "no queries", "no keys"]
+)
+def test_nothing_to_compute_passes_through(B, T, T_k):
+    q, k = (torch.randn(B, 2, length, 16, requires_grad=True) for length in (T, T_k))
     o, lse = attention(q, k, k, TRITON, return_lse=True)
     assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
     dq, dk = torch.autograd.grad(o.sum(), (q, k))
@@ -216,6 +220,31 @@ def test_packed_sequences_are_right(of_queries, of_keys, options):
         for x, config in ((inputs, TRITON), (inputs, NAIVE), (double, NAIVE))
     )
     assert_within_budget(found, naive, reference)
+
+
+@pytest.mark.parametrize("config", [NAIVE, TILED, TRITON], ids=lambda config: config.impl)
+@pytest.mark.parametrize(
+    "case",
+    [Case(60, blocks=PICTURE), Case(60, documents=(17, 43)), Case(60, alibi=True, window=9, dropout_p=0.3)],
+    ids=case_name,
+)
+def test_torchs_default_device_changes_nothing(case, config):
+    """A block mask's lists of tiles were made there."""
+    inputs, documents = case.inputs(torch.float32), None if case.documents is None else table(2, 60, case.document)
+    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+    config = replace(config, window=case.window, dropout_p=case.dropout_p, alibi=case.alibi, block_mask_size=BLOCK)
+    config, seed = replace(config, block_mask=case.blocks and list(case.blocks)), torch.tensor(SEED)
+
+    def attend() -> tuple:
+        for cached in (alibi_slopes, blocks_of, lists):
+            cached.cache_clear()
+        o = attention(q, k, v, config, seed=seed, documents=documents)
+        return o, *torch.autograd.grad(o, (q, k, v), inputs["do"])
+
+    right = attend()
+    with torch.device("meta"):
+        found = attend()
+    assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
 
 
 def test_two_runs_give_the_same_bits():

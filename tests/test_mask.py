@@ -212,6 +212,14 @@ def test_tiled_is_within_twice_naives_error_on_a_pack(dtype, order):
     assert_within_budget(tiled, naive, one_by_one(*problem, NAIVE))
 
 
+@pytest.mark.parametrize("impl", ["naive", "tiled"])
+def test_a_pack_without_any_key_gives_zeros(impl):
+    found = all_at_once(*pack([(3, 0), (0, 0), (5, 0)], torch.float32), AttentionConfig(impl))
+    assert len(found["o"]) == len(found["dq"]) == 8
+    assert not any(found[name].any() for name in ("o", "dq", "dk", "dv"))
+    assert (found["lse"] == -torch.inf).all()
+
+
 def test_tiles_between_sequences_of_a_pack_are_not_computed(products):
     qkv, do, cu_q, cu_k = pack([(64, 64)] * 4, torch.float32)
     all_at_once(qkv, do, cu_q, cu_k, AttentionConfig("tiled", 32, 32))
