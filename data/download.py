@@ -19,6 +19,7 @@ import requests
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from data.shards import HEADER_INTS, read_tokens
 
@@ -36,6 +37,7 @@ PAUSE = 1.0  # seconds to wait after the first of these attempts; then twice as 
 REDIRECTS = 5
 AT_ONCE = 4  # parallel downloads; a few are faster than one, many slow each other down
 CHUNK = 1 << 14  # bytes per read; at most so much is lost when a connection breaks
+NO_CONNECTION = (NewConnectionError, ConnectTimeoutError)
 UNKNOWN = -1  # length of a file
 
 Check = Callable[[Path], object]  # raises ValueError for a wrong file
@@ -132,7 +134,8 @@ def complete(
             # Compare with the most bytes of any attempt: some servers make every attempt begin at byte 0.
             idle = idle + 1 if size_of(part) <= most else 0
             most = max(most, size_of(part))
-            if idle == ATTEMPTS:
+            unreached = isinstance(getattr((*error.args, None)[0], "reason", None), NO_CONNECTION)
+            if idle == ATTEMPTS or (unreached and most == 0):  # there is no network, or no such host
                 own = type(error) in (requests.RequestException, requests.HTTPError)  # other types have long texts
                 raise ValueError(by_hand(url, file, sha256, str(error) if own else type(error).__name__)) from error
         except ValueError as error:  # another attempt would fail too

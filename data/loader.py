@@ -27,7 +27,7 @@ import torch
 from data.download import fineweb
 from data.packing import pack
 from data.prepare import SPLITS, DataConfig, check, prepare, read_manifest
-from data.shards import Shards, inspect, join, read_tokens
+from data.shards import Shards, inspect, join, read_tokens, refuse_cut
 from data.text import counted, expand, in_order
 from data.tokenizer import TokenizerConfig, build, from_json, to_json, token_bytes
 
@@ -444,6 +444,7 @@ def validation_batches(
 
 def fingerprint(tokens: np.ndarray | Shards, documents: np.ndarray) -> str:
     """A hash of the text's length, its document starts and a thousand of its tokens. Does not read the whole file."""
+    refuse_cut(tokens)
     step = len(tokens) // 1000 + 1
     thousand = b"".join(tokens[i : i + 1].tobytes() for i in range(0, len(tokens), step))
     return hashlib.sha256(f"{len(tokens)} ".encode() + documents.tobytes() + thousand).hexdigest()[:16]
@@ -454,6 +455,7 @@ def make_batch(
 ) -> Batch:
     """The windows, each of spans (index of the first token, number of tokens). A target is the next token of the text,
     also at the end of a span. With document numbers if `documents` is not None."""
+    refuse_cut(tokens)
     texts = [[tokens[start : start + n + 1] for start, n in spans] for spans in windows]
     numbers = None
     if documents is not None:

@@ -95,7 +95,7 @@ class Corpus:
     order: np.ndarray  # int64 (documents,): documents sorted by hash: a random order that does not depend on file names
     split: np.ndarray  # int8 (documents,): number of the split, or REPEATED
     repeated: int  # number of documents that repeat an earlier one and are left out
-    not_text: list[str]  # files that are left out because they are not UTF-8
+    not_text: list[str]  # a line for each file that is left out because it is not UTF-8: why, and the way out
     field: str  # field of a .jsonl line that holds the text
     others: int  # number of files in the folder whose suffix is not one of text
     cut: tuple[int, int] | None = None  # (document, byte): this training document is for validation from this byte on
@@ -140,7 +140,7 @@ def prepare(
     folder = cache / folder_name(data, label_of(tokenizer, kept), corpus)
     if folder.exists():
         if not quiet and (corpus.not_text or corpus.others):
-            print(f"data: {folder}{left_out(corpus)}", file=sys.stderr)
+            print(f"data: {folder}{left_out(corpus, folder)}", file=sys.stderr)
         return folder
 
     cache.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def prepare(
     if not quiet:
         train, val, seconds = manifest["train"], manifest["val"], time.perf_counter() - started
         print(
-            f"data: {counted((corpus.split != REPEATED).sum(), 'document')}{left_out(corpus)}, "
+            f"data: {counted((corpus.split != REPEATED).sum(), 'document')}{left_out(corpus, folder)}, "
             f"{train['bytes'] + val['bytes']:,} bytes -> "
             f"{train['tokens']:,} training and {val['tokens']:,} validation tokens in {seconds:.1f} s: {folder}",
             file=sys.stderr,
@@ -302,8 +302,8 @@ def scan(data: DataConfig, made: Made | None = None) -> Corpus:
                 hashes += digest.digest()
                 sizes.append(size)
             files.append(file)
-        except NotText:  # raised before its only document was counted
-            not_text.append(str(file))
+        except NotText as error:  # raised before its only document was counted
+            not_text.append(str(error))
             if len(not_text) == len(found):
                 raise
     if not sizes:
@@ -320,11 +320,14 @@ def scan(data: DataConfig, made: Made | None = None) -> Corpus:
     return Corpus(files, np.array(sizes, np.int64), sha256, order, split, repeated, not_text, data.field, others)
 
 
-def left_out(corpus: Corpus) -> str:
-    """Part of prepare()'s message: what was left out, with a space in front; "" if nothing was."""
-    first = "".join(corpus.not_text[:1])
+def left_out(corpus: Corpus, folder: Path) -> str:
+    """Part of prepare()'s message: what was left out, with a space in front; "" if nothing was. Lists the files that
+    are not UTF-8 in not_text.txt of the prepared data's folder."""
+    names = folder / "not_text.txt"
+    if corpus.not_text:
+        names.write_text("".join(f"{line}\n" for line in corpus.not_text), encoding="utf-8", errors="replace")
     counts = {
-        f"not UTF-8 (first {first})": len(corpus.not_text),
+        f"not UTF-8 (listed in {names})": len(corpus.not_text),
         "repeating another": corpus.repeated,
         "with a suffix that is not read": corpus.others,
     }

@@ -117,6 +117,18 @@ class Shards:
         return parts
 
 
+def refuse_cut(tokens: np.ndarray | Shards) -> None:
+    """ValueError if a file of these tokens has become shorter than its mapping: reading past its end would kill the
+    process with SIGBUS, without a word. Takes about 1 us per file."""
+    for array in tokens.arrays if isinstance(tokens, Shards) else [tokens]:
+        mapped = getattr(array, "_mmap", None)  # None: not from a file
+        if mapped is not None and mapped.size() < len(mapped):
+            raise ValueError(
+                f"{getattr(array, 'filename', 'a token file')} was cut while it was in use, from {len(mapped):,} to "
+                f"{mapped.size():,} bytes: make or download it again, and run again or resume"
+            )
+
+
 def join(arrays: Sequence[np.ndarray]) -> np.ndarray | Shards:
     """Several token arrays as one. A single array is returned unchanged."""
     return arrays[0] if len(arrays) == 1 else Shards(arrays)

@@ -27,6 +27,8 @@ from data.made import Made
 PIECE = 1 << 18
 LINE = 1 << 26  # maximum length of a .jsonl line in bytes; a line has to fit in memory several times
 
+SAID = 1 << 30  # of what a .gz becomes, so many bytes at a time are said
+
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Prose and source code. Data files (.json, .csv) are text too, but are seldom what people want from a folder. A glob
 # reads them.
@@ -36,6 +38,13 @@ TEXT_SUFFIXES = {
     *(".js", ".ts", ".lua", ".rb", ".pl", ".r", ".jl", ".hs", ".ml", ".sh", ".sql"),
 }
 KINDS = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
+
+
+# UTF-32's mark begins with UTF-16's, so it comes first.
+MARKS = {
+    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
+}
 
 
 class NotText(ValueError):
@@ -171,7 +180,12 @@ def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
     name = file if isinstance(file, str) else "standard input"
     try:
         with open_bytes(file) as stream:
-            yield from read_lines(stream, name, field) if suffix(name) == ".jsonl" else read_text(stream, name)
+            size, lines = 0, suffix(name) == ".jsonl"
+            for where, piece in read_lines(stream, name, field) if lines else read_text(stream, name):
+                size += len(piece)
+                if size // SAID > (size - len(piece)) // SAID and isinstance(stream, gzip.GzipFile):
+                    print(f"{name}: {size / SAID:.0f} GiB of text so far", file=sys.stderr, flush=True)
+                yield where, piece
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} cannot be decompressed ({reason}): fetch it again or leave it out") from error
@@ -191,6 +205,11 @@ def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
 
     Removes a byte order mark. It is not part of the text, and the model would learn to begin documents with it.
     """
+    start = stream.read(4)
+    stream.seek(0)
+    if encoding := next((encoding for mark, encoding in MARKS.items() if start.startswith(mark)), None):
+        yield from recoded(stream, name, encoding)
+        return
     offset, text = 0, stream.read(2 * PIECE)
     if text.startswith(codecs.BOM_UTF8):
         offset, text = len(codecs.BOM_UTF8), text.removeprefix(codecs.BOM_UTF8)
@@ -211,6 +230,23 @@ def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
         yield name, piece
         offset += len(piece)
         text = text[len(piece) :] + stream.read(len(piece))
+
+
+def recoded(stream: Stream, name: str, encoding: str) -> Iterator[tuple[str, bytes]]:
+    """read_text() of a stream whose byte order mark says that it is UTF-16 or UTF-32."""
+    decoder, text, more = codecs.getincrementaldecoder(encoding)(), b"", True
+    try:
+        while more or text:
+            while more and len(text) < 2 * PIECE:
+                more = bool(chunk := stream.read(PIECE))
+                text += decoder.decode(chunk, final=not more).encode()
+            if b"\0" in text:
+                raise NotText(f"{name} has a zero character, so is binary: leave it out")
+            if text:
+                yield name, text[: (end := boundary(text, PIECE))]
+                text = text[end:]
+    except UnicodeDecodeError as error:
+        raise NotText(f"{name} is not the {encoding.upper()} that its first bytes say ({error.reason})") from error
 
 
 def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, bytes]]:

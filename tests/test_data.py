@@ -15,9 +15,9 @@ import torch
 
 from data import prepare as prepare_module
 from data import text as text_module
-from data.loader import Loader, make_batch, open_dataset, validation_batches
+from data.loader import Loader, fingerprint, make_batch, open_dataset, validation_batches
 from data.prepare import MANIFEST, DataConfig, prepare, read_manifest
-from data.shards import Writer, read_tokens
+from data.shards import Writer, join, read_tokens
 from data.tokenizer import TokenizerConfig, byte_encoding
 from tests.processes import shown_on_a_terminal
 
@@ -150,11 +150,12 @@ def test_a_byte_order_mark_is_no_text(tmp_path, make):
     assert documents_of(dataset.train) == [b"hello\n\xef\xbb\xbfhello\n"]
 
 
-def test_text_longer_than_a_piece_is_whole(tmp_path, make, monkeypatch):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_text_longer_than_a_piece_is_whole(tmp_path, make, monkeypatch, encoding):
     monkeypatch.setattr(prepare_module, "PIECE", 64)
     monkeypatch.setattr(text_module, "PIECE", 64)
     text = ("\u20ac" * 200 + "\nshort\n") * 50
-    (tmp_path / "long.txt").write_bytes(text.encode())
+    (tmp_path / "long.txt").write_bytes(text.encode(encoding))
     dataset = open_dataset(make(tmp_path / "long.txt", TokenizerConfig("bpe", 260)))
     tokens = [*dataset.train[1:].tolist(), *dataset.val[1:].tolist()]
     assert dataset.encoding.decode(tokens) == text
@@ -393,11 +394,14 @@ def test_of_a_folder_what_is_not_text_is_left_out_and_counted(make, corpus, tmp_
         (corpus / name).write_bytes(b"line\n" * 200_000 + b"caf\xe9")  # noticed late
     (corpus / "picture.png").touch()
     assert prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig()).name == whole.name
-    first = corpus / "latin1.txt"
-    said = f"(left out: 2 not UTF-8 (first {first}), 1 repeating another, 1 with a suffix that is not read)"
+    names = tmp_path / "new" / whole.name / "not_text.txt"
+    said = f"(left out: 2 not UTF-8 (listed in {names}), 1 repeating another, 1 with a suffix that is not read)"
     assert said in capsys.readouterr().err
     prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "new")), TokenizerConfig())
     assert said in capsys.readouterr().err  # also where the tokens are there already
+    assert [line.split(" is not")[0] for line in names.read_text().splitlines()] == [
+        str(corpus / name) for name in ("latin1.txt", "latin2.txt")
+    ]
     for file in filter(Path.is_file, corpus.rglob("*")):
         file.unlink()
     (corpus / "latin.txt").write_bytes(b"caf\xe9")
@@ -472,6 +476,29 @@ def test_a_manifest_of_another_kind_is_refused(corpus, make, content):
     folder = make(corpus)
     (folder / MANIFEST).write_text(content)
     assert "run again" in refusal(open_dataset, folder)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("draw", ["train", "validate", "hash"])
+def test_a_file_of_tokens_that_is_cut_while_it_is_in_use_is_named(tmp_path, files, draw):
+    """Reading a mapping past the end of its file ends the process with SIGBUS, without a word."""
+    paths = [tmp_path / f"{number}.bin" for number in range(files)]
+    for path in paths:
+        writer = Writer(tmp_path, path.stem, 257)
+        writer.write(np.arange(8000, dtype=np.uint16))
+        writer.close()
+    tokens, documents = join([read_tokens(path, "way out") for path in paths]), np.zeros(1, np.int64)
+    loader = Loader(tokens, documents, batch_size=2, context_length=16, seed=0)
+    loader.next()
+    os.truncate(paths[-1], 4096)
+    reads = {
+        "train": loader.next,
+        "validate": lambda: [*validation_batches(tokens, documents, 2, 16, 64)],
+        "hash": lambda: fingerprint(tokens, documents),
+    }
+    with pytest.raises(ValueError, match=rf"^{paths[-1]} was cut .* from 17,024 to 4,096 bytes: ") as error:
+        reads[draw]()
+    assert "\n" not in str(error.value)
 
 
 def test_shards_of_llm_c_can_be_read(tmp_path):

@@ -272,6 +272,23 @@ def test_no_server_at_all_is_one_line_with_the_way_to_do_without(folder):
     assert f"ConnectionError; run again, or put the file (SHA-256 {SHA256}) at {folder / 'a.bin'} yourself" in message
 
 
+def test_a_host_that_cannot_be_reached_is_asked_once_unless_a_part_is_there(folder, monkeypatch):
+    """Without a network a mistyped init_from= took 50 s: five attempts, with pauses of up to 16 s between them."""
+    asked = []
+
+    def resolve(*_):
+        asked.append(1)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr("urllib3.util.connection.socket.getaddrinfo", resolve)
+    server = SimpleNamespace(url="http://nowhere.invalid/folder")
+    assert "ConnectionError; run again" in refusal(server, folder)
+    assert len(asked) == 1
+    (folder / "a.bin.part").write_bytes(b"begun")  # the network was there, and may come back
+    refusal(server, folder)
+    assert len(asked) == 1 + module.ATTEMPTS
+
+
 @pytest.mark.parametrize(
     "target",
     ["http://example.com/a.bin", "http://127.0.0.1:9/a.bin", "file:///etc/passwd", "ftp://example.com/a", "//[bad/"],

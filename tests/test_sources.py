@@ -23,7 +23,7 @@ from data import download, prepare, shards
 from data.loader import Loader, fingerprint, open_data, open_dataset, validation_batches
 from data.prepare import DataConfig
 from data.shards import Shards, Writer, join
-from data.text import counted, standard_input
+from data.text import PIECE, counted, read, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,6 +180,20 @@ def test_compressed_text_is_the_same_corpus(make, tmp_path):
     (tmp_path / "a.txt").write_bytes(UNICODE.encode())
     (tmp_path / "b.TXT.GZ").write_bytes(gzip.compress(UNICODE.encode()[:700]) + gzip.compress(UNICODE.encode()[700:]))
     assert make(tmp_path / "b.TXT.GZ") == make(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt"])
+def test_compressed_text_that_grows_is_said_with_the_files_name(tmp_path, monkeypatch, capsys, name):
+    """12 MiB became 5 GB without a word. The size of other files is known."""
+    monkeypatch.setattr("data.text.SAID", PIECE)
+    content = b"a line\n" * (5 * PIECE // 14)  # 2.5 times as much
+    if "jsonl" in name:
+        content = json.dumps({"text": content.decode()}).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert sum(len(piece) for _, piece in read(str(tmp_path / name))) > 2 * PIECE
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (2 if name.endswith(".gz") else 0)
+    assert all(str(tmp_path / name) in line for line in lines)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "none at all"])
