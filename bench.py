@@ -63,10 +63,10 @@ tiled, triton and sdpa whole. A copy and a matrix product measure the device's t
 causal=[true]. Rows go to roofline.csv; roofline.png is of the longest length.
 """
 
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
-    import signal
+if __name__ == "__main__":  # before the imports, which load torch
+    from training import start
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    start.begin()
 
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import product

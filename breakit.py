@@ -33,10 +33,10 @@ from a trace: explorer=true real=PATH.json out=PATH.html makes a page of your ow
 `python train.py name=default` and `python breakit.py trace=true run=default layer=2 head=2 out=docs/head.json`.
 """
 
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, leaves at once and without a traceback
-    import signal
+if __name__ == "__main__":  # before the imports, which load torch
+    from training import start
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    start.begin()
 
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -14,10 +14,10 @@
 The checkpoint holds the model, the tokenizer and the attention settings. The training data is not needed.
 """
 
-if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits at once, without a traceback.
-    import signal
+if __name__ == "__main__":  # before the imports, which load torch
+    from training import start
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    start.begin()
 
 import json
 import os

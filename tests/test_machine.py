@@ -1,5 +1,6 @@
 """What the machine is asked for and told."""
 
+import ast
 import gc
 import os
 import platform
@@ -14,6 +15,7 @@ import torch
 
 import train
 from tests.processes import HANGS
+from training import start
 from training.machine import pick_device, stop_signals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,3 +151,24 @@ def test_a_device_that_is_not_there_is_refused_without_torchs_list_of_what_is(mo
     said = "device=mps cannot be used here (Could not run this with the 'MPS' backend); use device=auto or device=cpu"
     with pytest.raises(ValueError, match=re.escape(said)):
         pick_device("mps")
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "breakit.py", "bench.py"])
+def test_a_script_sets_how_threads_wait_and_where_kernels_are_kept_before_torch_but_not_over_the_user(script):
+    """One other busy program made a step 4 to 40 times slower, as the threads of OpenMP spun. The second run of every
+    recipe on a GPU compiled the kernels again, as their folder had moved."""
+    first = next(node for node in ast.parse((ROOT / script).read_text()).body if isinstance(node, ast.If))
+    begun = "\n".join(map(ast.unparse, first.body))
+    show = "import sys, os; print('torch' in sys.modules, [os.environ.get(n) for n in sys.argv[1:]])"
+    names = ["GOMP_SPINCOUNT", "KMP_BLOCKTIME", "TRITON_CACHE_DIR"]
+
+    def found(**users: str) -> str:
+        kept = {key: value for key, value in os.environ.items() if key not in [*names, "OMP_WAIT_POLICY"]}
+        command = [sys.executable, "-c", f"{begun}\n{show}", *names]
+        return subprocess.run(command, cwd=ROOT, env=kept | users, capture_output=True, text=True, check=True).stdout
+
+    cache = str(Path.home() / ".triton" / "cache")
+    assert found().strip() == f"False {[*start.SPINS.values(), cache]}"
+    own = dict(zip(names, ["7", "8", "/elsewhere"], strict=True))
+    assert found(**own).strip() == f"False {list(own.values())}"
+    assert found(OMP_WAIT_POLICY="active").strip() == f"False {[None, None, cache]}"
