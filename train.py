@@ -15,15 +15,17 @@
 A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """
 
-if __name__ == "__main__":  # The imports take seconds. Ctrl-C during them exits at once, without a traceback.
+if __name__ == "__main__":  # before the imports, which load torch
     import gc
-    import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from training import start
+
+    start.begin()
     gc.disable()  # until begin_collecting()
 
 import copy
 import math
+import os
 import time
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -39,8 +41,11 @@ from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config, context
+from training.files import replacing
 from training.machine import (
     DTYPES,
+    Signals,
+    Stopping,
     about,
     begin_collecting,
     is_out_of_memory,
@@ -90,7 +95,6 @@ from training.run import (
     due,
     find_the_fault,
     look_at_the_failure,
-    measure_the_context,
     needs_all,
     text_bytes,
     validation,
@@ -98,7 +102,7 @@ from training.run import (
 from training.shard import shard
 from training.step import Numbers, TrainStep, choose_way
 from training.sweep import sweep
-from training.wandb_run import WandbConfig
+from training.wandb_run import WandbConfig, choose_wandb_mode
 
 PREFETCH = 3  # batches of a step that are drawn ahead
 
@@ -136,7 +140,7 @@ class Config:
     # first step of this process, so a resumed run has the whole limit again. The learning rate schedule follows steps,
     # so at the limit the rate has not reached its minimum.
     max_minutes: float | None = None
-    batch_size: int = 16  # sequences per forward and backward pass; lower it if memory runs out
+    batch_size: int = 16  # sequences per pass; torchrun's processes share a step's; lower it if memory runs out
     tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
     # steps of the sequence-length warm-up, 0: off. The sequences begin with length_warmup_from tokens and grow to
     # model.context_length, each length for as many steps. A step has more of them, so that it has as many tokens.
@@ -266,11 +270,15 @@ def main(cfg: Config) -> int:
         return context.evaluate(copy.deepcopy(cfg))
     with ExitStack() as stack:
         ranks = stack.enter_context(join(cfg))
-        run = set_up(copy.deepcopy(cfg), ranks, stack)
-        begin_collecting()
         caught = stack.enter_context(stop_signals())
         try:
-            run.code = loop(run, caught)
+            with caught.at_once("stopped before the first step, so nothing is lost: the same command starts again"):
+                run = set_up(copy.deepcopy(cfg), ranks, stack, caught)
+        except Stopping:
+            return 128 + caught[0]
+        begin_collecting()
+        try:
+            run.code = loop(run)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -291,7 +299,7 @@ def main(cfg: Config) -> int:
 # Set up: device, checkpoint, data, model, folder. The quick checks come first.
 
 
-def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
+def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     """Makes the run and prints its first lines. Fills in cfg.name, cfg.model.vocab_size and cfg.optimizer.lr.
 
     stack: closes the lock and the metrics when the run ends, also after an error. The run's folder is made only after
@@ -347,7 +355,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
     # The run's folder, locked for other processes.
     cfg.name = ranks.same(cfg.name or new_name(cfg, model, attention.impl))
     folder = Path(cfg.runs) / cfg.name
-    same_run = resumed is not None and resumed.path.resolve().is_relative_to(folder.resolve())
+    same_run = resumed is not None and resumed.path.resolve().is_relative_to(os.path.realpath(folder))
     run_before = None if resumed is None else resumed.path.parent.parent.name
     ranks.refuse_difference(text=loader.dataset, run=run_before, step=step)
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
@@ -355,8 +363,10 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
         facts["ranks"] = ranks.size
     metrics: Metrics = Unheard()  # type: ignore[assignment]
     if ranks.first:
-        stack.enter_context(checkpoint.lock(folder))
-        if not same_run and (unsaved := make_room(folder)):
+        wandb_mode = choose_wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
+        if same_run:
+            stack.enter_context(checkpoint.lock(folder))
+        elif unsaved := make_room(folder, stack):
             show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
         metrics = Metrics(
             folder,
@@ -365,6 +375,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
             wandb_config=cfg.wandb,
             broken=broken,
             resume_step=step if same_run else None,
+            wandb_mode=wandb_mode,
         )
     ranks.wait()  # until the first has the folder
     begin()
@@ -372,13 +383,14 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack) -> Run:
         cfg=cfg, folder=folder, facts=facts, device=device, autocast=autocast, dataset=dataset, batches=batches,
         accumulation=accumulation, model=model, averaged=averaged, optimizers=optimizers, scaler=scaler,
         train_step=train_step, metrics=metrics, ranks=ranks, step=step, saved=resumed.path if resumed else None,
+        caught=caught, unfinished=resumed.state.get("due", False) if resumed else True,
     )  # fmt: skip
     stack.callback(close, run)
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
         metrics.say(unread)
     if ranks.first:
-        with writing(folder / "config.yaml"):
-            (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
+        with writing(folder / "config.yaml"), replacing(folder / "config.yaml") as file:
+            file.write(config.to_yaml(cfg).encode())
     introduce(run, resumed, parent, way if way == "recorded" else f"{way} ({why})")
     if which:
         metrics.say(which)
@@ -469,40 +481,42 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
 # The loop.
 
 
-def loop(run: Run, caught: list[int]) -> int:
+def loop(run: Run) -> int:
     """Trains until the last step, the time limit, a signal or a NaN, and returns the exit code.
-
-    caught: the signals that this process has received so far.
 
     On a GPU the host is some steps ahead: it enqueues an update, and then logs those that the device has finished. When
     an evaluation, a sample, a look or a checkpoint is due, it first waits until all of them are finished.
     """
     cfg = run.cfg
-    if cfg.context_every and cfg.init_from and run.step == 0:
-        measure_the_context(run)  # of the weights as they come, to compare with
-        run.ranks.wait()
+    run.ending = run.step == cfg.steps
+    if run.unfinished and (signals := between_steps(run, [])):
+        return stopped(run, signals[0])
     until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
     run.train_step.restart_clock()
     while run.step < cfg.steps and not run.ending:
         send(run)
-        signals = told(run, until - time.perf_counter(), caught)
+        signals = told(run, until - time.perf_counter())
         run.ending = run.step == cfg.steps or run.left <= 0
         while run.sent and (needs_all(run, signals) or time_to_hear(run)):
-            if stopped := hear(run):
-                return stop(run, *stopped)
-        stopping = bool(signals)  # one that comes after this line is answered after the next step
+            if bad := hear(run):
+                return stop(run, *bad)
         if needs_all(run, signals) and not run.sent:
-            between_steps(run, save_now=stopping)
-            if stopping and run.step < cfg.steps:
-                run.writer.wait()
-                run.ranks.wait()  # for the file: torchrun ends all ranks when one has ended with an exit code
-                run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(cfg)}")
-                return 128 + signals[0]
+            signals = between_steps(run, signals)
+            if signals and (run.unfinished or run.step < cfg.steps):
+                return stopped(run, signals[0])
             run.train_step.restart_clock()
         run.writer.look()
     run.writer.wait()
     return 0
+
+
+def stopped(run: Run, signal: int) -> int:
+    """Ends a run that has saved after a signal. Returns the exit code."""
+    run.writer.wait()
+    run.ranks.wait()  # for the file: torchrun ends all ranks when one has ended with an exit code
+    run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(run.cfg)}")
+    return 128 + signal
 
 
 def send(run: Run) -> None:
@@ -522,15 +536,15 @@ def send(run: Run) -> None:
     run.sent.append(Sent(run.step, batches, rng, lr, report))
 
 
-def told(run: Run, left: float, caught: list[int]) -> list[int]:
+def told(run: Run, left: float) -> list[int]:
     """Sets run.left, the seconds that are left, and returns the signals received. Ranks tell each other both, so that
     all stop at the same step, and the size of their text."""
     run.left = left
     if run.ranks.size == 1:
-        return caught
+        return run.caught
     last = run.sent.pop()
     size = text_bytes(run, last.batches.y) if run.ranks.part.rank == 0 else 0  # once for ranks that share sequences
-    signals, run.left, size = run.ranks.hear(caught, left, size)
+    signals, run.left, size = run.ranks.hear(run.caught, left, size)
     run.sent.append(last._replace(text_bytes=size))
     return signals
 

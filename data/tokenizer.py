@@ -309,7 +309,12 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
         for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 raise ValueError(f"{key}={model[key]!r} has no counterpart here")
-        special = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        added = content.get("added_tokens", [])
+        if found := [token["content"] for token in added if token.get("special", True) is not True]:
+            raise ValueError(
+                f"its added token {found[0][:100]!r} is not special, so it is looked for in each text, and here none is"
+            )
+        special = {token["content"]: token["id"] for token in added}
         if END_OF_TEXT not in special:
             special = {END_OF_TEXT if token == end else name: token for name, token in special.items()}
         own = set(special.values())
@@ -325,7 +330,7 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
         merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
         made = [(bytes(letters()[x] for x in a), bytes(letters()[x] for x in b)) for a, b in merges]
         check_merges(ranks, made, bool(model.get("ignore_merges")))
-        pattern = pattern_of(content.get("pre_tokenizer")) if made else "(?s:.)"
+        pattern = pattern_of(content.get("pre_tokenizer"), max(map(len, ranks)) > 1)
         encoding = checked(f"bpe{len(ranks) + len(special)}", pattern, ranks, special)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = f"{type(error).__name__}: {error}" if type(error) is not ValueError else error
@@ -349,8 +354,10 @@ def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], who
             raise ValueError(f"no merge makes its token {ranks[token]}")
 
 
-def pattern_of(pre_tokenizer: Any) -> str:
-    """Our pattern for a pre_tokenizer of tokenizer.json. ValueError if we have none."""
+def pattern_of(pre_tokenizer: Any, longer: bool) -> str:
+    """Our pattern for a pre_tokenizer of tokenizer.json. ValueError if we have none.
+
+    longer: a token is longer than a byte. If none is, it does not matter where a text is cut."""
 
     def plain(node: Any, depth: int = 0) -> Any:  # with defaults that older files leave out; without what changes no id
         if depth > DEEPEST:  # refused here, and not where Python's stack ends: that depends on who called
@@ -363,8 +370,8 @@ def pattern_of(pre_tokenizer: Any) -> str:
 
     found = plain(pre_tokenizer)
     for pattern, theirs in PATTERNS.items():
-        if found == theirs and theirs != NO_PATTERN:
-            return pattern
+        if found == theirs and not (longer and theirs == NO_PATTERN):
+            return pattern if longer else "(?s:.)"
     raise ValueError(f"its pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is none of those known here")
 
 

@@ -72,6 +72,8 @@ def measure(
     """
     rows, shown = [], {}
     last = {trial.failure: trial for trial in TRIALS if trial.failure in FAILURES}
+    if missing := sorted({*failures} & FAILURES.keys() - last.keys()):
+        raise ValueError(f"failure={missing[0]} has no trial: add one to TRIALS of lab/trials.py (CONTRIBUTING.md)")
     for trial, dtype in product((trial for trial in TRIALS if trial.failure in failures), DTYPES):
         gain = gain_of(trial, dtype, calls)
         prepared = [call_of(trial, dtype, gain, call) for call in calls]

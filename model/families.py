@@ -56,6 +56,12 @@ LAYERS = 1000  # the most of them: even without memory for weights, each takes s
 ORIGINAL = "original_max_position_embeddings"
 SIZES = {"rope_theta": 0, "factor": 0, ORIGINAL: 0}  # whatever they are
 YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
+GPT2_ALIASES = {  # transformers' other names of these keys
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 PLAIN_ROPE = ({"rope_theta": 0}, {"rope_theta": 0, "rope_type": "default"})  # whatever the base is
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # theirs: ours
 
@@ -126,9 +132,13 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
     family = theirs.get("model_type")
     if family not in ("gpt2", "llama", "mistral"):
         raise ValueError(f"config.json has model_type={said(family)}; only gpt2, llama and mistral can be used")
-    refuse(theirs, quantization_config=None, is_encoder_decoder=False, add_cross_attention=False)
+    refuse(theirs, quantization_config=None, is_encoder_decoder=False, add_cross_attention=False, per_layer_config=None)
+    if theirs.get("is_causal", True) is not True:  # transformers reads null as false
+        raise ValueError(f"config.json has is_causal={said(theirs['is_causal'])}; only causal attention can be used")
     attention = AttentionConfig()
     if family == "gpt2":
+        for other, key in GPT2_ALIASES.items():
+            refuse(theirs, **{other: theirs.get(key)})
         refuse(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
         activation = theirs.get("activation_function", "gelu_new")
         if activation not in GELU:
@@ -173,6 +183,7 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
         )
         if family == "mistral" and theirs.get("sliding_window", 4096) is not None:
             attention.window = number(theirs, "sliding_window", 4096)
+        refuse(theirs, layer_types=[f"{'full' if attention.window is None else 'sliding'}_attention"] * model.n_layer)
     return model, attention
 
 
@@ -182,13 +193,14 @@ def rope_of(theirs: dict) -> dict:
     key, rope = "rope_parameters", theirs.get("rope_parameters")
     if rope is None:  # as transformers wrote it before version 5
         key, rope = "rope_scaling", {} if theirs.get("rope_scaling") is None else theirs["rope_scaling"]
-        beside = {"rope_theta": number(theirs, "rope_theta", 10000.0, float)}
     else:
-        beside = {}
         refuse(theirs, rope_scaling=None)
+    refuse(theirs, partial_rotary_factor=1)
     if not isinstance(rope, dict):
         raise ValueError(f"config.json has {key}={said(rope)}, which has no counterpart here")
-    rope = {**rope, **beside}
+    refuse(theirs, **{ORIGINAL: rope.get(ORIGINAL)})
+    beside = number(theirs, "rope_theta", 10000.0, float)
+    rope = {**rope, "rope_theta": number(rope, "rope_theta", beside, float)}
     if {**rope, "rope_theta": 0} not in PLAIN_ROPE and {**YARN, **rope, **SIZES} != {**YARN, **SIZES}:
         raise ValueError(
             f"config.json has {key}={said(rope)}; only rope_type=default can be used, and yarn as it was published"

@@ -177,6 +177,7 @@ def generate(
     past_context: what the model sees of a text longer than its context.
         slide   the last context_length tokens. Each then has another position, so all of them run again at every token.
         half    when the context is full, its last half. That runs again as a new prompt, and the context fills up.
+                A longer prompt is seen as if its tokens had come one by one.
         stop    nothing is yielded after the first sequence has filled its context.
     """
     assert not model.training, "call model.eval() first: dropout would garble the text"
@@ -230,10 +231,10 @@ def each_token(
     """generate(), as the device makes the tokens. On a CUDA GPU it yields what choose_unseen() returns."""
     model, kept = keep.model, keep.cache
     context = model.config.context_length
+    lengths = [len(prompt) for prompt in prompts]
     texts = [prompt[-context:] for prompt in prompts]  # what the model may see: never more than the context
-    lengths = [len(text) for text in texts]
     if past_context == "stop":
-        max_new_tokens = min(max_new_tokens, context - max(lengths) + 1)
+        max_new_tokens = min(max_new_tokens, context - min(context, max(lengths)) + 1)
     # What the last token's choice gave.
     found = torch.stack([text[-1] for text in texts]) if kept is not None and any(kept.lengths) else None
     tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet

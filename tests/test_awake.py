@@ -52,17 +52,17 @@ def looked(name: str, arguments: tuple[str, ...], training: bool = True, growth:
 def test_a_failure_whose_line_has_nothing_to_do_sleeps_and_names_the_command_that_wakes_it(name):
     acts, said = looked(name, SLEEPS[name], training=name not in SEEDS)
     assert not acts
-    assert said.startswith(f"{name} sleeps at step 1: o is right (error ")
-    assert ("70.0 nats of headroom" in said) == (name == "no_max")
+    assert said.startswith(f"{name} has no effect yet at step 1: o is right (error ")
+    assert ("rise by 70.0 nats" in said) == (name == "no_max")
     if name not in SEEDS:  # they have the arguments
-        assert said.endswith(f"to wake it: python train.py break_it={name} {FAILURES[name].wakes}")
+        assert said.endswith(f"to see an effect: python train.py break_it={name} {FAILURES[name].wakes}")
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_acts_under_the_arguments_that_wake_it(name):
     acts, said = looked(name, tuple(FAILURES[name].wakes.split()), growth=20.0)
     assert acts
-    assert said.startswith(f"{name} acts at step 1: o is ")
+    assert said.startswith(f"{name} takes effect at step 1: o is ")
     assert said.endswith(FAILURES[name].seen)
 
 
@@ -70,7 +70,7 @@ def test_a_failure_acts_under_the_arguments_that_wake_it(name):
 def test_a_failure_that_needs_time_beside_its_arguments_says_so(gain):
     acts, said = looked("no_max", (f"break_it.score_gain={gain}",))
     assert not acts
-    assert said.endswith("these arguments will wake it, but not yet; the next look is at step 10")
+    assert said.endswith("these arguments need more steps; the next look is at step 10")
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -110,7 +110,7 @@ def test_the_look_changes_no_bit_of_the_run(runs):
 def test_the_gauges_of_each_look_are_kept_and_the_line_comes_once(runs):
     said, records, _ = runs["looked"]
     assert [r["step"] for r in records if "o_error" in r] == [1, 2, 3]
-    assert said.count("stale_seed acts at step") == 1
+    assert said.count("stale_seed takes effect at step") == 1
     assert all(r["gradient_error"] > 0.01 > 1e-5 > r["whole_gradient_error"] for r in records if "o_error" in r)
 
 
@@ -118,7 +118,7 @@ def test_the_line_comes_again_when_the_answer_changes(call, small, tmp_path, mon
     monkeypatch.setattr(awake, "LOOKS", (2, 3, 4))
     answers = iter((False, False, True, True))
     monkeypatch.setattr(awake, "acts", lambda *_: next(answers))
-    monkeypatch.setattr(awake, "in_words", lambda found, cfg, step, headroom: f"a line of step {step}")
+    monkeypatch.setattr(awake, "in_words", lambda found, cfg, step, *rest, **more: f"a line of step {step}")
     ended = call(train, *small, "break_it=no_max", "steps=4", f"runs={tmp_path}")
     assert [line for line in ended.out.splitlines() if "a line" in line] == [
         "BROKEN[no_max] a line of step 1", "BROKEN[no_max] a line of step 3"
@@ -141,12 +141,12 @@ def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path
     monkeypatch.setattr(train, "send", lambda run: send(run) or steps.append(run.sent[-1]))
     ended = call(train, *small, "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}")
     assert ended.code == 1
-    (line,) = [line for line in ended.out.splitlines() if "no_max acts at step 1" in line]
+    (line,) = [line for line in ended.out.splitlines() if "no_max takes effect at step 1" in line]
     assert "o is not finite in layer 0" in line
     (sequence,), (stopped,) = looked_at, steps
     assert torch.equal(sequence, stopped.batches.x[0, :1])
 
 
 def test_a_whole_run_takes_no_look(call, small, tmp_path, monkeypatch):
-    monkeypatch.delattr(training.run, "look_at_the_failure")
+    monkeypatch.setattr(training.run, "look_at_the_failure", None)
     assert call(train, *small, "break_it.score_gain=2", "steps=1", f"runs={tmp_path}").code == 0

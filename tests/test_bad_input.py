@@ -12,6 +12,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +57,7 @@ FILES = {
     "empty.txt": b"",
     "mark.txt": b"\xef\xbb\xbf",
     "zero.txt": b"text\0text\n",
-    "utf16.txt": "text\n".encode("utf-16"),
+    "utf16.txt": "text\n".encode("utf-16")[:-1],
     "latin1.txt": b"caf\xe9\n" * 100,
     "cut.txt": b"\xc3\xa9" * 500 + b"\xc3",
     "surrogate.txt": b"\xed\xa0\x80" * 20,
@@ -210,7 +212,9 @@ def refused_training(refused, there):
     wandb.mode=of               wandb.mode=of is not known: use one of auto, online, offline, disabled
     wandb.tags=3                wandb.tags=3: the value must be of type
     hydra.nothing=3             hydra.nothing
-    hydra/launcher=joblib       hydra/launcher=joblib: there is no such hydra/launcher
+    hydra/launcher=joblib       hydra/launcher=joblib: of Hydra's own keys only
+    hydra.run.dir=x             hydra.run.dir=x: of Hydra's own keys only
+    ++hydra.job_logging._target_=os.system   ++hydra.job_logging._target_=os.system: of Hydra's own keys only
 """)
 def test_a_command_line_that_cannot_be_read(refused_training, typed, answer):
     refused_training(typed, answer)
@@ -218,6 +222,8 @@ def test_a_command_line_that_cannot_be_read(refused_training, typed, answer):
 
 @table(r"""
     -m steps=0,1                                        steps=0 must be at least 1
+    -m hydra.launcher._target_=os.system seed=1,2       hydra.launcher._target_=os.system: of Hydra's own keys only
+    -m +hydra.sweeper.params={seed:1} seed=1,2          +hydra.sweeper.params={seed:1}: of Hydra's own keys only
     -m steps=choice(                                    steps=choice(: Hydra cannot read the value
     -m steps=4,5 seed=1,-1                              seed=-1 is outside
     -m optimizer=adamw,mu                               optimizer=mu: there is no such optimizer
@@ -480,7 +486,7 @@ def test_data_that_cannot_be(refused_training, typed, answer):
     empty.txt           empty.txt holds no text, or only empty files
     mark.txt            mark.txt holds no text, or only empty files
     zero.txt            zero.txt has a zero byte at offset 4, so is binary or UTF-16
-    utf16.txt           utf16.txt has a zero byte at offset 3
+    utf16.txt           utf16.txt is not the UTF-16 that its first bytes say (truncated data)
     latin1.txt          latin1.txt is not UTF-8 at byte offset 3 (0xe9)
     cut.txt             cut.txt is not UTF-8 at byte offset 1000 (0xc3)
     surrogate.txt       surrogate.txt is not UTF-8 at byte offset 0 (0xed)
@@ -648,7 +654,7 @@ def test_a_damaged_optimizer_is_named_when_training_goes_on(there, tmp_path, dam
     path = tmp_path / "runs/done/checkpoints/step_000004"
     damage(path / "optimizer.safetensors")
     found = checkpoint.load(path)
-    refused_by(found.optimizer, tmp_path, f"checkpoint {path} is damaged (optimizer.safetensors")
+    refused_by(found.optimizer, tmp_path, f"checkpoint {path} is damaged (", "optimizer.safetensors")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "optimizer.safetensors", "cache"])
@@ -673,6 +679,22 @@ def test_a_file_in_the_place_of_a_folder_is_named(refused, there, typed):
     given += [] if "cache" in typed else [f"data.cache={there}/cache"]
     answer = f"train: {file} is a file, and a folder is wanted: name another one, or move the file away\n"
     refused(train, there, given, answer)
+
+
+@pytest.mark.parametrize(
+    "key", ["runs={0}", "runs={0} resume={there} steps=5", "name={1}", "data.path={0}", "data.cache={0}", "resume={0}"]
+)
+@pytest.mark.parametrize("name", ["link", "n" * 300])
+def test_a_path_that_cannot_be_is_named_with_the_way_out(call, there, tmp_path, key, name):
+    """Python's line was [Errno 36] File name too long, or a traceback of RuntimeError: Symlink loop."""
+    path = tmp_path / name
+    if name == "link":
+        path.symlink_to(path)
+    given = ["data=text", f"data.path={there}/text", f"data.cache={there}/cache", f"runs={tmp_path}", *TRAIN]
+    ended = call(train, *given, *key.format(path, name, there=there / "runs/done").split())
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert str(path) in ended.err
+    assert "[Errno" not in ended.err
 
 
 def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tmp_path):
@@ -842,3 +864,10 @@ def test_a_lab_that_cannot_be(refused, there, typed, answer):
 def test_a_lab_without_its_run(refused, there, tmp_path, typed, answer):
     given = [f"runs={there}/runs", f"out={tmp_path}", *typed.replace("{there}", str(there)).split()]
     refused(breakit, there, given, answer)
+
+
+def test_an_error_is_one_line_that_cannot_command_the_terminal():
+    command = [sys.executable, "train.py", "steps=\x1b[31mx\ny"]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    assert said.count("\n") == 1
+    assert "\x1b" not in said

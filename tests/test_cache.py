@@ -123,11 +123,14 @@ def test_splits_change_the_logits_by_rounding(name, splits):
 
 @torch.no_grad()
 def uncached(model: GPT, prompt: torch.Tensor, count: int, past_context: str) -> list[int]:
-    """The likeliest tokens, `count` of them, each from the whole of what the model sees; written out."""
-    text, start = prompt.tolist(), max(0, len(prompt) - CONTEXT)
-    for _ in range(count):
-        if len(text) - start > CONTEXT:
-            start = len(text) - CONTEXT if past_context == "slide" else len(text) - CONTEXT // 2 - 1
+    """The likeliest tokens, `count` of them, each from the whole of what the model sees; written out. A prompt's tokens
+    are seen as if they had come one by one."""
+    text, start = prompt.tolist(), 0
+    for length in range(1, len(prompt) + count):
+        if length - start > CONTEXT:
+            start = length - CONTEXT if past_context == "slide" else length - CONTEXT // 2 - 1
+        if length < len(prompt):
+            continue
         text.append(int(model(torch.tensor([text[start:]]))[0, -1].argmax()))
     return text[len(prompt) :]
 

@@ -19,9 +19,16 @@ import torch
 
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
-from training import checkpoint
+from training import checkpoint, contents
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def any_contents(monkeypatch):
+    """The tensors and states below are no run's; tests/test_contents.py has those that a run writes."""
+    for name in ("check_header", "check_tensors", "check_tokenizer"):
+        monkeypatch.setattr(contents, name, lambda *_: None)
 
 
 def save(folder, step, model=None, optimizer=None, keep_last=2, **state):
@@ -255,7 +262,7 @@ def test_keeping_none_is_refused(tmp_path):
 SAVE_FOREVER = """
 import itertools, sys, torch
 from pathlib import Path
-from training import checkpoint
+from training import checkpoint, contents
 for step in itertools.count(int(sys.argv[2])):
     weights = {"w": torch.full((200_000,), float(step))}
     for _ in range(2):   # the second replaces the first
@@ -374,6 +381,13 @@ def test_resume_finds(runs, resume, name, expected):
     assert checkpoint.find_resume(resume.format(runs=runs), runs, name) == runs / expected
 
 
+def test_a_broken_run_is_found_by_the_name_that_was_typed(runs):
+    (runs / "old").rename(runs / "old-BROKEN-local_mask")
+    for resume, name in (("auto", "old"), ("old", None), (str(runs / "old"), None)):
+        found = checkpoint.find_resume(resume, runs, name)
+        assert found == runs / "old-BROKEN-local_mask/checkpoints/step_000040"
+
+
 @pytest.mark.parametrize(
     ("resume", "name"),
     [("auto", "empty"), ("auto", "neww"), ("neww", None), ("{runs}/old/checkpoints/step_000099", None)],
@@ -411,7 +425,9 @@ def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys
     damage(runs / "new/checkpoints/step_000020", name)
     assert checkpoint.find_resume("auto", runs, None) == runs / "new/checkpoints/step_000010"
     older, newest = (runs / f"new/checkpoints/step_{step:06d}" for step in (10, 20))
-    assert capsys.readouterr().err == f"checkpoint {newest} is damaged: resuming from {older} instead\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"checkpoint {newest} is damaged ({name} ")
+    assert line.endswith(f": resuming from {older} instead")
 
 
 def test_eval_only_passes_over_a_damaged_newest_checkpoint_and_resumes_nothing(runs, capsys):
@@ -419,7 +435,9 @@ def test_eval_only_passes_over_a_damaged_newest_checkpoint_and_resumes_nothing(r
     newest = runs / "new/checkpoints/step_000020"
     damage(newest, "model.safetensors")
     assert checkpoint.find_best("auto", runs, option="resume") == newest.with_name("step_000010")
-    assert capsys.readouterr().err == f"checkpoint {newest} is damaged\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"checkpoint {newest} is damaged (")
+    assert "resuming" not in line
 
 
 @pytest.mark.parametrize(("resume", "name"), [("auto", "new"), ("new", None)])
@@ -428,6 +446,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_named_as_a_way_out(runs,
         damage(runs / f"new/checkpoints/step_0000{step}", "model.safetensors")
     with pytest.raises(ValueError, match=r": no complete checkpoint among those in .*/new; runs that have one: old$"):
         checkpoint.find_resume(resume, runs, name)
+
+
+def test_a_damaged_state_of_the_best_checkpoint_is_named(tmp_path, capsys):
+    """Its loss could not be read, so another was taken as the best without a word."""
+    best, newest = (save(tmp_path / "a/checkpoints", step, val_loss=float(step)) for step in (10, 20))
+    damage(best, "state.json")
+    assert checkpoint.find_best("a", tmp_path) == newest
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(best) in line
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(runs):
+    """It was resumed as that step, and the steps between were never made."""
+    renamed = (runs / "old/checkpoints/step_000040").rename(runs / "old/checkpoints/step_000050")
+    with pytest.raises(ValueError, match=r"step 50, .* step 40\b"):
+        checkpoint.load(renamed)
 
 
 def test_a_copy_under_a_name_of_ones_own_loads(runs, tmp_path):
@@ -517,24 +551,35 @@ def test_a_run_is_held_by_one_at_a_time_and_let_go(tmp_path):
         checkpoint.lock(tmp_path / "x")
     held.close()
     checkpoint.lock(tmp_path / "x").close()
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"\.lock is a link and not a plain file"):
+        checkpoint.lock(tmp_path)
+    assert not (tmp_path / "mine").exists()
 
 
 def test_a_run_is_let_go_when_its_holder_is_killed(tmp_path):
+    """The holder has another temporary folder, as a job of Slurm's has. The lock was there, so both trained."""
+    temporary, run = tmp_path / "tmp", tmp_path / "x"
+    temporary.mkdir()
     code = "import sys; from pathlib import Path; from training.checkpoint import lock; held = lock(Path(sys.argv[1]))"
-    command = [sys.executable, "-c", f"{code}; print(flush=True); input()", tmp_path]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    command = [sys.executable, "-c", f"{code}; print(flush=True); input()", run]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         with pytest.raises(ValueError, match="is being trained by another process"):
-            checkpoint.lock(tmp_path)
+            checkpoint.lock(run)
         holder.kill()
-    checkpoint.lock(tmp_path).close()
+    checkpoint.lock(run).close()
+    assert list(temporary.iterdir()) == []
 
 
-def test_neither_data_nor_checkpoints_need_what_only_unix_has():
+def test_neither_data_nor_checkpoints_need_what_only_unix_has(tmp_path):
     code = "import os, sys; sys.modules['fcntl'] = None; del os.getuid; import data.loader, training.checkpoint"
-    code += "; from pathlib import Path; training.checkpoint.lock(Path('x')).close()"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code += "; from pathlib import Path; training.checkpoint.lock(Path(sys.argv[1])).close()"
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
 

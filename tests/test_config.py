@@ -18,7 +18,7 @@ import bench
 import breakit
 import sample
 import train
-from training import config
+from training import config, help
 
 ROOT = Path(__file__).parent.parent
 
@@ -251,9 +251,20 @@ def test_a_keys_meaning_stands_behind_its_field_or_above_it(launch, capsys):
     ]
 
 
+def test_the_short_help_of_a_run_fits_a_screen_and_says_how_to_see_the_rest(call):
+    short, full = call(train, "--help").out, call(train, "--help", "all").out
+    assert call(train, "--help=all").out == full
+    assert len(short.splitlines()) <= 45
+    assert "--help all" in short.splitlines()[-1]
+    assert "break_it." in full
+    assert "break_it" not in short
+    shown = {line.split("=")[0].strip() for line in short.splitlines() if re.match(r"  \S+=\S", line)}
+    assert shown == set(help.USUAL.split())
+
+
 @pytest.mark.parametrize("script", [train, sample, breakit, bench], ids=lambda script: script.__name__)
 def test_every_key_and_every_option_has_a_meaning_that_fits_on_its_line(call, script):
-    ended = call(script, "--help")
+    ended = call(script, "--help", "all")
     assert ended.code == 0
     lines = [line[2:] for line in ended.out.splitlines() if re.match(r"[* ] \S+=", line)]
     keys = [key for key, hint in config.known_keys(script.Config).items() if not is_dataclass(hint)]
@@ -397,12 +408,12 @@ def test_yaml_can_refer_to_text_given_on_the_command_line(launch):
         ("--lr=1", "did you mean optimizer.lr=1?"),
         ("-lr=1", "did you mean optimizer.lr=1?"),
         ("--n-layer=3", "did you mean model.n_layer=3?"),
-        ("--optimizer.lr", "did you mean optimizer.lr=VALUE?"),
+        ("--optimizer.lr", "did you mean optimizer.lr=1?"),  # the value that follows
         ("--run=mine", "did you mean run=mine?"),
         ("-model=gpt2", "did you mean model=gpt2?"),
         ("--mod=gpt2", "did you mean model=gpt2?"),
         ("--experiment=long", "did you mean experiment=long?"),
-        ("--xyzzy", "--help explains every key"),
+        ("--xyzzy", "--help all explains every key"),
     ],
 )
 def test_dashes_are_answered_with_hydras_way(complaint, argument, way_out):
@@ -444,7 +455,7 @@ def test_a_name_of_another_project_with_dashes_or_a_group_is_answered_with_ours(
         ("modle=gpt2", "there is no key modle; did you mean model?"),
         ("experimnt=long", "there is no key experimnt; did you mean experiment?"),
         ("seed.x=1", "there is no key seed.x; did you mean seed?"),
-        ("xyzzy=1", "there is no key xyzzy; --help explains every key"),
+        ("xyzzy=1", "there is no key xyzzy; --help all explains every key"),
         ("seed", "options are written key=value; did you mean seed=VALUE?"),
         ("~seed", "keys cannot be removed; give it another value: seed=VALUE"),
         ("~model=nano", "keys cannot be removed; give it another value: model=VALUE"),
@@ -540,6 +551,21 @@ def raiser(error):
 
 def test_a_value_error_of_the_script_is_one_line(complaint):
     assert complaint(script=raiser(ValueError("data/x.txt is empty"))) == "data/x.txt is empty"
+
+
+def test_a_thread_that_cannot_start_is_one_line_with_a_way_out(complaint):
+    """Under a limit of memory."""
+    assert "ulimit" in complaint(script=raiser(RuntimeError("can't start new thread")))
+
+
+@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "2"}, dict.fromkeys(config.FROM_TORCHRUN, "x")])
+def test_half_of_what_torchrun_sets_is_one_line_with_a_way_out(complaint, monkeypatch, given):
+    for name in config.FROM_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", **given}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(config, "FIRST_SPEAKS", 0)
+    assert complaint().endswith("start it with torchrun, or unset TORCHELASTIC_RUN_ID")
 
 
 def test_hydra_full_error_gives_a_value_error_its_traceback(launch, monkeypatch):

@@ -40,6 +40,7 @@ from lab.runs import model_of_run
 from model.attention import AttentionConfig
 from model.families import configuration, huggingface_config
 from model.gpt import CHOICES, GPT, GPTConfig, rope_table, stretch
+from tests.reference import assert_within_budget
 from tests.test_download import hasty, honest, serve  # noqa: F401 (fixtures)
 from training import checkpoint, config, context, exchange
 from training.metrics import read_metrics
@@ -183,8 +184,8 @@ def test_the_older_layout_is_read(theirs, folder):
     assert exchange.read(folder, "").tokenizer == one
 
 
-def test_rows_without_a_token_stay_in_the_loss_and_are_no_symbol(theirs, transformers, bpe, tmp_path):
-    """Models are often padded. Cutting the rows would change the loss, and sampling one has no text."""
+def test_rows_without_a_token_are_no_symbol_and_not_in_the_loss(theirs, transformers, bpe, tmp_path):
+    """Models are often padded. The loss is that of the logits of the tokens, as is the sampling."""
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**GPT2, vocab_size=320, eos_token_id=V - 1, initializer_range=0.3)
@@ -195,7 +196,8 @@ def test_rows_without_a_token_stay_in_the_loss_and_are_no_symbol(theirs, transfo
     idx = torch.randint(V, (2, 40))
     with torch.no_grad():
         assert ours(idx).shape[-1] == V
-        loss = model(idx, labels=idx).loss
+        logits = model(idx).logits[:, :-1, :V]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
         assert float(ours(idx[:, :-1], idx[:, 1:])) == pytest.approx(float(loss), abs=1e-5)
 
 
@@ -315,6 +317,14 @@ def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(call, folder,
     assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "said"), [("gpt2", ""), ("llama", "without model.dropout_p=0.25, which it does not")])
+def test_an_export_says_what_the_family_does_not_have(name, said, theirs, tmp_path):
+    trained = exchange.read(theirs(name)[1], "")
+    trained.state["config"]["model"]["dropout_p"] = 0.25
+    ended = exchange.export(trained, tmp_path / "out")
+    assert ("0.25" in ended, said in ended) == (bool(said), True)
+
+
 def test_an_export_goes_home(call, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
@@ -407,6 +417,10 @@ def nested(depth: int) -> list:
         ({"model": {"merges": []}}, "no merge makes its token 256"),
         ({"added_tokens": [{"content": END_OF_TEXT, "id": 1 << 40}]}, "below 16777216"),
         ({"added_tokens": 3}, "TypeError"),
+        (
+            {"added_tokens": [{"content": "def", "id": V, "special": False}]},
+            "'def' is not special",
+        ),
         ({"model": None}, "AttributeError"),
     ],
 )
@@ -417,6 +431,17 @@ def test_another_kind_of_tokenizer_is_refused(change, said, bpe):
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
         from_huggingface(content, V - 1)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("pre_tokenizer", [{"type": "ByteLevel"}, {"type": "Whitespace"}, None])
+@pytest.mark.parametrize("longest", [None, "abc"])
+def test_without_merges_the_pre_tokenizer_counts_too(pre_tokenizer, longest):
+    """add_prefix_space=true adds a byte, Whitespace takes some away, and a long token is found in a piece only."""
+    content = to_huggingface(byte_encoding())
+    assert from_huggingface(content, 256).name == "byte"
+    content["model"]["vocab"] |= {longest: 257} if longest else {}
+    with pytest.raises(ValueError, match="is none of those known here"):
+        from_huggingface(content | {"pre_tokenizer": pre_tokenizer}, 256)
 
 
 def test_merges_in_another_order_are_refused(bpe):
@@ -727,6 +752,8 @@ STRANGERS = {
     "a linked configuration": (linked("config.json"), "config.json leads out of the folder"),
     "a linked tokenizer": (linked("tokenizer.json"), "tokenizer.json leads out of the folder"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json, nor vocab.json"),
+    "another head": (weights(lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1})),
+                     "lm_head.weight differs from the embedding, and config.json has them tied"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
@@ -803,6 +830,68 @@ def test_what_llamas_family_cannot_be_here_is_refused(key, value, said, theirs):
     content = json.loads((theirs("llama")[1] / "config.json").read_text())
     with pytest.raises(ValueError, match=re.escape(said)):
         configuration(content | {key: value})
+
+
+def rope(*, beside: bool = False, older: bool = False, **values) -> dict:
+    """Keys of config.json. beside: rope_theta is in it, too. older: where transformers 4 had them."""
+    names = ("rope_scaling", "rope_parameters") if older else ("rope_parameters", "rope_scaling")
+    return {names[0]: values or None, names[1]: None} | ({"rope_theta": 5e5} if beside else {})
+
+
+PLAIN, LONG = {"rope_type": "default"}, {key: YARN[key] for key in YARN if key != "rope_theta"}
+# {family: changes of config.json}. Of each, ours has transformers' logits or a refusal.
+CHANGES = {
+    "gpt2": [
+        *[{"activation_function": name} for name in ("gelu", "gelu_pytorch_tanh", "gelu_fast", "relu", "silu")],
+        *[{other: n} for other in ("num_attention_heads", "n_head") for n in (1, 4)],
+        {"num_hidden_layers": 1}, {"n_layer": 1}, {"hidden_size": 64}, {"max_position_embeddings": 24},
+        {"layer_norm_epsilon": 0.1}, {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True},
+        {"is_causal": False}, {"per_layer_config": {"0": {"layer_norm_epsilon": 0.5}}}, {"head_dim": 8},
+    ],
+    "llama": [
+        *[rope(beside=beside, older=older, **values) for beside in (False, True) for older in (False, True)
+          for values in ({}, PLAIN, PLAIN | {"rope_theta": 1e5}, LONG, YARN)],
+        *[rope(**YARN) | {key: value} for key, value in
+          ((name, n) for name in ("original_max_position_embeddings", "partial_rotary_factor")
+           for n in (0.5, 6))],
+        *[rope(**YARN | {key: value}) for key, value in (("truncate", False), ("beta_fast", 8), ("mscale", 2.0))],
+        rope(rope_type="linear", factor=2.0), rope(rope_type="dynamic", factor=2.0),
+        {"partial_rotary_factor": 0.5}, {"sliding_window": 5}, {"attention_bias": True}, {"head_dim": 16},
+        {"num_attention_heads": 8}, {"num_key_value_heads": 4}, {"hidden_act": "gelu"}, {"hidden_act": "swish"},
+        {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"is_causal": False}, {"is_causal": None},
+        {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, {"pretraining_tp": 2}, {"attention_dropout": 0.5},
+    ],
+    "mistral": [
+        *[{"sliding_window": window} for window in (5, 100, None)],
+        *[{"layer_types": [f"{kind}_attention" for kind in kinds]} for kinds in
+          (("full", "full"), ("sliding", "sliding"), ("sliding", "full"))],
+        {"layer_types": None}, {"is_causal": False}, {"per_layer_config": {"1": {"sliding_window": 2}}},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), [(family, change) for family, changes in CHANGES.items() for change in changes], ids=str
+)
+def test_a_changed_configuration_gives_transformers_logits_or_is_refused(
+    family, change, theirs, transformers, tmp_path
+):
+    """Bases beside rope_parameters, layers without a window and other names of a key were read as what they are not."""
+    folder = Path(shutil.copytree(theirs(family)[1], tmp_path / "folder"))
+    edit("config.json", **change)(folder)
+    said = ""
+    try:
+        ours = network(exchange.read(folder, ""))
+    except ValueError as refused:
+        said = str(refused)
+    assert "\n" not in said
+    if said:
+        return
+    idx = torch.randint(V, (2, 24), generator=torch.Generator().manual_seed(1))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        theirs32, theirs64 = (load(folder, dtype=dtype).eval()(idx).logits for dtype in (torch.float32, torch.float64))
+        assert_within_budget({"logits": ours(idx)}, {"logits": theirs32}, {"logits": theirs64})
 
 
 def test_an_older_llamas_configuration_has_its_base_beside_it(theirs):

@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent import futures
 from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,9 @@ from matplotlib.figure import Figure
 import train
 from tests.processes import HANGS, shown_on_a_terminal
 from training import machine, metrics, wandb_run
-from training.metrics import Metrics, log_line, loss_figure, read_metrics
-from training.wandb_run import WandbConfig, choose_wandb_mode
+from training.metrics import Metrics, log_line, loss_figure, read_metrics, read_samples, show
+from training.resume import edits
+from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
 
 ROOT = Path(__file__).parent.parent
 STEP = {
@@ -170,10 +172,15 @@ def test_the_best_validation_loss_is_never_nan(open_metrics, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("best 2.0000 at 20")
 
 
-def test_a_sample_cannot_command_the_terminal(open_metrics, tmp_path, capsys):
-    open_metrics(tmp_path).sample(5, "a\x1b[2Jb\tc\u00e9\n[bold]d")
-    assert "a\ufffd[2Jb\tc\u00e9\n[bold]d" in capsys.readouterr().out
-    assert "a\x1b[2Jb" in (tmp_path / "samples.txt").read_text()  # the file keeps what was written
+@pytest.mark.parametrize("way", ["sample", "say", "show"])
+def test_nothing_that_is_shown_can_command_the_terminal(open_metrics, tmp_path, capsys, way):
+    """Samples, and names of files, which may be anybody's. samples.txt is shown on a terminal too, by cat."""
+    text, harmless = "a\x1b[2Jb\r\x9b2J\tc\u00e9\n[bold]d", "a\ufffd[2Jb\ufffd\ufffd2J\tc\u00e9\n[bold]d"
+    run = open_metrics(tmp_path)
+    {"sample": partial(run.sample, 5), "say": run.say, "show": show}[way](text)
+    assert harmless in capsys.readouterr().out
+    if way == "sample":
+        assert read_samples(tmp_path / "samples.txt") == [(5, harmless)]
 
 
 def test_a_screen_that_knows_only_ascii_stops_nothing(open_metrics, tmp_path, monkeypatch):
@@ -687,7 +694,7 @@ def test_the_table_has_the_newest_samples():
 
 def test_wandb_gets_so_many_pictures_and_the_last_one(open_metrics, tmp_path, monkeypatch):
     """However often it is drawn: 600 steps and 20 pictures are one in 30 steps."""
-    drawn = SimpleNamespace(savefig=lambda path, **_: path.touch())
+    drawn = SimpleNamespace(savefig=lambda file, **_: file.write(b""))
     monkeypatch.setattr(metrics, "loss_figure", lambda *_: drawn)
     run = open_metrics(tmp_path)
     sent = []
@@ -780,3 +787,65 @@ def test_wandb_dying_costs_one_line_and_not_the_run(tmp_path):
     assert len(re.findall(r"^wandb: gave up, the run goes on without it \(.+\)$", out, re.MULTILINE)) == 1
     assert "closed" in out
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "samples.txt", "loss.png", "wandb_id.txt", "checkpoints", "faults"]
+)
+def test_nothing_is_written_through_what_lies_in_place_of_a_runs_file(tmp_path, name, kind):
+    """A link in a run's folder was followed: `resume=auto` replaced ~/.bashrc. A pipe was waited for."""
+    folder, theirs = tmp_path / "run", tmp_path / "theirs"
+    folder.mkdir()
+    if kind == "link":
+        theirs.mkdir() if "." not in name else theirs.write_text("theirs")
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(theirs)
+    with pytest.raises(ValueError, match=re.escape(str(folder / name))):
+        Metrics(folder, 3, config={}, wandb_config=WandbConfig(mode="disabled"), resume_step=1)
+    assert [path.name for path in folder.iterdir()] == [name]
+    assert theirs.exists() == (kind == "link")
+    assert not theirs.is_file() or theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize(
+    "read",
+    [read_metrics, read_samples, lambda path: edits(path, {}, {})],
+    ids=["metrics.jsonl", "samples.txt", "config.yaml"],
+)
+def test_a_runs_file_is_not_read_through_what_lies_in_its_place(tmp_path, read, kind):
+    """A pipe was waited for, and of a link to /dev/zero everything was read."""
+    file = tmp_path / "file"
+    os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/null")
+    with pytest.raises(ValueError, match=re.escape(f"{file} is a {kind}")):
+        read(file)
+
+
+@pytest.mark.parametrize("kind", ["link", "full"])
+def test_wandbs_id_goes_through_no_link_and_stops_no_run(tmp_path, monkeypatch, kind):
+    pytest.importorskip("wandb")
+    theirs, said = tmp_path / "theirs", []
+    (tmp_path / "run").mkdir()
+    if kind == "link":
+        (tmp_path / "run/wandb_id.txt").symlink_to(theirs)
+    else:
+        monkeypatch.setattr(wandb_run, "replacing", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    WandbRun("offline", WandbConfig(), tmp_path / "run", {}, None, said.append)
+    assert [line.partition("(")[0] for line in said] == ["wandb: gave up, the run goes on without it "]
+    assert not theirs.exists()
+
+
+@pytest.mark.parametrize("name", ["loss.png", "metrics.jsonl", "samples.txt", "context.png"])
+def test_a_link_under_a_temporary_name_is_not_followed(open_metrics, tmp_path, name):
+    theirs, folder = tmp_path / "theirs", tmp_path / "run"
+    folder.mkdir()
+    theirs.write_text("theirs")
+    (folder / f".tmp-{name}").symlink_to(theirs)
+    run = Metrics(folder, 3, config={}, wandb_config=WandbConfig(mode="disabled"))
+    run.log({"step": 1, **STEP})
+    run.picture()
+    run.close()
+    assert theirs.read_text() == "theirs"

@@ -1,6 +1,7 @@
 """The instruments: gauges against their definitions, and planted faults found where they were planted."""
 
 import math
+import re
 import resource
 from dataclasses import replace
 from importlib.util import find_spec
@@ -315,6 +316,26 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch(met_nan):
     assert checkpoint.load(kept).optimizer()["batch.x"].shape == (4, 32)
 
 
+@pytest.mark.parametrize(
+    "why",
+    [
+        ["break_it=no_max", "break_it.score_gain=500", "optimizer.lr=1e-2", "attention=tiled"],
+        ["optimizer.lr=1e38", "optimizer.warmup_steps=0", "dtype=bf16"],
+    ],
+)
+def test_after_nan_at_most_four_lines_of_160_characters_say_where_and_what_to_do(call, small, tmp_path, why):
+    ended = call(train, *small, *why, "probe.every=100", "steps=30", "checkpoint_every=1", f"runs={tmp_path}")
+    assert ended.code == 1
+    lines = [line.replace(str(tmp_path), "runs") for line in ended.out.splitlines()]
+    said = lines[max(i for i, line in enumerate(lines) if " | " in line) + 1 :]
+    assert len(said) <= 4
+    assert max(map(len, said)) <= 160
+    step = int(re.search(r"step (\d+): loss nan", "\n".join(said))[1])
+    for part in (f"step_{step - 1:06d}", "try", "layer 0, head ", "query tile ", f"/faults/step_{step:06d}"):
+        assert part in "\n".join(said)
+    assert "python breakit.py replay=runs/" in said[-1]
+
+
 def test_a_fault_that_was_kept_is_no_checkpoint_to_resume(met_nan, call, small, tmp_path):
     _, kept = met_nan
     ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")
@@ -351,8 +372,8 @@ def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, sma
     assert "probe: layer 0, head 0, query tile 0" in place
     (faults,) = tmp_path.glob("*/faults")
     assert lost == (
-        f"  its batch and weights are lost: {faults} cannot be written (File too large); "
-        "free some space, and resume the run or start it again: it will stop here again"
+        f"  batch not kept: {faults} cannot be written (File too large); "
+        "make room and run it again: it stops here again"
     )
     assert list(faults.iterdir()) == []
 

@@ -4,7 +4,7 @@ import codecs
 import re
 import sys
 from dataclasses import asdict
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -86,12 +86,13 @@ def save(folder: Path, model: GPT, *, step: int = 1, val_loss: float | None = No
     trained = train.Config(
         model=model.config, attention=model.attention_config, break_it=BreakIt(subtract_max=not broken)
     )
+    loader = {"position": 0, "seed": 0, "context_length": model.config.context_length, "dataset": ""}
     return checkpoint.save(
         folder,
         step,
         model=model.state_dict(),
         optimizer=checkpoint.rng_state(),
-        state={"config": asdict(trained), "about": {}, "broken": broken, "loader": {}, "val_loss": val_loss},
+        state={"config": asdict(trained), "broken": broken, "loader": loader, "val_loss": val_loss},
         tokenizer=to_json(byte_encoding()),
         keep_last=10,
     )
@@ -257,7 +258,9 @@ def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, parrots, cut, 
     (path / "model.safetensors").write_bytes(weights[:-9])
     ended = call(sample, f"runs={parrots}")
     assert (ended.code, ended.out) == (0, f"{word}\n")
-    assert ended.err.splitlines()[:-2] == [f"checkpoint {path} is damaged"] * said
+    named = ended.err.splitlines()[:-2]
+    assert len(named) == said
+    assert all(line.startswith(f"checkpoint {path} is damaged (") for line in named)
 
 
 def test_a_prompt_that_is_longer_than_the_context_is_said(call, parrots):
@@ -267,6 +270,19 @@ def test_a_prompt_that_is_longer_than_the_context_is_said(call, parrots):
     assert "of the prompt" not in call(sample, f"runs={parrots}", f"prompt={64 * 'a'}", "max_new_tokens=1").err
     half = call(sample, f"runs={parrots}", f"prompt={64 * 'a'}", "max_new_tokens=1", "past_context=half").err
     assert "of the prompt's 64 tokens, the model sees only the last 33\n" in half
+
+
+@pytest.mark.parametrize("past_context", ["slide", "half"])
+def test_a_long_prompt_is_seen_as_it_is_said_and_as_a_session_sees_it(call, parrots, monkeypatch, past_context):
+    """With half, sample.py said 35, the model saw 64, and interactive=true 35, so they wrote different texts."""
+    seen, run = [], sample.GPT.next_logits
+    monkeypatch.setattr(sample.GPT, "next_logits", lambda *given: seen.append(given[1].shape[1]) or run(*given))
+    arguments = [f"runs={parrots}", f"prompt={66 * 'a'}", "max_new_tokens=1", f"past_context={past_context}"]
+    ended = call(sample, *arguments, "cache=false")
+    assert f"sees only the last {seen[0]}\n" in ended.err
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"\n")))
+    call(sample, *arguments, "cache=false", "interactive=true")
+    assert seen[1:] == seen[:1]
 
 
 def test_the_end_says_how_many_tokens_there_were_and_how_fast(call, parrots):

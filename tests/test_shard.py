@@ -86,10 +86,12 @@ def test_the_weights_of_one_block_are_together_at_a_time(quick):
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("wide_") and name != "wide_one"])
 def test_every_layout_makes_the_same_run(name, wide):
     """With dropout, windows, documents, pieces, an average and clipping. Within 512 units in the last place of the
-    largest number of a tensor, in float64. A loss is recorded in float32, from a sum of shares."""
+    largest number of a tensor, in float64. A loss is recorded in float32, from a sum of shares. N processes round N
+    times (once in all for their shares, and N - 1 sums), one process twice, for its two passes."""
     right, found = losses(wide / "wide_one"), losses(wide / name)
     assert [*found] == [*range(11 if "FROM" in str(LAYOUTS[name]) else 1, 21)]
-    torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
+    roundings = LAYOUTS[name][0] + 2
+    torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=roundings * 2**-24, atol=0)
     right, found = tensors(wide / "wide_one"), tensors(wide / name)
     assert right.keys() == found.keys()
     for weight, x in right.items():

@@ -406,7 +406,7 @@ def stopped_at_7(call, small, tmp_path_factory):
 def test_a_run_that_hears_late_of_nan_names_its_step_and_logs_none_after_it(stopped_at_7):
     ended, runs, _ = stopped_at_7
     assert ended.code == 1
-    assert "step 7: loss nan, gradient norm nan: stopped before the optimizer step" in ended.out
+    assert "step 7: loss nan, gradient norm nan: stopped before the update" in ended.out
     rows = [row for row in read_metrics(runs / "x/metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 8))
 

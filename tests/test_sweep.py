@@ -12,7 +12,7 @@ import train
 from tests.test_train import assert_same_run
 from training import checkpoint
 from training.metrics import Metrics
-from training.sweep import free_memory, losses_figure
+from training.sweep import free_memory, losses_figure, result
 
 
 def table(folder) -> list[dict]:
@@ -170,6 +170,15 @@ def test_the_picture_has_a_curve_a_job_named_after_what_varies():
     (axes,) = losses_figure({"lr=$1": records, "lr=2": spoilt}, "s").axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr=$1", "BROKEN[no_max] lr=2"]
     assert len(axes.lines) == 4
+
+
+@pytest.mark.parametrize(("times", "median"), [([9.0], "9.0"), ([9.0, 1.0, 3.0], "2.0")])
+def test_a_job_of_one_record_has_a_time_in_the_table_and_a_point_in_the_picture(times, median):
+    """Of several records the first does not count: its step may have compiled."""
+    records = [{"step": step, "loss": 2.0, "ms": ms} for step, ms in enumerate(times, start=4)]
+    assert result(records, "done")["ms"] == median
+    (line,) = losses_figure({"lr=1": records}, "s").axes[0].lines
+    assert (line.get_marker() == "None") == (len(times) > 1)
 
 
 def test_what_the_first_job_froze_is_freed_for_the_second():

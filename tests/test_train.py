@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from concurrent import futures
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -22,17 +23,18 @@ import tiktoken
 import torch
 import yaml
 
+import data.prepare
 import sample
 import train
 import training.run
 import training.step
 from data.loader import Loader, open_data, open_dataset, validation_batches
 from model.attention import AttentionConfig, attention, resolve
-from model.generate import generate
+from model.generate import Sampler, generate
 from model.gpt import GPT
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
-from training import checkpoint, config, metrics
+from training import checkpoint, config, context, metrics
 from training.machine import about, is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
@@ -146,7 +148,7 @@ config.run(train.main, train.Config, "config")
 
 def assert_same_run(run: Path, other: Path) -> None:
     """All that was recorded but the time it took, and the last checkpoint."""
-    timing = {"ms", "tokens_per_second", "eta_s", "memory_gib"}
+    timing = {"ms", "tokens_per_second", "eta_s", "memory_gib", "probe_ms", "context_ms"}
     rows = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(r / "metrics.jsonl")]
             for r in (run, other)]  # fmt: skip
     assert repr(rows[0]) == repr(rows[1])  # NaN, the norm of a step that fp16's scaler left out, does not equal itself
@@ -230,6 +232,92 @@ def test_the_line_that_a_stopped_run_prints_goes_on_with_the_same_run(call, smal
     assert resumed.code == 0, resumed.err
     assert call(train, *small, *ENDLESS, *there, "name=unbroken").code == 0
     assert_same_run(tmp_path / run.name, tmp_path / "unbroken")
+
+
+# What a run does between its steps, and a function that it calls there.
+BETWEEN = {
+    "evaluation": (training.step.TrainStep, "loss_of_windows"),
+    "sample": (Sampler, "choose"),
+    "context": (context, "each_token"),
+    "look": (training.run, "reading"),
+    "failure": (training.run, "record"),
+}
+
+
+def signal_within(patch: pytest.MonkeyPatch, place: str, step: int) -> list[str]:
+    """SIGTERM comes at the end of the first call of the place's function after so many steps. Returns a list, which
+    will have the places of all calls after the signal."""
+    steps, signalled, after, send = [], [], [], train.send
+    patch.setattr(train, "send", lambda run: send(run) or steps.append(run.step))
+
+    def spied(name, function):
+        def spy(*args, **rest):
+            after.extend([name] * len(signalled))
+            made = function(*args, **rest)
+            if name == place and len(steps) == step and not signalled:
+                signalled.append(name)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return made
+
+        return spy
+
+    for name, (owner, function) in BETWEEN.items():
+        patch.setattr(owner, function, spied(name, getattr(owner, function)))
+    return after
+
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        ("context", 0),
+        *((place, 2) for place in BETWEEN),
+        *((place, 4) for place in ("evaluation", "sample", "context")),
+    ],
+)
+def test_a_signal_ends_what_is_done_between_steps_and_the_resumed_run_does_it(
+    call, small, tmp_path, monkeypatch, place, step
+):
+    """The run went on to the end of all that was due, minutes later, and only then saved."""
+    common = [*small, *TWO_PASSES, f"runs={tmp_path}", "steps=4", "eval_every=2", "context_every=2", "probe.every=2"]
+    common += ["sample_every=2", "sample_tokens=5", "checkpoint_every=3", "ema_decay=0.5"]
+    if place == "failure":
+        monkeypatch.setattr(training.run.awake, "LOOKS", {2})
+        common += ["break_it=no_max"]
+    if step == 0:
+        assert call(train, *common, "name=parent", "steps=1").code == 0
+        common += [f"init_from={tmp_path}/parent/checkpoints/step_000001"]
+        common = [argument for argument in common if not argument.startswith("model=")]
+    with monkeypatch.context() as patch:
+        after = signal_within(patch, place, step)
+        ended = call(train, *common, "name=stopped")
+    assert ended.code == 128 + signal.SIGTERM, ended.err
+    assert f"stopped at step {step}, saved " in ended.out.splitlines()[-1]
+    assert after == []
+    if step == 2:  # of which the whole run has no checkpoint, so none can become its best
+        assert checkpoint.best(next(tmp_path.glob("stopped*")) / checkpoint.FOLDER) is None
+    again = shlex.split(ended.out.splitlines()[-1].partition("to go on: ")[2])[2:]
+    resumed = call(train, *again)
+    assert resumed.code == 0, resumed.err
+    assert call(train, *common, "name=whole").code == 0
+    stopped, whole = (next(tmp_path.glob(f"{name}*")) for name in ("stopped", "whole"))
+    assert_same_run(stopped, whole)
+    assert (stopped / "samples.txt").read_bytes() == (whole / "samples.txt").read_bytes()
+    best = [checkpoint.best(run / checkpoint.FOLDER) for run in (stopped, whole)]
+    assert best[0].name == best[1].name
+    assert call(train, *again).code == 2  # nothing is left
+
+
+def test_a_signal_in_the_preparation_of_data_ends_the_run_at_once(call, small, tmp_path, monkeypatch):
+    """SIGTERM killed it without a word."""
+    common = [*small, f"data.cache={tmp_path}/cache", "steps=1", f"runs={tmp_path}", "name=x"]
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare, "write", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        ended = call(train, *common)
+    assert (ended.code, ended.out) == (128 + signal.SIGTERM, "")
+    assert ended.err == (
+        "\nSIGTERM: stopped before the first step, so nothing is lost: the same command starts again\n"
+    )
+    assert call(train, *common).code == 0
 
 
 @pytest.fixture
@@ -400,7 +488,7 @@ def test_an_infinite_gradient_stops_the_run_once_no_scale_is_left_to_blame(call,
     ended = call(train, *small, "dtype=fp16", "steps=30", f"runs={tmp_path}", "name=x")
     assert ended.code == 1
     assert [row["loss_scale"] for row in records(tmp_path / "x")] == [2.0 ** (16 - i) for i in range(17)]
-    assert "stopped before the optimizer step" in ended.out
+    assert "stopped before the update" in ended.out
 
 
 def test_a_loss_of_nan_stops_an_fp16_run_at_once(call, small, tmp_path):
@@ -622,15 +710,14 @@ def test_nan_stops_the_run_before_the_optimizer_step(call, small, tmp_path):
     assert good.step == reached
     assert all(tensor.isfinite().all() for tensor in good.model.values())
     assert f"step {reached + 1}: loss nan" in ended.out
-    assert f"stopped before the optimizer step; the last good checkpoint is {good.path}" in ended.out
-    assert "try: break_it=none: attention is broken on purpose; stop_on_nan=false" in ended.out
+    assert f"stopped before the update; last checkpoint {good.path.name}; try break_it=none or stop_on" in ended.out
 
 
 def test_nan_in_a_sound_run_names_rate_warm_up_and_naive(call, small, tmp_path):
     """A rate near the largest float32: the first step is finite, what its weights compute is not."""
     ended = call(train, *small, "optimizer.lr=1e38", "optimizer.warmup_steps=0", f"runs={tmp_path}", "name=x")
     assert ended.code == 1
-    assert "no checkpoint had been saved yet" in ended.out
+    assert "no checkpoint was saved" in ended.out
     assert "try: a lower optimizer.lr (it is 1e+38); a longer optimizer.warmup_steps; attention=naive" in ended.out
 
 
@@ -652,19 +739,25 @@ def test_a_run_that_ended_before_its_first_checkpoint_does_not_block_its_name(ca
 
 
 def test_only_what_a_run_has_made_is_moved_out_of_the_way(tmp_path):
-    assert make_room(tmp_path / "none") is None
+    def room(name: str) -> Path | None:
+        with ExitStack() as held:
+            return make_room(tmp_path / name, held)
+
+    assert room("none") is None
     (tmp_path / "x/checkpoints/.tmp-step_000010-1").mkdir(parents=True)  # killed in its first save
     (tmp_path / "x/.tmp-loss.png").touch()
     (tmp_path / "x-unsaved-1").mkdir()
-    assert make_room(tmp_path / "x") == tmp_path / "x-unsaved-2"
-    (tmp_path / "x").mkdir()
-    assert make_room(tmp_path / "x") is None
+    with checkpoint.lock(tmp_path / "x"), pytest.raises(ValueError, match="by another process"):
+        room("x")
+    assert (tmp_path / "x/.tmp-loss.png").exists(), "not moved away under the process that trains there"
+    assert room("x") == tmp_path / "x-unsaved-2"
+    assert room("x") is None
     (tmp_path / "x/thesis.tex").touch()
     with pytest.raises(ValueError, match=r"has thesis\.tex, which no run writes: use another name="):
-        make_room(tmp_path / "x")
+        room("x")
     (tmp_path / "x-unsaved-2/checkpoints/step_000010").mkdir()
     with pytest.raises(ValueError, match="exists already: continue it with resume=auto, or use another name="):
-        make_room(tmp_path / "x-unsaved-2")
+        room("x-unsaved-2")
 
 
 def test_with_stop_on_nan_false_a_broken_run_goes_on_to_its_end(call, small, tmp_path):
@@ -937,7 +1030,7 @@ def test_a_broken_runs_own_sample_does_not_end_it(call, small, tmp_path):
     there = [f"runs={tmp_path}", "name=x", "steps=30", "sample_every=1", "sample_tokens=5"]
     ended = call(train, *small, *OVERFLOW, *there)
     assert ended.code == 1
-    assert "stopped before the optimizer step" in ended.out
+    assert "stopped before the update" in ended.out
 
 
 @pytest.mark.parametrize("where", ["to_yaml", "run:"])
@@ -1039,6 +1132,10 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
     assert said in ended.out.splitlines()
 
 
+# Five lines that stand for 9**4 numbers; with nine of them, printing what was edited took a minute.
+ALIASES = "".join(f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * 9) if i else 9}]\n" for i in range(5))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -1049,6 +1146,8 @@ def test_what_changed_since_the_checkpoint_is_said(call, small, tmp_path):
         ("batch_size: 16", "batch_sizes: [4]", "has been edited, batch_sizes=[4]: "),
         ("n_layer: 12", "n_layer: [", "is not a configuration any more: "),
         ("n_layer: 12", "n_layer: 2020-13-45", "is not a configuration any more: "),
+        ("n_layer: 12", f"n_layer: [{'9,' * 2**15}]", "is not a configuration any more: "),  # larger than is read
+        ("name: null\n", ALIASES, "is not a configuration any more: "),
     ],
 )
 def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, said):
@@ -1216,7 +1315,7 @@ def test_a_nan_is_told_though_the_last_checkpoint_could_not_be_written(call, sma
     assert ended.code == 1
     assert "checkpoint of step 2 could not be written" in ended.out
     assert "step 3: loss nan" in ended.out
-    assert f"the last good checkpoint is {tmp_path / 'x/checkpoints/step_000001'}" in ended.out
+    assert f"last good checkpoint: {tmp_path / 'x/checkpoints/step_000001'}" in ended.out
 
 
 @pytest.mark.parametrize("end", ["signal", "nan"])
@@ -1347,3 +1446,27 @@ def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_makes_no_other(
     assert ended.err.startswith(f"train: the folder {tmp_path / 'x'} was deleted or moved while the run went on")
     assert ended.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_its_metrics_ends_with_one_line_and_goes_on_from_its_checkpoint(
+    call, small, tmp_path, monkeypatch
+):
+    """It said that the checkpoints were gone too."""
+    send = train.send
+
+    def send_and_delete(run):
+        if run.step == 3:
+            run.writer.wait()  # for the checkpoint, which a thread writes
+            (run.folder / "metrics.jsonl").unlink()
+        send(run)
+
+    given = ["steps=4", "checkpoint_every=2", f"runs={tmp_path}", "name=x"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "send", send_and_delete)
+        ended = call(train, *small, *given)
+    (line,) = [line for line in ended.err.splitlines() if not line.startswith("data: ")]  # which prepares the text
+    assert ended.code == 2
+    assert line.startswith(f"train: {tmp_path / 'x/metrics.jsonl'} was deleted or moved")
+    ended = call(train, *given, "resume=auto")
+    assert ended.code == 0
+    assert "resumed from" in ended.out

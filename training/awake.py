@@ -94,9 +94,10 @@ def record_of(found: Sequence[Effect]) -> dict[str, float]:
     return record
 
 
-def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> str:
+def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float, stopped: bool = False) -> str:
     """One line. If the failure acts: the largest error, its layer, and what a training shows. If it sleeps: what wakes
-    it. cfg: train.Config. headroom: the least of all layers, in nats."""
+    it. cfg: train.Config. headroom: the least of all layers, in nats. stopped: the run has ended here, so that neither
+    is left to come."""
     names = [name for name in cfg.break_it.label.split("+") if name in FAILURES]
     who = "+".join(names)
     if not found:
@@ -112,14 +113,16 @@ def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float) -> s
             what = f"o is {off(o)}"
         elif gradients and gradients.more_than_rounding:
             what = f"{o_is_right}, but dq, dk and dv are {off(gradients)}"
-        shows = "; ".join(FAILURES[name].seen for name in names)
-        return f"{who} acts at step {step}: {what}. What a training shows: {shows}"
-    left = "" if cfg.break_it.subtract_max else f", {headroom:.1f} nats of headroom are left"
+        shows = "" if stopped else f". What a training shows: {'; '.join(FAILURES[name].seen for name in names)}"
+        return f"{who} takes effect at step {step}: {what}{shows}"
+    left = "" if cfg.break_it.subtract_max else f", scores may still rise by {headroom:.1f} nats before exp overflows"
     later = [look for look in LOOKS if step < look <= cfg.steps]
-    way = "to wake it: " + " or ".join(f"python train.py break_it={name} {FAILURES[name].wakes}" for name in names)
+    way = "to see an effect: " + " or ".join(
+        f"python train.py break_it={name} {FAILURES[name].wakes}" for name in names
+    )
     if all(has(cfg, FAILURES[name].wakes) for name in names):
-        way = "these arguments will wake it, but not yet" + (f"; the next look is at step {later[0]}" if later else "")
-    return f"{who} sleeps at step {step}: {o_is_right}{left}; {way}"
+        way = "these arguments need more steps" + (f"; the next look is at step {later[0]}" if later else "")
+    return f"{who} has no effect yet at step {step}: {o_is_right}{left}" + ("" if stopped else f"; {way}")
 
 
 def largest(found: Sequence[Effect], of: str) -> Effect | None:

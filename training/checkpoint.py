@@ -21,6 +21,7 @@ Writer does the rest in a thread.
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
 
+import glob
 import hashlib
 import json
 import math
@@ -28,7 +29,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -45,12 +45,15 @@ from torch import Tensor
 from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
-from training import config
+from training import config, contents, foreign
+from training.files import own
 from training.machine import device_type, is_out_of_memory
 from training.shard import as_in, gathered, is_shared, local, own_connection
 
 FOLDER = "checkpoints"  # inside runs/NAME
+LOCK = ".lock"  # beside it
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
+MOST = {"state.json": 1 << 24, "tokenizer.json": 1 << 27}  # bytes that are read; of tensors as many as are described
 NAMED = 5  # a message lists at most so many runs
 
 
@@ -361,8 +364,8 @@ def _fsync_folder(folder: Path) -> None:
 def load(path: Path) -> Checkpoint:
     """Read and verify a checkpoint folder. No code from it is run.
 
-    Raises ValueError, one line, if the checkpoint is missing or damaged. For a damaged one, the line names the newest
-    complete checkpoint before it.
+    Raises ValueError, one line, if the checkpoint is missing, damaged or not what a run writes. The line then names the
+    newest complete checkpoint before it.
     """
     if not path.is_dir() or (_step(path) < 0 and not (path / "state.json").exists()):
         raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
@@ -384,38 +387,46 @@ def _read(path: Path, names: Iterable[str]) -> dict:
     try:
         return _verified(path, names)
     except ValueError as error:
-        older = [p for p in all_checkpoints(path.parent) if _step(p) < _step(path) and _complete(p)]
+        older = [p for p in all_checkpoints(path.parent) if _step(p) < _step(path) and not _wrong(p)]
         way_out = f"use the one before it, {older[-1]}" if older else "no older one is left, so train again"
         raise ValueError(f"checkpoint {path} is damaged ({error}): {way_out}") from error
 
 
 def _verified(path: Path, names: Iterable[str]) -> dict:
     """As _read(), but the ValueError says only what is wrong."""
-    found = {}
+    found: dict[str, Any] = {}
     try:
-        header = json.loads((path / "state.json").read_bytes())
-        expected = header.pop("sha256")
-        if _header_hash(header) != expected["state.json"]:
+        header = foreign.read_json(path, "state.json", MOST["state.json"])
+        expected = header.pop("sha256", None)
+        if not isinstance(expected, dict) or _header_hash(header) != expected.get("state.json"):
             raise ValueError("state.json is not as it was written")
+        contents.check_header(header)
+        if _step(path) not in (-1, header["step"]):
+            raise ValueError(f"the folder's name says step {_step(path)}, its state.json step {header['step']}")
         found["state.json"] = header
         for name in names:
-            found[name] = (path / name).read_bytes()
-            if _sha256(found[name]) != expected[name]:
+            if name != "tokenizer.json":
+                size = foreign.inside(path, name).stat().st_size
+                contents.check_tensors(name, header, foreign.described(path, name), size)
+            found[name] = foreign.read_bytes(path, name, MOST.get(name, sys.maxsize))
+            if _sha256(found[name]) != expected.get(name):
                 raise ValueError(f"{name} is not as it was written")
+            if name == "tokenizer.json":
+                contents.check_tokenizer(header, found[name].decode())
     except OSError as error:
         raise ValueError(f"{Path(error.filename or path).name}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        # A flipped bit can turn the file into invalid JSON, a list instead of a dictionary, or another key.
-        raise ValueError("state.json cannot be read") from error
+    except ValueError as error:  # the line that has this in it names the folder
+        raise ValueError(str(error).replace(f"{path}{os.sep}", "").replace(f"{path} has", "it has")) from error
     return found
 
 
-def _complete(path: Path, names: Iterable[str] = FILES) -> bool:
+def _wrong(path: Path, names: Iterable[str] = FILES) -> str:
+    """What is wrong with a checkpoint; "" if these files are complete."""
     try:
         _verified(path, names)
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _sha256(*parts: Any) -> str:
@@ -433,15 +444,15 @@ def _header_hash(header: dict) -> str:
 def lock(run: Path) -> ExitStack:
     """Lock the folder `run` until the returned object is closed. Two processes in one run would delete each other's
     checkpoints and mix their metrics. The system releases the lock when the process ends, in whatever way. The lock is
-    a file in the system's temporary folder, so it does not work across machines.
+    a file in the folder, which is made if it is missing. The file stays.
 
-    Raises ValueError if another process holds the lock.
+    Raises ValueError if another process holds the lock, or if something else is in the file's place.
     """
-    user = os.getuid() if hasattr(os, "getuid") else ""  # on Windows each user has their own temporary folder
-    key = _sha256(f"{user} {run.resolve()}".encode())[:16]
+    run.mkdir(parents=True, exist_ok=True)
+    own(run / LOCK)
     held = ExitStack()
     try:
-        held.enter_context(FileLock(Path(tempfile.gettempdir()) / f"tilegpt-{key}.lock", timeout=0))
+        held.enter_context(FileLock(run / LOCK, timeout=0))
     except Timeout as error:
         raise ValueError(f"the run {run} is being trained by another process; use another name=") from error
     return held
@@ -488,6 +499,15 @@ def _step(path: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
+def folder_of(inside: Path) -> Path:
+    """runs/NAME; if it has no checkpoint, its broken run: train.py adds -BROKEN-FAILURE to the name. runs/NAME also if
+    there are several, because the name does not say which."""
+    if all_checkpoints(inside / FOLDER):
+        return inside
+    broken = [path for path in inside.parent.glob(f"{glob.escape(inside.name)}-BROKEN-*") if last(path / FOLDER)]
+    return broken[0] if len(broken) == 1 else inside
+
+
 def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume", best: bool = False) -> Path:
     """The checkpoint folder that train.py's `resume=` or sample.py's `run=` names.
 
@@ -508,23 +528,25 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     if resume == ("auto" if option == "resume" else "latest"):
         if name is None and have:
             name = max(have, key=have.__getitem__)
-        looked = runs / (name or "*")
+        looked = folder_of(runs / (name or "*"))
     elif (Path(resume) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(resume).name):
         looked = Path(resume)
         if looked.is_dir():
             return looked
     else:
-        inside = runs / resume  # the run comes first: the working directory may have a folder with the same name
+        inside = folder_of(runs / resume)  # first: the working directory may have a folder of that name too
         looked = inside if inside.is_dir() or not Path(resume).is_dir() else Path(resume)
 
     folder = looked if looked.name == FOLDER else looked / FOLDER
     found = all_checkpoints(folder)
+    damaged: list[str] = []
     for path in reversed(found):
-        if _complete(path):
-            if path != found[-1]:
-                instead = f": resuming from {path} instead" if option == "resume" and not best else ""
-                print(f"checkpoint {found[-1]} is damaged{instead}", file=sys.stderr)
+        if not (wrong := _wrong(path)):
+            instead = f": resuming from {path} instead" if option == "resume" and not best else ""
+            for line in damaged:
+                print(f"{line}{instead}", file=sys.stderr)
             return path
+        damaged.append(f"checkpoint {path} is damaged ({wrong})")
     problem = "no complete checkpoint among those" if found else "no checkpoint"
     if looked.parent == runs:
         have.pop(looked.name, None)  # it has no complete one
@@ -544,13 +566,20 @@ def find_best(run: str, runs: Path, name: str | None = None, option: str = "run"
     """
     last = find_resume(run, runs, name, option, best=True)
     left = all_checkpoints(last.parent)
+    for unknown in [path for path in left if _wrong(path, [])]:  # whose loss cannot be read
+        left.remove(unknown)
+        _name(unknown, last)
     while path := _lowest_loss(left):
-        if _complete(path, ["model.safetensors", "tokenizer.json"]):
+        if not _wrong(path, ["model.safetensors", "tokenizer.json"]):
             return path
-        if _step(path) < _step(last):  # find_resume() has named the later ones
-            print(f"checkpoint {path} is damaged", file=sys.stderr)
+        _name(path, last)
         left.remove(path)
     return last
+
+
+def _name(path: Path, last: Path) -> None:
+    if _step(path) < _step(last):  # find_resume() has named the later ones
+        print(f"checkpoint {path} is damaged ({_wrong(path)})", file=sys.stderr)
 
 
 # --- what goes into optimizer.safetensors ---------------------------------------------------------------------------
@@ -619,8 +648,13 @@ def rng_state() -> dict[str, Tensor]:
 
 def set_rng_state(tensors: dict[str, Tensor]) -> None:
     """Restore the states from rng_state. Skips other names, and CUDA's state if there is no CUDA."""
-    torch.set_rng_state(tensors["rng.cpu"].clone())
-    if "rng.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["rng.cuda"].clone())
-    if "rng.mps" in tensors and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(tensors["rng.mps"].clone())
+    try:
+        torch.set_rng_state(tensors["rng.cpu"].clone())
+        if "rng.cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["rng.cuda"].clone())
+        if "rng.mps" in tensors and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(tensors["rng.mps"].clone())
+    except RuntimeError as error:  # bytes that no generator has
+        raise ValueError(
+            f"the checkpoint's random state cannot be used ({error}): resume another checkpoint"
+        ) from error

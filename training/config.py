@@ -35,10 +35,10 @@ from decimal import Decimal
 from difflib import SequenceMatcher
 from functools import cache
 from io import StringIO
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import hydra
 import yaml
@@ -61,9 +61,20 @@ SWITCHES |= {"-sc", "--shell-completion"}
 VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
 VALUED |= {"-i", "--info", "--experimental-rerun"}
 
+# What the command line may set of Hydra's own: the rest is for jobs, folders and plugins, and Hydra only composes here.
+HYDRAS = ("hydra.searchpath", "hydra.mode", "hydra.verbose")
+
+# What torchrun gives each process, and is read before or while the processes join.
+FROM_TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+FROM_TORCHRUN += ["TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"]
+
 # A user's mistake is an error in all processes that torchrun has started. All but the first wait so many seconds before
 # they print it. By then the first has ended, and torchrun has ended them.
 FIRST_SPEAKS = 2.0
+
+NO_THREAD = "can't start new thread"  # Python's RuntimeError has no other mark
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal would execute them, and an error is one line
 
 RESUMED = "resumed"  # name under which a checkpoint's configuration is given to Hydra
 
@@ -133,7 +144,13 @@ def run(
     try:
         if not (3, 11) <= sys.version_info[:2] < (3, 14):
             raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
-        started = os.environ["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else "1"  # by torchrun
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if by_torchrun and (missing := [name for name in FROM_TORCHRUN if not os.environ.get(name, "").isdecimal()]):
+            raise ValueError(
+                f"TORCHELASTIC_RUN_ID is set, as torchrun does, and {missing[0]} is not a number: start it with "
+                "torchrun, or unset TORCHELASTIC_RUN_ID"
+            )
+        started = os.environ["WORLD_SIZE"] if by_torchrun else "1"
         if started != "1" and "parallel" not in known_keys(schema):
             raise ValueError(f"it is one process, and torchrun has started {started}: use python {file.name}")
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
@@ -156,22 +173,29 @@ def run(
     except BrokenPipeError:  # the program that read our output has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries to flush again and fails
         sys.exit(141)  # 128 + SIGPIPE
-    except (ValueError, OSError) as error:  # OSError: a full disk or an unreadable file; its text says which
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except (ValueError, OSError, RuntimeError) as error:  # OSError: a full disk or an unreadable file; it says which
+        a_bug = isinstance(error, RuntimeError) and str(error) != NO_THREAD
+        if a_bug or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(FIRST_SPEAKS)
-        print(f"{file.stem}: {in_words(error)}", file=sys.stderr, flush=True)
+        line = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), in_words(error))
+        print(f"{file.stem}: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
-def in_words(error: ValueError | OSError) -> str:
-    """The error's line. For a file in the place of a folder Python's own, [Errno 20] or [Errno 17], has no way out."""
-    if isinstance(error, NotADirectoryError | FileExistsError) and error.filename is not None:
-        path = Path(os.fsdecode(error.filename))
-        if (file := next((part for part in (path, *path.parents) if part.is_file()), None)) is not None:
-            return f"{file} is a file, and a folder is wanted: name another one, or move the file away"
-    return str(error)
+def in_words(error: Exception) -> str:
+    """The error's line. Python's own about a file, as in "[Errno 36] File name too long: 'x'", and about a thread that
+    cannot start have no way out."""
+    if str(error) == NO_THREAD:
+        return f"{error}: the memory (ulimit -v) or the number of threads (ulimit -u) has a limit here; raise it"
+    if not isinstance(error, OSError) or error.errno is None or not isinstance(error.filename, str | bytes):
+        return str(error)
+    path = Path(os.fsdecode(error.filename))
+    wants_folder = isinstance(error, NotADirectoryError | FileExistsError)
+    if wants_folder and (file := next((part for part in (path, *path.parents) if part.is_file()), None)):
+        return f"{file} is a file, and a folder is wanted: name another one, or move the file away"
+    return f"{path} cannot be read or written ({error.strerror}): name another one, or put this one right"
 
 
 def in_turn(script: Callable[[Any], int | None], jobs: list[tuple[Any, list[str]]]) -> int:
@@ -204,6 +228,9 @@ def compose(
     """
     groups = groups_of(conf / f"{config_name}.yaml")
     known = dict.fromkeys(groups) | known_keys(schema)
+    full = "--help=all" in argv or any(pair in (("--help", "all"), ("-h", "all")) for pair in pairwise(argv))
+    if full:
+        argv = ["--help" if argument == "--help=all" else argument for argument in argv if argument != "all"]
     flags, overrides = split_arguments(argv, known)
     sweep = "-m" in flags or "--multirun" in flags
     if not {"-sc", "--shell-completion"} & set(flags):  # its install=bash is a command, not a key
@@ -226,7 +253,7 @@ def compose(
             if asked:
                 values: Any = OmegaConf.to_container(cfg, resolve=True)
                 options = {group: str(chosen.get(group)) for group in groups}
-                print(help_text(name, schema, values, conf, options), flush=True)
+                print(help_text(name, schema, values, conf, options, full), flush=True)
                 return []
             jobs.append((cfg, typed))
         plain: list[tuple[Any, list[str]]] = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
@@ -281,12 +308,14 @@ def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], l
     rest = iter(argv)
     for argument in rest:
         key, equals, value = argument.partition("=")
-        if argument in SWITCHES or (equals and key in VALUED):
+        if (argument in SWITCHES and argument.strip("-") not in known) or (equals and key in VALUED):
             flags.append(argument)
         elif argument in VALUED:
             flags += [argument, *islice(rest, 1)]
         elif argument.startswith("-"):
             name = key.strip("-").replace("-", "_")
+            following = "" if equals else next(rest, "")
+            value = value or ("" if following.startswith("-") or "=" in following else following)
             ours = elsewhere(name, known)
             names = [ours] if ours in known else nearest(name, known)[:1]
             hint = did_you_mean([f"{name}={value or 'VALUE'}" for name in names])
@@ -305,7 +334,9 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
     as 1000 for an int. (??? keeps OmegaConf's meaning: "must be given".)
     """
     key, equals, value = override.partition("=")
-    if key.lstrip("+~").startswith(("hydra.", "hydra/")):
+    if (hydras := key.lstrip("+~")).startswith(("hydra.", "hydra/")):
+        if hydras not in HYDRAS:
+            raise ValueError(f"{override}: of Hydra's own keys only {', '.join(HYDRAS)} are taken here; leave it out")
         return override
     if key.startswith("~"):
         raise ValueError(f"{override}: keys cannot be removed; give it another value: {key[1:]}=VALUE")
@@ -396,7 +427,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 def did_you_mean(names: list[str]) -> str:
     """The end of a message about a mistyped name."""
-    return f"did you mean {' or '.join(names)}?" if names else "--help explains every key"
+    return f"did you mean {' or '.join(names)}?" if names else "--help all explains every key"
 
 
 def elsewhere(name: str, known: Iterable[str]) -> str:
@@ -453,14 +484,32 @@ def to_yaml(config: Any) -> str:
 def from_dict(schema: type[T], mapping: Mapping[str, Any], prefix: str = "") -> T:
     """Rebuild the dataclass tree from the dictionary of dataclasses.asdict, for example a checkpoint's.
 
-    A missing key takes its default: older checkpoints lack newer keys. Raises ValueError for an unknown key, and what
-    __post_init__ raises. prefix is for the recursion.
+    A missing key takes its default: older checkpoints lack newer keys. Raises ValueError for an unknown key, a value of
+    another type, and what __post_init__ raises. prefix is for the recursion.
     """
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"{prefix.rstrip('.')} is {mapping!r:.60} and not a group of keys")
     hints = get_type_hints(schema)
     values = {}
     for key, value in mapping.items():
         if key not in hints:
             raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in hints])}")
         node = node_of(hints[key])
+        if not node and not fits(hints[key], value):
+            raise ValueError(f"{prefix}{key}={value!r:.60} is not {getattr(hints[key], '__name__', hints[key])}")
         values[key] = from_dict(node, value, f"{prefix}{key}.") if node and isinstance(value, Mapping) else value
     return schema(**values)
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Whether `value`, out of JSON, is of the type that a field has. An older version had bools where a string is."""
+    if isinstance(hint, UnionType):
+        return any(fits(member, value) for member in get_args(hint))
+    inner = get_args(hint)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(fits(inner[0], x) for x in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(fits(inner[0], k) and fits(inner[1], x) for k, x in value.items())
+    if hint in (int, float, str, bool, NoneType):
+        return type(value) in {float: (int, float), str: (str, bool)}.get(hint, (hint,))
+    return True

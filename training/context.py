@@ -6,6 +6,7 @@
     loss_at_LO_HI      the loss of the tokens that see LO to HI tokens: 1, 2, 3 to 4, 5 to 8, ..., T (each its own too)
     loss_given_N       the loss of the last tokens of each window, given at most N tokens: 32, 64, ..., T
     context_gain       the second: the loss given the fewest minus that given all
+    context_gain_error its standard error, over the windows: each has both losses
     recall_accuracy    data=recall: the share of the second string that the model gets right; recall_loss: its loss
     passkey_L_depth_D  data=passkey: the share of pass keys that it finds, in texts of L tokens, told at D % of them
 
@@ -20,7 +21,6 @@ T context length, B windows in a batch.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -38,8 +38,9 @@ from data.tokenizer import encode, same
 from model.gpt import GPT
 from model.loss import loss_of_each
 from training import checkpoint
+from training.files import replacing
 from training.machine import is_out_of_memory, pick_device, pick_dtype, set_precision
-from training.metrics import append, drawable, encodable, show, stamp, writing
+from training.metrics import append, drawable, show, stamp, worth_of, writing
 from training.resume import open_checkpoint, tokenizer_of
 
 FEWEST = 32  # tokens of the shortest context
@@ -88,19 +89,21 @@ def worth(
     tail = slice(T - most(T) // 2, T)  # the last tokens of a window, which every context given predicts
     nats, sizes, right = (torch.zeros(T, dtype=torch.float64) for _ in range(3))  # of each position, over all windows
     given = dict.fromkeys(contexts(T), 0.0)  # nats of the last tokens
-    windows = 0
+    gains: list[Tensor] = []  # per window, what the longest context gains over the shortest, nats per token
     for batch in batches:
         losses, hits = each_token(model, batch, autocast)
         nats += losses.sum(0)
         right += hits.sum(0)
         sizes += torch.from_numpy(token_bytes[batch.y.numpy()]).sum(0)
-        windows += len(losses)
-        for n in given:
-            if n == T:
-                given[n] += float(losses[:, tail].sum())
-            else:
-                cut, _ = each_token(model, batch.each(partial(pieces, n=n)), autocast)
-                given[n] += float(cut[:, n // 2 :].sum())
+        of_windows = {T: losses[:, tail].sum(1)}  # (B,) nats of the last tokens of each window
+        for n in given.keys() - {T}:
+            cut, _ = each_token(model, batch.each(partial(pieces, n=n)), autocast)
+            of_windows[n] = cut[:, n // 2 :].reshape(len(losses), -1).sum(1)
+        for n, nats_given in of_windows.items():
+            given[n] += float(nats_given.sum())
+        gains.append((of_windows[min(given)] - of_windows[T]) / (tail.stop - tail.start))
+    gain = torch.cat(gains)
+    windows = len(gain)
     same_tokens = windows * (tail.stop - tail.start)
     record: dict[str, float] = {"context_tokens": windows * T, "context_same_tokens": same_tokens}
     digits = max(4, len(str(T)))
@@ -110,6 +113,8 @@ def worth(
     for n, total in given.items():
         record |= losses_of(f"given_{n:0{digits}}", total, same_tokens, float(sizes[tail].sum()))
     record["context_gain"] = record[f"loss_given_{min(given):0{digits}}"] - record[f"loss_given_{T:0{digits}}"]
+    # The standard error of the mean over the windows; NaN of a single window.
+    record["context_gain_error"] = float(gain.std() / math.sqrt(windows)) if windows > 1 else math.nan
     if part is not None:
         span = part(T)
         count = windows * (span.stop - span.start)
@@ -123,7 +128,9 @@ def each_token(model: GPT, batch: Batch, autocast: AbstractContextManager) -> tu
     """The loss of every target, float64 (B, n), and whether its logit is the largest, bool (B, n); on the CPU."""
     x, y, documents = batch.to(next(model.parameters()).device)
     with autocast:
-        losses, right = loss_of_each(model.hidden(x, documents).flatten(0, 1), model.head.weight, y.flatten())
+        losses, right = loss_of_each(
+            model.hidden(x, documents).flatten(0, 1), model.head.weight, y.flatten(), model.config.vocab_size
+        )
     return losses.cpu().double().view(y.shape), right.cpu().view(y.shape)
 
 
@@ -182,9 +189,13 @@ def retrieval(model: GPT, dataset: Dataset, autocast: AbstractContextManager) ->
 def table(record: dict[str, float]) -> str:
     """The record as the lines that are printed."""
     same = record["context_same_tokens"]
-    lines = ["tokens seen      nats a token   bits a byte   loss by position", *rows(record, "at_")]
-    lines += [f"tokens given     nats a token   bits a byte   the same {same:,} tokens", *rows(record, "given_")]
-    lines.append(f"the context is worth {record['context_gain']:.4f} nats a token")
+    lines = ["loss by position", "tokens seen      nats a token   bits a byte", *rows(record, "at_")]
+    lines += [
+        f"loss of the same {same:,} tokens",
+        "tokens given     nats a token   bits a byte",
+        *rows(record, "given_"),
+    ]
+    lines.append(f"the context is worth {worth_of(record)}")
     if "recall_accuracy" in record:
         lines.append(
             f"recall: {record['recall_accuracy']:.2%} of the second string right, {record['recall_loss']:.4f} nats"
@@ -228,9 +239,8 @@ def draw(
         figures["passkey.png"] = heat_map(record)
     for name, figure in figures.items():
         figure.suptitle(title, color="red" if broken else "black", parse_math=False)
-        with writing(folder / name):
-            figure.savefig(temp := folder / f".tmp-{name}", dpi=120, format="png")
-            os.replace(temp, folder / name)
+        with writing(folder / name), replacing(folder / name) as file:
+            figure.savefig(file, dpi=120, format="png")
     return [folder / name for name in figures]
 
 
@@ -332,6 +342,6 @@ def evaluate(cfg: Any) -> int:
     append(folder / "metrics.jsonl", record | ({"broken": broken} if broken else {}))
     show(f"{stamp(broken)}{record['context_tokens']:,} tokens in {record['context_ms'] / 1e3:.1f} s\n{table(record)}")
     for path in draw(record, folder, f"{folder.name}, step {trained.step}, data={cfg.data.source}", broken):
-        show(encodable(f"  picture      {path}"))
-    show(encodable(f"  metrics      {folder / 'metrics.jsonl'}"))
+        show(f"  picture      {path}")
+    show(f"  metrics      {folder / 'metrics.jsonl'}")
     return 0

@@ -27,7 +27,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from data.download import NotThere, download
@@ -36,8 +36,8 @@ from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.families import Part, configuration, huggingface_config, layout
 from model.gpt import GPTConfig
-from training import checkpoint, config
-from training.metrics import printable
+from training import checkpoint, config, foreign
+from training.foreign import inside, open_file
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 LIMIT = {CONFIG: 1 << 20, "merges.txt": 1 << 25}  # bytes of a file that is parsed; OTHERS for the rest
@@ -76,6 +76,8 @@ def find(source: str, runs: Path, cache: Path) -> Path:
         raise ValueError(
             f"{folder} has no {CONFIG}: give a folder that transformers' save_pretrained() wrote, or a run"
         )
+    if folder.exists():
+        raise ValueError(f"init_from={source} is a file: give its folder ({folder.parent}), or a run")
     if source in ("resume", "scratch"):  # nanoGPT's
         raise ValueError(f"init_from={source}: resume=auto goes on with a run; without init_from= a run begins anew")
     if not HUB_NAME.fullmatch(source) or ".." in source:
@@ -156,7 +158,7 @@ def read(place: Path, source: str) -> checkpoint.Checkpoint:
         model = {name: torch.cat([take(found, part) for part in parts]) for name, parts in wanted.items()}
     if ours.tie_head:
         model["head.weight"] = model["embedding.weight"]
-    # Rows without a token stay, as padding: they are part of the loss that these weights have.
+    # Rows without a token stay, as padding: the files have them, and round sizes are faster. No loss counts them.
     ours.vocab_size, ours.vocab_multiple = encoding.n_vocab, 1 if encoding.n_vocab == rows else rows
     trained = {"model": asdict(ours), "attention": asdict(attention), "break_it": asdict(BreakIt())}
     begin = token(theirs, "bos_token_id")
@@ -180,37 +182,12 @@ def token(theirs: dict, key: str) -> int | None:
     return first if type(first) is int else None
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file `name` of `folder`. ValueError if it leads out of it: as "../x", as an absolute path or by a link."""
-    file = folder / name
-    # Hugging Face's own cache has snapshots/HASH/config.json, a link to ../../blobs/HASH.
-    root = folder.absolute().parents[1] if folder.absolute().parent.name == "snapshots" else folder
-    if Path(name).name != name or not file.resolve().is_relative_to(root.resolve()):
-        raise ValueError(f"{folder}: {name} leads out of the folder, which is refused; put the file itself there")
-    if not file.is_file():
-        raise ValueError(f"{folder} has no file {name!r}: it is not complete")
-    return file
-
-
 def read_text(folder: Path, name: str) -> str:
-    file, limit = inside(folder, name), LIMIT.get(name, OTHERS)
-    if (size := file.stat().st_size) > limit:
-        raise ValueError(f"{file} has {size:,} bytes; more than {limit:,} are not read")
-    try:
-        return file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 at byte offset {error.start}: the file is damaged") from error
+    return foreign.read_text(folder, name, LIMIT.get(name, OTHERS))
 
 
 def read_json(folder: Path, name: str) -> dict:
-    text = read_text(folder, name)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / name} is not JSON ({error}): the file is damaged") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{folder / name} is JSON of another kind: the file is damaged")
-    return content
+    return foreign.read_json(folder, name, LIMIT.get(name, OTHERS))
 
 
 def read_tokenizer(folder: Path) -> dict:
@@ -218,7 +195,10 @@ def read_tokenizer(folder: Path) -> dict:
     if (folder / TOKENIZER).exists():
         return read_json(folder, TOKENIZER)
     if not (folder / "vocab.json").exists():
-        raise ValueError(f"it has no {TOKENIZER}, nor vocab.json and merges.txt: put the model's own there")
+        raise ValueError(
+            f"it has no {TOKENIZER}, nor vocab.json and merges.txt: put the model's own there; if that is byte "
+            "or gpt2, `python sample.py run=NAME export=FOLDER` writes it, of a run that has that tokenizer"
+        )
     vocab = read_json(folder, "vocab.json")
     lines = read_text(folder, "merges.txt").split("\n")
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
@@ -254,16 +234,6 @@ def shards(folder: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
-def open_file(file: Path) -> Any:
-    """An opened file of safetensors, to be closed. This reads the header only, and fails if the tensors are not exactly
-    as long as the file. ValueError for a damaged file."""
-    try:
-        return safe_open(file, "pt")
-    except (SafetensorError, OSError) as error:
-        why = printable(" ".join(str(error).split())[:200])  # it may have a name in it, which may have anything
-        raise ValueError(f"{file} cannot be read ({why}): it is damaged; download or copy it again") from error
-
-
 def headers(place: Path, stack: ExitStack) -> dict[str, tuple[Any, str]]:
     """{name: (the opened file that has this tensor, its full name)}. The stack closes the files."""
     found: dict[str, tuple[Any, str]] = {}
@@ -282,7 +252,8 @@ def strip(name: str) -> str:
 
 
 def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -> dict[str, list[Part]]:
-    """layout(theirs). ValueError if the files' tensors are not those, with these shapes. Reads no tensor."""
+    """layout(theirs). ValueError if the files' tensors are not those, with these shapes. Reads no tensor
+    but a tied head, which may differ from the embedding."""
     wanted = layout(theirs)
     shapes = {strip(part.name): part.shape for parts in wanted.values() for part in parts}
     for name, shape in shapes.items():
@@ -294,9 +265,12 @@ def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -
             raise ValueError(f"{place}: the tensor {name} is {tuple(there.get_shape())}, {CONFIG} says {shape}")
         if there.get_dtype() not in DTYPES:
             raise ValueError(f"{place}: the tensor {name} is {there.get_dtype()}; only {', '.join(DTYPES)} can be used")
-    tied = {"lm_head.weight"} if theirs.tie_head else set()
-    for name in sorted(found.keys() - shapes.keys() - tied):
-        if not NO_WEIGHTS.search(name):
+    for name in sorted(found.keys() - shapes.keys()):
+        if name == "lm_head.weight" and theirs.tie_head:
+            both = (Part(name, (), False), *wanted["embedding.weight"])
+            if not torch.equal(*(take(found, part) for part in both)):
+                raise ValueError(f"{place}: {name} differs from the embedding, and {CONFIG} has them tied")
+        elif not NO_WEIGHTS.search(name):
             raise ValueError(f"{place}: the tensor {name!r} has no place in the model that {CONFIG} describes")
     return wanted
 
@@ -314,7 +288,8 @@ def take(found: dict[str, tuple[Any, str]], part: Part) -> Tensor:
 
 
 def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
-    """Writes the weights as float32 in Hugging Face's format, completely or not at all, and returns the architecture.
+    """Writes the weights as float32 in Hugging Face's format, completely or not at all. Returns the architecture,
+    and what it lacks.
 
     The rows that vocab_multiple added are cut. Biases that the model lacks are written as zeros, if GPT-2 has them.
     ValueError, one line, if `folder` is there or cannot be written, or if an option has no counterpart there.
@@ -366,4 +341,7 @@ def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
         raise ValueError(f"export={folder} cannot be written ({why}): name a folder where there is room") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # it is still there only after an error
-    return description["architectures"][0]
+    (architecture,) = description["architectures"]
+    if ours.norm == "rmsnorm" and ours.dropout_p:
+        architecture += f", without model.dropout_p={ours.dropout_p}, which it does not have"
+    return architecture

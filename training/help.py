@@ -18,14 +18,24 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+# The keys of train.py that its short help shows; --help all shows every one.
+USUAL = """name runs resume init_from seed steps max_minutes batch_size tokens_per_step eval_every sample_every
+    checkpoint_every device dtype compile model.n_layer model.n_head model.context_length
+    model.activation_checkpointing attention.window attention.dropout_p attention.documents data.path data.shards
+    optimizer.lr parallel.context parallel.shard probe.every wandb.mode"""
 LONG = 88  # maximum length of an option's meaning, in characters; so much fits on a line
 
 
-def help_text(script: str, schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[str, str]) -> str:
-    """The whole text. values: the composed configuration as a dictionary. chosen: {group: the option in use}. The
+def help_text(
+    script: str, schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[str, str], full: bool
+) -> str:
+    """The text. full: every key of train.py, not the usual ones only.
+    values: the composed configuration as a dictionary. chosen: {group: the option in use}. The
     options of a group are the files in conf/GROUP."""
     doc = inspect.getdoc(inspect.getmodule(schema)) or ""
     lines = [doc.partition("\n")[0], f"python {script}.py KEY=VALUE ..."]
+    if script == "train" and not full:
+        return "\n".join([*lines, "", *usual(schema, values, conf, chosen)])
     if chosen:
         lines += ["", "Groups. Each option is a file in conf/ that sets several keys; * marks the option in use."]
     for group, option in chosen.items():
@@ -36,6 +46,20 @@ def help_text(script: str, schema: type, values: Mapping[str, Any], conf: Path, 
     for rows in sections(schema, values):
         lines += ["", *aligned([(f"  {key}", meaning) for key, meaning in rows])]
     return "\n".join(lines)
+
+
+def usual(schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[str, str]) -> list[str]:
+    """The lines of the short help: a group's options by name, and the usual keys."""
+    lines = []
+    for group, option in chosen.items():
+        if group == "break_it":
+            continue
+        files = sorted(file.stem for file in (conf / group).glob("*.yaml"))
+        names = " ".join(f"*{name}" if name == option else name for name in files)
+        lines += textwrap.wrap(f"{group}= {names}", 118, initial_indent="  ", subsequent_indent="    ")
+    rows = [row for section in sections(schema, values) for row in section if row[0].partition("=")[0] in USUAL.split()]
+    lines += ["", *aligned([(f"  {key}", meaning) for key, meaning in rows]), ""]
+    return [*lines, "--help all shows every key and explains the options of each group; * marks the option in use."]
 
 
 def aligned(rows: list[tuple[str, str]]) -> list[str]:

@@ -140,23 +140,47 @@ def reader_may_leave(stream: TextIO | None = None) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
+class Stopping(KeyboardInterrupt):
+    """A signal came while something was made that can be made again."""
+
+
+class Signals(list[int]):
+    """The signals that a process has received."""
+
+    answer = ""  # inside at_once(): what is said of a signal
+
+    @contextmanager
+    def at_once(self, answer: str = "stopping now; a second one stops without saving") -> Iterator[None]:
+        """The first signal raises Stopping, with its number, at any line inside, or at its beginning if it came
+        before."""
+        self.answer = answer
+        try:
+            if self:
+                raise Stopping(self[0])
+            yield
+        finally:
+            self.answer = ""
+
+
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[Signals]:
     """Yields a list. Ctrl-C (SIGINT), SIGTERM and SIGHUP (connection lost) append their number to it. A run can then
     finish its step and save.
 
     A second signal raises KeyboardInterrupt, with its number, at once. Under nohup, SIGHUP stays ignored. Works in the
     main thread only, as signal.signal() does.
     """
-    received: list[int] = []
+    received = Signals()
 
     def on_signal(number, frame):
         if received:
             raise KeyboardInterrupt(number)
         received.append(number)
         with reader_may_leave(sys.stderr):  # with a lost connection the terminal is gone too
-            name = signal.Signals(number).name
-            print(f"\n{name}: stopping after this step; a second one stops at once", file=sys.stderr, flush=True)
+            answer = received.answer or "stopping after this step; a second one stops at once"
+            print(f"\n{signal.Signals(number).name}: {answer}", file=sys.stderr, flush=True)
+        if received.answer:
+            raise Stopping(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -72,9 +72,12 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
             f"{size / 1e6:,.1f} MB"
             for size in bytes_sent(run.ranks, model, run.tokens_per_step, width, run.accumulation // run.ranks.turns)
         )
-        keeps = f"keeps 1/{run.ranks.size} of the weights and " if cfg.parallel.shard else ""
+        keeps = f"keeps 1/{run.ranks.size} of the weights, " if cfg.parallel.shard else ""
+        of_step = cfg.batch_size * run.accumulation
+        own = of_step // (run.ranks.turns * run.ranks.part.shares)
         say(
-            f"parallel: {run.ranks.size} processes, each {keeps}sends {gradients} of "
+            f"parallel: {run.ranks.size} processes, each {keeps}takes {own} of a step's {counted(of_step, 'sequence')} "
+            f"and sends {gradients} of "
             f"{'weights and ' if cfg.parallel.shard else ''}gradients a step"
             + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
             + (", and its keys and values go round" if run.ranks.part.ring else "")
@@ -96,6 +99,10 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
             f"the learning rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} is less than "
             f"optimizer.warmup_steps={cfg.optimizer.warmup_steps}"
         )
+    if attention.alibi and cfg.model.position != "none":
+        say(f"attention.alibi=true beside model.position={cfg.model.position}: the model has positions twice")
+    if not attention.alibi and cfg.model.position == "none":
+        say("model.position=none without attention.alibi=true: only the causal mask tells the model where a token is")
     if broken:
         say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
 
@@ -123,30 +130,28 @@ def less_memory(run: Run) -> str:
 
 
 def what_to_try(run: Run, numbers: Numbers) -> str:
-    """The message for a run that stopped at NaN or infinity."""
+    """The message for a run that stopped at NaN or infinity. close() says it if there is no checkpoint."""
     cfg = run.cfg
+    stopped = f"step {run.step}: loss {numbers.loss}, gradient norm {numbers.norm}: stopped before the update"
+    if cfg.break_it.label:
+        kept = f"; last checkpoint {run.saved.name}" if run.saved else ""
+        return f"{stopped}{kept}; try break_it=none or stop_on_nan=false"
     tries = [f"a lower optimizer.lr (it is {cfg.optimizer.lr:g})", "a longer optimizer.warmup_steps"]
     if cfg.attention.impl != "naive":
-        tries.append("attention=naive, to see whether attention does it")
+        tries.append("attention=naive, to compare")
     if run.facts["dtype"] != "float32":
         tries.append("dtype=float32")
     if not cfg.probe.every and run.ranks.size == 1:
-        tries.append("probe.every=100, which names the layer, the head and the tile where it begins")
-    if cfg.break_it.label:
-        tries = ["break_it=none: attention is broken on purpose", "stop_on_nan=false, to train on and see what happens"]
-    kept = f"the last good checkpoint is {run.saved}" if run.saved else "no checkpoint had been saved yet"
-    return (
-        f"step {run.step}: loss {numbers.loss}, gradient norm {numbers.norm}: stopped before the optimizer step; "
-        f"{kept}.\n"
-        f"try: {'; '.join(tries)}"
-    )
+        tries.append("probe.every=100, to find the tile")
+    kept = f"; last good checkpoint: {run.saved}" if run.saved else ""
+    return f"{stopped}{kept}\ntry: {'; '.join(tries)}"
 
 
 def say_what_is_there(run: Run) -> None:
     """Prints the last lines of a run that reached its end: its files, and the commands to try next."""
     cfg, folder = run.cfg, run.folder
     broken = stamp(cfg.break_it.label)
-    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # the learning rate first rises again: the schedule is longer"
+    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # trains on"
     if run.step < cfg.steps:
         limit = f"max_minutes={cfg.max_minutes:g}"
         show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the learning rate is not at its minimum")

@@ -47,6 +47,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from data.text import counted
+from training.files import appending, own, replacing
 from training.machine import reader_may_leave
 from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
 
@@ -58,8 +59,8 @@ def log_line(record: dict, total_steps: int) -> str:
 
         step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | ...
         eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
-        context step 100/600 | given 0032 2.1000 | given 1024 1.9000 | worth 0.2000 | 8000 ms
-        probe step 100/600 | score 5.13 | headroom 83.59 | weight 0.9801 | l 1 | error 2.1e-07 | ...
+        context step 100/600 | given 0032 2.1000 | given 1024 1.9000 | context worth 0.2000 +- 0.0100 nats ...
+        probe step 100/600 | score 5.13 | headroom 83.59 nats to overflow | error 2.1e-07 | ...
 
     An evaluation record may have "best": (val_loss, step). The probe line shows the lowest entropy with its layer.head,
     and the highest.
@@ -78,7 +79,7 @@ def log_line(record: dict, total_steps: int) -> str:
         fields = [
             f"context step {step}/{total_steps}",
             *(f"given {tokens} {record[f'loss_given_{tokens}']:.4f}" for tokens in sorted({given[0], given[-1]})),
-            f"worth {record['context_gain']:.4f}",
+            f"context worth {worth_of(record)}",
             f"{record['context_ms']:.0f} ms",
         ]
     elif "max_score" in record:
@@ -87,9 +88,7 @@ def log_line(record: dict, total_steps: int) -> str:
         fields = [
             f"probe step {step}/{total_steps}",
             f"score {record['max_score']:.2f}",
-            f"headroom {record['headroom']:.2f}",
-            f"weight {record['max_weight']:.4f}",
-            f"l {record['min_l']:.3g}",
+            f"headroom {record['headroom']:.2f} nats to overflow",
             f"error {record['attention_error']:.1e}",
             f"entropy {entropy[least]:.2f} ({least}) to {max(entropy.values()):.2f}",
             f"{record['probe_ms']:.0f} ms",
@@ -120,6 +119,13 @@ def stamp(broken: str | None) -> str:
     return f"BROKEN[{broken}] " if broken else ""
 
 
+def worth_of(record: dict) -> str:
+    """What the context is worth, with its standard error. Records of older versions have none."""
+    gain, error = record["context_gain"], record.get("context_gain_error", math.nan)
+    within = "" if abs(gain) > 2 * error else ", not measurable" if error >= 0 else ", standard error unknown"
+    return f"{gain:.4f}" + (f" +- {error:.4f}" if error >= 0 else "") + f" nats per token{within}"
+
+
 def broken_name(name: str, broken: str) -> str:
     """The name of a broken run, like "mine-BROKEN-no_max". `name` itself if it has that already, or if broken is ""."""
     fault = f"-BROKEN-{broken}"
@@ -128,15 +134,20 @@ def broken_name(name: str, broken: str) -> str:
 
 def printable(text: str) -> str:
     """text without control characters: a byte model may write escape sequences, and the terminal would execute them."""
+    return encodable(harmless(text))
+
+
+def harmless(text: str) -> str:
+    """printable(), whatever the terminal's encoding: for a file that somebody shows on another one."""
     # str.isprintable() would also remove joiners and wide spaces, which Persian and emoji need.
-    return encodable("".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text))
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def show(text: str) -> None:
-    """Print a line. If nobody reads the output any more, drop this line and all later ones: the run goes on, and its
-    files have the measurements."""
+    """Print a line, made printable(). If nobody reads the output any more, drop this line and all later ones: the run
+    goes on, and its files have the measurements."""
     with reader_may_leave():
-        print(f"{text}\n", end="", flush=True)  # in one piece, because a thread may print too
+        print(f"{printable(text)}\n", end="", flush=True)  # in one piece, because a thread may print too
 
 
 def encodable(text: str) -> str:
@@ -153,7 +164,8 @@ SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:
-    """The samples in a samples.txt as (step, text), in order."""
+    """The samples in a samples.txt as (step, text), in order. ValueError as own() raises."""
+    own(path)
     # errors="replace": a kill may have cut the last sample within a character.
     _, *parts = SAMPLE_HEADER.split(path.read_text(encoding="utf-8", errors="replace"))
     return [(int(step), text.strip("\n")) for step, text in zip(parts[::2], parts[1::2], strict=True)]
@@ -163,8 +175,9 @@ def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, with "nan", "inf" and "-inf" as floats again.
 
     Skips a last line that a kill cut short. Skips lines that are not records too, and says on stderr how many: someone
-    may have edited the file, and that should not end a run.
+    may have edited the file, and that should not end a run. ValueError as own() raises.
     """
+    own(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     records = [record for record in map(_record, lines) if record is not None]
     if len(records) < len(lines):
@@ -193,7 +206,7 @@ def _json_line(record: dict) -> str:
 
 def append(path: Path, record: dict) -> None:
     """Adds a record to a metrics.jsonl, in one write, whether a run has it open or not."""
-    with writing(path), open(path, "ab+") as file:
+    with writing(path), appending(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         cut = file.read(1) not in (b"", b"\n")  # the last line, when a run was killed
         file.write(b"\n" * cut + _json_line(record).encode())
@@ -211,15 +224,10 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _rewrite(path: Path, text: str) -> None:
-    # Write a new file and rename it: a kill during a resume must not lose the run's history.
-    temp = path.with_name(f".tmp-{path.name}")
-    with writing(path):
-        with open(temp, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
+def rewrite(path: Path, text: str) -> None:
+    """Writes a new file and renames it: a kill during a resume must not lose the run's history."""
+    with writing(path), replacing(path) as file:
+        file.write(text.encode())
 
 
 def drawable(text: str) -> str:
@@ -274,7 +282,7 @@ class Metrics:
     broken: the label of the run's break_it settings. It is added to every record, line, sample, title and tag.
     resume_step: the step of the resumed checkpoint. Later records and samples are deleted, because the run makes these
         steps again and each step has one record. None for a new run: its files start empty.
-    Raises ValueError as `choose_wandb_mode` does.
+    wandb_mode: what `choose_wandb_mode` returned; None: asks it, and raises ValueError as it does.
     """
 
     def __init__(
@@ -286,6 +294,7 @@ class Metrics:
         wandb_config: WandbConfig,
         broken: str | None = None,
         resume_step: int | None = None,
+        wandb_mode: tuple[str, str] | None = None,
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
         self.drawn = False  # whether loss.png shows everything in metrics.jsonl
@@ -294,10 +303,15 @@ class Metrics:
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         self.thread = ThreadPoolExecutor(1, "metrics")
         self.jobs: deque[Future] = deque()  # of the thread, oldest first
-        self.mode, reason = choose_wandb_mode(wandb_config)  # may raise, so it comes before any change to files
+        # May raise, so it comes before any change to files.
+        self.mode, reason = wandb_mode or choose_wandb_mode(wandb_config)
         folder.mkdir(parents=True, exist_ok=True)
+        for name in ("config.yaml", "metrics.jsonl", "samples.txt", "loss.png", "context.png", "wandb_id.txt"):
+            own(folder / name)  # before anything is written
+        for name in ("checkpoints", "faults", "wandb"):
+            own(folder / name, folder=True)
         self._keep_until(resume_step)
-        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8", newline="\n")  # noqa: SIM115
+        self.file = appending(folder / "metrics.jsonl")
 
         self.progress = None
         if sys.stdout.isatty():
@@ -329,11 +343,11 @@ class Metrics:
         records = [record for record in records if record["step"] <= step]
         for record in records:
             self._note_best(record)
-        _rewrite(path, "".join(map(_json_line, records)))
+        rewrite(path, "".join(map(_json_line, records)))
         # errors="replace": a kill may have cut the last sample within a character.
         text = samples.read_text(encoding="utf-8", errors="replace") if step is not None and samples.exists() else ""
         past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > (step or 0)]
-        _rewrite(samples, text[: past[0]] if past else text)
+        rewrite(samples, text[: past[0]] if past else text)
 
     def _note_best(self, record: dict) -> None:
         loss = record.get("val_loss", math.nan)
@@ -341,18 +355,23 @@ class Metrics:
             self.best = (loss, record["step"])
 
     def say(self, text: str) -> None:
-        """Print plain text, above the progress bar if there is one. Characters that the terminal lacks become "?"."""
-        text = encodable(text)
+        """Print plain text, made printable(), above the progress bar if there is one."""
         if self.progress:
             # soft_wrap: otherwise rich breaks lines at the window's edge, and grep does not find them.
             with reader_may_leave():
-                self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self.progress.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
         else:
             show(text)
 
     def still_there(self) -> None:
-        """ValueError if the run's folder was deleted or moved: what we write now would be lost."""
-        if not (self.folder / "metrics.jsonl").exists():
+        """ValueError if the run's folder or metrics.jsonl was deleted or moved: what we write now would be lost."""
+        file = self.folder / "metrics.jsonl"
+        if not file.exists():
+            if any(self.folder.glob("checkpoints/step_*")):
+                raise ValueError(
+                    f"{file} was deleted or moved while the run went on, with the measurements so far; the checkpoints "
+                    "are there: move it back if you can, and use resume=auto"
+                )
             raise ValueError(
                 f"the folder {self.folder} was deleted or moved while the run went on, with its metrics, samples and "
                 "checkpoints, and the steps since the last one are lost; run again, or move it back and use resume=auto"
@@ -382,7 +401,7 @@ class Metrics:
         self.drawn = False
         self.step = record["step"]
         with writing(self.folder / "metrics.jsonl"):
-            self.file.write(_json_line(record))
+            self.file.write(_json_line(record).encode())
             self.file.flush()  # flushed lines survive kill -9; only a power cut could lose them
         self._note_best(record)
         self.say(log_line({**record, "best": self.best}, self.total_steps))
@@ -393,13 +412,13 @@ class Metrics:
             self.later(lambda: self.wandb.log(record))
 
     def sample(self, step: int, text: str) -> None:
-        """Append a sample to samples.txt and print it."""
+        """Append a sample, without control characters, to samples.txt and print it."""
         self.still_there()
         header = f"===== {stamp(self.broken)}sample at step {step} ====="
         path = self.folder / "samples.txt"
-        with writing(path), open(path, "a", encoding="utf-8", newline="\n") as file:
-            file.write(f"{header}\n{text}\n\n")
-        self.say(f"{header}\n{printable(text)}\n")
+        with writing(path), appending(path) as file:
+            file.write(f"{header}\n{harmless(text)}\n\n".encode())
+        self.say(f"{header}\n{text}\n")
         if self.mode != "disabled":
             samples, note = read_samples(path), f"{stamp(self.broken)}newest sample first"
             self.later(lambda: self.wandb.samples(step, samples, note))
@@ -428,9 +447,8 @@ class Metrics:
     def _draw(self, step: int) -> None:
         started = time.perf_counter()
         figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
-        with writing(self.folder / "loss.png"):
-            figure.savefig(self.folder / ".tmp-loss.png", dpi=120)
-            os.replace(self.folder / ".tmp-loss.png", self.folder / "loss.png")
+        with writing(self.folder / "loss.png"), replacing(self.folder / "loss.png") as file:
+            figure.savefig(file, dpi=120, format="png")
         now = time.perf_counter()
         self.draw_again = now + (now - started) / DRAWING
         if step - self.sent >= self.total_steps / PICTURES:

@@ -7,7 +7,7 @@
     restore(resumed, ...)         restores weights, average, optimizers, loader, random numbers and scaler
     changed(theirs, ours)         lists the keys that differ from the checkpoint's, for the run's first lines
     edits(file, theirs, ours)     warns of edits in the run's config.yaml, which nothing reads
-    make_room(folder)             moves away a run that ended before its first checkpoint: a new run gets the name
+    make_room(folder, held)       locks a new run's folder, and empties it of a run without a checkpoint
     again(cfg)                    the command that resumes a stopped run
 
 cfg is train.py's Config. A resumed run is the same as an uninterrupted one, bit for bit, unless the command line
@@ -18,6 +18,8 @@ nothing else.
 
 import re
 import shlex
+import shutil
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -31,6 +33,8 @@ from data.loader import Loader
 from data.tokenizer import from_json, same
 from model.gpt import GPT
 from training import checkpoint, config, exchange
+from training.files import own
+from training.foreign import read_text
 from training.help import typed
 from training.parallel import launcher, restarted
 from training.shard import as_in
@@ -47,9 +51,11 @@ ROPE = {"rope_base", "rope_base_local", "yarn_factor", "yarn_original"}  # which
 
 NOT_READ = "resume= reads the checkpoint's configuration; to change a key, type it on the command line"
 
+LARGEST = 1 << 16  # bytes of a config.yaml that are read, in about 2 s; a run writes about 2,000
+
 # Everything that a run writes into its folder.
 RUNS_FILES = {"config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "wandb_id.txt", "wandb", "faults"}
-RUNS_FILES |= {checkpoint.FOLDER, "context.png", "passkey.png"}
+RUNS_FILES |= {checkpoint.FOLDER, checkpoint.LOCK, "context.png", "passkey.png"}
 
 
 def resumed_config(cfg: Any) -> dict | None:
@@ -58,7 +64,11 @@ def resumed_config(cfg: Any) -> dict | None:
     None for a new run without a parent. ValueError if there is nothing to resume or no parent.
 
     A run that torchrun starts again resumes its own last checkpoint, if it has one."""
-    if restarted() and cfg.name and checkpoint.last(Path(cfg.runs) / cfg.name / checkpoint.FOLDER):
+    if (
+        restarted()
+        and cfg.name
+        and checkpoint.last(checkpoint.folder_of(Path(cfg.runs) / cfg.name) / checkpoint.FOLDER)
+    ):
         cfg.resume, cfg.init_from = "auto", None
     if cfg.init_from is not None and cfg.resume is not None:
         raise ValueError(
@@ -223,7 +233,8 @@ def restore(
     """Restores the state of all these objects and of torch's random generators. Returns the checkpoint's step.
 
     steps: the run's last step. averaged: the moving average of the weights, or `model` itself without one.
-    Raises ValueError for a checkpoint at this step or a later one, without training state, or trained on other data.
+    Raises ValueError for a checkpoint at this step, unless something is due there, or at a later one, without training
+    state, or trained on other data.
     """
     tensors = resumed.optimizer()
     if "batch.x" in tensors:
@@ -243,7 +254,7 @@ def restore(
     loader.load_state_dict(resumed.state["loader"])
     if resumed.state.get("scaler"):  # empty if the checkpoint was trained in another dtype
         scaler.load_state_dict(resumed.state["scaler"])
-    if resumed.step >= steps:
+    if resumed.step >= steps + resumed.state.get("due", False):  # older checkpoints have nothing due
         raise ValueError(f"{resumed.path} is at step {resumed.step} of steps={steps}; give a larger steps= to go on")
     return resumed.step
 
@@ -263,12 +274,16 @@ def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
 def edits(file: Path, theirs: dict, ours: dict) -> str | None:
     """A warning about edited keys in a run's config.yaml, or None. The resumed run overwrites this file.
 
-    A key counts as edited if its value is neither the checkpoint's (theirs) nor the resumed run's (ours).
+    A key counts as edited if its value is neither the checkpoint's (theirs) nor the resumed run's (ours). A file with
+    aliases, which no run writes, is not read: nine lines of them can stand for billions of values. ValueError as own()
+    raises.
     """
-    if not file.exists():
+    if not own(file):
         return None
     try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = read_text(file.parent, file.name, LARGEST)
+        aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+        written = None if aliases else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError, OSError):  # ValueError: a date that is none; not UTF-8
         written = None
     if not isinstance(written, dict):
@@ -289,21 +304,29 @@ def leaves(tree: Any, key: str = "") -> dict[str, Any]:
     return {k: v for name, inner in tree.items() for k, v in leaves(inner, f"{key}.{name}".lstrip(".")).items()}
 
 
-def make_room(folder: Path) -> Path | None:
-    """Frees the name of a run that ended before its first checkpoint: moves its folder to folder-unsaved-1, -2, ...
+def make_room(folder: Path, held: ExitStack) -> Path | None:
+    """Locks runs/NAME of a run that is about to begin, until `held` is closed. If an earlier run ended there before its
+    first checkpoint, moves its files to folder-unsaved-1, -2, ... The folder stays, because its lock is in it.
 
-    folder: runs/NAME of a run that is about to begin. Returns the new path, or None if there was nothing to move.
-    Raises ValueError if the folder has a checkpoint, or a file that no run writes.
+    Returns the new path, or None if there was nothing to move. Raises ValueError if the folder has a checkpoint, or a
+    file that no run writes, or if another process holds the lock.
     """
     found = [path.name for path in folder.iterdir()] if folder.exists() else []
-    if checkpoint.all_checkpoints(folder / checkpoint.FOLDER):
-        raise ValueError(f"the run {folder} exists already: continue it with resume=auto, or use another name=")
-    if foreign := sorted(name for name in found if name not in RUNS_FILES and not name.startswith(".tmp-")):
+    foreign = sorted(name for name in found if name not in RUNS_FILES and not name.startswith(".tmp-"))
+    if foreign and not checkpoint.all_checkpoints(folder / checkpoint.FOLDER):  # no lock is left in a foreign folder
         raise ValueError(f"the folder {folder} has {foreign[0]}, which no run writes: use another name=")
-    if not found:
+    held.enter_context(checkpoint.lock(folder))
+    if checkpoint.all_checkpoints(folder / checkpoint.FOLDER):  # after the lock: it may have been saved just now
+        raise ValueError(f"the run {folder} exists already: continue it with resume=auto, or use another name=")
+    left = [path for path in folder.iterdir() if path.name != checkpoint.LOCK]
+    if not left:
         return None
-    aside = (folder.with_name(f"{folder.name}-unsaved-{number}") for number in count(1))
-    return folder.rename(next(path for path in aside if not path.exists()))
+    numbered = (folder.with_name(f"{folder.name}-unsaved-{number}") for number in count(1))
+    aside = next(path for path in numbered if not path.exists())
+    aside.mkdir()
+    for path in left:
+        shutil.move(path, aside / path.name)  # the folder may be a link to another disk
+    return aside
 
 
 def again(cfg: Any) -> str:

@@ -1,7 +1,9 @@
 """A run, and what it does between its steps: it evaluates, samples, looks at attention, draws and saves.
 
     while needs_all(run, signals): ...         train.py hears of every update that was sent, and then calls
-    between_steps(run, save_now=False)         what is due after this step
+    between_steps(run, signals)                what is due after this step
+
+A signal ends what is being measured or written. The run saves at once, and a resumed run begins with what was left.
 
 train.py makes the Run and its steps. Nothing here changes what is learned, nor training's random numbers.
 """
@@ -10,14 +12,14 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,12 +28,14 @@ from data.tokenizer import END_OF_TEXT, TextStream, to_json
 from model.generate import Kept, NotFinite, Sampler, generate
 from model.gpt import GPT
 from training import awake, checkpoint, context
-from training.machine import DTYPES
-from training.metrics import Metrics, stamp
+from training.machine import DTYPES, Signals, Stopping
+from training.metrics import Metrics, read_metrics, read_samples, stamp
 from training.parallel import Ranks
 from training.probe import reading, record, search
 from training.shard import copy_of
 from training.step import Report, TrainStep
+
+T = TypeVar("T")
 
 
 class Sent(NamedTuple):
@@ -66,6 +70,8 @@ class Run:
     ranks: Ranks  # the processes that train together
     step: int  # updates enqueued so far
     saved: Path | None  # the last checkpoint; complete after writer.wait()
+    caught: Signals  # the signals that this process has received
+    unfinished: bool  # whether something is left to do that was due after this step
     writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
     ending: bool = False  # this step is the last one: it is number `steps`, or max_minutes are over
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
@@ -87,50 +93,74 @@ class Run:
         return self.model.flops_per_token(length) * self.tokens_per_step
 
 
-def between_steps(run: Run, save_now: bool) -> None:
-    """Looks at attention, evaluates, samples and saves, each if it is due. save_now: saves in any case."""
-    cfg, metrics = run.cfg, run.metrics
-    if failure_is_looked_at(run):
-        look_at_the_failure(run, [])
-    elif cfg.probe.every and run.step % cfg.probe.every == 0:
-        metrics.log({"step": run.step, **look(run)})
-    run.val_loss = math.inf
-    if due(run, cfg.eval_every):
-        evaluation = evaluate(run)
-        run.val_loss = evaluation["val_loss"]
-        metrics.log({"step": run.step, **evaluation})
-    if cfg.sample_tokens and due(run, cfg.sample_every) and (run.ranks.first or run.ranks.shards > 1):
-        try:
-            metrics.sample(run.step, write_sample(run))
-        except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
-            metrics.say(f"{stamp(cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
-    if due(run, cfg.context_every):
-        measure_the_context(run)
-    if due(run, cfg.checkpoint_every) or save_now:
+def between_steps(run: Run, signals: list[int]) -> list[int]:
+    """Looks at attention, evaluates, samples and saves, each if it is due. Returns the signals that any rank received.
+
+    After a signal it only saves. What was due and is not recorded yet is left to the resumed run.
+    """
+    made = run.ranks.same(recorded(run)) if run.unfinished else {}
+    run.val_loss = made.get("val_loss", math.inf)
+    left = [activity for key, activity in activities(run).items() if key not in made]
+    with suppress(Stopping):
+        while left and not signals:
+            left[0](run)
+            left.pop(0)
+    run.unfinished = run.ranks.same(bool(left))
+    signals = list(run.ranks.hear(signals or run.caught, 0, 0).signals)  # one that comes now is for the next step
+    if signals or due(run, run.cfg.checkpoint_every):
         run.saved = save(run)
-    if run.val_loss < math.inf and (run.ending or metrics.time_to_draw()):
-        metrics.draw_later()
+    if run.val_loss < math.inf and (run.ending or run.metrics.time_to_draw()):
+        run.metrics.draw_later()
     run.ranks.wait()  # for the first, which samples and saves: a GPU that waits for another gives up after some minutes
+    return signals
+
+
+def activities(run: Run) -> dict[str, Callable[[Run], None]]:
+    """What is due after this step besides a checkpoint, in its order, each by a key of what it records."""
+    cfg = run.cfg
+    if run.step == 0:  # of weights as they come, to compare with
+        return {"context_ms": measure_the_context} if cfg.context_every and cfg.init_from else {}
+    table: tuple[tuple[str, Callable[[Run], None], bool], ...] = (
+        ("probe_ms", look, cfg.probe.every > 0 and run.step % cfg.probe.every == 0),
+        ("probe_ms", look_at_the_failure, failure_is_looked_at(run)),
+        ("val_loss", evaluate, due(run, cfg.eval_every)),
+        ("sample", sample, cfg.sample_tokens > 0 and due(run, cfg.sample_every)),
+        ("context_ms", measure_the_context, due(run, cfg.context_every)),
+    )
+    return {key: activity for key, activity, is_due in table if is_due}
+
+
+def recorded(run: Run) -> dict[str, Any]:
+    """What the run recorded after this step before it was stopped: the values by their keys, "sample" if it has one."""
+    lines, samples = run.folder / "metrics.jsonl", run.folder / "samples.txt"
+    found: dict[str, Any] = {}
+    if run.ranks.first:
+        for record in read_metrics(lines):
+            found |= record if record["step"] == run.step else {}
+        if any(step == run.step for step, _ in read_samples(samples)):
+            found["sample"] = True
+    return found
+
+
+def together(run: Run, items: Iterable[T], turns: int = 1) -> Iterator[T]:
+    """The items, until any rank has received a signal. All ranks hear of it before the same item, and raise Stopping:
+    one that stopped alone would leave the others waiting. turns: so many items, of which each rank computes one, come
+    between two such messages. A message within them would make the ranks wait for each other's item."""
+    for i, item in enumerate(items):
+        if i % turns == 0 and (signals := run.ranks.hear(run.caught, 0, 0).signals):
+            raise Stopping(signals[0])
+        yield item
 
 
 def needs_all(run: Run, signals: list[int]) -> bool:
     """Whether something is due after this step, so that all updates sent have to be heard of first."""
-    cfg = run.cfg
-    return (
-        bool(signals)
-        or failure_is_looked_at(run)
-        or (cfg.probe.every > 0 and run.step % cfg.probe.every == 0)
-        or (cfg.sample_tokens > 0 and due(run, cfg.sample_every))
-        or due(run, cfg.eval_every)
-        or due(run, cfg.checkpoint_every)
-        or due(run, cfg.context_every)
-    )
+    return bool(signals) or due(run, run.cfg.checkpoint_every) or bool(activities(run))
 
 
 def due(run: Run, every: int, step: int | None = None) -> bool:
-    """Whether `step`, by default the current one, is a multiple of `every` or the last step. False if `every` is 0."""
+    """Whether `step`, by default the current one, is a multiple of `every` or the last step. False if either is 0."""
     step = run.step if step is None else step
-    return every > 0 and (step % every == 0 or (run.ending and step == run.step))
+    return every > 0 and step > 0 and (step % every == 0 or (run.ending and step == run.step))
 
 
 def failure_is_looked_at(run: Run) -> bool:
@@ -154,13 +184,14 @@ def evaluation_mode(model: GPT) -> Iterator[GPT]:
         model.train()
 
 
-def evaluate(run: Run) -> dict[str, float]:
-    """Mean loss over the validation windows, in nats per token and in bits per byte. Ranks share the batches."""
+def evaluate(run: Run) -> None:
+    """Logs the mean loss over the validation windows, in nats per token and in bits per byte. Ranks share the
+    batches."""
     losses: list[float | torch.Tensor] = []  # of each batch, nats per token; 0 for another rank's
     sizes: list[int] = []  # tokens of each batch
     size = 0
     with evaluation_mode(run.averaged):
-        for i, batch in enumerate(validation(run.cfg, run.dataset)):
+        for i, batch in enumerate(together(run, validation(run.cfg, run.dataset), run.ranks.data_size)):
             losses.append(0.0)
             sizes.append(batch.y.numel())
             size += text_bytes(run, batch.y)
@@ -173,7 +204,8 @@ def evaluate(run: Run) -> dict[str, float]:
     nats, tokens = 0.0, sum(sizes)
     for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
         nats += of_a_batch
-    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / (math.log(2) * max(1, size))}
+    run.val_loss, bits = nats / tokens, nats / (math.log(2) * max(1, size))
+    run.metrics.log({"step": run.step, "val_loss": run.val_loss, "val_bits_per_byte": bits})
 
 
 def text_bytes(run: Run, targets: torch.Tensor) -> int:
@@ -185,7 +217,7 @@ def measure_the_context(run: Run) -> None:
     """Measures what the context is worth on the validation windows (training/context.py): logs, prints and draws it."""
     if not run.ranks.first:
         return
-    with evaluation_mode(run.averaged) as model:
+    with run.caught.at_once(), evaluation_mode(run.averaged) as model:
         windows = context.windows_of(run.cfg, run.dataset)
         found = context.measure(model, windows, run.dataset, run.cfg.data.source, run.autocast)
     run.metrics.log({"step": run.step, **found})
@@ -204,6 +236,19 @@ class Writing(NamedTuple):
     keep: Kept  # on a GPU the recorded token
 
 
+def sample(run: Run) -> None:
+    """Writes a sample into samples.txt, or says why there is none."""
+    if not run.ranks.first and run.ranks.shards == 1:
+        return
+    try:
+        with nullcontext() if run.ranks.shards > 1 else run.caught.at_once():
+            text = write_sample(run)
+    except NotFinite:  # this step's update made them NaN; the next step's loss will be NaN too
+        run.metrics.say(f"{stamp(run.cfg.break_it.label)}no sample at step {run.step}: the logits are NaN")
+    else:
+        run.metrics.sample(run.step, text)
+
+
 def write_sample(run: Run) -> str:
     """A sample: the model's text after an end-of-text token, where documents begin. NotFinite as Sampler.choose()."""
     encoding = run.dataset.encoding
@@ -212,7 +257,8 @@ def write_sample(run: Run) -> str:
     stream = TextStream(encoding)
     model, generator, keep = writing_of(run)
     generator.manual_seed(run.cfg.seed)
-    tokens = map(int, generate(model, idx, run.cfg.sample_tokens, keep.sampler, generator, cache=keep))
+    made = generate(model, idx, run.cfg.sample_tokens, keep.sampler, generator, cache=keep)
+    tokens = map(int, together(run, made) if run.ranks.shards > 1 else made)
     # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
     return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
 
@@ -231,32 +277,37 @@ def writing_of(run: Run) -> Writing:
     return writing
 
 
-def look(run: Run) -> dict[str, float]:
-    """Measures attention on one validation sequence (training/probe.py), and the time that this takes."""
+def look(run: Run) -> None:
+    """Measures attention on one validation sequence (training/probe.py), and logs it with the time that this takes."""
     started = time.perf_counter()
     first = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])
     x, _, documents = first.to(run.device)
-    with evaluation_mode(run.averaged) as model, run.autocast:
+    with run.caught.at_once(), evaluation_mode(run.averaged) as model, run.autocast:
         gauges = reading(record(model, x, documents=documents))
-    return gauges | {"probe_ms": (time.perf_counter() - started) * 1e3}
+    run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
 
 
-def look_at_the_failure(run: Run, batches: list[Batch]) -> None:
+def look_at_the_failure(run: Run, batches: Sequence[Batch] = ()) -> None:
     """Finds whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no
     batches, on that of look(). Says so if that has changed, and keeps the gauges. Changes nothing else."""
     started, rng = time.perf_counter(), checkpoint.rng_state()
     one_by_one = (batch.each(itemgetter(slice(i, i + 1))) for batch in batches for i in range(len(batch.x)))
-    for sequence in one_by_one if batches else [next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])]:
-        with run.autocast:
-            calls = record(run.model, *sequence.to(run.device))  # in training mode, for dropout
-        found = awake.effects(calls)
-        if acts := awake.acts(found, run.cfg.break_it):
-            break
-    checkpoint.set_rng_state(rng)
-    gauges = reading(calls) | awake.record_of(found)
+    sequences = one_by_one if batches else [next(validation(run.cfg, run.dataset)).each(lambda part: part[:1])]
+    try:
+        with nullcontext() if batches else run.caught.at_once():
+            for sequence in sequences:
+                with run.autocast:
+                    calls = record(run.model, *sequence.to(run.device))  # in training mode, for dropout
+                found = awake.effects(calls)
+                if acts := awake.acts(found, run.cfg.break_it):
+                    break
+            gauges = reading(calls) | awake.record_of(found)
+    finally:
+        checkpoint.set_rng_state(rng)
     run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
     if acts != run.acts:
-        run.metrics.say(stamp(run.cfg.break_it.label) + awake.in_words(found, run.cfg, run.step, gauges["headroom"]))
+        said = awake.in_words(found, run.cfg, run.step, gauges["headroom"], stopped=bool(batches))
+        run.metrics.say(stamp(run.cfg.break_it.label) + said)
     run.acts = acts
 
 
@@ -265,16 +316,16 @@ def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor])
 
     rng: the random state before the step.
     """
-    say, broken = run.metrics.say, run.cfg.break_it.label
+    say = run.metrics.say
     fault = search(run.model, batches, rng, run.device, run.autocast)
     if fault is None:
         say(
-            f"{stamp(broken)}probe: the NaN or infinity does not begin in attention, "
+            "  probe: the NaN or infinity does not begin in attention, "
             "as far as a second, uncompiled run of the same batch shows"
         )
         return
     place, tensors = fault
-    say(f"{stamp(broken)}probe: {place}")
+    say(f"  probe: {place}")
     # The first fault of a run is never deleted. Faults after a resume go to faults/later, where old ones are pruned.
     into = "faults/later" if checkpoint.last(run.folder / "faults") else "faults"
     try:
@@ -284,8 +335,8 @@ def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor])
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error
         say(
-            f"  its batch and weights are lost: {run.folder / into} cannot be written "
-            f"({why}); free some space, and resume the run or start it again: it will stop here again"
+            f"  batch not kept: {run.folder / into} cannot be written ({why}); "
+            "make room and run it again: it stops here again"
         )
 
 
@@ -322,7 +373,9 @@ def save(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, torch.Tensor]
             "loader": run.batches.state_dict(),
             "validation": fingerprint(run.dataset.val, run.dataset.val_documents),
             "scaler": run.scaler.state_dict(),
-            "val_loss": run.val_loss if math.isfinite(run.val_loss) else None,
+            # The best checkpoint is then that of a run without stops.
+            "val_loss": run.val_loss if math.isfinite(run.val_loss) and due(run, run.cfg.checkpoint_every) else None,
+            "due": run.unfinished,
         },
         tokenizer=to_json(run.dataset.encoding),
         keep_last=run.cfg.keep_last,

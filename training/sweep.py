@@ -11,6 +11,7 @@ the sweep. Table and picture then show the jobs so far.
 
 import csv
 import gc
+import io
 import math
 import statistics
 import sys
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 
 from data.text import counted
-from training.metrics import broken_name, drawable, encodable, read_metrics, show, stamp
+from training.files import replacing
+from training.metrics import broken_name, drawable, printable, read_metrics, rewrite, show, stamp, writing
 
 
 def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> int:
@@ -47,7 +49,7 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
                 status = {0: "done", 1: "stopped"}.get(ended, status)
             except (ValueError, OSError) as error:
                 status, ended = f"failed: {error}", 2
-                print(f"job {number}/{len(jobs)} failed: {error}", file=sys.stderr)
+                print(f"job {number}/{len(jobs)} failed: {printable(str(error))}", file=sys.stderr)
             finally:
                 records = records_of(config)
                 rows.append({"job": config.name, **varied, **result(records, status)})
@@ -62,7 +64,8 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
         # Also after a bug in the script: the table of the finished jobs is still useful.
         write_table(folder / "table.csv", rows)
         if curves:
-            losses_figure(curves, folder.name).savefig(folder / "losses.png", dpi=120)
+            with writing(folder / "losses.png"), replacing(folder / "losses.png") as file:
+                losses_figure(curves, folder.name).savefig(file, dpi=120, format="png")
         failed = sum(not row["status"].endswith("done") for row in rows)  # a broken run's status begins with its stamp
         trouble = f", {failed} of them failed or stopped" if failed else ""
         show(f"sweep: {len(rows)} of {counted(len(jobs), 'job')}{trouble}: {folder}")
@@ -97,18 +100,19 @@ def records_of(config: Any) -> list[dict]:
 
 
 def result(records: list[dict], status: str) -> dict:
-    """A run's row: its best evaluation, and the median time per step without the first step, which compiles."""
+    """A run's row: its best evaluation, and the median time of a step. The first record's step may have compiled: its
+    time counts only if there is no other."""
     evaluated = [r for r in records if math.isfinite(r.get("val_loss", math.nan))]
     best = min(evaluated, key=lambda r: r["val_loss"], default={})
     steps = [r for r in records if "loss" in r]
-    times = [r["ms"] for r in steps[1:] if "ms" in r]
+    times = [r["ms"] for r in steps if "ms" in r]
     if status in ("stopped", "interrupted") and steps:
         status = f"{status} at step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}"
     return {
         "val_loss": best.get("val_loss"),
         "bits_per_byte": best.get("val_bits_per_byte"),
         "step": best.get("step"),
-        "ms": f"{statistics.median(times):.1f}" if times else None,
+        "ms": f"{statistics.median(times[1:] or times):.1f}" if times else None,
         "status": stamp(steps[-1].get("broken") if steps else None) + status,
     }
 
@@ -117,21 +121,22 @@ def write_table(path: Path, rows: list[dict]) -> None:
     """Writes the rows as CSV with all digits, and prints them in columns."""
     if not rows:
         return
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    rewrite(path, text.getvalue())
     cells = [list(rows[0])]
     for row in rows:
         cells.append(["" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
-        show(encodable("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()))
+        show("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def losses_figure(curves: dict[str, list[dict]], title: str):
     """{label: records} as a matplotlib Figure. Each run has a colour and a marker; its training loss is a line, its
-    validation losses are markers."""
+    validation losses are markers. A line of one point is a dot."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -148,8 +153,9 @@ def losses_figure(curves: dict[str, list[dict]], title: str):
         for key, style in (("loss", thin), ("val_loss", {"marker": "os^Dvx"[number % 6], "ms": 5, "ls": ":"})):
             points = [(r["step"], r[key] if math.isfinite(r[key]) else math.nan) for r in records if key in r]
             name = stamp(broken) + label if key == "val_loss" else None
+            dot = {"marker": "."} if sum(math.isfinite(y) for _, y in points) == 1 else {}
             if points:
-                axes.plot(*zip(*points, strict=True), color=colour, label=name and drawable(name), **style)
+                axes.plot(*zip(*points, strict=True), color=colour, label=name and drawable(name), **{**dot, **style})
     axes.set_title(drawable(f"{title}: loss in training (lines) and validation (markers)"), parse_math=False)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:

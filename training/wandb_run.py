@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from training.files import own, replacing
+
 WANDB_PROBE_SECONDS = 2.0
 WANDB_INIT_SECONDS = 5.0
 WANDB_FINISH_SECONDS = 20.0
@@ -218,9 +220,10 @@ class WandbRun:
     def begin(self, wanted: dict) -> Any:
         """wandb.init() in self.mode; offline if online fails; None if that fails too. wanted: the other arguments."""
         id_file = self.folder / "wandb_id.txt"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4) + "\n")
         try:
+            if not own(id_file):
+                with replacing(id_file) as file:
+                    file.write(f"{secrets.token_hex(4)}\n".encode())
             run = self.wandb.init(
                 **wanted,
                 mode=self.mode,
@@ -235,7 +238,7 @@ class WandbRun:
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
             return run
-        except (*self.errors, ValueError) as error:  # ValueError: a WANDB_* variable that wandb's settings refuse
+        except (*self.errors, ValueError) as error:  # ValueError: own(), or a WANDB_* variable that wandb refuses
             if self.mode == "offline":
                 self.give_up(error)
                 return None

@@ -1,0 +1,51 @@
+"""A run's own files: replaced as a whole or appended to, and never through a link.
+
+A folder from elsewhere may have a link, a pipe or a device in place of a file of the run. Whoever follows it writes
+into a file of the user's, or waits for ever. The folder of a run may be a link itself; what is in it may not.
+"""
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
+
+
+def own(path: Path, *, folder: bool = False) -> bool:
+    """Whether a run's own file, or its folder, is there. ValueError for a link, a pipe, a device and the like in its
+    place."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
+        what = "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "pipe, a device or a file"
+        wanted = "folder" if folder else "file"
+        raise ValueError(f"{path} is a {what} and not a plain {wanted}, and a run writes its own there: move it away")
+    return True
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, which takes the place of `path` when it is complete and on the disk. ValueError as own() raises."""
+    own(path)
+    temp = path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")
+    try:
+        with open(temp, "xb") as file:  # x follows no link
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def appending(path: Path) -> IO[Any]:
+    """The file, opened for reading and appending. ValueError as own() raises; of a folder open() says what it is."""
+    if not path.is_dir():
+        own(path)
+    return open(path, "ab+", opener=lambda name, flags: os.open(name, flags | NO_LINK, 0o666))
