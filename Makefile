@@ -1,6 +1,6 @@
 # make train    set up .venv, prepare the default data, train the default model, draw the loss, write a sample
 # make test     the same set-up, then ruff, mypy and every test that needs no GPU, a file to a core at a time
-# make mutants  plant wrong lines in a copy, one at a time, and see which test notices: half an hour on two cores
+# make mutants  plant wrong lines in a copy, one at a time, and see which test notices
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
 
