@@ -102,7 +102,7 @@ from training.run import (
 from training.shard import shard
 from training.step import Numbers, TrainStep, choose_way
 from training.sweep import sweep
-from training.wandb_run import WandbConfig, choose_wandb_mode
+from training.wandb_run import WandbConfig, wandb_mode
 
 PREFETCH = 3  # batches of a step that are drawn ahead
 
@@ -363,7 +363,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
         facts["ranks"] = ranks.size
     metrics: Metrics = Unheard()  # type: ignore[assignment]
     if ranks.first:
-        wandb_mode = choose_wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
+        wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
         if same_run:
             stack.enter_context(checkpoint.lock(folder))
         elif unsaved := make_room(folder, stack):
@@ -375,7 +375,6 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
             wandb_config=cfg.wandb,
             broken=broken,
             resume_step=step if same_run else None,
-            wandb_mode=wandb_mode,
         )
     ranks.wait()  # until the first has the folder
     begin()

@@ -94,8 +94,10 @@ def open_data(
             check(data)
             if tokenizer.kind != "gpt2":  # checked before hundreds of megabytes are downloaded
                 raise ValueError(f"tokenizer={tokenizer.kind}: data=fineweb has GPT-2's tokens: use tokenizer=gpt2")
-            files = fineweb(Path(data.cache), data.url, data.shards)
-            return open_shards(files, tokenizer, data.val_fraction, "delete it, and it will be downloaded again")
+            files = fineweb(Path(data.cache), data.shards)
+            return open_shards(
+                files, tokenizer, data.val_fraction, "delete it and what it links to, and it will be downloaded again"
+            )
         case _:
             return open_dataset(prepare(data, tokenizer, kept, context_length))
 

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 from filelock import FileLock
-from rich.progress import Progress
+from tqdm import tqdm
 
-from data.download import progress_bar, shakespeare
+from data.download import shakespeare
 from data.made import SHORTEST, Made
 from data.shards import Writer
 from data.text import LEFT_OUT, PIECE, File, NotText, counted, find, in_order, read, suffix, walk, writing_to
@@ -55,7 +55,7 @@ READS = {
     "text": ("path", "field"),
     "bin": ("path",),
     "shakespeare": ("url",),
-    "fineweb": ("url", "shards"),
+    "fineweb": ("shards",),
     "recall": (),
     "passkey": (),
 }
@@ -81,8 +81,8 @@ class DataConfig:
     field: str = "text"  # data=text: field of a .jsonl line that holds the text
     val_fraction: float = 0.05  # fraction of the text for validation; data=bin: only if no file is named *val*
     shards: int | None = None  # data=fineweb: number of training files, 1 to 103, of 100 M tokens each; None: 1
-    url: str | None = None  # data=shakespeare or fineweb: address of another folder to download from
-    cache: str = "data/cache"  # folder for prepared tokens and downloads
+    url: str | None = None  # data=shakespeare: address of another folder to download input.txt from
+    cache: str = "data/cache"  # folder for prepared tokens and downloads (Hugging Face's are in HF_HOME)
 
 
 @dataclass
@@ -182,11 +182,10 @@ def fill(
 ) -> dict[str, Any]:
     """Makes the folder `temporary` with all its files, flushed to the disk. Returns its manifest."""
     split(corpus, data.val_fraction)
-    with progress_bar(quiet) as progress:
-        # Only training text: a tokenizer that has seen the validation text would make its bits per byte too low.
-        encoding = kept if kept and tokenizer.kind == "kept" else build(tokenizer, training_text(corpus, progress))
-        temporary.mkdir()
-        counts = write(temporary, corpus, encoding, progress)
+    # Only training text: a tokenizer that has seen the validation text would make its bits per byte too low.
+    encoding = kept if kept and tokenizer.kind == "kept" else build(tokenizer, training_text(corpus, quiet))
+    temporary.mkdir()
+    counts = write(temporary, corpus, encoding, quiet)
     manifest: dict[str, Any] = {
         "version": FORMAT,
         "source": data.path or ORIGINS[data.source],
@@ -415,36 +414,35 @@ def reread(corpus: Corpus) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{corpus.files[-1]} changed while it was being prepared: run again once it is finished")
 
 
-def read_pieces(corpus: Corpus, progress: Progress, what: str) -> Iterator[Piece]:
-    """All text for training and validation, in the order of reading. Moves a progress bar named `what`.
+def read_pieces(corpus: Corpus, quiet: bool, what: str) -> Iterator[Piece]:
+    """All text for training and validation, in the order of reading. Moves a progress bar named `what`, if stderr is a
+    terminal.
 
     A cut between pieces costs at most one token: now and then, bpe and gpt2 would have merged across it.
     """
-    task = progress.add_task(what, total=int(corpus.sizes.sum()))
     cut_document, cut = corpus.cut or (-1, 0)
-    document, end, shown = -1, 0, 0
-    for number, text in reread(corpus):
-        start = end if number == document else 0  # offset of the piece in its document
-        document, end = number, start + len(text)
-        shown += len(text)
-        if shown >= PIECE:  # not for every small document: there may be a million
-            progress.advance(task, shown)
-            shown = 0
-        if number == cut_document:
-            middle = min(max(cut - start, 0), len(text))
-            if middle:
-                yield Piece("train", start == 0, text[:middle])
-            if middle < len(text):
-                yield Piece("val", start + middle == cut, text[middle:])
-        elif corpus.split[number] != REPEATED:
-            yield Piece(SPLITS[corpus.split[number]], start == 0, text)
+    document, end = -1, 0
+    total = int(corpus.sizes.sum())
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=True if quiet else None) as bar:
+        for number, text in reread(corpus):
+            start = end if number == document else 0  # offset of the piece in its document
+            document, end = number, start + len(text)
+            bar.update(len(text))
+            if number == cut_document:
+                middle = min(max(cut - start, 0), len(text))
+                if middle:
+                    yield Piece("train", start == 0, text[:middle])
+                if middle < len(text):
+                    yield Piece("val", start + middle == cut, text[middle:])
+            elif corpus.split[number] != REPEATED:
+                yield Piece(SPLITS[corpus.split[number]], start == 0, text)
 
 
-def training_text(corpus: Corpus, progress: Progress) -> Iterator[str]:
+def training_text(corpus: Corpus, quiet: bool) -> Iterator[str]:
     """The training text for the tokenizer to learn from. Of more than LEARN bytes: LEARN bytes, evenly spread."""
     total = int(corpus.sizes[corpus.split == SPLITS.index("train")].sum())
     taken = seen = 0
-    for piece in read_pieces(corpus, progress, "learning the tokenizer"):
+    for piece in read_pieces(corpus, quiet, "learning the tokenizer"):
         if piece.split == "train":
             if taken * total <= LEARN * seen:
                 taken += len(piece.text)
@@ -452,14 +450,14 @@ def training_text(corpus: Corpus, progress: Progress) -> Iterator[str]:
             seen += len(piece.text)
 
 
-def write(folder: Path, corpus: Corpus, encoding: tiktoken.Encoding, progress: Progress) -> dict[str, dict[str, Any]]:
+def write(folder: Path, corpus: Corpus, encoding: tiktoken.Encoding, quiet: bool) -> dict[str, dict[str, Any]]:
     """Write the token files and document starts of all splits. Return their entries for the manifest."""
     writers = {name: Writer(folder, name, encoding.n_vocab) for name in SPLITS}
     starts = {name: array("q") for name in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
     dtype = writers["train"].dtype
     end_of_text = np.array([encoding.eot_token], dtype)
-    for piece, ids in encode_pieces(read_pieces(corpus, progress, "encoding"), encoding, dtype):
+    for piece, ids in encode_pieces(read_pieces(corpus, quiet, "encoding"), encoding, dtype):
         writer = writers[piece.split]
         if piece.first:
             starts[piece.split].append(writer.tokens)

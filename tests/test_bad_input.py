@@ -455,11 +455,11 @@ def test_a_value_of_the_optimizer_that_cannot_be(refused_training, typed, answer
     data=shakespeare data.url=ftp://example.org                 data.url=ftp://example.org is no address
     data=shakespeare data.url=file:///etc                       data.url=file:///etc is no address
     data=shakespeare data.url=http://                           data.url=http:// is no address
-    data=shakespeare data.url=http://[                          data.url=http://[ is no address
-    data=shakespeare data.url=http://localhost:x                data.url=http://localhost:x is no address
+    data=shakespeare data.url=http://[                          http://[/input.txt cannot be downloaded
+    data=shakespeare data.url=http://localhost:x                http://localhost:x/input.txt cannot be downloaded
     data=fineweb data.shards=0                                  data.shards=0 is outside 1 to 103
     data=fineweb data.shards=104                                data.shards=104 is outside 1 to 103
-    data=fineweb data.url=file:///etc                           data.url=file:///etc is no address
+    data=fineweb data.url=https://example.org                   data.url=https://example.org is read with
     data=fineweb tokenizer=bpe                                  tokenizer=bpe: data=fineweb has GPT-2's tokens
     data=fineweb tokenizer=byte                                 tokenizer=byte: data=fineweb has GPT-2's tokens
     data=text                                                   data=text has no text: say which with data.path=FILE

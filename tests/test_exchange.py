@@ -41,7 +41,7 @@ from model.attention import AttentionConfig
 from model.families import configuration, huggingface_config
 from model.gpt import CHOICES, GPT, GPTConfig, rope_table, stretch
 from tests.reference import assert_within_budget
-from tests.test_download import hasty, honest, serve  # noqa: F401 (fixtures)
+from tests.test_download import of_folder, serve  # noqa: F401 (a fixture)
 from training import checkpoint, config, context, exchange
 from training.metrics import read_metrics
 
@@ -942,67 +942,58 @@ def test_the_hugging_face_cache_is_read_where_it_lies(theirs, tmp_path):
 # --- the hub ---------------------------------------------------------------------------------------------------------
 
 
-def hub(folder: Path):
-    """Serves a folder as Hugging Face does."""
-
-    def habit(request):
-        file = folder / Path(request.path).name
-        assert request.path == f"/some/model/resolve/main/{file.name}"
-        if file.is_file():
-            honest(request, file.read_bytes())
-        else:
-            request.head(404)
-
-    return habit
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_name_is_downloaded_once(sharded, serve, theirs, folder, call, tmp_path, monkeypatch):  # noqa: F811
     if sharded:
         (folder / "model.safetensors").unlink()
         theirs("gpt2")[0].save_pretrained(folder, max_shard_size="60KB")
-    server = serve(hub(folder))
-    monkeypatch.setenv("HF_ENDPOINT", server.url.removesuffix("/folder"))
+    server = serve(of_folder(folder, "some/model"))
     monkeypatch.chdir(tmp_path)
     arguments = ["init_from=some/model", "device=cpu", "impl=naive", "max_new_tokens=5"]
     first = call(sample, *arguments)
     assert first.code == 0, first.err
-    assert same_weights(tmp_path / "data/cache/hub/some/model", folder)
+    assert same_weights(exchange.find("some/model", tmp_path, tmp_path), folder)
     asked = len(server.asked)
     assert call(sample, *arguments).out == first.out
     assert len(server.asked) == asked
 
 
+def test_a_model_that_was_put_there_by_hand_counts_first(folder, call, tmp_path, monkeypatch):
+    """Earlier versions downloaded into this folder, too."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "data/cache/hub/some/model")
+    assert call(sample, "init_from=some/model", "device=cpu", "impl=naive", "max_new_tokens=5").code == 0
+
+
 def test_a_name_without_safetensors_is_refused(serve, folder, call, tmp_path, monkeypatch):  # noqa: F811
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    monkeypatch.setenv("HF_ENDPOINT", serve(hub(folder)).url.removesuffix("/folder"))
+    serve(of_folder(folder, "some/model"))
     monkeypatch.chdir(tmp_path)
     ended = call(sample, "init_from=some/model", "device=cpu")
     assert ended.code == 2
     assert "some/model has no model.safetensors, only pickles perhaps, which are not read" in ended.err.splitlines()[-1]
-    assert "the server answers 404" in ended.err.splitlines()[-1]
 
 
-def test_of_a_name_that_is_not_there_no_other_file_is_asked_for(serve, folder, call, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("there", [True, False])
+def test_a_name_that_cannot_be_had_is_one_line_that_says_where_the_file_belongs(
+    there,
+    serve,  # noqa: F811
+    folder,
+    call,
+    tmp_path,
+    monkeypatch,
+):
     (folder / "config.json").unlink()
-    monkeypatch.setenv("HF_ENDPOINT", serve(hub(folder)).url.removesuffix("/folder"))
-    monkeypatch.chdir(tmp_path)
-    ended = call(sample, "init_from=some/model", "device=cpu")
-    assert ended.code == 2
-    assert "the server answers 404" in ended.err.splitlines()[-1]
-    assert ended.err.splitlines()[-1].endswith("config.json yourself")
-
-
-def test_without_a_network_the_message_says_where_the_file_belongs(call, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    server = serve(of_folder(folder, "some/model"))
+    if not there:
+        server.server_close()
     monkeypatch.chdir(tmp_path)
     ended = call(sample, "init_from=some/model", "device=cpu")
     assert ended.code == 2
     line = ended.err.splitlines()[-1]
-    assert line.startswith("sample: init_from=some/model is no run in runs and no folder, and http://127.0.0.1:9/")
-    assert "http://127.0.0.1:9/some/model/resolve/main/config.json cannot be downloaded: ConnectionError" in line
-    put = f"or put the file at {tmp_path}/data/cache/hub/some/model/config.json yourself"
-    assert line.endswith(f"{put}, and tokenizer.json and model.safetensors beside it")
+    assert line.startswith("sample: init_from=some/model is no run in runs and no folder, and config.json of ")
+    assert f"put the file into {tmp_path}/data/cache/hub/some/model" in line
+    assert server.asked == []
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../b", "/nowhere", "a b", "a/b/c", "resume"])

@@ -1,7 +1,6 @@
 """training/metrics.py: lines that grep, files that survive, and a wandb that never stops or slows a run."""
 
 import errno
-import http.server
 import json
 import logging
 import math
@@ -12,7 +11,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
@@ -29,7 +27,7 @@ from tests.processes import HANGS, shown_on_a_terminal
 from training import machine, metrics, wandb_run
 from training.metrics import Metrics, log_line, loss_figure, read_metrics, read_samples, show
 from training.resume import edits
-from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
+from training.wandb_run import WandbConfig, WandbRun, wandb_mode
 
 ROOT = Path(__file__).parent.parent
 STEP = {
@@ -345,111 +343,33 @@ def clean_env(monkeypatch, tmp_path):
     return monkeypatch
 
 
-@pytest.fixture
-def silent_server():
-    """Takes connections, as a dead proxy does, and never says a word."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.fixture
-def deaf_server():
-    """A full backlog of one: as far as a client can tell, packets vanish."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
-        clients = [socket.socket() for _ in range(3)]
-        for client in clients:
-            client.setblocking(False)
-            client.connect_ex(server.getsockname())
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        for client in clients:
-            client.close()
-
-
-@pytest.fixture
-def answering_server():
-    """For one request, in a thread. An error is an answer too."""
-    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:  # 501 to everything
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-
-
-def test_auto_without_a_key_is_offline_and_asks_nobody(clean_env):
-    clean_env.setattr(wandb_run, "_answers", lambda url: pytest.fail("the network was asked"))
-    assert choose_wandb_mode(WandbConfig()) == ("offline", "no key for api.wandb.ai")
-
-
-@pytest.mark.parametrize("where", ["environment", "netrc"])
-def test_auto_with_a_key_and_a_host_that_answers_is_online(clean_env, tmp_path, answering_server, where):
-    url = answering_server
-    clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", HANGS)
-    clean_env.setenv("WANDB_BASE_URL", url)
-    if where == "environment":
-        clean_env.setenv("WANDB_API_KEY", "a" * 40)
-    else:
-        (tmp_path / "netrc").write_text(f"machine {url.removeprefix('http://')}\n login user\n password {'a' * 40}\n")
-    assert choose_wandb_mode(WandbConfig()) == ("online", f"{url} answers")
-
-
-@pytest.mark.parametrize("server", ["silent_server", "deaf_server"])
-def test_a_host_that_does_not_answer_is_given_up_within_the_limit(clean_env, request, server):
-    """A bare TCP connect would call the silent one alive, and wandb.init() would then hang on it."""
-    clean_env.setenv("WANDB_API_KEY", "a" * 40)
-    clean_env.setenv("WANDB_BASE_URL", request.getfixturevalue(server))
-    clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", 0.3)
-    start = time.monotonic()
-    assert choose_wandb_mode(WandbConfig())[0] == "offline"
-    assert time.monotonic() - start < 60  # the deaf one would be called for two minutes, the silent one heard for ever
-
-
-def test_a_name_that_takes_for_ever_to_resolve_is_given_up(clean_env):
-    clean_env.setenv("WANDB_API_KEY", "a" * 40)
-    end_of_test, resolved = threading.Event(), []
-
-    def resolve(*args, **kwargs):
-        resolved.append(end_of_test.wait(60))
-        raise socket.gaierror
-
-    clean_env.setattr(socket, "getaddrinfo", resolve)
-    clean_env.setattr(wandb_run, "WANDB_PROBE_SECONDS", 0.3)
-    assert choose_wandb_mode(WandbConfig())[0] == "offline"
-    assert resolved == []  # it is still at it
-    end_of_test.set()
-
-
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_wandb_mode_in_the_environment_rules_auto_only(clean_env, mode):
     clean_env.setenv("WANDB_MODE", mode)
-    assert choose_wandb_mode(WandbConfig()) == (mode, f"WANDB_MODE={mode}")
+    assert wandb_mode(WandbConfig()) == mode
     clean_env.setenv("WANDB_MODE", "online")
-    assert choose_wandb_mode(WandbConfig(mode=mode)) == (mode, f"wandb.mode={mode}")
-
-
-def test_online_without_a_key_is_an_error_with_the_way_out(clean_env, tmp_path):
-    with pytest.raises(ValueError, match=r"wandb\.mode=online, but there is no key.*WANDB_API_KEY") as error:
-        Metrics(tmp_path / "run", 1, config={}, wandb_config=WandbConfig(mode="online"))
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists()  # refused before anything was touched
+    assert wandb_mode(WandbConfig(mode=mode)) == mode
 
 
 def test_an_unknown_mode_is_named(clean_env):
     with pytest.raises(ValueError, match=r"wandb\.mode=on is not known: use one of auto, online, offline, disabled"):
-        choose_wandb_mode(WandbConfig(mode="on"))
+        wandb_mode(WandbConfig(mode="on"))
     clean_env.setenv("WANDB_MODE", "dryrun")
     with pytest.raises(ValueError, match="WANDB_MODE=dryrun"):
-        choose_wandb_mode(WandbConfig())
+        wandb_mode(WandbConfig())
 
 
 def test_without_the_package_auto_is_disabled_and_offline_an_error(clean_env, tmp_path):
     (tmp_path / "wandb").mkdir()  # what an earlier run of anything may have left; Python takes it for a package
     clean_env.setattr(sys, "path", [str(tmp_path)])
     clean_env.delitem(sys.modules, "wandb", raising=False)
-    assert choose_wandb_mode(WandbConfig()) == ("disabled", "the wandb package is not installed")
+    assert wandb_mode(WandbConfig()) == "disabled"
     with pytest.raises(ValueError, match=r"wandb\.mode=offline, but the wandb package is not installed: pip install"):
-        choose_wandb_mode(WandbConfig(mode="offline"))
+        wandb_mode(WandbConfig(mode="offline"))
 
 
 class StandInForWandb:
-    """Keeps what it is told. online: what an online init raises."""
+    """Keeps what it is told. online: what an online init raises. key: whether there is an API key."""
 
     class Error(Exception):
         pass
@@ -457,8 +377,16 @@ class StandInForWandb:
     class Settings(dict):
         pass
 
-    def __init__(self, online: Exception | None = None):
-        self.online, self.wanted = online, []
+    def __init__(self, online: Exception | None = None, key: bool = True):
+        self.online, self.key, self.wanted = online, key, []
+
+    def setup(self, settings):
+        pass
+
+    def login(self, *, prompt, verify):
+        assert not prompt, "it would wait for an answer"
+        assert not verify, "it would wait for the host"
+        return self.key
 
     def init(self, **wanted):
         self.wanted.append(wanted)
@@ -546,6 +474,16 @@ def test_where_an_online_run_cannot_begin_an_offline_one_does(clean_env, tmp_pat
     assert run.run
     assert run.mode == "offline"
     assert said == ["wandb: offline, because the online run could not begin (HTTP 401)"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_a_run_without_a_key_is_offline_and_asks_nobody(clean_env, tmp_path, mode):
+    stand_in = StandInForWandb(key=False)
+    run, said = begun(clean_env, stand_in, tmp_path / "run", mode=mode)
+    assert [wanted["mode"] for wanted in stand_in.wanted] == ["offline"]
+    assert run.run
+    assert [line.partition(":")[0] for line in said] == ["wandb"]
+    assert "WANDB_API_KEY" in said[0]
 
 
 # --- wandb: whole runs, in processes of their own -------------------------------------------------------------------
@@ -647,14 +585,14 @@ def offline_run(tmp_path_factory):
 
 def test_with_a_key_and_the_network_cut_a_run_is_offline(offline_run):
     _, (out, _), _, _ = offline_run
-    assert re.search(r"^wandb: offline \(no answer from http://127.0.0.1:\d+ within 2 s\)$", out, re.MULTILINE)
+    assert re.search(r"^wandb: offline, because the online run could not begin \(.+\)$", out, re.MULTILINE)
 
 
-def test_a_cut_network_is_asked_once_and_holds_up_neither_the_beginning_nor_the_end(offline_run):
+def test_a_cut_network_holds_up_neither_the_beginning_nor_the_end(offline_run):
     """wandb.init() waited 100 s for the host that never answers; and wandb's reports on itself waited 10 s for it at
     exit, in an offline run too."""
     *_, asked = offline_run
-    assert [request.split()[:2] for request in asked] == [[b"GET", b"/graphql"]]  # our own question, given up after 2 s
+    assert {request.split()[1] for request in asked} <= {b"/graphql"}, "the run itself, until its time is up"
 
 
 def test_an_offline_run_holds_what_wandb_sync_sends(offline_run):

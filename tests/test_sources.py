@@ -8,9 +8,6 @@ import random
 import socket
 import subprocess
 import sys
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +22,7 @@ from data.prepare import DataConfig
 from data.shards import Shards, Writer, join
 from data.text import PIECE, counted, read, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
+from tests.test_download import honest, of_folder, serve  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTE = TokenizerConfig("byte")
@@ -515,23 +513,6 @@ def test_bytes_of_a_split_are_those_of_its_text(make, tmp_path, gpt2, kind):
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
-    """A folder served on this machine, in the place of GitHub and Hugging Face."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield folder, f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture
 def train_and_sample(call, tmp_path):
     """Train 20 steps, sample 20 tokens; returns what both printed."""
 
@@ -604,20 +585,16 @@ def test_shards_train_and_sample(train_and_sample, make, tmp_path):
     train_and_sample("data=bin", f"data.path={folder}")
 
 
-def test_fineweb_trains_and_samples(train_and_sample, server, gpt2, monkeypatch, tmp_path):
-    served, url = server
-    folder = served / "datasets/kjj0/fineweb10B-gpt2/resolve/main"
-    folder.mkdir(parents=True)
+def test_fineweb_trains_and_samples(train_and_sample, serve, gpt2, tmp_path):  # noqa: F811
+    folder = tmp_path / "served"
     encoding = build(TokenizerConfig("gpt2"), ())
     for name in ("val_000000", "train_000001", "train_000002", "train_000003"):
         ids = [encoding.eot_token, *encode(encoding, name + UNICODE).tolist()]
         write_shard(folder / f"fineweb_{name}.bin", ids)
-    monkeypatch.setenv("HF_ENDPOINT", url)
+    server = serve(of_folder(folder, "datasets/kjj0/fineweb10B-gpt2"))
     train_and_sample("data=fineweb", "data.shards=2")
-    kept = tmp_path / "cache" / "fineweb10B"
-    assert {path.name for path in kept.iterdir()} == {
-        "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin", ".lock"
-    }  # fmt: skip
+    asked = [path.rpartition("/")[2] for path, _ in server.asked]
+    assert asked == ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
 
 
 def test_fineweb_has_so_many_shards_and_no_more(tmp_path):
@@ -626,13 +603,9 @@ def test_fineweb_has_so_many_shards_and_no_more(tmp_path):
         assert f"data.shards={number} is outside 1 to 103" in refusal(open_data, data, TokenizerConfig("gpt2"))
 
 
-def test_a_page_instead_of_a_shard_is_refused(server, monkeypatch, tmp_path):
-    served, url = server
-    for name in ("val_000000", "train_000001"):
-        (served / f"fineweb_{name}.bin").write_text("<html>" * 1000)
-    monkeypatch.setattr(download, "PAUSE", 0.0)
-    data = DataConfig("fineweb", url=url, cache=str(tmp_path / "cache"))
-    assert "is no token file" in refusal(open_data, data, TokenizerConfig("gpt2"))
+def test_a_page_instead_of_a_shard_is_refused(serve, gpt2, tmp_path):  # noqa: F811
+    serve(lambda request: honest(request, b"<html>" * 1000))
+    assert "is no token file" in refusal(open_data, DataConfig("fineweb", cache=str(tmp_path)), TokenizerConfig("gpt2"))
 
 
 VERSES = "".join(
@@ -641,12 +614,10 @@ VERSES = "".join(
 
 
 @pytest.fixture
-def shakespeare(server, monkeypatch):
+def shakespeare(serve, monkeypatch) -> str:  # noqa: F811
     """The address of another text in the place of tinyshakespeare, which has to be downloaded."""
-    served, url = server
-    (served / "input.txt").write_text(VERSES)
     monkeypatch.setattr(download, "SHAKESPEARE_SHA256", hashlib.sha256(VERSES.encode()).hexdigest())
-    return url
+    return serve(lambda request: honest(request, VERSES.encode())).url
 
 
 def test_shakespeare_trains_and_samples(train_and_sample, shakespeare):
@@ -661,10 +632,3 @@ def test_shakespeare_is_split_as_nanogpt_does_to_the_nearest_line(shakespeare, t
     theirs = int(0.9 * len(VERSES))
     assert 0 <= len(train_text) - theirs <= VERSES[theirs:].index("\n") + 1
     assert train_text.endswith("\n")
-
-
-def test_another_file_in_the_place_of_shakespeare_is_refused(tmp_path):
-    (tmp_path / "shakespeare").mkdir()
-    (tmp_path / "shakespeare" / "input.txt").write_text("To be")
-    message = refusal(open_data, DataConfig("shakespeare", cache=str(tmp_path)), BYTE)
-    assert f"{tmp_path / 'shakespeare' / 'input.txt'} has SHA-256" in message

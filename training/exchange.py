@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from data.download import NotThere, download
+from data.download import NotThere, from_hub
 from data.tokenizer import END_OF_TEXT, from_huggingface, from_json, to_huggingface, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
@@ -42,7 +41,6 @@ from training.foreign import inside, open_file
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 LIMIT = {CONFIG: 1 << 20, "merges.txt": 1 << 25}  # bytes of a file that is parsed; OTHERS for the rest
 OTHERS = 1 << 27  # the largest tokenizer.json in use has 35 MB
-MOST = 1 << 35  # bytes of a file of weights that is downloaded
 DTYPES = ("F32", "BF16", "F16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -56,7 +54,9 @@ NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # m
 
 def find(source: str, runs: Path, cache: Path) -> Path:
     """The folder that init_from= names: a folder in Hugging Face's format, or a checkpoint of ours (of a run, the one
-    with the lowest validation loss), or a name on Hugging Face, whose small files are downloaded into `cache`.
+    with the lowest validation loss), or a name on Hugging Face, whose config.json is downloaded.
+
+    cache: hub/NAME in it may have the model, put there by hand.
 
     Raises ValueError, one line, if there is none."""
     folder = Path(os.path.expanduser(source))
@@ -82,41 +82,35 @@ def find(source: str, runs: Path, cache: Path) -> Path:
         raise ValueError(f"init_from={source}: resume=auto goes on with a run; without init_from= a run begins anew")
     if not HUB_NAME.fullmatch(source) or ".." in source:
         raise ValueError(f"init_from={source}: there is no such folder, and no name on Hugging Face is like that")
-    folder = cache / "hub" / source
+    by_hand = cache / "hub" / source
     try:
-        fetch(source, folder, CONFIG, LIMIT[CONFIG])
+        return from_hub(source, CONFIG, by_hand).parent
     except ValueError as error:
-        rest = "" if isinstance(error, NotThere) else ", and tokenizer.json and model.safetensors beside it"
+        rest = "" if isinstance(error, NotThere) else ", with tokenizer.json and model.safetensors"
         raise ValueError(f"init_from={source} is no run in {runs} and no folder, and {error}{rest}") from error
-    return folder
-
-
-def fetch(name: str, folder: Path, file: str, at_most: int, check: Callable[[Path], object] = Path.stat) -> None:
-    """Downloads one file of the model `name` into `folder`, if it is missing. NotThere if the server does not have
-    it; ValueError, one line, if it cannot be had."""
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    download(f"{endpoint.rstrip('/')}/{name}/resolve/main", folder, [file], at_most, check)
 
 
 def fetch_the_rest(name: str, folder: Path) -> None:
-    """Downloads the tokenizer and the weights, if they are missing."""
+    """Downloads the tokenizer and the weights of the model `name` beside its config.json in Hugging Face's cache."""
+
+    def fetch(*files: str) -> None:
+        for file in files:
+            from_hub(name, file, folder, revision=folder.name)
+
     try:
-        fetch(name, folder, TOKENIZER, OTHERS)
+        fetch(TOKENIZER)
     except NotThere:
-        for file in ("vocab.json", "merges.txt"):
-            fetch(name, folder, file, LIMIT.get(file, OTHERS))
-    if not (folder / INDEX).exists():
-        try:
-            fetch(name, folder, WEIGHTS, MOST, open_file)
-            return
-        except NotThere:
-            pass
-        try:
-            fetch(name, folder, INDEX, OTHERS)
-        except NotThere as error:
-            raise ValueError(f"{name} has no {WEIGHTS}, only pickles perhaps, which are not read: {error}") from error
-    for file in shards(folder):
-        fetch(name, folder, file, MOST, open_file)
+        fetch("vocab.json", "merges.txt")
+    try:
+        fetch(WEIGHTS)
+        return
+    except NotThere:
+        pass
+    try:
+        fetch(INDEX)
+    except NotThere as error:
+        raise ValueError(f"{name} has no {WEIGHTS}, only pickles perhaps, which are not read: {error}") from error
+    fetch(*shards(folder))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -141,7 +135,7 @@ def read(place: Path, source: str) -> checkpoint.Checkpoint:
     """
     if not (place / CONFIG).exists():
         return checkpoint.load(place)
-    if not Path(os.path.expanduser(source)).exists():
+    if place.parent.name == "snapshots" and not Path(os.path.expanduser(source)).exists():
         fetch_the_rest(source, place)
     theirs = read_json(place, CONFIG)
     ours, attention = understood(place, theirs)

@@ -44,12 +44,12 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 
 from data.text import counted
 from training.files import appending, own, replacing
 from training.machine import reader_may_leave
-from training.wandb_run import WandbConfig, WandbRun, choose_wandb_mode
+from training.wandb_run import WandbConfig, WandbRun, wandb_mode
 
 # --- one line -------------------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class Metrics:
     broken: the label of the run's break_it settings. It is added to every record, line, sample, title and tag.
     resume_step: the step of the resumed checkpoint. Later records and samples are deleted, because the run makes these
         steps again and each step has one record. None for a new run: its files start empty.
-    wandb_mode: what `choose_wandb_mode` returned; None: asks it, and raises ValueError as it does.
+    Raises ValueError as wandb_mode() does, before any file is changed.
     """
 
     def __init__(
@@ -294,7 +294,6 @@ class Metrics:
         wandb_config: WandbConfig,
         broken: str | None = None,
         resume_step: int | None = None,
-        wandb_mode: tuple[str, str] | None = None,
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
         self.drawn = False  # whether loss.png shows everything in metrics.jsonl
@@ -303,8 +302,7 @@ class Metrics:
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         self.thread = ThreadPoolExecutor(1, "metrics")
         self.jobs: deque[Future] = deque()  # of the thread, oldest first
-        # May raise, so it comes before any change to files.
-        self.mode, reason = wandb_mode or choose_wandb_mode(wandb_config)
+        self.mode = wandb_mode(wandb_config)  # may raise, so it comes before any change to files
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("config.yaml", "metrics.jsonl", "samples.txt", "loss.png", "context.png", "wandb_id.txt"):
             own(folder / name)  # before anything is written
@@ -315,18 +313,11 @@ class Metrics:
 
         self.progress = None
         if sys.stdout.isatty():
-            # No refresh thread: the bar is drawn again with each line, and does not change in between.
-            self.progress = Progress(
-                TextColumn(f"{stamp(broken)}step", markup=False),
-                MofNCompleteColumn(),
-                BarColumn(None),
-                TimeElapsedColumn(),
-                auto_refresh=False,
-                expand=True,
-            )
-            self.task = self.progress.add_task("", total=total_steps, completed=resume_step or 0)
-            self.progress.start()
-        self.say(f"wandb: {self.mode} ({reason})")
+            # The bar is drawn again with each line, and does not change in between.
+            self.progress = tqdm(
+                desc=f"{stamp(broken)}step", total=total_steps, initial=resume_step or 0, file=sys.stdout,
+                dynamic_ncols=True, bar_format="{desc} {n}/{total} {bar} {elapsed}",
+            )  # fmt: skip
         self.begin_wandb = partial(WandbRun, self.mode, wandb_config, folder, config, broken, self.say)
 
     @cached_property
@@ -357,9 +348,8 @@ class Metrics:
     def say(self, text: str) -> None:
         """Print plain text, made printable(), above the progress bar if there is one."""
         if self.progress:
-            # soft_wrap: otherwise rich breaks lines at the window's edge, and grep does not find them.
             with reader_may_leave():
-                self.progress.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+                self.progress.write(printable(text))
         else:
             show(text)
 
@@ -407,7 +397,8 @@ class Metrics:
         self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.progress:
             with reader_may_leave():
-                self.progress.update(self.task, completed=record["step"], refresh=True)
+                self.progress.n = record["step"]
+                self.progress.refresh()
         if self.mode != "disabled":
             self.later(lambda: self.wandb.log(record))
 
@@ -462,7 +453,7 @@ class Metrics:
         """Close the progress bar, the file, the wandb run, which first gets the last picture, and the thread."""
         if self.progress:
             with reader_may_leave():
-                self.progress.stop()
+                self.progress.close()
         try:
             with writing(self.folder / "metrics.jsonl"):
                 self.file.close()  # which writes what a full disk has refused so far

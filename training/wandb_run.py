@@ -4,23 +4,16 @@
         wandb_id.txt    the id of the wandb run, so that a resumed run continues it
         wandb/          wandb's own files; `wandb sync` sends the offline ones
 
-wandb never stops the training, and delays it little: choose_wandb_mode() takes at most 2 s, and a run that cannot begin
-online within 5 s becomes an offline run. A later error ends the wandb run, and the training continues. The price:
-wandb's curves end at that error. Those in the run's folder are complete. A thread of training/metrics.py makes and
-calls the WandbRun.
+wandb never stops the training or delays it: a thread of training/metrics.py makes and calls the WandbRun. A run without
+an API key, or that cannot begin online within 5 s, becomes an offline run. A later error ends the wandb run, and the
+training continues. The price: wandb's curves end at that error. Those in the run's folder are complete.
 """
 
 import html
-import http.client
 import importlib.util
 import logging
-import netrc
 import os
 import secrets
-import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +21,6 @@ from typing import Any
 
 from training.files import own, replacing
 
-WANDB_PROBE_SECONDS = 2.0
 WANDB_INIT_SECONDS = 5.0
 WANDB_FINISH_SECONDS = 20.0
 WANDB_SAMPLES = 50  # rows in the table of samples; a long run sends the whole table hundreds of times
@@ -42,25 +34,23 @@ TABLE_HEAD = (
 
 @dataclass
 class WandbConfig:
-    """mode: auto is online if an API key is set and the host answers within 2 s, else offline.
+    """mode: auto and online are offline without an API key, or if the run cannot begin online within 5 s. auto is
+    disabled if the wandb package is not installed.
 
     wandb's environment variables override settings that have their defaults: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY
     and WANDB_TAGS.
     """
 
-    mode: str = "auto"  # auto (online if an API key is set and the host answers) | online | offline | disabled
+    mode: str = "auto"  # auto (online if there is an API key and the host answers) | online | offline | disabled
     project: str = "tilegpt"  # wandb project of the run
     entity: str | None = None  # wandb team or user; None: the default of the API key
     tags: list[str] = field(default_factory=list)  # tags of the wandb run; a broken run also gets broken:FAILURE
 
 
-def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
-    """(online | offline | disabled, the reason in one line). Takes at most 2 s and does not import wandb.
+def wandb_mode(config: WandbConfig) -> str:
+    """auto | online | offline | disabled: config's, or WANDB_MODE where that is auto. Does not import wandb.
 
-    We do not leave the choice to wandb.init(): without a key and a terminal it raises, and with a key but no network it
-    blocks for 100 s.
-
-    Raises ValueError for an unknown mode, and if online or offline was asked for and is not possible.
+    Raises ValueError for an unknown mode, and if online or offline was asked for and wandb is not installed.
     """
     modes = ("auto", "online", "offline", "disabled")
     mode, asked = config.mode, f"wandb.mode={config.mode}"
@@ -69,66 +59,14 @@ def choose_wandb_mode(config: WandbConfig) -> tuple[str, str]:
         asked = f"WANDB_MODE={mode}"
     if mode not in modes:
         raise ValueError(f"{asked} is not known: use one of {', '.join(modes)}")
-    if mode == "disabled":
-        return mode, asked
     found = importlib.util.find_spec("wandb")
     if found is None or found.origin is None:  # no origin: only a folder called wandb, which wandb makes for its files
-        if mode == "auto":
-            return "disabled", "the wandb package is not installed"
-        raise ValueError(f"{asked}, but the wandb package is not installed: pip install wandb, or wandb.mode=disabled")
-    if mode == "offline":
-        return mode, asked
-
-    url = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    host = urllib.parse.urlsplit(url).netloc
-    if not _has_wandb_key(host):
-        if mode == "auto":
-            return "offline", f"no key for {host}"
-        raise ValueError(
-            f"{asked}, but there is no key for {host}: set WANDB_API_KEY, run `wandb login`, or use wandb.mode=offline"
-        )
-    if mode == "online":
-        return mode, asked
-    if _answers(f"{url.rstrip('/')}/graphql"):  # wandb itself calls this address; the front page only redirects
-        return "online", f"{url} answers"
-    return "offline", f"no answer from {url} within {WANDB_PROBE_SECONDS:.0f} s"
-
-
-def _has_wandb_key(host: str) -> bool:
-    """Looks where wandb looks: WANDB_API_KEY, an identity token, then the netrc file that `wandb login` writes."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    files = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path("~/.netrc"), Path("~/_netrc")]
-    for path in files:
-        try:
-            login = netrc.netrc(path.expanduser()).authenticators(host)
-        except (OSError, netrc.NetrcParseError):  # no such file, or one that wandb could not read either
-            continue
-        return bool(login and login[2])
-    return False
-
-
-def _answers(url: str) -> bool:
-    """Whether an HTTP server answers at `url`, with any status, within WANDB_PROBE_SECONDS.
-
-    Sends a whole HTTP request: a dead proxy or a firewall may accept the connection and never answer. Uses a daemon
-    thread, and stops waiting for it after the time limit: name resolution has no timeout of its own.
-    """
-    answered = threading.Event()
-
-    def ask():
-        try:
-            urllib.request.urlopen(url, timeout=WANDB_PROBE_SECONDS).close()
-        except urllib.error.HTTPError:  # 404 is an answer
-            pass
-        except (OSError, http.client.HTTPException, ValueError):  # no route or name, no HTTP, no URL
-            return
-        answered.set()
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(WANDB_PROBE_SECONDS)  # returns sooner if the connection is refused, as without a network
-    return answered.is_set()
+        if mode in ("online", "offline"):
+            raise ValueError(
+                f"{asked}, but the wandb package is not installed: pip install wandb, or wandb.mode=disabled"
+            )
+        return "disabled"
+    return mode
 
 
 def from_environment(config: WandbConfig) -> dict[str, str]:
@@ -162,7 +100,7 @@ class WandbRun:
     """A wandb run. If it cannot begin online, it becomes an offline run. Any other error ends it with one line through
     `say`, and the training continues.
 
-    mode: online | offline | disabled. folder: runs/NAME. run_config: the configuration that wandb shows.
+    mode: as wandb_mode() returns it. folder: runs/NAME. run_config: the configuration that wandb shows.
     By default the wandb run has the folder's name and puts its files there. WANDB_NAME and WANDB_DIR change that.
     """
 
@@ -214,19 +152,24 @@ class WandbRun:
             "tags": [*tags, *([f"broken:{broken}"] if broken else [])],
         }
         self.run = self.begin(wanted)
-        if self.run and self.mode == "online":
+        if self.run and self.mode != "offline":
             say(f"wandb: {self.run.url}")
 
     def begin(self, wanted: dict) -> Any:
-        """wandb.init() in self.mode; offline if online fails; None if that fails too. wanted: the other arguments."""
+        """wandb.init(), offline if it fails online; None if that fails too. wanted: the other arguments."""
         id_file = self.folder / "wandb_id.txt"
         try:
             if not own(id_file):
                 with replacing(id_file) as file:
                     file.write(f"{secrets.token_hex(4)}\n".encode())
+            self.wandb.setup(self.wandb.Settings(silent=True))
+            # init() would ask for a missing key, if there is a terminal, and wait.
+            if self.mode != "offline" and not self.wandb.login(prompt=False, verify=False):
+                self.mode = "offline"
+                self.say("wandb: offline, because there is no API key: set WANDB_API_KEY or run `wandb login`")
             run = self.wandb.init(
                 **wanted,
-                mode=self.mode,
+                mode="offline" if self.mode == "offline" else "online",
                 id=id_file.read_text().strip(),
                 resume="allow",
                 # console="off": otherwise wandb intercepts what we print to copy it.
