@@ -364,13 +364,9 @@ def find(cfg: Config) -> Path:
     """The folder of the weights that init_from=, or run= and checkpoint=, name. ValueError if there is none."""
     if cfg.init_from is not None:
         return exchange.find(cfg.init_from, Path(cfg.runs), Path(DataConfig.cache))
-    if cfg.checkpoint == "best":
-        return checkpoint.find_best(cfg.run, Path(cfg.runs))
-    named = Path(cfg.checkpoint)
-    if cfg.checkpoint != "last" and (named.exists() or not re.fullmatch(r"step_\d+", cfg.checkpoint)):
-        return named
-    last = checkpoint.find_resume(cfg.run, Path(cfg.runs), None, option="run")
-    return last if cfg.checkpoint == "last" else last.with_name(cfg.checkpoint)
+    if not re.fullmatch(r"best|last|step_\d+", cfg.checkpoint):
+        return Path(cfg.checkpoint)
+    return checkpoint.find(cfg.run, Path(cfg.runs), option="run", which=cfg.checkpoint)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
 
     Raises ValueError if there is no such run, or if its attention has more than the causal mask.
     """
-    path = checkpoint.find_best(run, runs)
+    path = checkpoint.find(run, runs, option="run", which="best")
     found = checkpoint.load(path)
     trained = found.state["config"]
     attention = config.from_dict(AttentionConfig, trained["attention"])

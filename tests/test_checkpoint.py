@@ -378,13 +378,13 @@ def runs(tmp_path):
     ],
 )
 def test_resume_finds(runs, resume, name, expected):
-    assert checkpoint.find_resume(resume.format(runs=runs), runs, name) == runs / expected
+    assert checkpoint.find(resume.format(runs=runs), runs, option="resume", name=name) == runs / expected
 
 
 def test_a_broken_run_is_found_by_the_name_that_was_typed(runs):
     (runs / "old").rename(runs / "old-BROKEN-local_mask")
     for resume, name in (("auto", "old"), ("old", None), (str(runs / "old"), None)):
-        found = checkpoint.find_resume(resume, runs, name)
+        found = checkpoint.find(resume, runs, option="resume", name=name)
         assert found == runs / "old-BROKEN-local_mask/checkpoints/step_000040"
 
 
@@ -395,7 +395,7 @@ def test_a_broken_run_is_found_by_the_name_that_was_typed(runs):
 def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resume, name):
     resume = resume.format(runs=runs)
     with pytest.raises(ValueError, match=r"runs that have one: new, old$") as error:
-        checkpoint.find_resume(resume, runs, name)
+        checkpoint.find(resume, runs, option="resume", name=name)
     assert str(error.value).startswith(f"resume={resume}: no checkpoint")
     assert (name or resume) in str(error.value)
     assert "\n" not in str(error.value)
@@ -404,7 +404,7 @@ def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resu
 def test_a_run_without_a_checkpoint_is_begun_again_by_its_name(runs):
     """name= said to use resume=auto, and resume=auto said that there is no checkpoint."""
     with pytest.raises(ValueError, match=r"; name=empty without resume= begins it again; runs that have"):
-        checkpoint.find_resume("auto", runs, "empty")
+        checkpoint.find("auto", runs, option="resume", name="empty")
 
 
 def test_of_many_runs_only_the_newest_few_are_named(tmp_path):
@@ -412,18 +412,18 @@ def test_of_many_runs_only_the_newest_few_are_named(tmp_path):
         path = save(tmp_path / f"run{age}" / checkpoint.FOLDER, 1)
         os.utime(path, (1e9 - age, 1e9 - age))
     with pytest.raises(ValueError, match=r"runs that have one: run0, run1, run2, run3, run4 and 2 older ones$"):
-        checkpoint.find_resume("nowhere", tmp_path, None)
+        checkpoint.find("nowhere", tmp_path, option="resume")
 
 
 def test_nothing_to_resume_at_all(tmp_path):
     with pytest.raises(ValueError, match=r"resume=auto: no checkpoint in .*; train one first: python train.py"):
-        checkpoint.find_resume("auto", tmp_path / "runs", None)
+        checkpoint.find("auto", tmp_path / "runs", option="resume")
 
 
 @pytest.mark.parametrize("name", checkpoint.FILES)
 def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys, name):
     damage(runs / "new/checkpoints/step_000020", name)
-    assert checkpoint.find_resume("auto", runs, None) == runs / "new/checkpoints/step_000010"
+    assert checkpoint.find("auto", runs, option="resume") == runs / "new/checkpoints/step_000010"
     older, newest = (runs / f"new/checkpoints/step_{step:06d}" for step in (10, 20))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint {newest} is damaged ({name} ")
@@ -434,7 +434,7 @@ def test_eval_only_passes_over_a_damaged_newest_checkpoint_and_resumes_nothing(r
     """It said "resuming from" the newest that was left, and then measured the best."""
     newest = runs / "new/checkpoints/step_000020"
     damage(newest, "model.safetensors")
-    assert checkpoint.find_best("auto", runs, option="resume") == newest.with_name("step_000010")
+    assert checkpoint.find("auto", runs, option="resume", which="best") == newest.with_name("step_000010")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint {newest} is damaged (")
     assert "resuming" not in line
@@ -445,14 +445,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_named_as_a_way_out(runs,
     for step in (10, 20):
         damage(runs / f"new/checkpoints/step_0000{step}", "model.safetensors")
     with pytest.raises(ValueError, match=r": no complete checkpoint among those in .*/new; runs that have one: old$"):
-        checkpoint.find_resume(resume, runs, name)
+        checkpoint.find(resume, runs, option="resume", name=name)
 
 
 def test_a_damaged_state_of_the_best_checkpoint_is_named(tmp_path, capsys):
     """Its loss could not be read, so another was taken as the best without a word."""
     best, newest = (save(tmp_path / "a/checkpoints", step, val_loss=float(step)) for step in (10, 20))
     damage(best, "state.json")
-    assert checkpoint.find_best("a", tmp_path) == newest
+    assert checkpoint.find("a", tmp_path, option="run", which="best") == newest
     (line,) = capsys.readouterr().err.splitlines()
     assert str(best) in line
 
@@ -466,7 +466,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(runs):
 
 def test_a_copy_under_a_name_of_ones_own_loads(runs, tmp_path):
     copy = (runs / "old/checkpoints/step_000040").rename(tmp_path / "favourite")
-    assert checkpoint.load(checkpoint.find_resume(str(copy), runs, None)).step == 40
+    assert checkpoint.load(checkpoint.find(str(copy), runs, option="resume")).step == 40
 
 
 # --- optimizer and random numbers -----------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def test_the_checkpoint_that_was_asked_for_speaks(call, parrots, arguments, word
     assert f"{parrots}/parrot/checkpoints/step_" in ended.err
 
 
-@pytest.mark.parametrize(("cut", "word", "said"), [(2, "first", 1), (3, "best", 1), (1, "best", 0)])
+@pytest.mark.parametrize(("cut", "word", "said"), [(2, "first", 1), (3, "best", 0), (1, "best", 0)])
 def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, parrots, cut, word, said):
     """It said "resuming from step_000001 instead", and then stopped with "use resume=", which sample.py has not."""
     path = parrots / f"parrot/checkpoints/step_{cut:06d}"

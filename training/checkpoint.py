@@ -15,8 +15,7 @@ renamed. So a visible checkpoint is complete, and the hashes detect a file that 
 
 The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
 per GB for SHA-256. (Where weights are shared, the first rank has a second one while it saves.) With a copy, the bytes
-hashed are the bytes written, and the bytes verified are the bytes loaded. Training waits for the first copy only: a
-Writer does the rest in a thread.
+verified are the bytes loaded. Training waits for the first copy only: a Writer does the rest in a thread.
 
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
@@ -40,6 +39,8 @@ from typing import Any
 import safetensors.torch
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.attention import AttentionConfig, resolve, triton_refusal
@@ -258,36 +259,28 @@ def save(
         shutil.rmtree(stale)
 
     weights, alias = _drop_aliases(model)
-    files = {
-        "model.safetensors": _safetensors(weights),
-        "optimizer.safetensors": _safetensors({name: t.contiguous() for name, t in optimizer.items()}),
-        "tokenizer.json": [tokenizer.encode()],
-    }
     # Through JSON and back, so that we hash what will be read: JSON turns tuples into lists and integer keys into text.
     header = json.loads(json.dumps({"step": step, "state": state, "alias": alias}))
-    header["sha256"] = {name: _sha256(*parts) for name, parts in files.items()} | {"state.json": _header_hash(header)}
-    files["state.json"] = [json.dumps(header, indent=1).encode()]
-
     final = folder / folder_name(step)
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
         folder.mkdir(parents=parents, exist_ok=True)
         temp.mkdir()
-        for name, parts in files.items():
-            with open(temp / name, "wb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-        _fsync_folder(temp)
-    except OSError as error:
+        save_file(weights, temp / "model.safetensors")
+        save_file({name: t.contiguous() for name, t in optimizer.items()}, temp / "optimizer.safetensors")
+        (temp / "tokenizer.json").write_bytes(tokenizer.encode())
+        header["sha256"] = {name: _sha256_of(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
+        (temp / "state.json").write_text(json.dumps(header, indent=1), encoding="utf-8")
+        for file in temp.iterdir():
+            _fsync(file)
+        _fsync(temp)
+    except (OSError, SafetensorError) as error:  # SafetensorError: a full disk, for example
         shutil.rmtree(temp, ignore_errors=True)
         there = all_checkpoints(folder)
         way_out = "resume=auto; earlier checkpoints are untouched" if there else "run again; no earlier one was saved"
+        code, why = (error.errno, error.strerror) if isinstance(error, OSError) else (None, str(error))
         raise OSError(
-            error.errno,
-            f"checkpoint of step {step} could not be written to {folder} ({error.strerror}): free some space and "
-            f"{way_out}",
+            code, f"checkpoint of step {step} could not be written to {folder} ({why}): free some space and {way_out}"
         ) from error
 
     # Python has no call that swaps two folders. We first rename the old one to .old-step_... all_checkpoints() accepts
@@ -296,28 +289,11 @@ def save(
     if final.exists():
         os.rename(final, aside)
     os.rename(temp, final)
-    _fsync_folder(folder)  # before anything older is deleted
+    _fsync(folder)  # before anything older is deleted
     if aside.exists():
         _delete(aside)
     _prune(folder, step, keep_last)
     return final
-
-
-def _safetensors(tensors: dict[str, Tensor]) -> list[Any]:
-    """The bytes of safetensors.torch.save(tensors), in parts: the header, then each tensor's own memory.
-
-    That function copies all tensors and meanwhile stops Python's other threads, and so training. Hashing and writing
-    the parts stops nobody. tensors: contiguous, on the CPU.
-    """
-    header = json.loads(safetensors.torch.save({name: t.new_empty(0) for name, t in tensors.items()})[8:])
-    end = 0
-    for name, entry in header.items():  # in the order in which they lie in the file
-        begin, end = end, end + tensors[name].nbytes
-        entry |= {"shape": list(tensors[name].shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    data = (tensors[name].view(-1).view(torch.uint8).numpy() for name in header)
-    return [len(text).to_bytes(8, "little"), text, *data]
 
 
 def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -337,7 +313,7 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     """Delete the checkpoints that save() does not keep after writing `step`."""
     found = all_checkpoints(folder)
     past = [path for path in found if _step(path) <= step]
-    keep = {*past[-keep_last:], _lowest_loss(past)}
+    keep = {*past[-keep_last:], _best(past)}
     for path in found:
         if path not in keep:
             _delete(path)
@@ -350,10 +326,11 @@ def _delete(path: Path) -> None:
     shutil.rmtree(temp)
 
 
-def _fsync_folder(folder: Path) -> None:
-    if os.name == "nt":  # Windows cannot open a directory; its renames are journalled
+def _fsync(path: Path) -> None:
+    """Flushes a file or a folder to the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder; its renames are journalled
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
@@ -409,7 +386,7 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
                 size = foreign.inside(path, name).stat().st_size
                 contents.check_tensors(name, header, foreign.described(path, name), size)
             found[name] = foreign.read_bytes(path, name, MOST.get(name, sys.maxsize))
-            if _sha256(found[name]) != expected.get(name):
+            if hashlib.sha256(found[name]).hexdigest() != expected.get(name):
                 raise ValueError(f"{name} is not as it was written")
             if name == "tokenizer.json":
                 contents.check_tokenizer(header, found[name].decode())
@@ -429,16 +406,14 @@ def _wrong(path: Path, names: Iterable[str] = FILES) -> str:
     return ""
 
 
-def _sha256(*parts: Any) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
+def _sha256_of(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _header_hash(header: dict) -> str:
     # We hash the values and not the file's bytes, because the file contains this hash.
-    return _sha256(json.dumps(header, sort_keys=True).encode())
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
 def lock(run: Path) -> ExitStack:
@@ -478,19 +453,21 @@ def last(folder: Path) -> Path | None:
 
 def best(folder: Path) -> Path | None:
     """The checkpoint with the lowest finite state["val_loss"], the earliest if several are equal; None without any."""
-    return _lowest_loss(all_checkpoints(folder))
+    return _best(all_checkpoints(folder))
 
 
-def _lowest_loss(paths: list[Path]) -> Path | None:
-    losses = {}
-    for path in paths:
-        try:
-            loss = _verified(path, [])["state.json"]["state"].get("val_loss")
-        except ValueError:  # a damaged checkpoint cannot be the best
-            continue
-        if loss is not None and math.isfinite(loss):
-            losses[path] = loss
+def _best(paths: list[Path]) -> Path | None:
+    losses = {path: loss for path in paths if math.isfinite(loss := _loss(path))}
     return min(losses, key=losses.__getitem__, default=None)
+
+
+def _loss(path: Path) -> float:
+    """A checkpoint's validation loss; inf if it has none, -inf if its state is damaged."""
+    try:
+        loss = _verified(path, [])["state.json"]["state"].get("val_loss")
+    except ValueError:
+        return -math.inf
+    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def _step(path: Path) -> int:
@@ -508,41 +485,45 @@ def folder_of(inside: Path) -> Path:
     return broken[0] if len(broken) == 1 else inside
 
 
-def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume", best: bool = False) -> Path:
-    """The checkpoint folder that train.py's `resume=` or sample.py's `run=` names.
+def find(named: str, runs: Path, *, option: str, name: str | None = None, which: str = "last") -> Path:
+    """The checkpoint that resume=, run= or init_from= names.
 
-    resume: the path of a checkpoint or of a run, the name of a run under `runs`, or "auto" ("latest" for run=). "auto"
-        is the last checkpoint of the run `name`; if name is None, of the run that saved last.
-    option: "resume" or "run", for the messages.
-    best: find_best() asks, so nothing is resumed.
+    named: the path of a checkpoint or of a run, the name of a run in `runs`, or "auto" ("latest" for run=): the run
+        `name`, and if that is None, the run that saved last.
+    option: the key, for the messages.
+    which: of a run's checkpoints the last one; the best one, with the lowest validation loss, or the last one if none
+        has a loss; or step_000010.
 
-    If a run's newest checkpoint is damaged, returns the newest complete one and says so on stderr. A checkpoint that is
-    given by its own path is never replaced by another: `load` says that it is damaged.
-
-    Raises ValueError, one line, if there is nothing to resume.
+    Passes over a damaged checkpoint, and names it on stderr. One that is given by its path or step is returned: load()
+    says what is wrong. Raises ValueError, one line, if there is none.
     """
     have = {}  # run name: when it last saved
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:
         if newest := last(run / FOLDER):
             have[run.name] = newest.stat().st_mtime
-    if resume == ("auto" if option == "resume" else "latest"):
+    if named == ("auto" if option == "resume" else "latest"):
         if name is None and have:
             name = max(have, key=have.__getitem__)
         looked = folder_of(runs / (name or "*"))
-    elif (Path(resume) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(resume).name):
-        looked = Path(resume)
+    elif (Path(named) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(named).name):
+        looked = Path(named)
         if looked.is_dir():
             return looked
     else:
-        inside = folder_of(runs / resume)  # first: the working directory may have a folder of that name too
-        looked = inside if inside.is_dir() or not Path(resume).is_dir() else Path(resume)
+        inside = folder_of(runs / named)  # first: the working directory may have a folder of that name too
+        looked = inside if inside.is_dir() or not Path(named).is_dir() else Path(named)
 
     folder = looked if looked.name == FOLDER else looked / FOLDER
     found = all_checkpoints(folder)
+    if found and which not in ("last", "best"):
+        return folder / which
+    # One whose state is damaged may be the best, so it comes first.
+    losses = {path: _loss(path) if which == "best" else math.inf for path in found}
+    order = sorted(found, key=lambda path: (losses[path], _step(path) if math.isfinite(losses[path]) else -_step(path)))
     damaged: list[str] = []
-    for path in reversed(found):
-        if not (wrong := _wrong(path)):
-            instead = f": resuming from {path} instead" if option == "resume" and not best else ""
+    for path in order:
+        if not (wrong := _wrong(path, FILES if option == "resume" else ("model.safetensors", "tokenizer.json"))):
+            instead = f": resuming from {path} instead" if option == "resume" and which == "last" else ""
             for line in damaged:
                 print(f"{line}{instead}", file=sys.stderr)
             return path
@@ -555,31 +536,7 @@ def find_resume(resume: str, runs: Path, name: str | None, option: str = "resume
     way_out = f"runs that have one: {', '.join(newest_runs)}{more}" if have else "train one first: python train.py"
     if option == "resume" and not found and looked.is_dir() and looked.parent == runs:
         way_out = f"name={looked.name} without resume= begins it again; {way_out}"
-    raise ValueError(f"{option}={resume}: {problem} in {looked}; {way_out}")
-
-
-def find_best(run: str, runs: Path, name: str | None = None, option: str = "run") -> Path:
-    """The best checkpoint of a run: the undamaged one with the lowest validation loss, or the last one if none has a
-    loss. Names damaged checkpoints on stderr.
-
-    run, name, option: as resume, name and option in `find_resume`. Raises the same ValueErrors.
-    """
-    last = find_resume(run, runs, name, option, best=True)
-    left = all_checkpoints(last.parent)
-    for unknown in [path for path in left if _wrong(path, [])]:  # whose loss cannot be read
-        left.remove(unknown)
-        _name(unknown, last)
-    while path := _lowest_loss(left):
-        if not _wrong(path, ["model.safetensors", "tokenizer.json"]):
-            return path
-        _name(path, last)
-        left.remove(path)
-    return last
-
-
-def _name(path: Path, last: Path) -> None:
-    if _step(path) < _step(last):  # find_resume() has named the later ones
-        print(f"checkpoint {path} is damaged ({_wrong(path)})", file=sys.stderr)
+    raise ValueError(f"{option}={named}: {problem} in {looked}; {way_out}")
 
 
 # --- what goes into optimizer.safetensors ---------------------------------------------------------------------------

@@ -62,15 +62,9 @@ def find(source: str, runs: Path, cache: Path) -> Path:
     folder = Path(os.path.expanduser(source))
     if (folder / CONFIG).exists():
         return folder
-    own = runs / source
-    if (
-        (own.is_dir() and not folder.is_absolute())
-        or (folder / "state.json").exists()
-        or re.fullmatch(r"step_\d+", folder.name)
-    ):
-        return folder if (folder / "state.json").exists() else checkpoint.find_best(source, runs)
-    if (folder / checkpoint.FOLDER).is_dir():
-        return checkpoint.find_best(source, runs)
+    own = [folder / checkpoint.FOLDER, folder / "state.json", *([] if folder.is_absolute() else [runs / source])]
+    if any(path.exists() for path in own) or re.fullmatch(r"step_\d+", folder.name):
+        return checkpoint.find(str(folder), runs, option="init_from", which="best")
     if folder.is_dir():
         refuse_pickles(folder)
         raise ValueError(

@@ -16,7 +16,6 @@ is a new run: it takes the weights, the model's and attention's options, the tok
 nothing else.
 """
 
-import re
 import shlex
 import shutil
 from contextlib import ExitStack
@@ -105,10 +104,8 @@ def open_checkpoint(cfg: Any) -> checkpoint.Checkpoint | None:
 
 def find(cfg: Any) -> Path:
     """The checkpoint that cfg.resume names: its path, or a run's last one, with eval_only the run's best one."""
-    path = Path(cfg.resume)
-    named = re.fullmatch(r"step_\d+", path.name) or (path / "state.json").is_file()
-    which = checkpoint.find_best if cfg.eval_only and not named else checkpoint.find_resume
-    return which(cfg.resume, Path(cfg.runs), cfg.name, option="resume")
+    which = "best" if cfg.eval_only else "last"
+    return checkpoint.find(cfg.resume, Path(cfg.runs), option="resume", name=cfg.name, which=which)
 
 
 def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:
