@@ -36,9 +36,9 @@ def shakespeare(cache: Path, url: str | None) -> Path:
         raise ValueError(f"data.url={url} is no address to download from: it must be like https://host/folder")
     address, where = f"{url.rstrip('/')}/{file.name}", f"(SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
     if not file.exists():
-        print(f"downloading {address}", file=sys.stderr)
         try:
             with urllib.request.urlopen(address, timeout=TIMEOUT) as response:
+                print(f"downloading {address}", file=sys.stderr)
                 text = response.read(SHAKESPEARE_BYTES + 1)
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise ValueError(f"{address} cannot be downloaded: {error}; run again, or put the file {where}") from error

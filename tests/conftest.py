@@ -19,7 +19,6 @@ from typing import NamedTuple
 import pytest
 import tiktoken
 import torch
-from hydra._internal.hydra import Hydra
 from tiktoken_ext.openai_public import r50k_pat_str
 
 import train
@@ -62,14 +61,6 @@ def pytest_runtest_setup(item):
     another thing that a run of train.py leaves behind."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def composed_once():
-    """Hydra composes twice, first only to look for hydra.mode, which no test sets: a third of a mistake's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hydra, "get_mode", lambda self, **_: None)
-        yield
 
 
 @pytest.fixture(scope="session")

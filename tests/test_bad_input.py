@@ -171,10 +171,11 @@ def refused_training(refused, there):
     --steps=3                   written key=value here, without dashes; did you mean steps=3?
     -steps=3                    -steps=3: options are written key=value here
     -x                          -x: options are written key=value here
-    --cfg                       argument --cfg/-c: expected one argument
-    --cfg all-of-it             argument --cfg/-c: invalid choice: 'all-of-it'
-    --config-name=nowhere       Cannot find primary config 'nowhere'
-    --config-path=nowhere       nowhere' not found
+    --cfg                       --cfg: write --cfg job
+    --cfg all                   --cfg: write --cfg job
+    --cfg=all                   --cfg=all: write --cfg job
+    --help=al                   --help=al: options are written key=value here
+    --config-name=nowhere       the flags are -m for a sweep, --help, --help all and --cfg job
     steps                       steps: options are written key=value; did you mean steps=VALUE?
     steps=three                 steps=three: the value must be of type
     steps=1.5                   steps=1.5: the value must be of type
@@ -211,7 +212,8 @@ def refused_training(refused, there):
     probe=1                     probe=1: probe has keys of its own; did you mean probe.every=1?
     wandb.mode=of               wandb.mode=of is not known: use one of auto, online, offline, disabled
     wandb.tags=3                wandb.tags=3: the value must be of type
-    hydra.nothing=3             hydra.nothing
+    hydra.nothing=3             hydra.nothing=3: of Hydra's own keys only
+    hydra.mode=MULTIRUN         hydra.mode=MULTIRUN: of Hydra's own keys only
     hydra/launcher=joblib       hydra/launcher=joblib: of Hydra's own keys only
     hydra.run.dir=x             hydra.run.dir=x: of Hydra's own keys only
     ++hydra.job_logging._target_=os.system   ++hydra.job_logging._target_=os.system: of Hydra's own keys only

@@ -13,8 +13,8 @@
     python train.py resume=auto optimizer.lr=1e-4                    # a checkpoint's configuration, with one change
 
 Two decisions shape this file:
-- Hydra only composes the configuration. The script runs after Hydra has returned, so Hydra makes no output folder or
-  logger for a run and does not wrap its errors. The price: Hydra's launcher plugins cannot start jobs elsewhere.
+- Hydra only composes the configuration, by hydra.compose(). It makes no output folder or logger for a run and does not
+  wrap the script's errors. The price: no launcher plugins, and of Hydra's flags only FLAGS.
 - We check the command line before Hydra sees it. Hydra does not suggest the nearest name, and its grammar for values
   refuses free text such as prompt="def f(x):".
 """
@@ -26,16 +26,13 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stderr
 from dataclasses import asdict, fields, is_dataclass
 from decimal import Decimal
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import cache
-from io import StringIO
-from itertools import islice, pairwise
+from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -43,26 +40,18 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.core.utils import env_override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from training.help import help_text
 
 T = TypeVar("T")
 
-# Hydra's own flags: SWITCHES take no value, VALUED take one. We need the list because Hydra's argparse accepts
-# abbreviated flags: it would read -model=nano as -m.
-SWITCHES = {"-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun"}
-SWITCHES |= {"-sc", "--shell-completion"}
-VALUED = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
-VALUED |= {"-i", "--info", "--experimental-rerun"}
-
-# What the command line may set of Hydra's own: the rest is for jobs, folders and plugins, and Hydra only composes here.
-HYDRAS = ("hydra.searchpath", "hydra.mode", "hydra.verbose")
+FLAGS = "-m for a sweep, --help, --help all and --cfg job"
 
 # What torchrun gives each process, and is read before or while the processes join.
 FROM_TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
@@ -228,32 +217,27 @@ def compose(
     """
     groups = groups_of(conf / f"{config_name}.yaml")
     known = dict.fromkeys(groups) | known_keys(schema)
-    full = "--help=all" in argv or any(pair in (("--help", "all"), ("-h", "all")) for pair in pairwise(argv))
-    if full:
-        argv = ["--help" if argument == "--help=all" else argument for argument in argv if argument != "all"]
     flags, overrides = split_arguments(argv, known)
-    sweep = "-m" in flags or "--multirun" in flags
-    if not {"-sc", "--shell-completion"} & set(flags):  # its install=bash is a command, not a key
-        overrides = [check_override(override, known, groups, sweep) for override in overrides]
-
-    asked = {"-h", "--help"} & set(flags)  # we print our own help, because Hydra's does not explain the keys
-    flags = [flag for flag in flags if flag not in asked]
-
+    overrides = [check_override(override, known, groups, "-m" in flags) for override in overrides]
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=declared(schema))
     try:
-        jobs = []
-        for cfg, typed, chosen in hydra_jobs(config_name, conf, name, overrides, flags):
+        jobs: list[tuple[Any, list[str]]] = []
+        for typed in expand(overrides, conf) if "-m" in flags else [overrides]:
+            cfg, chosen = hydra_job(config_name, conf, typed)
             base = resumed(cfg)
             if base is not None:
                 defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
                 store.store(name=RESUMED, node={"defaults": defaults, **escaped(base)})
-                again = [check_override(o, known, groups, False) for o in typed if not o.startswith("resume=")]
-                ((cfg, _, chosen),) = hydra_jobs(RESUMED, conf, name, again, [])
-            if asked:
+                again = [override for override in typed if not override.startswith("resume=")]
+                cfg, chosen = hydra_job(RESUMED, conf, again)
+            if "--help" in flags:
                 values: Any = OmegaConf.to_container(cfg, resolve=True)
                 options = {group: str(chosen.get(group)) for group in groups}
-                print(help_text(name, schema, values, conf, options, full), flush=True)
+                print(help_text(name, schema, values, conf, options, "all" in flags), flush=True)
+                return []
+            if "--cfg" in flags:
+                print(OmegaConf.to_yaml(cfg), end="", flush=True)
                 return []
             jobs.append((cfg, typed))
         plain: list[tuple[Any, list[str]]] = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
@@ -264,36 +248,27 @@ def compose(
     return plain
 
 
-def hydra_jobs(
-    config_name: str, conf: Path, name: str, overrides: list[str], flags: list[str]
-) -> list[tuple[DictConfig, list[str], dict[str, Any]]]:
-    """Composes one command line with Hydra. For each job: its configuration, its overrides and the option of each
-    group. Hydra does nothing else."""
-    jobs = []
+def hydra_job(config_name: str, conf: Path, overrides: list[str]) -> tuple[DictConfig, Mapping[str, Any]]:
+    """Composes one job with Hydra: its configuration, and the option of each group."""
+    with hydra.initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        cfg = hydra.compose(config_name, overrides, return_hydra_config=True)
+    chosen = cfg.hydra.runtime.choices
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, chosen
 
-    def take(cfg: DictConfig) -> None:
-        jobs.append((cfg, list(HydraConfig.get().overrides.task), dict(HydraConfig.get().runtime.choices)))
 
-    before, said = sys.argv, StringIO()  # Hydra and its argparse print several lines before they raise or exit
-    try:
-        # Hydra writes a multirun.yaml for every sweep. We let it write into a temporary folder.
-        # HYDRA_FULL_ERROR makes Hydra raise its exceptions. Otherwise it prints them and exits.
-        with tempfile.TemporaryDirectory() as scratch, env_override({"HYDRA_FULL_ERROR": "1"}):
-            quiet = [f"hydra.{key}={quote(scratch)}" for key in ("run.dir", "sweep.dir")]
-            quiet += ["hydra.sweep.subdir=.", "hydra.output_subdir=null", f"hydra.job.name={quote(name)}"]
-            quiet += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-            # Flags come last, because argparse takes no overrides after a flag (a=1 -m b=2).
-            sys.argv = [before[0], *quiet, *overrides, *flags]
-            with redirect_stderr(said):
-                hydra.main(config_path=str(conf.resolve()), config_name=config_name, version_base="1.3")(take)()
-    except SystemExit as left:
-        if left.code != 2:
-            raise
-        raise ValueError(said.getvalue().splitlines()[-1].partition("error: ")[2]) from left
-    finally:
-        sys.argv = before
-    sys.stderr.write(said.getvalue())
-    return jobs
+def expand(overrides: list[str], conf: Path) -> list[list[str]]:
+    """The overrides of each job of a sweep: seed=1,2 makes two jobs."""
+    with hydra.initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        values = [
+            [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+            if parsed.is_discrete_sweep()
+            else [override]
+            for override, parsed in zip(overrides, parser.parse_overrides(overrides), strict=True)
+        ]
+    return [list(job) for job in product(*values)]
 
 
 def groups_of(primary: Path) -> list[str]:
@@ -302,23 +277,30 @@ def groups_of(primary: Path) -> list[str]:
     return [group for item in (listed or {}).get("defaults", []) if isinstance(item, dict) for group in item]
 
 
-def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Splits argv into Hydra's flags (each followed by its value) and overrides. ValueError for any other flag."""
-    flags, overrides = [], []
-    rest = iter(argv)
-    for argument in rest:
-        key, equals, value = argument.partition("=")
-        if (argument in SWITCHES and argument.strip("-") not in known) or (equals and key in VALUED):
-            flags.append(argument)
-        elif argument in VALUED:
-            flags += [argument, *islice(rest, 1)]
+def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[set[str], list[str]]:
+    """Splits argv into flags (-m, --help, all, --cfg) and overrides. ValueError for any other flag."""
+    flags, overrides = set(), []
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        following = value if equals else rest[0] if rest else ""
+        if argument in ("-m", "--multirun"):
+            flags.add("-m")
+        elif flag in ("-h", "--help") and (not equals or value == "all"):
+            flags |= {"--help", following} & {"--help", "all"}
+            rest = rest[following == "all" and not equals :]
+        elif flag in ("-c", "--cfg"):
+            if following != "job":
+                raise ValueError(f"{argument}: write --cfg job, which prints the job's configuration")
+            flags.add("--cfg")
+            rest = rest[not equals :]
         elif argument.startswith("-"):
-            name = key.strip("-").replace("-", "_")
-            following = "" if equals else next(rest, "")
+            name = flag.strip("-").replace("-", "_")
             value = value or ("" if following.startswith("-") or "=" in following else following)
             ours = elsewhere(name, known)
             names = [ours] if ours in known else nearest(name, known)[:1]
-            hint = did_you_mean([f"{name}={value or 'VALUE'}" for name in names])
+            hint = did_you_mean([f"{name}={value or 'VALUE'}" for name in names]) if names else f"the flags are {FLAGS}"
             hint = f"{name} is {ours}" if ours and ours not in known else hint
             raise ValueError(f"{argument}: options are written key=value here, without dashes; {hint}")
         else:
@@ -335,8 +317,8 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
     """
     key, equals, value = override.partition("=")
     if (hydras := key.lstrip("+~")).startswith(("hydra.", "hydra/")):
-        if hydras not in HYDRAS:
-            raise ValueError(f"{override}: of Hydra's own keys only {', '.join(HYDRAS)} are taken here; leave it out")
+        if hydras != "hydra.searchpath":  # the rest is for jobs, folders and plugins
+            raise ValueError(f"{override}: of Hydra's own keys only hydra.searchpath is taken here; leave it out")
         return override
     if key.startswith("~"):
         raise ValueError(f"{override}: keys cannot be removed; give it another value: {key[1:]}=VALUE")
@@ -413,16 +395,15 @@ def declared(schema: Any) -> DictConfig:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three keys of `known`, nearest first. Compares whole keys and their last parts (lr finds optimizer.lr)."""
-
-    def likeness(key: str) -> tuple[float, float]:
-        whole = SequenceMatcher(None, name, key).ratio()
-        last = SequenceMatcher(None, name.rpartition(".")[2], key.rpartition(".")[2]).ratio()
-        return max(whole, last), whole
-
-    ranked = sorted(known, key=likeness, reverse=True)
-    # 0.6 is difflib's own threshold for a close match. Only the names as near as the nearest one are kept.
-    return [key for key in ranked if likeness(key)[0] >= max(0.6, likeness(ranked[0])[0])][:3]
+    """Up to three keys of `known` that a mistyped name is like. Keys are compared by their last part too: lr finds
+    optimizer.lr."""
+    forms: dict[str, list[str]] = {}  # a key or its last part -> the keys
+    for key in known:
+        for form in {key, key.rpartition(".")[2]}:
+            forms.setdefault(form, []).append(key)
+    last = name.rpartition(".")[2]
+    like = [last] if last in forms else get_close_matches(name, forms, 1) or get_close_matches(last, forms, 1)
+    return forms[like[0]][:3] if like else []
 
 
 def did_you_mean(names: list[str]) -> str:
