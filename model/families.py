@@ -104,7 +104,10 @@ def layout(config: GPTConfig) -> dict[str, list[Part]]:
 
 def said(value: Any) -> str:
     """A stranger's value in a message: one short line, as config.json has it."""
-    return json.dumps(value)[:100]
+    try:
+        return json.dumps(value)[:100]
+    except RecursionError:  # it was read a few frames higher up
+        return "nested lists"
 
 
 def number(theirs: dict, key: str, default: Any = None, kind: type = int, most: int = 2**31) -> Any:
@@ -114,7 +117,10 @@ def number(theirs: dict, key: str, default: Any = None, kind: type = int, most: 
         raise ValueError(f"config.json has {key}={said(value)}, where a number must be")
     if kind is int and not 1 <= value <= most:
         raise ValueError(f"config.json has {key}={said(value)}, which is outside 1 to {most:,}")
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError as error:  # an int that no float can be
+        raise ValueError(f"config.json has {key}={said(value)}, which is too large") from error
 
 
 def refuse(theirs: dict, **usual: Any) -> None:
@@ -133,15 +139,19 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
     if family not in ("gpt2", "llama", "mistral"):
         raise ValueError(f"config.json has model_type={said(family)}; only gpt2, llama and mistral can be used")
     refuse(theirs, quantization_config=None, is_encoder_decoder=False, add_cross_attention=False, per_layer_config=None)
-    if theirs.get("is_causal", True) is not True:  # transformers reads null as false
-        raise ValueError(f"config.json has is_causal={said(theirs['is_causal'])}; only causal attention can be used")
+    refuse(theirs, attribute_map=None, transformers_weights=None)  # other keys and another file in place of these
+    for key in ("is_causal", "scale_attn_weights"):
+        if theirs.get(key, True) is not True:  # transformers reads null as false
+            raise ValueError(f"config.json has {key}={said(theirs[key])}; only true can be used")
+    if not isinstance(tied := theirs.get("tie_word_embeddings"), bool | None):
+        raise ValueError(f"config.json has tie_word_embeddings={said(tied)}, which is neither true nor false")
     attention = AttentionConfig()
     if family == "gpt2":
         for other, key in GPT2_ALIASES.items():
             refuse(theirs, **{other: theirs.get(key)})
-        refuse(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
+        refuse(theirs, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
         activation = theirs.get("activation_function", "gelu_new")
-        if activation not in GELU:
+        if not isinstance(activation, str) or activation not in GELU:
             raise ValueError(
                 f"config.json has activation_function={said(activation)}; only {', '.join(GELU)} can be used"
             )

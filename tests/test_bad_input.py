@@ -456,7 +456,7 @@ def test_a_value_of_the_optimizer_that_cannot_be(refused_training, typed, answer
     data=shakespeare data.url=example                           data.url=example is no address to download from
     data=shakespeare data.url=ftp://example.org                 data.url=ftp://example.org is no address
     data=shakespeare data.url=file:///etc                       data.url=file:///etc is no address
-    data=shakespeare data.url=http://                           data.url=http:// is no address
+    data=shakespeare data.url=http://                           http:/input.txt cannot be downloaded
     data=shakespeare data.url=http://[                          http://[/input.txt cannot be downloaded
     data=shakespeare data.url=http://localhost:x                http://localhost:x/input.txt cannot be downloaded
     data=fineweb data.shards=0                                  data.shards=0 is outside 1 to 103

@@ -847,6 +847,8 @@ CHANGES = {
         {"num_hidden_layers": 1}, {"n_layer": 1}, {"hidden_size": 64}, {"max_position_embeddings": 24},
         {"layer_norm_epsilon": 0.1}, {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True},
         {"is_causal": False}, {"per_layer_config": {"0": {"layer_norm_epsilon": 0.5}}}, {"head_dim": 8},
+        {"scale_attn_weights": None}, {"activation_function": ["gelu"]}, {"layer_norm_epsilon": 10**400},
+        {"transformers_weights": "other.safetensors"},
     ],
     "llama": [
         *[rope(beside=beside, older=older, **values) for beside in (False, True) for older in (False, True)
@@ -860,6 +862,7 @@ CHANGES = {
         {"num_attention_heads": 8}, {"num_key_value_heads": 4}, {"hidden_act": "gelu"}, {"hidden_act": "swish"},
         {"rms_norm_eps": 0.5}, {"tie_word_embeddings": True}, {"is_causal": False}, {"is_causal": None},
         {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, {"pretraining_tp": 2}, {"attention_dropout": 0.5},
+        {"attribute_map": {"rms_norm_eps": "initializer_range"}}, {"tie_word_embeddings": 1}, {"rms_norm_eps": 10**400},
     ],
     "mistral": [
         *[{"sliding_window": window} for window in (5, 100, None)],
@@ -892,6 +895,17 @@ def test_a_changed_configuration_gives_transformers_logits_or_is_refused(
     with torch.no_grad():
         theirs32, theirs64 = (load(folder, dtype=dtype).eval()(idx).logits for dtype in (torch.float32, torch.float64))
         assert_within_budget({"logits": ours(idx)}, {"logits": theirs32}, {"logits": theirs64})
+
+
+@pytest.mark.parametrize("depth", [900, 980, 985, 990, 995, 1000, 10_000])
+def test_a_value_nested_so_deep_is_refused_in_one_line(depth, theirs, tmp_path):
+    """json reads some that it cannot write: a RecursionError of the message was a traceback."""
+    folder = Path(shutil.copytree(theirs("llama")[1], tmp_path / "folder"))
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"hidden_act": "silu"', f'"hidden_act": {"[" * depth}{"]" * depth}'))
+    with pytest.raises(ValueError, match=r"config\.json") as refused:
+        exchange.read(folder, "")
+    assert "\n" not in str(refused.value)
 
 
 def test_an_older_llamas_configuration_has_its_base_beside_it(theirs):
