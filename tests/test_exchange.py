@@ -898,7 +898,7 @@ def test_a_changed_configuration_gives_transformers_logits_or_is_refused(
 
 
 def test_a_value_however_deeply_nested_is_refused_in_one_line(theirs, tmp_path):
-    """json reads some that it cannot write, so the message was a RecursionError. Which depends on the caller's depth."""
+    """json reads some that it cannot write, which made the message a RecursionError."""
     folder = Path(shutil.copytree(theirs("llama")[1], tmp_path / "folder"))
     file = folder / "config.json"
     before, _, after = file.read_text().partition('"hidden_act": "silu"')

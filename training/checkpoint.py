@@ -20,6 +20,7 @@ verified are the bytes loaded. Training waits for the first copy only: a Writer 
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
 
+import errno
 import glob
 import hashlib
 import json
@@ -278,9 +279,11 @@ def save(
         shutil.rmtree(temp, ignore_errors=True)
         there = all_checkpoints(folder)
         way_out = "resume=auto; earlier checkpoints are untouched" if there else "run again; no earlier one was saved"
-        code, why = (error.errno, error.strerror) if isinstance(error, OSError) else (None, str(error))
+        code = _errno(error)
         raise OSError(
-            code, f"checkpoint of step {step} could not be written to {folder} ({why}): free some space and {way_out}"
+            code,
+            f"checkpoint of step {step} could not be written to {folder} ({os.strerror(code)}): free some space and "
+            f"{way_out}",
         ) from error
 
     # Python has no call that swaps two folders. We first rename the old one to .old-step_... all_checkpoints() accepts
@@ -294,6 +297,14 @@ def save(
         _delete(aside)
     _prune(folder, step, keep_last)
     return final
+
+
+def _errno(error: OSError | SafetensorError) -> int:
+    """The system's number of an error. Safetensors has it in its text: "os error 28", in older versions "code: 28"."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"(?:os error|code:) (\d+)", str(error))
+    return int(found[1]) if found else errno.EIO
 
 
 def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
