@@ -62,7 +62,10 @@ def open_file(file: Path) -> Any:
         return safe_open(file, "pt")
     except (SafetensorError, OSError, MemoryError) as error:  # MemoryError: a length that no address space has
         why = printable(" ".join(str(error).split())[:200])  # it may have a name in it, which may have anything
-        raise ValueError(f"{file} cannot be read ({why}): it is damaged; download or copy it again") from error
+        raise ValueError(
+            f"{file} cannot be read ({why}): it is damaged; delete it and what it links to, and download or copy it "
+            "again"
+        ) from error
 
 
 def described(folder: Path, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
