@@ -469,6 +469,27 @@ def test_a_copy_under_a_name_of_ones_own_loads(runs, tmp_path):
     assert checkpoint.load(checkpoint.find(str(copy), runs, option="resume")).step == 40
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+@pytest.mark.parametrize("name", [".tmp-step_000005", "step_000005", ".old-step_000005"])
+def test_what_lies_in_place_of_an_old_checkpoint_is_removed_and_not_followed(tmp_path, name, kind):
+    """A pipe was opened, and the run waited for ever."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/file").touch()
+    save(tmp_path / "checkpoints", 10)
+    for taken in {name, name.removeprefix(".old-")}:
+        if kind == "pipe":
+            os.mkfifo(tmp_path / "checkpoints" / taken)
+        else:
+            (tmp_path / "checkpoints" / taken).symlink_to(tmp_path / "theirs")
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(60)
+    save(tmp_path / "checkpoints", 20, keep_last=1)
+    signal.alarm(0)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000020"]
+    assert (tmp_path / "theirs/file").exists()
+
+
 # --- optimizer and random numbers -----------------------------------------------------------------------------------
 
 

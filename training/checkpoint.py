@@ -48,7 +48,7 @@ from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from training import config, contents, foreign
-from training.files import own
+from training.files import own, remove
 from training.machine import device_type, is_out_of_memory
 from training.shard import as_in, gathered, is_shared, local, own_connection
 
@@ -257,7 +257,7 @@ def save(
     # Delete what a killed run left: folders half written, half deleted or already replaced. No other process uses them.
     replaced = [old for old in folder.glob(".old-*") if (folder / old.name.removeprefix(".old-")).exists()]
     for stale in [*folder.glob(".tmp-*"), *replaced]:
-        shutil.rmtree(stale)
+        remove(stale)
 
     weights, alias = _drop_aliases(model)
     # Through JSON and back, so that we hash what will be read: JSON turns tuples into lists and integer keys into text.
@@ -334,7 +334,7 @@ def _delete(path: Path) -> None:
     # Rename first: after a kill during rmtree, the rest of the folder must not look like a checkpoint.
     temp = path.with_name(f".tmp-{path.name}")
     os.rename(path, temp)
-    shutil.rmtree(temp)
+    remove(temp)
 
 
 def _fsync(path: Path) -> None:

@@ -6,6 +6,7 @@ into a file of the user's, or waits for ever. The folder of a run may be a link 
 
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,15 @@ def own(path: Path, *, folder: bool = False) -> bool:
         wanted = "folder" if folder else "file"
         raise ValueError(f"{path} is a {what} and not a plain {wanted}, and a run writes its own there: move it away")
     return True
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with all that is in it, or whatever lies in its place. shutil.rmtree() would open a pipe, and
+    wait for ever."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @contextmanager
