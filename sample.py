@@ -159,7 +159,7 @@ def main(cfg: Config) -> None:
     trained = exchange.read(find(cfg), cfg.init_from or "")
     if cfg.export is not None:
         architecture = exchange.export(trained, Path(os.path.expanduser(cfg.export)))
-        print(f"{trained.path} is in {cfg.export} as {architecture}", file=sys.stderr)
+        print(printable(f"{trained.path} is in {cfg.export} as {architecture}"), file=sys.stderr)
         return
     encoding = from_json(trained.tokenizer)
 
@@ -171,16 +171,17 @@ def main(cfg: Config) -> None:
 
     broken = trained.state["broken"]
     loss = trained.state["val_loss"]
-    print(f"{stamp(broken)}{trained.path}" + (f", validation loss {loss:.4f}" if loss else ""), file=sys.stderr)
+    of_loss = f", validation loss {loss:.4f}" if loss else ""
+    print(printable(f"{stamp(broken)}{trained.path}{of_loss}"), file=sys.stderr)
     if other := trained.other_attention(attention, model):
-        print(other, file=sys.stderr)
+        print(printable(other), file=sys.stderr)
     if broken:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
 
     # As in training, a document begins after an end-of-text token.
     prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
-        print(f"prompt: {counted(len(prompt) - 1, 'token')} from {cfg.prompt_file}", file=sys.stderr)
+        print(printable(f"prompt: {counted(len(prompt) - 1, 'token')} from {cfg.prompt_file}"), file=sys.stderr)
     if len(prompt) > (context := model.config.context_length) and cfg.past_context == "stop":
         raise ValueError(
             f"past_context=stop: the prompt's {len(prompt) - 1} tokens leave no room in a context of {context}; "

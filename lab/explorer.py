@@ -27,6 +27,7 @@ from lab.story import (
     words_moved,
 )
 from lab.trace import Head, tell, worked_example
+from training.metrics import printable
 
 TEMPLATE = Path(__file__).parents[1] / "docs" / "explorer.template.html"
 PAGE = TEMPLATE.parent / "explorer.html"
@@ -66,7 +67,7 @@ def explorer(real: Path, out: Path = PAGE) -> None:
     text = json.dumps(plain(found), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     page = TEMPLATE.read_text(encoding="utf-8").replace(STORIES, text)
     write(out, page)
-    print(f"{out}: {len(page) / 2**20:.1f} MiB")
+    print(printable(f"{out}: {len(page) / 2**20:.1f} MiB"))
 
 
 def small_inputs() -> list[Input]:

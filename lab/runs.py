@@ -17,6 +17,7 @@ from data.text import counted
 from data.tokenizer import TokenizerConfig, from_json
 from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
 from model.gpt import GPT
+from model.loss import IGNORE
 from training import checkpoint, config
 from training.metrics import show, stamp
 from training.probe import find, gauges, record
@@ -48,8 +49,8 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     # auto, so that a run from a GPU can be loaded on any machine
     attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)
     net = found.network(attention, device).eval()
-    data = config.from_dict(DataConfig, trained["data"])
-    tokenizer = config.from_dict(TokenizerConfig, trained["tokenizer"])
+    data = config.from_dict(DataConfig, trained.get("data", {}))
+    tokenizer = config.from_dict(TokenizerConfig, trained.get("tokenizer", {}))
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
     dataset = open_data(data, tokenizer, from_json(found.tokenizer), net.config.context_length)
     if tokenizer.kind == "kept" and data.source != "bin":  # with init_from=; other runs can open the prepared text
@@ -77,6 +78,10 @@ def replay(path: Path, device: torch.device) -> None:
     if impl != "triton":  # the others refuse its options
         attention = replace(attention, autotune=False, kernel="auto")
     net = kept.network(attention, device).train()
+    V = net.head.weight.shape[0]
+    for name, least in (("batch.x", 0), ("batch.y", IGNORE)):
+        if not ((tensors[name] >= least) & (tensors[name] < V)).all():
+            raise ValueError(f"replay={path}: {name} has numbers outside {least} to {V - 1}, which are no tokens")
     checkpoint.set_rng_state(tensors)  # for the same dropout
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     batch = Batch(tensors["batch.x"], tensors["batch.y"], tensors.get("batch.documents"))

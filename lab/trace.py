@@ -15,7 +15,7 @@ from data.text import counted
 from lab.files import plain, write
 from lab.runs import model_of_run
 from lab.story import THE_CAT, Tile, sentence, story, switches
-from training.metrics import encodable
+from training.metrics import printable
 from training.probe import record
 
 
@@ -67,7 +67,7 @@ def trace(head: Head, row: int, out: Path | None, **options) -> None:
     if out is not None:
         kept = head._asdict() | options | {"tiles": [tile._asdict() for tile in told], "o": o, "lse": lse}
         write(out, json.dumps(plain(kept)) + "\n")
-        print(f"{out}: {counted(len(told), 'tile')} of {counted(len(o), 'row')}")
+        print(printable(f"{out}: {counted(len(told), 'tile')} of {counted(len(o), 'row')}"))
     right = tell(head, **options | {"failure": "none"})[1]
     print_trace(head, row, told, o, lse, right, options)
 
@@ -94,9 +94,9 @@ def print_trace(
         return "".join(f"{x:9.4f}" if abs(x) < 1e3 else f"{x:9.3g}" for x in values)
 
     def line(tile: str, keys: str, state: str, o: str, words: str) -> None:
-        print(encodable(f"{tile:>4}  {keys:>5}{state:>27}  {o:{9 * min(4, D) + len(more)}}  {words}"), flush=True)
+        print(printable(f"{tile:>4}  {keys:>5}{state:>27}  {o:{9 * min(4, D) + len(more)}}  {words}"), flush=True)
 
-    print(encodable(f"{head.about}, row {row}, {head.labels[row]!r}"))
+    print(printable(f"{head.about}, row {row}, {head.labels[row]!r}"))
     print(", ".join(f"{name}={value}" for name, value in options.items()))
     line("tile", "keys", f"{'m':>9}{'l':>9}{'alpha':>9}", f"{'o':>9}", "what changed")
     for number, tile in enumerate(told, start=1):

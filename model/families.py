@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, without_numbers
 from model.mask import visible
 
 # {our module: theirs}. Theirs in a block begin with transformer.h.3. or model.layers.3.
@@ -82,7 +82,7 @@ def layout(config: GPTConfig) -> dict[str, list[Part]]:
     gpt2 = config.norm == "layernorm"
     theirs = GPT2 if gpt2 else LLAMA
     try:
-        with torch.device("meta"):  # shapes without memory
+        with without_numbers():
             weights = GPT(config, AttentionConfig("naive")).state_dict()
     except (RuntimeError, TypeError) as error:  # a product of sizes above 2**63
         raise ValueError(f"config.json is of a model that cannot be made ({str(error).splitlines()[0]})") from error

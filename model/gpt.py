@@ -7,7 +7,8 @@ A block projects to q, k and v, and calls attention() of model/attention.py.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
@@ -15,6 +16,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from model import recompute
 from model.attention import AttentionConfig, attention
@@ -188,6 +190,21 @@ def norm(config: GPTConfig) -> RMSNorm | LayerNorm:
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, eps=config.norm_eps)
     return LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+
+
+@contextmanager
+def without_numbers() -> Iterator[None]:
+    """A model made inside has shapes, but no numbers and no memory. Drawing weights on the device meta would import
+    torch._dynamo, which takes a second or two."""
+    with torch.device("meta"), Undrawn():
+        yield
+
+
+class Undrawn(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class Context(NamedTuple):

@@ -15,7 +15,10 @@ def shown_on_a_terminal(command: list[str], stream: str, columns: int) -> str:
 
     It is read while the process runs: a terminal holds a few kB, and once it is full the writer waits.
     """
+    import termios  # which Windows lacks
+
     ours, its = os.openpty()
+    termios.tcsetwinsize(its, (24, columns))
     environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **{stream: its})
     os.close(its)

@@ -94,7 +94,9 @@ GROUPS = ("model", "attention", "break_it")
         ("state.config.attention.windows", "all"),
         ("state.broken", "no_max"),
         ("state.broken", None),
-        *[("state.val_loss", value) for value in ("low", [1], {})],
+        *[("state.val_loss", value) for value in ("low", [1], {}, 10**400)],
+        ("state.config.model.yarn_factor", 10**400),
+        ("state.config.attention.softcap", -(10**400)),
         *[("state.loader", value) for value in (None, [], {})],
         *[("state.loader.position", value) for value in (-1, 10**30, "0", None, ...)],
         *[("state.loader.dataset", value) for value in (..., 3)],
@@ -176,6 +178,33 @@ def test_keys_and_tables_of_other_versions_are_read(path):
     header["state"]["config"]["model"]["activation_checkpointing"] = False
     sign(path, header)
     assert checkpoint.load(path).optimizer()
+
+
+def nested(depth, value=0):
+    for _ in range(depth):
+        value = {"x": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hydra", {"callbacks": {"x": {"_target_": "pathlib.Path.touch", "self": "touched"}}}),
+        ("defaults", ["_self_"]),
+        ("zz", nested(300)),
+        ("data", {"path": nested(300)}),
+        ("optimizer", {"lr": 10**400}),
+        ("steps", "many"),
+    ],
+)
+def test_only_train_pys_keys_of_a_checkpoint_reach_hydra(call, path, tmp_path, monkeypatch, key, value):
+    """Hydra would have called a function that the checkpoint named."""
+    monkeypatch.chdir(tmp_path)
+    forge(path, f"state.config.{key}", value)
+    ended = call(train, "resume=auto", "name=run", f"runs={tmp_path}")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended.err
+    assert key in ended.err
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_forged_checkpoint_is_one_line_for_a_user(call, path, tmp_path):

@@ -716,6 +716,15 @@ def huge(name: str):
     return change
 
 
+def vocabulary(rank: int):
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["model"]["vocab"]["a"] = rank
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return change
+
+
 def index(entry: str):
     def change(folder: Path) -> None:
         shutil.move(folder / "model.safetensors", folder.parent / "x.safetensors")
@@ -735,6 +744,7 @@ def linked(name: str):
 
 STRANGERS = {
     "a pickle": (only_pickles, "has pytorch_model.bin, a pickle, which can run code and is not read"),
+    "an id of a trillion": (vocabulary(1 << 40), "an id is no number from 0 to"),
     "a pickle in disguise": (pickle_in_disguise, "model.safetensors cannot be read"),
     "cut": (truncated, "model.safetensors cannot be read"),
     "a terabyte": (terabyte, "model.safetensors cannot be read"),

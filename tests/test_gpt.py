@@ -1,6 +1,8 @@
 """The model is GPT-2's, or Llama's, by its fields; causal, whatever the attention."""
 
 import math
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -537,3 +539,17 @@ def test_the_modern_family_is_llama():
         assert error(ours(idx), expected.double()) <= 1000 * torch.finfo(torch.float32).eps * float(
             expected.abs().max()
         )
+
+
+def test_a_model_without_numbers_takes_neither_memory_nor_torch_dynamo():
+    """Whose import took a second of every start."""
+    code = """
+import sys
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig, without_numbers
+with without_numbers():
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=2**20, vocab_size=2**30), AttentionConfig("naive"))
+assert {p.device.type for p in model.parameters()} == {"meta"}
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)

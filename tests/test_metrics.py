@@ -748,6 +748,31 @@ def test_nothing_is_written_through_what_lies_in_place_of_a_runs_file(tmp_path, 
     assert not theirs.is_file() or theirs.read_text() == "theirs"
 
 
+@pytest.mark.parametrize("key", ["step", "loss", "val_loss"])
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_a_number_that_no_float_holds_is_no_record(tmp_path, capsys, key, number):
+    """It was a traceback, while the picture was drawn."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0} | {key: number}) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert "left out 1 line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("read", [read_metrics, read_samples])
+def test_a_file_that_is_too_large_for_the_memory_is_refused(tmp_path, read):
+    with open(tmp_path / "file", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match="1,099,511,627,776 bytes"):
+        read(tmp_path / "file")
+
+
+def test_a_record_is_not_written_into_the_other_name_of_a_file(tmp_path):
+    (tmp_path / "theirs").write_text("{}\n")
+    os.link(tmp_path / "theirs", tmp_path / "metrics.jsonl")
+    metrics.append(tmp_path / "metrics.jsonl", {"step": 1})
+    assert (tmp_path / "theirs").read_text() == "{}\n"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{}\n{"step": 1}\n'
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize(
     "read",

@@ -3,10 +3,12 @@
 import math
 import re
 import resource
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import safetensors.torch
 import torch
 
 import breakit
@@ -15,6 +17,7 @@ from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.reference import FLAT_ROWS, Case, assert_flat_row, assert_float64_right, flat_row, oracle, sees
+from tests.test_contents import forge_tensor
 from training import checkpoint
 from training.metrics import read_metrics
 from training.probe import Call, find, first_bad, gauges, reading, record
@@ -416,6 +419,16 @@ def test_a_replay_of_nothing_is_refused_in_one_line(call, words, message):
     assert ended.code == 2
     assert len(ended.err.splitlines()) == 1
     assert message in ended.err
+
+
+@pytest.mark.parametrize(("name", "token"), [("batch.x", 2**40), ("batch.x", -1), ("batch.y", 2**40), ("batch.y", -2)])
+def test_a_batch_of_what_is_no_token_is_refused(call, fault, tmp_path, name, token):
+    kept = shutil.copytree(fault[1], tmp_path / fault[1].name)
+    batch = safetensors.torch.load_file(kept / "optimizer.safetensors")[name]
+    forge_tensor(kept, "optimizer.safetensors", name, torch.full_like(batch, token))
+    ended = call(breakit, f"replay={kept}", "device=cpu")
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert name in ended.err
 
 
 def test_a_usual_checkpoint_is_no_fault(call, small, tmp_path):

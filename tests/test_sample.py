@@ -263,6 +263,16 @@ def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, parrots, cut, 
     assert all(line.startswith(f"checkpoint {path} is damaged (") for line in named)
 
 
+@pytest.mark.parametrize("more", [[], ["export={runs}/\x1b[32mout"]])
+def test_a_name_cannot_command_the_terminal(call, parrots, more):
+    (parrots / "parrot").rename(parrots / "\x1b[31mred")
+    (parrots / "\x1b[31mred/checkpoints/step_000003/model.safetensors").write_bytes(b"")
+    for which in ("best", "last"):
+        ended = call(sample, f"runs={parrots}", f"checkpoint={which}", *[word.format(runs=parrots) for word in more])
+        assert "red" in ended.err
+        assert "\x1b" not in ended.out + ended.err
+
+
 def test_a_prompt_that_is_longer_than_the_context_is_said(call, parrots):
     """It was said, too, of a prompt of 64 tokens, all of which the model sees."""
     said = "of the prompt's 65 tokens, the model sees only the last 64\n"

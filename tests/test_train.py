@@ -1148,6 +1148,11 @@ ALIASES = "".join(f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * 9) if i else 9}]\n" 
         ("n_layer: 12", "n_layer: 2020-13-45", "is not a configuration any more: "),
         ("n_layer: 12", f"n_layer: [{'9,' * 2**15}]", "is not a configuration any more: "),  # larger than is read
         ("name: null\n", ALIASES, "is not a configuration any more: "),
+        *[
+            ("steps: 700", f"steps: !!{tag}", "is not a configuration any more: ")
+            for tag in ("int ''", "bool x", "float ''")
+        ],
+        ("steps: 700", "other: null", "has been edited, other=None: "),
     ],
 )
 def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, said):

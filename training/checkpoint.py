@@ -50,6 +50,7 @@ from model.gpt import GPT, GPTConfig
 from training import config, contents, foreign
 from training.files import own, remove
 from training.machine import device_type, is_out_of_memory
+from training.metrics import printable
 from training.shard import as_in, gathered, is_shared, local, own_connection
 
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -324,7 +325,8 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     """Delete the checkpoints that save() does not keep after writing `step`."""
     found = all_checkpoints(folder)
     past = [path for path in found if _step(path) <= step]
-    keep = {*past[-keep_last:], _best(past)}
+    # One whose state is damaged may be the best. Whoever can mend it will want it.
+    keep = {*past[-keep_last:], _best(past), *(path for path in past if _damaged(path))}
     for path in found:
         if path not in keep:
             _delete(path)
@@ -472,6 +474,10 @@ def _best(paths: list[Path]) -> Path | None:
     return min(losses, key=losses.__getitem__, default=None)
 
 
+def _damaged(path: Path) -> bool:
+    return (path / "model.safetensors").is_file() and _loss(path) == -math.inf
+
+
 def _loss(path: Path) -> float:
     """A checkpoint's validation loss; inf if it has none, -inf if its state is damaged."""
     try:
@@ -536,7 +542,7 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
         if not (wrong := _wrong(path, FILES if option == "resume" else ("model.safetensors", "tokenizer.json"))):
             instead = f": resuming from {path} instead" if option == "resume" and which == "last" else ""
             for line in damaged:
-                print(f"{line}{instead}", file=sys.stderr)
+                print(printable(f"{line}{instead}"), file=sys.stderr)
             return path
         damaged.append(f"checkpoint {path} is damaged ({wrong})")
     problem = "no complete checkpoint among those" if found else "no checkpoint"
@@ -589,10 +595,10 @@ def load_optimizer_tensors(
         if name == "rng" or key == "trained":
             continue
         p = parameters.get(name)
-        if p is None or (key != "step" and tensor.shape != p.shape):
-            ours = "has no such weight" if p is None else f"has {tuple(p.shape)} there"
+        if p is None or (key != "step" and (tensor.shape, tensor.dtype) != (p.shape, p.dtype)):
+            ours = "has no such weight" if p is None else f"has {tuple(p.shape)} {p.dtype} there"
             raise ValueError(
-                f"the checkpoint's optimizer has {full_name} {tuple(tensor.shape)}, this model {ours}: "
+                f"the checkpoint's optimizer has {full_name} {tuple(tensor.shape)} {tensor.dtype}, this model {ours}: "
                 "resume with the configuration that the checkpoint was made with"
             )
         optimizer, group = owner[p]

@@ -44,7 +44,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from training.help import help_text
@@ -168,9 +168,13 @@ def run(
             raise
         if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(FIRST_SPEAKS)
-        line = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), in_words(error))
-        print(f"{file.stem}: {line}", file=sys.stderr, flush=True)
+        print(f"{file.stem}: {one_line(in_words(error))}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def one_line(text: str) -> str:
+    """text with its control characters escaped."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def in_words(error: Exception) -> str:
@@ -191,7 +195,7 @@ def in_turn(script: Callable[[Any], int | None], jobs: list[tuple[Any, list[str]
     """Runs the jobs one after the other until one fails, and returns its exit code; 0 if none fails."""
     for number, (config, overrides) in enumerate(jobs, start=1):
         if len(jobs) > 1:
-            print(f"job {number}/{len(jobs)}: {' '.join(overrides)}", flush=True)
+            print(one_line(f"job {number}/{len(jobs)}: {' '.join(overrides)}"), flush=True)
         if code := script(config):
             return code
     return 0
@@ -228,7 +232,11 @@ def compose(
             base = resumed(cfg)
             if base is not None:
                 defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
-                store.store(name=RESUMED, node={"defaults": defaults, **escaped(base)})
+                try:
+                    check_keys(schema, base)  # a stranger's may have others, which Hydra would act on
+                except ValueError as error:
+                    raise ValueError(f"the checkpoint's configuration: {error}") from error
+                store.store(name=RESUMED, node={**escaped(base), "defaults": defaults})
                 again = [override for override in typed if not override.startswith("resume=")]
                 cfg, chosen = hydra_job(RESUMED, conf, again)
             if "--help" in flags:
@@ -241,6 +249,8 @@ def compose(
                 return []
             jobs.append((cfg, typed))
         plain: list[tuple[Any, list[str]]] = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
+    except OverflowError as error:
+        raise ValueError("a number of the command line is larger than any float: give a smaller one") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(explain(error, known, conf)) from error
     # Without the schema in its defaults list, Hydra would have checked no key and no type.
@@ -465,32 +475,42 @@ def to_yaml(config: Any) -> str:
 def from_dict(schema: type[T], mapping: Mapping[str, Any], prefix: str = "") -> T:
     """Rebuild the dataclass tree from the dictionary of dataclasses.asdict, for example a checkpoint's.
 
-    A missing key takes its default: older checkpoints lack newer keys. Raises ValueError for an unknown key, a value of
-    another type, and what __post_init__ raises. prefix is for the recursion.
+    A missing key takes its default: older checkpoints lack newer keys. Raises ValueError as check_keys() does, and what
+    __post_init__ raises. prefix is for the recursion.
     """
+    check_keys(schema, mapping, prefix)
+    nodes = {key: node_of(hint) for key, hint in get_type_hints(schema).items()}
+    return schema(**{
+        key: from_dict(nodes[key], value, f"{prefix}{key}.") if nodes[key] and isinstance(value, Mapping) else value
+        for key, value in mapping.items()
+    })  # fmt: skip
+
+
+def check_keys(schema: type, mapping: Mapping[str, Any], prefix: str = "") -> None:
+    """ValueError for a key that the dataclass tree does not have, or a value of another type than its field's."""
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{prefix.rstrip('.')} is {mapping!r:.60} and not a group of keys")
     hints = get_type_hints(schema)
-    values = {}
     for key, value in mapping.items():
         if key not in hints:
             raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in hints])}")
-        node = node_of(hints[key])
-        if not node and not fits(hints[key], value):
+        if (node := node_of(hints[key])) and isinstance(value, Mapping):
+            check_keys(node, value, f"{prefix}{key}.")
+        elif not node and not fits(hints[key], value):
             raise ValueError(f"{prefix}{key}={value!r:.60} is not {getattr(hints[key], '__name__', hints[key])}")
-        values[key] = from_dict(node, value, f"{prefix}{key}.") if node and isinstance(value, Mapping) else value
-    return schema(**values)
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether `value`, out of JSON, is of the type that a field has. An older version had bools where a string is."""
+    """Whether `value`, out of JSON or Hydra, is of the type that a field has. An older version had bools where a string
+    is."""
     if isinstance(hint, UnionType):
         return any(fits(member, value) for member in get_args(hint))
     inner = get_args(hint)
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(fits(inner[0], x) for x in value)
+        return isinstance(value, list | ListConfig) and all(fits(inner[0], x) for x in value)
     if get_origin(hint) is dict:
-        return isinstance(value, dict) and all(fits(inner[0], k) and fits(inner[1], x) for k, x in value.items())
+        return isinstance(value, Mapping) and all(fits(inner[0], k) and fits(inner[1], x) for k, x in value.items())
     if hint in (int, float, str, bool, NoneType):
-        return type(value) in {float: (int, float), str: (str, bool)}.get(hint, (hint,))
+        too_large = hint is float and type(value) is int and abs(value) > sys.float_info.max
+        return type(value) in {float: (int, float), str: (str, bool)}.get(hint, (hint,)) and not too_large
     return True

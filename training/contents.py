@@ -12,12 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 import tiktoken
-import torch
 
 from data.tokenizer import from_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, without_numbers
 from training import config
 from training.metrics import printable
 
@@ -167,7 +166,7 @@ def network(trained: str) -> tuple[dict[str, tuple[int, tuple]], Described]:
     groups = json.loads(trained)
     attention = replace(config.from_dict(AttentionConfig, groups["attention"]), impl="naive")
     model, break_it = config.from_dict(GPTConfig, groups["model"]), config.from_dict(BreakIt, groups["break_it"])
-    with torch.device("meta"):
+    with without_numbers():
         made = GPT(model, attention, break_it)
     saved = {name: (id(p), ("F32", tuple(p.shape))) for name, p in made.state_dict(keep_vars=True).items()}
     return saved, {name: ("F32", tuple(p.shape)) for name, p in made.named_parameters()}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+LARGEST = 1 << 30  # bytes of a metrics.jsonl or samples.txt that are read
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
 
@@ -54,8 +55,18 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         temp.unlink(missing_ok=True)
 
 
+def read(path: Path) -> str:
+    """The text of a run's own file. A kill may have cut the last sample within a character. ValueError as own() raises,
+    and for more than LARGEST bytes."""
+    own(path)
+    if (size := path.stat().st_size) > LARGEST:
+        raise ValueError(f"{path} has {size:,} bytes; more than {LARGEST:,} are not read: move it away")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def appending(path: Path) -> IO[Any]:
     """The file, opened for reading and appending. ValueError as own() raises; of a folder open() says what it is."""
-    if not path.is_dir():
-        own(path)
+    if not path.is_dir() and own(path) and path.stat().st_nlink > 1:  # its other name may be outside
+        with replacing(path) as file:
+            file.write(path.read_bytes())
     return open(path, "ab+", opener=lambda name, flags: os.open(name, flags | NO_LINK, 0o666))

@@ -15,7 +15,7 @@ import torch
 
 from model.attention import AttentionConfig, backward_left_to_portable
 from model.break_it import UNBROKEN
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, without_numbers
 from model.loss import KERNEL_CHUNK
 from training.machine import DTYPES
 
@@ -100,7 +100,7 @@ def bytes_of(
     """The peak memory of a step in bytes: weights, gradients, AdamW's state and activations. The arguments are those of
     settle(), with model.activation_checkpointing settled. norm_kernel: whether kernels/norm.py computes the backward of
     norms, as on a GPU. hopper: whether kernels/hopper_backward.py computes that of attention."""
-    with torch.device("meta"):
+    with without_numbers():
         whole = GPT(model, attention)
     C, H, L, V = model.n_embd, model.n_head, model.n_layer, whole.head.weight.shape[0]
     K, F = (model.n_kv_head or H) * model.head_size, whole.get_parameter("blocks.0.mlp.up.weight").shape[0]

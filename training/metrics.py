@@ -47,7 +47,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.text import counted
-from training.files import appending, own, replacing
+from training.files import appending, own, read, replacing
 from training.machine import reader_may_leave
 from training.wandb_run import WandbConfig, WandbRun, wandb_mode
 
@@ -164,10 +164,8 @@ SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:
-    """The samples in a samples.txt as (step, text), in order. ValueError as own() raises."""
-    own(path)
-    # errors="replace": a kill may have cut the last sample within a character.
-    _, *parts = SAMPLE_HEADER.split(path.read_text(encoding="utf-8", errors="replace"))
+    """The samples in a samples.txt as (step, text), in order. ValueError as read() raises."""
+    _, *parts = SAMPLE_HEADER.split(read(path))
     return [(int(step), text.strip("\n")) for step, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
@@ -175,13 +173,13 @@ def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, with "nan", "inf" and "-inf" as floats again.
 
     Skips a last line that a kill cut short. Skips lines that are not records too, and says on stderr how many: someone
-    may have edited the file, and that should not end a run. ValueError as own() raises.
+    may have edited the file, and that should not end a run. ValueError as read() raises.
     """
-    own(path)
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    lines = read(path).split("\n")[:-1]
     records = [record for record in map(_record, lines) if record is not None]
     if len(records) < len(lines):
-        print(f"{path}: left out {counted(len(lines) - len(records), 'line')} without a record", file=sys.stderr)
+        left = counted(len(lines) - len(records), "line")
+        print(printable(f"{path}: left out {left} without a record"), file=sys.stderr)
     return records
 
 
@@ -196,7 +194,8 @@ def _record(line: str) -> dict | None:
     record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
     other = {k: v for k, v in record.items() if not isinstance(v, int | float)}
     known = all(k == "broken" or (v is None and k in ("mfu", "memory_gib")) for k, v in other.items())
-    return record if known else None
+    huge = any(isinstance(v, int) and abs(v) > 1 << 53 for v in record.values())  # no run writes such a number
+    return record if known and not huge else None
 
 
 def _json_line(record: dict) -> str:
@@ -335,8 +334,7 @@ class Metrics:
         for record in records:
             self._note_best(record)
         rewrite(path, "".join(map(_json_line, records)))
-        # errors="replace": a kill may have cut the last sample within a character.
-        text = samples.read_text(encoding="utf-8", errors="replace") if step is not None and samples.exists() else ""
+        text = read(samples) if step is not None and samples.exists() else ""
         past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > (step or 0)]
         rewrite(samples, text[: past[0]] if past else text)
 

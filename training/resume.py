@@ -281,7 +281,8 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
         text = read_text(file.parent, file.name, LARGEST)
         aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
         written = None if aliases else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError, OSError):  # ValueError: a date that is none; not UTF-8
+    # ValueError: a date that is none; not UTF-8. The last three: yaml's own, for "!!int ''" and the like.
+    except (yaml.YAMLError, ValueError, RecursionError, OSError, LookupError, AttributeError, TypeError):
         written = None
     if not isinstance(written, dict):
         return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
@@ -289,7 +290,7 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
     found = [
         f"{key}={typed(value)}"
         for key, value in leaves(written).items()
-        if key not in ("name", "runs", "resume") and value not in (known.get(key), now.get(key))
+        if key not in ("name", "runs", "resume") and value not in (known.get(key, ...), now.get(key, ...))
     ]
     return f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}" if found else None
 
