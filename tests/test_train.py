@@ -1152,7 +1152,7 @@ ALIASES = "".join(f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * 9) if i else 9}]\n" 
             ("steps: 700", f"steps: !!{tag}", "is not a configuration any more: ")
             for tag in ("int ''", "bool x", "float ''")
         ],
-        ("steps: 700", "other: null", "has been edited, other=None: "),
+        ("steps: 700", "other: null", "has been edited, other=null: "),
     ],
 )
 def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, said):
