@@ -324,7 +324,7 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
             if rank not in own
         }
         if not all(type(rank) is int and 0 <= rank < MOST_IDS for rank in [*ranks.values(), *own]):
-            raise ValueError(f"an id is no number from 0 to {MOST_IDS - 1}")
+            raise ValueError(f"an id is no number from 0 on and below {MOST_IDS}")
         if max(map(len, ranks), default=0) > LONGEST:
             raise ValueError(f"a token is longer than {LONGEST} bytes")
         merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]

@@ -744,7 +744,7 @@ def linked(name: str):
 
 STRANGERS = {
     "a pickle": (only_pickles, "has pytorch_model.bin, a pickle, which can run code and is not read"),
-    "an id of a trillion": (vocabulary(1 << 40), "an id is no number from 0 to"),
+    "an id of a trillion": (vocabulary(1 << 40), "an id is no number from 0 on"),
     "a pickle in disguise": (pickle_in_disguise, "model.safetensors cannot be read"),
     "cut": (truncated, "model.safetensors cannot be read"),
     "a terabyte": (terabyte, "model.safetensors cannot be read"),
