@@ -40,13 +40,17 @@ RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "triton": (1, f"{SMALL} steps=2 eval_tokens=64 sample_every=0 attention=triton", TRITON),
     "options-tiled": (1, f"{SMALL} {OPTIONS} attention=tiled", {}),
     "options-naive": (1, f"{SMALL} {OPTIONS} attention=naive model.activation_checkpointing=true", {}),
-    "options-chunk": (1, f"{SMALL} {OPTIONS} attention=tiled model.chunk=16", {}),
+    "options-chunk": (1, f"{SMALL} {OPTIONS} attention=tiled model.chunk=32", {}),
     "alibi": (1, f"{SMALL} attention=tiled attention.alibi=true model.position=none attention.window=20", {}),
     "broken": (1, f"{SMALL} attention=tiled break_it=no_rescale probe.every=10", {}),
     "data2": (2, f"{SMALL} attention=tiled batch_size=4", {}),
     "data4": (4, f"{SMALL} attention=tiled batch_size=4", {}),
     "context2": (2, f"{SMALL} attention=tiled parallel.context=2", {}),
-    "context4": (4, f"{SMALL} attention=tiled parallel.context=4", {}),  # round a ring: there are two heads
+    "context4": (
+        4,
+        f"{SMALL} attention=tiled parallel.context=4 attention.dropout_p=0",
+        {},
+    ),  # round a ring: there are two heads
     "shard2": (2, f"{SMALL} attention=tiled parallel.shard=true", {}),
     "resumed": (1, "resume={runs}/options-tiled/checkpoints/step_000025", {}),
 }
@@ -75,7 +79,8 @@ def finished(arguments: list[str], **environment: str) -> str:
     own = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
     ended = subprocess.run(arguments, cwd=ROOT, env=os.environ | own | environment, capture_output=True, text=True)
     if ended.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {ended.stderr[-1000:]}")
+        own = [line for line in ended.stderr.splitlines() if line.startswith(("train: ", "sample: "))]
+        raise RuntimeError(f"{' '.join(arguments)} ended with {ended.returncode}: {own or ended.stderr[-1000:]}")
     return ended.stdout
 
 

@@ -465,6 +465,14 @@ def test_a_damaged_state_of_the_best_checkpoint_is_named(tmp_path, capsys):
     assert str(best) in line
 
 
+def test_a_checkpoint_that_its_run_has_deleted_meanwhile_is_not_called_damaged(runs, monkeypatch):
+    path = runs / "old/checkpoints/step_000010"
+    check = contents.check_header
+    monkeypatch.setattr(contents, "check_header", lambda header: (shutil.rmtree(path), check(header)))
+    with pytest.raises(ValueError, match=f"{path} was deleted by the run"):
+        checkpoint.load(path)
+
+
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(runs):
     """It was resumed as that step, and the steps between were never made."""
     renamed = (runs / "old/checkpoints/step_000040").rename(runs / "old/checkpoints/step_000050")

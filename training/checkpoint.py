@@ -377,6 +377,10 @@ def _read(path: Path, names: Iterable[str]) -> dict:
     try:
         return _verified(path, names)
     except ValueError as error:
+        if not path.is_dir():  # it was there: load() has looked
+            raise ValueError(
+                f"checkpoint {path} was deleted by the run that wrote it, which goes on: run again"
+            ) from error
         older = [p for p in all_checkpoints(path.parent) if _step(p) < _step(path) and not _wrong(p)]
         way_out = f"use the one before it, {older[-1]}" if older else "no older one is left, so train again"
         raise ValueError(f"checkpoint {path} is damaged ({error}): {way_out}") from error

@@ -25,7 +25,8 @@ def own(path: Path, *, folder: bool = False) -> bool:
     except FileNotFoundError:
         return False
     if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
-        what = "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "pipe, a device or a file"
+        kinds = {stat.S_ISLNK: "link", stat.S_ISDIR: "folder", stat.S_ISREG: "file"}
+        what = next((name for is_kind, name in kinds.items() if is_kind(mode)), "pipe or a device")
         wanted = "folder" if folder else "file"
         raise ValueError(f"{path} is a {what} and not a plain {wanted}, and a run writes its own there: move it away")
     return True
