@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "context2": (2, f"{SMALL} attention=tiled parallel.context=2", {}),
     "context4": (
         4,
-        f"{SMALL} attention=tiled parallel.context=4 attention.dropout_p=0",
+        f"{SMALL} attention=tiled parallel.context=4 attention.dropout_p=0 model.context_length=256",
         {},
     ),  # round a ring: there are two heads
     "shard2": (2, f"{SMALL} attention=tiled parallel.shard=true", {}),
@@ -130,8 +130,8 @@ def entries(runs: Path, only: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def differences(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
-    """A line for each entry of both that differs: the first thing that does, and how many do."""
-    lines = []
+    """A line for each entry of `after` that differs, or is new: the first thing that does, and how many do."""
+    lines = [f"{name}: not in the earlier record" for name in after.keys() - before.keys()]
     for name in before.keys() & after.keys():
         old, new = before[name], after[name]
         differ = [key for key in {**old, **new} if old.get(key) != new.get(key)]
