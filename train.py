@@ -10,7 +10,7 @@
     python train.py resume=auto                                        continue the last run
     python train.py eval_only=true resume=NAME                         what a longer context is worth to its model
     python train.py init_from=gpt2 data=text data.path=FILE            begin with the weights of GPT-2, or of a run
-    python train.py --help                                             every key, its value and its meaning
+    python train.py --help                                             the usual keys; --help all: every key
 
 A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """

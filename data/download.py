@@ -1,8 +1,8 @@
-"""Downloads tinyshakespeare, and whatever lies on Hugging Face with huggingface_hub.
+"""Downloads tinyshakespeare by HTTP, and files of Hugging Face with huggingface_hub.
 
-huggingface_hub keeps files in its own cache (HF_HOME), goes on where a connection broke, shows its progress, and knows
-mirrors (HF_ENDPOINT), private files (HF_TOKEN) and machines without a network (HF_HUB_OFFLINE). A file that the user
-has put into data/cache counts first.
+huggingface_hub keeps files in its own cache (HF_HOME), resumes a download whose connection broke, shows its progress,
+and knows mirrors (HF_ENDPOINT), private files (HF_TOKEN) and machines without a network (HF_HUB_OFFLINE). A file that
+the user has put into data/cache is used first.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import http.client
 import secrets
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,35 @@ def shakespeare(cache: Path, url: str | None) -> Path:
     file, url = cache / "shakespeare" / "input.txt", SHAKESPEARE_URL if url is None else url
     if not url.startswith(("https://", "http://")):
         raise ValueError(f"data.url={url} is no address to download from: it must be like https://host/folder")
-    address, where = f"{url.rstrip('/')}/{file.name}", f"(SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
-    if not file.exists():
-        try:
-            with urllib.request.urlopen(address, timeout=TIMEOUT) as response:
-                print(f"downloading {address}", file=sys.stderr)
-                text = response.read(SHAKESPEARE_BYTES + 1)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise ValueError(f"{address} cannot be downloaded: {error}; run again, or put the file {where}") from error
-        if (found := hashlib.sha256(text).hexdigest()) != SHAKESPEARE_SHA256:
-            raise ValueError(f"{address} is another file or was cut (SHA-256 {found}); run again, or put it {where}")
+    there = file.exists()  # the user may have put it there
+    source = str(file) if there else f"{url.rstrip('/')}/{file.name}"
+    text = file.read_bytes() if there else fetched(source, file)
+    if (found := hashlib.sha256(text).hexdigest()) != SHAKESPEARE_SHA256:
+        way_out = "delete it" if there else "run again"
+        raise ValueError(f"{source} is another file or was cut (SHA-256 {found}): {way_out}, or {put(file)}")
+    if not there:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".tmp-{secrets.token_hex(4)}")  # another process may download it too
-        temporary.write_bytes(text)
-        temporary.replace(file)
-    with open(file, "rb") as content:  # the user may have put it there
-        if (found := hashlib.file_digest(content, "sha256").hexdigest()) != SHAKESPEARE_SHA256:
-            raise ValueError(f"{file} is another file (SHA-256 {found}): delete it, or put the right one {where}")
+        try:
+            temporary.write_bytes(text)
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
     return file
+
+
+def put(file: Path) -> str:
+    return f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
+
+
+def fetched(address: str, file: Path) -> bytes:
+    """The bytes at an address, and one more than tinyshakespeare has at the most."""
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT) as response:
+            print(f"downloading {address}", file=sys.stderr)
+            return response.read(SHAKESPEARE_BYTES + 1)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ValueError(f"{address} cannot be downloaded: {error}; run again, or {put(file)}") from error
 
 
 def fineweb(cache: Path, shards: int | None) -> list[Path]:
@@ -60,26 +72,30 @@ def fineweb(cache: Path, shards: int | None) -> list[Path]:
     if not 1 <= shards <= FINEWEB_SHARDS:
         raise ValueError(f"data.shards={shards} is outside 1 to {FINEWEB_SHARDS}: each is 100 M tokens, 200 MB")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1))]
-    return [from_hub(FINEWEB, name, cache / "fineweb10B", kind="dataset") for name in names]
+    folder = cache / "fineweb10B"  # the user may have put them there
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda name: shard(folder / name), names))
 
 
-def from_hub(repository: str, name: str, by_hand: Path, *, kind: str = "model", revision: str = "main") -> Path:
-    """A file of a repository of Hugging Face: in the folder `by_hand`, or in Hugging Face's cache, downloaded at first
-    use. A file that is there is not asked for again.
+def shard(file: Path) -> Path:
+    way_out = f"put the file into {file.parent.resolve()}"
+    return file if file.exists() else from_hub(FINEWEB, file.name, way_out, kind="dataset")
 
-    kind: model or dataset. Raises NotThere, or another ValueError of one line with the way out.
+
+def from_hub(repository: str, name: str, way_out: str, *, kind: str = "model", revision: str = "main") -> Path:
+    """A file of a repository of Hugging Face, in Hugging Face's cache, downloaded at first use. Does not look whether
+    there is a newer version of a file in the cache.
+
+    kind: model or dataset. Raises NotThere, or another ValueError: one line, at whose end is way_out.
     """
-    if (by_hand / name).exists():
-        return by_hand / name
     import huggingface_hub.constants  # here, because it takes half a second
     from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 
     file: dict[str, Any] = {"repo_id": repository, "filename": name, "repo_type": kind, "revision": revision}
-    kept = huggingface_hub.try_to_load_from_cache(**file)
-    if isinstance(kept, str):
-        return Path(kept)
     try:
-        # Without a network this fails at once. The download itself would be tried for half a minute.
+        if isinstance(kept := huggingface_hub.try_to_load_from_cache(**file), str):
+            return Path(kept)
+        # Fails at once without a network. hf_hub_download() would try for half a minute.
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**file))
         return Path(huggingface_hub.hf_hub_download(**file))
     except Exception as error:  # its own, httpx's, Xet's and the system's
@@ -90,7 +106,7 @@ def from_hub(repository: str, name: str, by_hand: Path, *, kind: str = "model", 
             kind_of_error, why = NotThere, "the repository has no such file"
         else:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        endpoint = huggingface_hub.constants.ENDPOINT
         raise kind_of_error(
-            f"{name} of {repository} cannot be had from {huggingface_hub.constants.ENDPOINT} ({why}); run again, or "
-            f"put the file into {by_hand.resolve()}"
+            f"{name} of {repository} cannot be had from {endpoint} ({why}); run again, or {way_out}"
         ) from error

@@ -23,6 +23,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -324,7 +325,8 @@ def left_out(corpus: Corpus, folder: Path) -> str:
     are not UTF-8 in not_text.txt of the prepared data's folder."""
     names = folder / "not_text.txt"
     if corpus.not_text:
-        names.write_text("".join(f"{line}\n" for line in corpus.not_text), encoding="utf-8", errors="replace")
+        with suppress(OSError):  # a finished cache may be read-only
+            names.write_text("".join(f"{line}\n" for line in corpus.not_text), encoding="utf-8", errors="replace")
     counts = {
         f"not UTF-8 (listed in {names})": len(corpus.not_text),
         "repeating another": corpus.repeated,

@@ -27,7 +27,7 @@ from data.made import Made
 PIECE = 1 << 18
 LINE = 1 << 26  # maximum length of a .jsonl line in bytes; a line has to fit in memory several times
 
-SAID = 1 << 30  # of what a .gz becomes, so many bytes at a time are said
+SAID = 1 << 30  # bytes of text out of a .gz between two lines of progress
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # Prose and source code. Data files (.json, .csv) are text too, but are seldom what people want from a folder. A glob

@@ -227,6 +227,7 @@ def test_a_command_line_that_cannot_be_read(refused_training, typed, answer):
     -m hydra.launcher._target_=os.system seed=1,2       hydra.launcher._target_=os.system: of Hydra's own keys only
     -m +hydra.sweeper.params={seed:1} seed=1,2          +hydra.sweeper.params={seed:1}: of Hydra's own keys only
     -m steps=choice(                                    steps=choice(: Hydra cannot read the value
+    -m 'optimizer=glob(x*)'                             optimizer=glob(x*): no option matches
     -m steps=4,5 seed=1,-1                              seed=-1 is outside
     -m optimizer=adamw,mu                               optimizer=mu: there is no such optimizer
     -m optimizer=muon,adamw optimizer.momentum=0.9      optimizer.momentum=0.9 is Muon's

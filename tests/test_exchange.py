@@ -983,11 +983,16 @@ def test_a_name_is_downloaded_once(sharded, serve, theirs, folder, call, tmp_pat
     assert len(server.asked) == asked
 
 
-def test_a_model_that_was_put_there_by_hand_counts_first(folder, call, tmp_path, monkeypatch):
-    """Earlier versions downloaded into this folder, too."""
+def test_a_model_that_was_put_there_by_hand_is_used_first(serve, folder, call, tmp_path, monkeypatch):  # noqa: F811
+    """Earlier versions downloaded into this folder, too, and may have left config.json alone there."""
+    server = serve(of_folder(folder, "some/model"))
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, tmp_path / "data/cache/hub/some/model")
     assert call(sample, "init_from=some/model", "device=cpu", "impl=naive", "max_new_tokens=5").code == 0
+    assert server.asked == []
+    (tmp_path / "data/cache/hub/some/model/model.safetensors").unlink()
+    assert call(sample, "init_from=some/model", "device=cpu", "impl=naive", "max_new_tokens=5").code == 0
+    assert len(server.asked) == 3
 
 
 def test_a_name_without_safetensors_is_refused(serve, folder, call, tmp_path, monkeypatch):  # noqa: F811
@@ -1017,11 +1022,11 @@ def test_a_name_that_cannot_be_had_is_one_line_that_says_where_the_file_belongs(
     assert ended.code == 2
     line = ended.err.splitlines()[-1]
     assert line.startswith("sample: init_from=some/model is no run in runs and no folder, and config.json of ")
-    assert f"put the file into {tmp_path}/data/cache/hub/some/model" in line
+    assert line.endswith(f"put the whole model into {tmp_path}/data/cache/hub/some/model")
     assert server.asked == []
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../b", "/nowhere", "a b", "a/b/c", "resume"])
+@pytest.mark.parametrize("name", ["../x", "a/../b", "a--b", "/nowhere", "a b", "a/b/c", "resume"])
 def test_what_is_no_name_is_never_asked_for(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # elsewhere there may be a folder of that name
     with pytest.raises(ValueError, match=f"init_from={re.escape(name)}: "):

@@ -14,8 +14,9 @@ file destroys the only checkpoint. Here a step is hashed, written under a tempor
 renamed. So a visible checkpoint is complete, and the hashes detect a file that the disk has damaged later.
 
 The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
-per GB for SHA-256. (Where weights are shared, the first rank has a second one while it saves.) With a copy, the bytes
-verified are the bytes loaded. Training waits for the first copy only: a Writer does the rest in a thread.
+per GB for SHA-256, for which each file is read back once. (Where weights are shared, the first rank has a second copy
+while it saves.) With a copy, the bytes verified are the bytes loaded. Training waits for the first copy only: a Writer
+does the rest in a thread.
 
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
@@ -56,7 +57,7 @@ from training.shard import as_in, gathered, is_shared, local, own_connection
 FOLDER = "checkpoints"  # inside runs/NAME
 LOCK = ".lock"  # beside it
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
-MOST = {"state.json": 1 << 24, "tokenizer.json": 1 << 27}  # bytes that are read; of tensors as many as are described
+MOST = {"state.json": 1 << 24, "tokenizer.json": 1 << 27}  # bytes that are read; of tensors, what their header says
 NAMED = 5  # a message lists at most so many runs
 
 
@@ -303,7 +304,7 @@ def save(
 def _errno(error: OSError | SafetensorError) -> int:
     """The system's number of an error. Safetensors has it in its text: "os error 28", in older versions "code: 28"."""
     if isinstance(error, OSError):
-        return error.errno or 0
+        return error.errno or errno.EIO
     found = re.search(r"(?:os error|code:) (\d+)", str(error))
     return int(found[1]) if found else errno.EIO
 
@@ -325,7 +326,7 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     """Delete the checkpoints that save() does not keep after writing `step`."""
     found = all_checkpoints(folder)
     past = [path for path in found if _step(path) <= step]
-    # One whose state is damaged may be the best. Whoever can mend it will want it.
+    # A checkpoint with a damaged state.json may be the best, so it is kept for repair.
     keep = {*past[-keep_last:], _best(past), *(path for path in past if _damaged(path))}
     for path in found:
         if path not in keep:
@@ -344,8 +345,10 @@ def _fsync(path: Path) -> None:
     if os.name == "nt" and path.is_dir():  # Windows cannot open a folder; its renames are journalled
         return
     handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -381,8 +384,9 @@ def _read(path: Path, names: Iterable[str]) -> dict:
             raise ValueError(
                 f"checkpoint {path} was deleted by the run that wrote it, which goes on: run again"
             ) from error
-        older = [p for p in all_checkpoints(path.parent) if _step(p) < _step(path) and not _wrong(p)]
-        way_out = f"use the one before it, {older[-1]}" if older else "no older one is left, so train again"
+        before = (p for p in reversed(all_checkpoints(path.parent)) if _step(p) < _step(path))
+        older = next((p for p in before if not _wrong(p)), None)
+        way_out = f"use the one before it, {older}" if older else "no older one is left, so train again"
         raise ValueError(f"checkpoint {path} is damaged ({error}): {way_out}") from error
 
 
@@ -409,7 +413,7 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
                 contents.check_tokenizer(header, found[name].decode())
     except OSError as error:
         raise ValueError(f"{Path(error.filename or path).name}: {error.strerror}") from error
-    except ValueError as error:  # the line that has this in it names the folder
+    except ValueError as error:  # the caller's message names the folder
         raise ValueError(str(error).replace(f"{path}{os.sep}", "").replace(f"{path} has", "it has")) from error
     return found
 
@@ -522,7 +526,7 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:
         if newest := last(run / FOLDER):
             have[run.name] = newest.stat().st_mtime
-    if named == ("auto" if option == "resume" else "latest"):
+    if (option, named) in (("resume", "auto"), ("run", "latest")):
         if name is None and have:
             name = max(have, key=have.__getitem__)
         looked = folder_of(runs / (name or "*"))
@@ -549,6 +553,8 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
                 print(printable(f"{line}{instead}"), file=sys.stderr)
             return path
         damaged.append(f"checkpoint {path} is damaged ({wrong})")
+    for line in damaged:
+        print(printable(line), file=sys.stderr)
     problem = "no complete checkpoint among those" if found else "no checkpoint"
     if looked.parent == runs:
         have.pop(looked.name, None)  # it has no complete one

@@ -233,7 +233,7 @@ def compose(
             if base is not None:
                 defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
                 try:
-                    check_keys(schema, base)  # a stranger's may have others, which Hydra would act on
+                    check_keys(schema, base)  # `defaults` or `hydra`, for example, would be commands to Hydra
                 except ValueError as error:
                     raise ValueError(f"the checkpoint's configuration: {error}") from error
                 store.store(name=RESUMED, node={**escaped(base), "defaults": defaults})
@@ -278,6 +278,8 @@ def expand(overrides: list[str], conf: Path) -> list[list[str]]:
             else [override]
             for override, parsed in zip(overrides, parser.parse_overrides(overrides), strict=True)
         ]
+    if [] in values:
+        raise ValueError(f"{overrides[values.index([])]}: no option matches")
     return [list(job) for job in product(*values)]
 
 
@@ -288,7 +290,7 @@ def groups_of(primary: Path) -> list[str]:
 
 
 def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Splits argv into flags (-m, --help, all, --cfg) and overrides. ValueError for any other flag."""
+    """Splits argv into flags and overrides. ValueError for a flag that is none of FLAGS."""
     flags, overrides = set(), []
     rest = list(argv)
     while rest:
@@ -405,8 +407,8 @@ def declared(schema: Any) -> DictConfig:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three keys of `known` that a mistyped name is like. Keys are compared by their last part too: lr finds
-    optimizer.lr."""
+    """Up to three keys of `known` that are closest to a mistyped name. Keys are compared by their last part too, so lr
+    finds optimizer.lr."""
     forms: dict[str, list[str]] = {}  # a key or its last part -> the keys
     for key in known:
         for form in {key, key.rpartition(".")[2]}:

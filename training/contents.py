@@ -1,6 +1,6 @@
 """What a run writes into a checkpoint, and whether a checkpoint holds just that.
 
-A stranger may have made a checkpoint: its hashes then fit, whatever is in it. So before a tensor is read, state.json is
+A stranger may have made a checkpoint: then its hashes match any content. So before a tensor is read, state.json is
 compared with HEADER, and the tensors' names, types and shapes with those of the model that its configuration describes.
 Keys of the state that HEADER does not name are tolerated: a newer version may have written them. "?" ends a key that
 older versions did not write.
@@ -129,7 +129,7 @@ def check_optimizer(header: dict, found: Described, size: int) -> None:
 
 
 def optimizers_of(header: dict, found: Described) -> Described:
-    """The tensors that AdamW and Muon keep of each parameter. Which of the two has it is seen by what is there."""
+    """The tensors that AdamW and Muon keep of each parameter. Their names tell which of the two has it."""
     expected: Described = {}
     _, parameters = network(json.dumps(header["state"]["config"]))
     has = {name: {key for key in ADAMW | MUON if f"{name}.{key}" in found} for name in parameters}
@@ -178,7 +178,7 @@ def compare(file: str, found: Described, expected: Described) -> None:
         raise ValueError(f"{file} {wrong} {shown(name)}")
     double = "F64" in {found[name][0] for name in expected if not name.endswith(".step")}
     for name, (kind, shape) in expected.items():
-        # A model in float64 has all its numbers in it; AdamW's count of steps has torch's default.
+        # A float64 model has only float64 tensors, but for AdamW's step, which has torch's default dtype.
         either = kind == "F32" and name.endswith(".step")
         wanted = {"F32", "F64"} if either else {"F64" if double and kind == "F32" else kind}
         if found[name][0] not in wanted or found[name][1] != shape:

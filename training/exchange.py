@@ -56,13 +56,17 @@ def find(source: str, runs: Path, cache: Path) -> Path:
     """The folder that init_from= names: a folder in Hugging Face's format, or a checkpoint of ours (of a run, the one
     with the lowest validation loss), or a name on Hugging Face, whose config.json is downloaded.
 
-    cache: hub/NAME in it may have the model, put there by hand.
+    cache: hub/NAME in it may have the whole model, put there by hand or by an earlier version.
 
     Raises ValueError, one line, if there is none."""
     folder = Path(os.path.expanduser(source))
     if (folder / CONFIG).exists():
         return folder
-    own = [folder / checkpoint.FOLDER, folder / "state.json", *([] if folder.is_absolute() else [runs / source])]
+    own = [
+        folder / checkpoint.FOLDER,
+        folder / "state.json",
+        *([] if folder.is_absolute() else [checkpoint.folder_of(runs / source)]),
+    ]
     if any(path.exists() for path in own) or re.fullmatch(r"step_\d+", folder.name):
         return checkpoint.find(str(folder), runs, option="init_from", which="best")
     if folder.is_dir():
@@ -74,14 +78,15 @@ def find(source: str, runs: Path, cache: Path) -> Path:
         raise ValueError(f"init_from={source} is a file: give its folder ({folder.parent}), or a run")
     if source in ("resume", "scratch"):  # nanoGPT's
         raise ValueError(f"init_from={source}: resume=auto goes on with a run; without init_from= a run begins anew")
-    if not HUB_NAME.fullmatch(source) or ".." in source:
+    if not HUB_NAME.fullmatch(source) or ".." in source or "--" in source:
         raise ValueError(f"init_from={source}: there is no such folder, and no name on Hugging Face is like that")
     by_hand = cache / "hub" / source
+    if (by_hand / CONFIG).exists() and any((by_hand / file).exists() for file in (WEIGHTS, INDEX)):
+        return by_hand
     try:
-        return from_hub(source, CONFIG, by_hand).parent
+        return from_hub(source, CONFIG, f"put the whole model into {by_hand.resolve()}").parent
     except ValueError as error:
-        rest = "" if isinstance(error, NotThere) else ", with tokenizer.json and model.safetensors"
-        raise ValueError(f"init_from={source} is no run in {runs} and no folder, and {error}{rest}") from error
+        raise ValueError(f"init_from={source} is no run in {runs} and no folder, and {error}") from error
 
 
 def fetch_the_rest(name: str, folder: Path) -> None:
@@ -89,7 +94,7 @@ def fetch_the_rest(name: str, folder: Path) -> None:
 
     def fetch(*files: str) -> None:
         for file in files:
-            from_hub(name, file, folder, revision=folder.name)
+            from_hub(name, file, "give a folder with the whole model as init_from=", revision=folder.name)
 
     try:
         fetch(TOKENIZER)

@@ -1,7 +1,7 @@
 """A run's own files: replaced as a whole or appended to, and never through a link.
 
-A folder from elsewhere may have a link, a pipe or a device in place of a file of the run. Whoever follows it writes
-into a file of the user's, or waits for ever. The folder of a run may be a link itself; what is in it may not.
+A folder from elsewhere may have a link, a pipe or a device in place of a file of the run. Following it would
+overwrite another file of the user, or block. The folder of a run may be a link itself; what is in it may not.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Files that a stranger may have made, read with care: Hugging Face's folders and checkpoints.
 
 Only regular files inside the folder are read: a FIFO waits for ever, /dev/zero never ends, a link may lead anywhere.
-Sizes are compared before memory is taken: a text's with a limit, those of tensors with their file's length.
+Sizes are checked before reading: of text against a limit, of tensors against the file's length.
 """
 
 import json

@@ -141,7 +141,7 @@ def reader_may_leave(stream: TextIO | None = None) -> Iterator[None]:
 
 
 class Stopping(KeyboardInterrupt):
-    """A signal came while something was made that can be made again."""
+    """A signal interrupted work that a resumed run repeats."""
 
 
 class Signals(list[int]):

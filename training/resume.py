@@ -50,7 +50,7 @@ ROPE = {"rope_base", "rope_base_local", "yarn_factor", "yarn_original"}  # which
 
 NOT_READ = "resume= reads the checkpoint's configuration; to change a key, type it on the command line"
 
-LARGEST = 1 << 16  # bytes of a config.yaml that are read, in about 2 s; a run writes about 2,000
+LARGEST_CONFIG = 1 << 16  # bytes of a config.yaml that are read, in about 2 s; a run writes about 2,000
 
 # Everything that a run writes into its folder.
 RUNS_FILES = {"config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "wandb_id.txt", "wandb", "faults"}
@@ -272,13 +272,13 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
     """A warning about edited keys in a run's config.yaml, or None. The resumed run overwrites this file.
 
     A key counts as edited if its value is neither the checkpoint's (theirs) nor the resumed run's (ours). A file with
-    aliases, which no run writes, is not read: nine lines of them can stand for billions of values. ValueError as own()
+    aliases, which no run writes, is not read: nine lines of them can expand to billions of values. ValueError as own()
     raises.
     """
     if not own(file):
         return None
     try:
-        text = read_text(file.parent, file.name, LARGEST)
+        text = read_text(file.parent, file.name, LARGEST_CONFIG)
         aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
         written = None if aliases else yaml.safe_load(text)
     # ValueError: a date that is none; not UTF-8. The last three: yaml's own, for "!!int ''" and the like.

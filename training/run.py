@@ -3,7 +3,8 @@
     while needs_all(run, signals): ...         train.py hears of every update that was sent, and then calls
     between_steps(run, signals)                what is due after this step
 
-A signal ends what is being measured or written. The run saves at once, and a resumed run begins with what was left.
+A signal interrupts an evaluation, a sample or a measurement. The run saves at once, and a resumed run begins with what
+was left.
 
 train.py makes the Run and its steps. Nothing here changes what is learned, nor training's random numbers.
 """
@@ -96,7 +97,7 @@ class Run:
 def between_steps(run: Run, signals: list[int]) -> list[int]:
     """Looks at attention, evaluates, samples and saves, each if it is due. Returns the signals that any rank received.
 
-    After a signal it only saves. What was due and is not recorded yet is left to the resumed run.
+    After a signal it only saves. The resumed run does what is still due.
     """
     made = run.ranks.same(recorded(run)) if run.unfinished else {}
     run.val_loss = made.get("val_loss", math.inf)
