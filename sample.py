@@ -214,7 +214,7 @@ def write(writer: Writer) -> None:
     heads = [f"{label}--- sample {number + 1} of {count}\n" if count > 1 or label else "" for number in range(count)]
     screen = Screen([head + printable(text) for head in heads])
     streams = [TextStream(encoding, stops) for _ in heads]
-    # With one for each sample, a sample can be had again alone.
+    # One generator per sample, so that each can be reproduced alone.
     generators = [torch.Generator(device).manual_seed(cfg.seed + number) for number in range(count)]
     idx = torch.tensor([prompt], device=device).expand(count, -1)  # (B, T)
     started, made, first, length = time.perf_counter(), 0, 0.0, len(prompt)

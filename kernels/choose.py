@@ -64,7 +64,7 @@ def best_kernel(logits, draws, most_of, best_of, token_of, V, temperature, BLOCK
     z = tl.where(x == most, 0.0, (x - most) / temperature)
     if draws is not None:
         z -= tl.log(tl.load(draws + at, mask=i < V, other=1.0))
-    # NaN is no number to compare with, and its token would be any. The next token runs before the host knows of it.
+    # max() over NaN returns an arbitrary index. The next token runs before the host knows of the NaN.
     best, token = tl.max(tl.where((i < V) & (z == z), z, -float("inf")), 0, return_indices=True)
     mine = b * tl.num_programs(0) + part
     spoilt = tl.max((x != x).to(tl.int32), 0) > 0

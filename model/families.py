@@ -67,7 +67,7 @@ GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu
 
 
 class Part(NamedTuple):
-    """A tensor of theirs that is a weight of ours, or some of its rows."""
+    """A Hugging Face tensor, and the rows of our weight that it fills."""
 
     name: str
     shape: tuple[int, ...]  # theirs

@@ -307,8 +307,8 @@ def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tenso
 
 
 class Session:
-    """Continues a text, and again when the caller has added to it. The cache is kept, so that only new tokens run, and
-    on a CUDA GPU so is the recorded token."""
+    """A chat session: continues a text, to which the caller may add between turns. It keeps the cache between turns, so
+    that only new tokens run, and on a CUDA GPU the CUDA graph of a token too."""
 
     def __init__(
         self,

@@ -244,7 +244,7 @@ class CausalSelfAttention(nn.Module):
         return self.heads(self.qkv(x), rope)
 
     def heads(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """project() of what the linear layer makes of x."""
+        """Splits the fused qkv into heads and applies rope: q (B, H, T, D), k and v (B, H_kv, T, D)."""
         # Split into q, k, v, then into heads. The other order costs the backward a copy.
         q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in qkv.split(self.widths, dim=-1))
         if rope is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.problem import Problem
 
-EMPTY, PART, WHOLE = 0, 1, 2  # look()'s answers: no element of the tile is visible, some are, all are
+EMPTY, PART, WHOLE = 0, 1, 2  # a tile is fully hidden, partly visible, fully visible
 
 
 def position(problem: Problem, rows: range, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ def in_less_memory(
     chunk: int | None,
     run: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """What the block makes of the stream x (B, T, C), with its own additions made.
+    """The block's output for the stream x (B, T, C), with the residuals added.
 
     form: model.activation_checkpointing, not auto. chunk: model.chunk. run(block, x, context): instead of the block,
     for break_it.restore_seed=false, which draws its own random numbers, also when it is run again.

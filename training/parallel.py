@@ -381,7 +381,7 @@ def name_this_start(store: dist.Store, rank: int, size: int) -> str:
     missing = [*range(1, size)]
     while missing:
         for other in missing:
-            if store.check([f"word of {other}"]):  # perhaps an old one, which nobody waits with
+            if store.check([f"word of {other}"]):  # may be left over from an earlier start
                 store.set(f"answer to {store.get(f'word of {other}').decode()}", word)
         missing = [other for other in missing if not store.check([f"{other} has heard {word}"])]
         time.sleep(0.02)

@@ -199,7 +199,7 @@ def evaluate(run: Run) -> None:
             if i % run.ranks.data_size == run.ranks.data_rank:
                 losses[-1] = run.train_step.loss_of_windows(batch)
         if run.ranks.shards > 1 and (len(losses) - 1) % run.ranks.data_size < run.ranks.data_rank:
-            run.train_step.loss_of_windows(batch)  # for nothing: the others need this rank's weights for their last one
+            run.train_step.loss_of_windows(batch)  # dummy forward: FSDP gathers weights on all ranks together
     # Of ranks that share sequences, each has the mean over its own tokens. float() waits for the device.
     found = [float(loss) * tokens / run.ranks.part.ranks for loss, tokens in zip(losses, sizes, strict=True)]
     nats, tokens = 0.0, sum(sizes)

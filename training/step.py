@@ -202,7 +202,7 @@ class TrainStep:
                 self.stream = torch.cuda.Stream(self.device)
             else:
                 pool = self.graph.pool()
-            # With several processes, a thread of NCCL looks at its events meanwhile, which is no error of ours.
+            # NCCL's watchdog thread queries its events during the capture; thread_local allows that.
             mode = "thread_local" if torch.distributed.is_initialized() else "global"
             with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode):
                 run()
