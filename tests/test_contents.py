@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import breakit
 import sample
 import train
 from training import checkpoint
@@ -205,6 +206,15 @@ def test_only_train_pys_keys_of_a_checkpoint_reach_hydra(call, path, tmp_path, m
     assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended.err
     assert key in ended.err
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("group", ["data", "tokenizer"])
+def test_a_trace_of_a_checkpoint_without_a_group_has_the_defaults(call, path, tmp_path, monkeypatch, group):
+    """It was a KeyError. An older version may lack a group."""
+    monkeypatch.chdir(tmp_path)
+    forge(path, f"state.config.{group}", ...)
+    ended = call(breakit, "trace=true", "run=run", f"runs={tmp_path}", "device=cpu", "tokens=8")
+    assert ended.code == 0 or (ended.code, ended.err.count("\n")) == (2, 1), ended.err
 
 
 def test_a_forged_checkpoint_is_one_line_for_a_user(call, path, tmp_path):

@@ -466,3 +466,10 @@ def test_a_failure_is_said_to_be_as_the_rows_have_it():
     assert page.kind(KEPT, "stale_seed") == "gradient only"
     assert page.kind(KEPT, "bf16_ties") == "silent, but tiny"
     assert page.kind(KEPT, "no_max") == "silent, loud (infinity), loud (NaN)"
+
+
+def test_a_failure_without_a_trial_is_refused_with_the_place_to_add_one(monkeypatch):
+    """It said that there is nothing to take out, of a failure that had just been added."""
+    monkeypatch.setattr(measure, "TRIALS", [trial for trial in trials.TRIALS if trial.failure != "no_scale"])
+    with pytest.raises(ValueError, match=r"failure=no_scale has no trial.*lab/trials\.py"):
+        measure.measure([], ["no_scale"], ["tiled"])

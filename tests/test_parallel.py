@@ -123,6 +123,9 @@ def test_only_the_first_process_prints_and_writes(layouts):
     assert (layouts / "data2.out.1").read_text().strip().startswith('{"sent": [{')  # what tests/ranks.py adds
     assert [record["step"] for record in read_metrics(layouts / "data2" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
     assert "ranks 2" in (layouts / "data2.out.0").read_text()
+    said = (layouts / "data2.out.0").read_text()
+    half, whole = map(int, re.search(r"takes (\d+) of a step's (\d+) sequences", said).groups())
+    assert whole == 2 * half
     assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in (layouts / "data2.out.0").read_text()
 
 
