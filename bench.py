@@ -54,9 +54,9 @@ tokens, so the batch has fewer sequences where they are longer. On a GPU the mod
 elsewhere that of experiment=long_laptop. Rows go to lengths.csv.
 
 mode=decode. Times attention of one new token against T_k cached keys. A line has GB/s of keys and values, and its share
-of the speed of a copy of as many bytes. plain is decode() of model/cache.py, kernel that of kernels/decode.py. On a GPU
-it then times whole tokens of GPT-2 124M with random weights: recorded as one CUDA graph, as in sample.py, and eager,
-launched from Python with plain. Rows go to decode.csv.
+of the speed of a copy of as many bytes. plain is decode() of sampling/cache.py, kernel that of sampling/decode.py. On a
+GPU it then times whole tokens of GPT-2 124M with random weights: recorded as one CUDA graph, as in sample.py, and
+eager, launched from Python with plain. Rows go to decode.csv.
 
 mode=roofline. Times each operation of naive's forward by itself, with the bytes of its inputs and results, then naive,
 tiled, triton and sdpa whole. A copy and a matrix product measure the device's two limits. Without a mask unless

@@ -38,9 +38,9 @@ from data.prepare import DataConfig
 from data.text import counted
 from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
-from model.cache import PAGE, KVCache
-from model.generate import PAST_CONTEXT, Sampler, Session, generate, tokens_seen
 from model.gpt import GPT
+from sampling.cache import PAGE, KVCache
+from sampling.generate import PAST_CONTEXT, Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp

@@ -40,6 +40,20 @@ from data.tokenizer import TokenizerConfig
 from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig, without_numbers
+from parallel.processes import (
+    ParallelConfig,
+    Ranks,
+    Unheard,
+    begin,
+    divide,
+    goes_round,
+    join,
+    own_device,
+    refuse_several,
+    refuse_what_is_for_one,
+    sends_from_python,
+)
+from parallel.shard import shard
 from training import checkpoint, config, context
 from training.files import replacing
 from training.machine import (
@@ -61,19 +75,6 @@ from training.memory import settle
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
 from training.metrics import Metrics, broken_name, show, stamp, writing
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
-from training.parallel import (
-    ParallelConfig,
-    Ranks,
-    Unheard,
-    begin,
-    divide,
-    goes_round,
-    join,
-    own_device,
-    refuse_several,
-    refuse_what_is_for_one,
-    sends_from_python,
-)
 from training.probe import ProbeConfig
 from training.resume import (
     again,
@@ -99,7 +100,6 @@ from training.run import (
     text_bytes,
     validation,
 )
-from training.shard import shard
 from training.step import Numbers, TrainStep, choose_way
 from training.sweep import sweep
 from training.wandb_run import WandbConfig, wandb_mode

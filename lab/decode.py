@@ -21,9 +21,9 @@ from kernels.problem import Problem
 from lab.meter import median_ms
 from lab.race import append, results_in
 from model.attention import AttentionConfig, resolve
-from model.cache import PAGE, decode, has_decode_kernel
-from model.generate import Sampler, generate, run_prompts
 from model.gpt import GPT, GPTConfig
+from sampling.cache import PAGE, decode, has_decode_kernel
+from sampling.generate import Sampler, generate, run_prompts
 from training.machine import DTYPES, about, pick_dtype
 
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "B", "H", "H_kv", "D", "T_k", "name", "ms"]
@@ -80,7 +80,7 @@ def attention_rows(
         "plain": lambda: decode(q, keys, values, problem),
     }
     if has_decode_kernel(AttentionConfig("sdpa"), dtype, D, device):
-        from kernels.decode import decode as kernel  # imported here: triton is not installed everywhere
+        from sampling.decode import decode as kernel  # imported here: triton is not installed everywhere
 
         last = k[:, :, -1:].clone(), v[:, :, -1:].clone()  # the new token has the last slot
         position = torch.full((B,), T_k - 1, device=device)
@@ -105,7 +105,7 @@ def check(found: Tensor, plain: Tensor, right: Tensor) -> None:
     error, allowed = ((x.double() - right).abs().max() for x in (found, plain))
     allowed = 2 * (allowed + torch.finfo(found.dtype).eps * right.abs().max())
     if not error <= allowed:
-        raise RuntimeError(f"kernels/decode.py is further from float64 than {allowed:.3g}: {error:.3g}")
+        raise RuntimeError(f"sampling/decode.py is further from float64 than {allowed:.3g}: {error:.3g}")
 
 
 def token_rows(case: str, T: int, dtype: torch.dtype, device: torch.device) -> Iterator[dict[str, Any]]:

@@ -39,14 +39,14 @@ from lab.race import append, results_in
 from lab.steps import begin, gpt2, wait
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
+from parallel.processes import ALONE, ParallelConfig, Ranks, bytes_sent, divide, join, launched, own_device
 from training.machine import pick_device
 from training.optimizer import OptimizerConfig, build_optimizers
-from training.parallel import ALONE, ParallelConfig, Ranks, bytes_sent, divide, join, launched, own_device
 from training.step import Report, TrainStep, choose_way
 
 # A row is a side: as many ranks as share the step, each with so many passes. linear: the time of one process for the
 # same step, divided by the ranks and by the time of this side; own: the same beside one process with the passes of one
-# rank. Medians of the turns. sent_mb: what a rank sends in a step, by training/parallel.py's formula.
+# rank. Medians of the turns. sent_mb: what a rank sends in a step, by parallel/processes.py's formula.
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "attention", "n_layer", "C", "H", "V", "T", "B"]
 COLUMNS += ["ranks", "context", "passes", "how", "ms", "fastest", "slowest", "tokens_per_s"]
 COLUMNS += ["peak_gib", "sent_mb", "linear", "own"]

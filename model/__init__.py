@@ -1,1 +1,1 @@
-"""The model: GPT, attention (model/attention.py chooses the implementation), dropout, loss and generation."""
+"""The model: GPT, attention (model/attention.py chooses the implementation), dropout and loss."""

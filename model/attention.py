@@ -37,8 +37,8 @@ from kernels.problem import Problem
 from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
-from model.part import WHOLE, Part
 from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
+from parallel.part import WHOLE, Part
 
 # A Tensor, or two of them with return_lse=True. Telling them apart for a type checker takes two more signatures each.
 Output = Any

@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from model import recompute
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
-from model.cache import KVCache, LayerCache, has_decode_kernel
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
-from model.part import WHOLE, Part, to_heads, to_tokens
-from model.ring import ring_attention
+from model.rope import rope_table, rotate
+from parallel.part import WHOLE, Part, to_heads, to_tokens
+from parallel.ring import ring_attention
+from sampling.cache import KVCache, LayerCache, has_decode_kernel
 
 CHOICES = {
     "position": ("learned", "rope", "none"),
@@ -138,51 +139,6 @@ class GPTConfig:
     def head_size(self) -> int:
         """D = C / H."""
         return self.n_embd // self.n_head
-
-
-def rope_table(
-    length: int, head_size: int, base: float, device: torch.device, yarn: tuple[float, int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base**(-2i / D), float32 (length, D / 2). yarn: yarn_factor and yarn_original.
-
-    Always float32, because in bf16 the positions 8188 to 8191 all round to 8192. Made anew in each forward, because
-    model.bfloat16() would round a buffer. Making it costs as much as one norm.
-    """
-    frequency = base ** -(torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size)
-    if yarn is not None:
-        frequency = frequency * stretch(head_size, base, *yarn, device)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
-    if yarn is None:
-        return angle.cos(), angle.sin()
-    scale = 0.1 * math.log(yarn[0]) + 1  # of q and of k, so that the scores grow, and longer rows stay as sharp
-    return angle.cos() * scale, angle.sin() * scale
-
-
-def stretch(head_size: int, base: float, factor: float, original: int, device: torch.device) -> Tensor:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): what each of rope's frequencies is multiplied with, float32 (D / 2).
-
-    A pair that turned 32 times or more within the original context keeps its frequency: it tells near tokens apart.
-    One that turned once at most gets 1 / factor, so that it meets no angle that it was not trained with. Between them
-    the multiplier falls in a straight line over the pairs. 32 and 1 are the paper's. As transformers does, the ends of
-    the line are rounded to whole pairs.
-    """
-    fast, slow = (
-        head_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)
-    )  # the pairs, as fractions, that turned so often
-    first, last = max(math.floor(fast), 0), min(math.ceil(slow), head_size - 1)
-    pairs = torch.arange(head_size // 2, dtype=torch.float32, device=device)
-    slowed = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
-    return 1 - slowed * (1 - 1 / factor)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864): rotates the pair (i, i + D/2) of each head by its angle.
-
-    x (B, H, T, D) of any float dtype, cos and sin float32 (T, D / 2). A pair has one element from each half of the
-    head, not two neighbours, as in Llama's published weights.
-    """
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def norm(config: GPTConfig) -> RMSNorm | LayerNorm:
@@ -299,7 +255,7 @@ class MLP(nn.Module):
 
 
 class Unit(nn.Module):
-    """A part of the model whose weights come and go together where ranks share them (training/shard.py)."""
+    """A part of the model whose weights come and go together where ranks share them (parallel/shard.py)."""
 
     def within(self, compute: Callable, *inputs, **more):
         """compute(*inputs, **more). It may read the weights; outside of this and of a call of the module they may be
@@ -541,7 +497,7 @@ class GPT(Unit):
 
     def new_cache(self, B: int, splits: int | None = None, kernel: bool = True, page: int | None = None) -> KVCache:
         """An empty cache for B sequences. splits: into how many parts the keys are cut; None: as suits the device.
-        kernel: compute the tokens with kernels/decode.py where it can run. page: keep keys and values in pages of so
+        kernel: compute the tokens with sampling/decode.py where it can run. page: keep keys and values in pages of so
         many tokens, a power of 2; None: in one buffer. Raises ValueError as cache_refusal() says.
         """
         if (refused := self.cache_refusal()) is not None:

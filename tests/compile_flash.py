@@ -98,12 +98,12 @@ flash = importlib.util.module_from_spec(spec)
 sys.modules["kernels.flash"] = flash
 spec.loader.exec_module(flash)
 from kernels import op, sizes  # noqa: E402  (now, that the kernels are those of SOURCE)
-from kernels.decode import decode  # noqa: E402
 from kernels.dropout import keep_table  # noqa: E402
-from kernels.linear import linear  # noqa: E402
 from kernels.loss import loss_in_place  # noqa: E402
 from kernels.norm import norm_backward  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
+from sampling.decode import decode  # noqa: E402
+from sampling.linear import linear  # noqa: E402
 
 sizes.INTERPRETED = True  # or it refuses tensors of the CPU
 sizes.has_descriptors = lambda device: ARCH >= 90

@@ -3,7 +3,7 @@
     make mutants                       every fault, one to a core at a time: about half an hour on two cores
     make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
 
-A fault is a text that stands exactly once in train.py, training/, model/, data/ and SOURCES together, so it is found
+A fault is a text that stands exactly once in train.py, FOLDERS and SOURCES together, so it is found
 wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
 the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
 
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["kernels/loss.py", "kernels/decode.py", "kernels/linear.py", "kernels/norm.py", "kernels/choose.py"]
+SOURCES = ["kernels/loss.py", "kernels/norm.py"]
+FOLDERS = ["training", "sampling", "parallel", "model", "data"]
 SECONDS = 600  # that the tests of one fault may take
 
 
@@ -387,7 +388,7 @@ def copy_of_the_tree(to: Path) -> Path:
 
 
 def sources(tree: Path) -> list[Path]:
-    folders = [file for part in ("training", "model", "data") for file in (tree / part).glob("*.py")]
+    folders = [file for part in FOLDERS for file in (tree / part).glob("*.py")]
     return [tree / "train.py", *(tree / source for source in SOURCES), *folders]
 
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model.gpt import GPT
+from parallel.shard import local
 from training import config
-from training.shard import local
 from training.step import TrainStep
 
 # All that a step uses, as torch names the ops, and which argument is the larger one.

@@ -16,7 +16,8 @@ from torch import Tensor
 import train
 from data.loader import Loader, open_data
 from model.attention import AttentionConfig, resolve
-from model.gpt import GPT, MLP, GPTConfig, norm, rope_table, rotate
+from model.gpt import GPT, MLP, GPTConfig, norm
+from model.rope import rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget
 from training import checkpoint, config
 from training.metrics import read_metrics

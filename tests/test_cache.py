@@ -11,11 +11,11 @@ import torch
 from kernels.problem import Problem
 from model.attention import AttentionConfig, alibi_slopes, attention
 from model.break_it import BreakIt
-from model.cache import PAGE, decode, merge
-from model.generate import Sampler, Session, generate, run_prompts, tokens_seen
 from model.gpt import GPT, GPTConfig
 from model.tiled import LOG2E
-from model.token import next_logits
+from sampling.cache import PAGE, decode, merge
+from sampling.generate import Sampler, Session, generate, run_prompts, tokens_seen
+from sampling.token import next_logits
 from tests.reference import CASES, DTYPES, Case, case_name, error, largest, oracle, run, visible
 
 CONTEXT = 24
@@ -192,7 +192,8 @@ def watch(monkeypatch, model: GPT, seen) -> None:
     prompts, tokens = model.next_logits, next_logits
     monkeypatch.setattr(model, "next_logits", lambda idx, cache: seen(idx.shape) or prompts(idx, cache))
     monkeypatch.setattr(
-        "model.generate.next_logits", lambda model, token, cache: seen((len(token), 1)) or tokens(model, token, cache)
+        "sampling.generate.next_logits",
+        lambda model, token, cache: seen((len(token), 1)) or tokens(model, token, cache),
     )
 
 
@@ -493,7 +494,7 @@ def test_a_session_may_be_a_token_ahead(past_context, monkeypatch):
             last = token
         yield last
 
-    monkeypatch.setattr("model.generate.generate", ahead)
+    monkeypatch.setattr("sampling.generate.generate", ahead)
     model, text, sampler = made(), [7], Sampler(0)
     session = Session(model, sampler, one_generator(0), past_context=past_context)
     for count in (1, 3, 2, 5, 8, 1, 9, 4):
@@ -515,7 +516,7 @@ def test_a_turn_runs_only_what_is_new(monkeypatch):
     model, ran = made(), []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda idx, **more: ran.append(idx.shape[1]) or hidden(idx, **more))
-    monkeypatch.setattr("model.generate.next_logits", lambda *given: ran.append(1) or next_logits(*given))
+    monkeypatch.setattr("sampling.generate.next_logits", lambda *given: ran.append(1) or next_logits(*given))
     session = Session(model, Sampler(0), one_generator(0), past_context="half")
     text = texts(6)[0].tolist()
     text += session.answer(text, 3)

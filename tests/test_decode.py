@@ -1,6 +1,6 @@
-"""The kernels of one new token, in Triton's interpreter: attention of one row (kernels/decode.py), linear layers of a
-few rows (kernels/linear.py), the choice from the logits (kernels/choose.py), and the model's token that is made of them
-(model/token.py)."""
+"""The kernels of one new token, in Triton's interpreter: attention of one row (sampling/decode.py), linear layers of a
+few rows (sampling/linear.py), the choice from the logits (sampling/choose.py), and the token that is made of them
+(sampling/token.py)."""
 
 import csv
 from copy import deepcopy
@@ -14,17 +14,18 @@ from torch import nn
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 import bench
-from kernels import linear as of_linear
-from kernels.choose import choose
-from kernels.decode import DecodeTiles, decode
-from kernels.linear import linear
 from kernels.problem import Problem
 from lab import decode as race
 from model.attention import AttentionConfig, alibi_slopes
-from model.cache import has_decode_kernel
-from model.generate import Sampler, run_prompts
-from model.gpt import CHOICES, GPTConfig, rope_table, rotate
-from model.token import NextToken, next_logits
+from model.gpt import CHOICES, GPTConfig
+from model.rope import rope_table, rotate
+from sampling import linear as of_linear
+from sampling.cache import has_decode_kernel
+from sampling.choose import choose
+from sampling.decode import DecodeTiles, decode
+from sampling.generate import Sampler, run_prompts
+from sampling.linear import linear
+from sampling.token import NextToken, next_logits
 from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
 from tests.test_cache import OPTIONS, SIZE, logits_of, made, texts
 
@@ -236,8 +237,8 @@ def test_the_kernel_finds_logits_without_a_choice(number, drawn):
 @pytest.mark.parametrize("runs", [True, False])
 def test_the_kernel_chooses_where_kernels_run(runs, monkeypatch):
     """Not on AMD, and not on NVIDIA GPUs before Ampere."""
-    monkeypatch.setattr("model.generate.runs_kernels", lambda device: runs)
-    monkeypatch.setattr("kernels.choose.choose", lambda *_: "the kernel's")
+    monkeypatch.setattr("sampling.generate.runs_kernels", lambda device: runs)
+    monkeypatch.setattr("sampling.choose.choose", lambda *_: "the kernel's")
     assert (Sampler().choose_unseen(torch.randn(2, 5)) == "the kernel's") is runs
 
 
@@ -245,7 +246,7 @@ def test_the_kernel_chooses_where_kernels_run(runs, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 5}, {"repetition_penalty": 1.3}], ids=str)
 def test_a_choice_with_numbers_drawn_ahead_is_the_one_that_draws_its_own(options, alone, monkeypatch):
     """Each generator draws as often, and only the place in memory is another. alone: each row has its own generator."""
-    monkeypatch.setattr("model.generate.runs_kernels", lambda device: True)
+    monkeypatch.setattr("sampling.generate.runs_kernels", lambda device: True)
     logits, sampler, found = torch.randn(3, 50), Sampler(**options), []
     for ahead in (False, True):
         each = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
@@ -315,7 +316,7 @@ def test_a_token_has_the_logits_of_the_whole_text(changes, dtype, lengths):
 @pytest.fixture
 def tiles_of_16(monkeypatch):
     """So that short texts have several pages."""
-    monkeypatch.setattr("kernels.decode.FLOAT32", {128: DecodeTiles(16, 8, 2)})
+    monkeypatch.setattr("sampling.decode.FLOAT32", {128: DecodeTiles(16, 8, 2)})
 
 
 @pytest.mark.parametrize("name", ["modern", "windows_alibi_softcap"])
@@ -346,7 +347,9 @@ def test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves(monkeypatc
 
     monkeypatch.setattr(NextToken, "record", record)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr("model.token.next_logits", lambda model, token, cache: model.next_logits(token[:, None], cache))
+    monkeypatch.setattr(
+        "sampling.token.next_logits", lambda model, token, cache: model.next_logits(token[:, None], cache)
+    )
     found = []
     for page in (None, 16):
         cache = model.new_cache(1, page=page)

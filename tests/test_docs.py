@@ -31,16 +31,17 @@ from lab.traffic import words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES, BreakIt
-from model.cache import merge, one_split
 from model.dropout import drop_threshold, keep_mask
 from model.mask import EMPTY, PART, WHOLE, Tiling, tiles
 from model.tiled import LOG2E, TINY, nothing_seen, online_softmax
+from parallel import processes
+from parallel.processes import Ranks, divide
+from sampling.cache import merge, one_split
 from tests.reference import FLAT_ROWS
 from tests.test_attention import Largest, cat
 from tests.test_mask import looked
 from tests.test_readme import SCRIPTS, undefined
-from training import config, parallel
-from training.parallel import Ranks, divide
+from training import config
 from training.probe import LIMIT
 
 ROOT = Path(__file__).parents[1]
@@ -746,7 +747,7 @@ def test_a_launch_line_of_parallel_md_can_be_shared(line, monkeypatch):
         shlex.split(arguments.replace("...", "")), train.Config, "config", ROOT / "conf", "train"
     )
     mesh = SimpleNamespace(get_group=lambda name: SimpleNamespace(group_name=name))
-    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_, **__: mesh)
+    monkeypatch.setattr(processes, "init_device_mesh", lambda *_, **__: mesh)
     ranks, rows, passes = divide(Ranks(size=size), cfg, train.passes(cfg))
     assert size * rows * passes == cfg.parallel.context * cfg.batch_size * train.passes(cfg)
     assert (ranks.part.ranks > 1) == ("parallel.context" in arguments)

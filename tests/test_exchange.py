@@ -39,7 +39,8 @@ from data.tokenizer import (
 from lab.runs import model_of_run
 from model.attention import AttentionConfig
 from model.families import configuration, huggingface_config
-from model.gpt import CHOICES, GPT, GPTConfig, rope_table, stretch
+from model.gpt import CHOICES, GPT, GPTConfig
+from model.rope import rope_table, stretch
 from tests.reference import assert_within_budget
 from tests.test_download import of_folder, serve  # noqa: F401 (a fixture)
 from training import checkpoint, config, context, exchange

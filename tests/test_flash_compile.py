@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is made for Linux")
 
-from kernels.decode import DEEP
 from kernels.norm import tiles_for
+from sampling.decode import DEEP
 
 pytestmark = pytest.mark.slow
 

@@ -1044,7 +1044,7 @@ def test_the_decode_kernel_gives_the_same_bits_two_hundred_times():
 
 def test_keys_past_two_to_the_31_numbers_are_found():
     """The last key head of a buffer of 2**31 numbers and more has one key that has all the weight."""
-    from kernels.decode import decode
+    from sampling.decode import decode
 
     N, S, D = 9, 2**21, 128
     keys, values = torch.zeros(2, N, S, D, device="cuda", dtype=torch.bfloat16)
@@ -1076,7 +1076,7 @@ def sampled_model(changes: dict, dtype: torch.dtype = torch.bfloat16) -> GPT:
 
 
 def sampled(model: GPT, prompts, sampler, count=200, past_context="slide") -> torch.Tensor:
-    from model.generate import generate
+    from sampling.generate import generate
 
     generator = torch.Generator("cuda").manual_seed(3)
     return torch.stack(list(generate(model, prompts, count, sampler, generator, past_context=past_context)))
@@ -1087,8 +1087,8 @@ def sampled(model: GPT, prompts, sampler, count=200, past_context="slide") -> to
 @pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
 def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, sampler, monkeypatch):
     """The likeliest ones and those that a seed draws; the context of 256 fills up, and its last half runs again."""
-    from model import token
-    from model.generate import Sampler
+    from sampling import token
+    from sampling.generate import Sampler
 
     model = sampled_model(changes)
     prompts = [torch.randint(1000, (length,), device="cuda") for length in lengths]
@@ -1108,8 +1108,8 @@ def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, s
 def test_recorded_tokens_in_pages_are_those_in_buffers_bit_for_bit(changes, lengths, sampler, monkeypatch):
     """Pages come while the recorded token runs, and when their memory moves it is recorded again. Twenty samples share
     a prompt, whose last page is copied. The context of 256 fills up, and its last half runs again."""
-    from model import token
-    from model.generate import Sampler, generate
+    from sampling import token
+    from sampling.generate import Sampler, generate
 
     model = sampled_model(changes)
     prompts = [torch.randint(1000, (length,), device="cuda") for length in lengths]
@@ -1127,7 +1127,7 @@ def test_recorded_tokens_in_pages_are_those_in_buffers_bit_for_bit(changes, leng
 
 
 def test_pages_that_come_do_not_wait_for_the_device():
-    from model.generate import Sampler, generate
+    from sampling.generate import Sampler, generate
 
     model = sampled_model({})
     prompt = torch.randint(1000, (1, 60), device="cuda").expand(4, -1)
@@ -1149,8 +1149,8 @@ def test_pages_that_come_do_not_wait_for_the_device():
 @pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
 def test_logits_of_single_tokens_are_within_twice_the_models_error(changes, rows, dtype):
     """Of the fused kernels (up to 16 sequences) and of the modules with the decode kernel."""
-    from model.generate import run_prompts
-    from model.token import next_logits
+    from sampling.generate import run_prompts
+    from sampling.token import next_logits
 
     text = torch.randint(1000, (rows, 120), device="cuda")
     with torch.no_grad():
@@ -1170,7 +1170,7 @@ def test_logits_of_single_tokens_are_within_twice_the_models_error(changes, rows
 @pytest.mark.parametrize("sampler", [{"temperature": 0}, {}, {"top_k": 50, "top_p": 0.9}], ids=str)
 def test_no_recorded_token_waits_for_the_device(sampler):
     """torch raises an error at anything that would. What is read of a token has arrived with an event."""
-    from model.generate import Sampler, generate
+    from sampling.generate import Sampler, generate
 
     model = sampled_model({})
     tokens = generate(model, torch.randint(1000, (2, 20), device="cuda"), 100, Sampler(**sampler))
@@ -1186,7 +1186,7 @@ def test_no_recorded_token_waits_for_the_device(sampler):
 
 @pytest.mark.parametrize("sampler", [{"temperature": 0}, {}], ids=str)
 def test_logits_that_become_nan_in_a_recorded_token_end_the_sample(sampler):
-    from model.generate import NotFinite, Sampler, generate
+    from sampling.generate import NotFinite, Sampler, generate
 
     model = sampled_model({})
     tokens = generate(model, torch.randint(1000, (1, 20), device="cuda"), 100, Sampler(**sampler))
@@ -1200,7 +1200,7 @@ def test_logits_that_become_nan_in_a_recorded_token_end_the_sample(sampler):
 
 
 def test_a_draw_without_a_wait_is_multinomials():
-    from model.generate import Sampler
+    from sampling.generate import Sampler
 
     logits = torch.randn(5, 1000, device="cuda") * 3
     found = Sampler(1.0).choose(logits, torch.Generator("cuda").manual_seed(5))
@@ -1212,7 +1212,7 @@ def test_a_draw_without_a_wait_is_multinomials():
 @pytest.mark.parametrize("temperature", [0, 1e-30, 0.8, 2.0])
 def test_the_kernel_chooses_as_plain_pytorch(temperature):
     """choose_unseen() takes the kernel on a GPU, choose() does not."""
-    from model.generate import Sampler
+    from sampling.generate import Sampler
 
     logits, sampler = torch.randn(3, 50_257, device="cuda") * 2, Sampler(temperature)
     for seed in range(100):
@@ -1231,8 +1231,8 @@ def test_the_kernel_chooses_as_plain_pytorch(temperature):
 def test_a_recording_that_takes_long_does_not_set_the_draws_back(monkeypatch):
     """torch clears a generator's offset on the stream that records. The first replay drew the first token's draws again
     where that came late, as on a GPU with other work."""
-    from model import token
-    from model.generate import Sampler
+    from sampling import token
+    from sampling.generate import Sampler
 
     model, prompts = sampled_model({}), [torch.randint(1000, (20,), device="cuda")]
     begin = torch.cuda.CUDAGraph.capture_begin
@@ -1249,8 +1249,8 @@ def test_a_recording_that_takes_long_does_not_set_the_draws_back(monkeypatch):
 
 def test_recorded_rows_draw_from_their_own_generators(monkeypatch):
     """With what a penalty remembers, too: the same bits as without recording."""
-    from model import token
-    from model.generate import Sampler, generate
+    from sampling import token
+    from sampling.generate import Sampler, generate
 
     model, found = sampled_model({}), []
     prompt = torch.randint(1000, (1, 20), device="cuda").expand(3, -1)
@@ -1268,8 +1268,8 @@ def test_a_session_answers_as_without_a_cache(past_context, monkeypatch):
     """One token is recorded for all turns. Answers are cut short, when the GPU is a token ahead; past the context."""
     from itertools import islice
 
-    from model import token
-    from model.generate import Sampler, Session
+    from sampling import token
+    from sampling.generate import Sampler, Session
 
     recordings, record = [], token.NextToken.record
     monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
@@ -1289,8 +1289,8 @@ def test_a_session_answers_as_without_a_cache(past_context, monkeypatch):
 
 def test_a_talk_that_is_recorded_once_draws_and_penalizes_as_an_unrecorded_one(monkeypatch):
     """What the graph reads and writes stays at its place: the generator, and what a penalty counts."""
-    from model import token
-    from model.generate import Sampler, Session
+    from sampling import token
+    from sampling.generate import Sampler, Session
 
     model, sampler, answers = sampled_model({}), Sampler(1.0, repetition_penalty=1.3), []
     for warm_up in (token.WARM_UP, 1000):

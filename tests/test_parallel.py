@@ -27,11 +27,11 @@ from model import gpt as gpt_module
 from model.attention import AttentionConfig, attention
 from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
-from model.part import Part
+from parallel import processes
+from parallel.part import Part
+from parallel.processes import Ranks, bytes_sent, join
 from tests.processes import HANGS
-from training import parallel
 from training.metrics import read_metrics
-from training.parallel import Ranks, bytes_sent, join
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024", "eval_tokens=1024"]
@@ -303,10 +303,10 @@ def launch(monkeypatch, size: int) -> None:
     environment |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0}
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(parallel, "name_this_start", lambda *_: "")
-    monkeypatch.setattr(parallel.dist, "rendezvous", lambda url: iter([(None, 0, size)]))
+    monkeypatch.setattr(processes, "name_this_start", lambda *_: "")
+    monkeypatch.setattr(processes.dist, "rendezvous", lambda url: iter([(None, 0, size)]))
     for name in ("PrefixStore", "init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(parallel.dist, name, lambda *_, **__: None)
+        monkeypatch.setattr(processes.dist, name, lambda *_, **__: None)
 
 
 def test_a_run_that_torchrun_may_start_again_needs_a_name(call, small, tmp_path, monkeypatch):
@@ -365,7 +365,7 @@ def test_ranks_with_other_data_are_refused_by_all(rank, monkeypatch):
         assert mine == texts[rank]
         every[:] = texts
 
-    monkeypatch.setattr(parallel.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(processes.dist, "all_gather_object", all_gather_object)
     with pytest.raises(ValueError, match="rank 2 has text b2, rank 0 has a1"):
         Ranks(rank, 3).refuse_difference(**texts[rank])
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model import ring
 from model.attention import AttentionConfig, attention
-from model.part import Part
 from model.recompute import keep_attention
-from model.ring import ring_attention
+from parallel import ring
+from parallel.part import Part
+from parallel.ring import ring_attention
 
 B, T, D = 2, 96, 16
 

@@ -15,8 +15,8 @@ import train
 from data.tokenizer import byte_encoding, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
-from model.generate import Sampler, generate
 from model.gpt import GPT, GPTConfig
+from sampling.generate import Sampler, generate
 from tests.test_train import OVERFLOW, OVERFLOW_NAME
 from training import checkpoint
 from training.metrics import printable

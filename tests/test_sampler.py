@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from model.generate import NotFinite, Sampler
+from sampling.generate import NotFinite, Sampler
 
 
 def random_logits(seed: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_probabilities_are_transformers(temperature, repetition_penalty, top_k, 
     expected = theirs.MinPLogitsWarper(min_p)(texts, expected).softmax(-1)
     drawn = []
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    monkeypatch.setattr("model.generate.waiting_times", lambda p, generator: drawn.append(p) or torch.ones_like(p))
+    monkeypatch.setattr("sampling.generate.waiting_times", lambda p, generator: drawn.append(p) or torch.ones_like(p))
     sampler.choose(logits, None, sampler.tokens_used(list(texts), 50))
     torch.testing.assert_close(drawn[0], expected, rtol=1e-5, atol=1e-7)
 

@@ -5,10 +5,10 @@ import torch
 
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
+from parallel.processes import Ranks, bytes_sent
+from parallel.shard import copy_of, gathered
 from tests.test_parallel import WIDE, counted, losses, run_all, tensors
 from training.memory import GIB, bytes_of
-from training.parallel import Ranks, bytes_sent
-from training.shard import copy_of, gathered
 
 # The windows of an evaluation are three batches, so one of two ranks has none at the end.
 LONG = ["steps=20", "eval_every=10", "checkpoint_every=10", "sample_every=20", "eval_tokens=1536", "ema_decay=0.9"]

@@ -19,11 +19,11 @@ from data.loader import Batch, Loader, Prefetch
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from parallel.processes import ParallelConfig, sends_from_python
 from tests.reference import assert_float64_right
 from training import checkpoint
 from training.metrics import read_metrics
 from training.optimizer import Muon, OptimizerConfig, build_optimizers
-from training.parallel import ParallelConfig, sends_from_python
 from training.step import Report, TrainStep, choose_way
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

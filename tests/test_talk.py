@@ -10,8 +10,8 @@ import torch
 import sample
 from data.tokenizer import TextStream, byte_encoding
 from model.attention import AttentionConfig
-from model.generate import Sampler, Session, generate, tokens_seen
 from model.gpt import GPT, GPTConfig
+from sampling.generate import Sampler, Session, generate, tokens_seen
 from tests.test_sample import END, save, save_parrot
 
 BYTES = byte_encoding()

@@ -30,8 +30,8 @@ import training.run
 import training.step
 from data.loader import Loader, open_data, open_dataset, validation_batches
 from model.attention import AttentionConfig, attention, resolve
-from model.generate import Sampler, generate
 from model.gpt import GPT
+from sampling.generate import Sampler, generate
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
 from training import checkpoint, config, context, metrics

@@ -48,11 +48,11 @@ from torch import Tensor
 from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from parallel.shard import as_in, gathered, is_shared, local, own_connection
 from training import config, contents, foreign
 from training.files import own, remove
 from training.machine import device_type, is_out_of_memory
 from training.metrics import printable
-from training.shard import as_in, gathered, is_shared, local, own_connection
 
 FOLDER = "checkpoints"  # inside runs/NAME
 LOCK = ".lock"  # beside it

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from data.loader import fingerprint
 from data.text import counted
 from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, sdpa_kernel
+from parallel.processes import bytes_sent
 from training import checkpoint
 from training.machine import DTYPES
 from training.metrics import show, stamp
-from training.parallel import bytes_sent
 from training.resume import again, changed, config_of
 from training.run import Run
 from training.step import Numbers

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
-from training.shard import local
+from parallel.shard import local
 
 # Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
 MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch

@@ -31,12 +31,12 @@ import yaml
 from data.loader import Loader
 from data.tokenizer import from_json, same
 from model.gpt import GPT
+from parallel.processes import launcher, restarted
+from parallel.shard import as_in
 from training import checkpoint, config, exchange
 from training.files import own
 from training.foreign import read_text
 from training.help import typed
-from training.parallel import launcher, restarted
-from training.shard import as_in
 
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
 # computes from them (dropout does, but only in training). All other keys of these groups must stay the same.

@@ -26,14 +26,14 @@ import torch
 
 from data.loader import Batch, Dataset, Prefetch, fingerprint, validation_batches
 from data.tokenizer import END_OF_TEXT, TextStream, to_json
-from model.generate import Kept, NotFinite, Sampler, generate
 from model.gpt import GPT
+from parallel.processes import Ranks
+from parallel.shard import copy_of
+from sampling.generate import Kept, NotFinite, Sampler, generate
 from training import awake, checkpoint, context
 from training.machine import DTYPES, Signals, Stopping
 from training.metrics import Metrics, read_metrics, read_samples, stamp
-from training.parallel import Ranks
 from training.probe import reading, record, search
-from training.shard import copy_of
 from training.step import Report, TrainStep
 
 T = TypeVar("T")

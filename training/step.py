@@ -36,10 +36,10 @@ from data.loader import Batch
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
+from parallel.processes import ALONE, Ranks
+from parallel.shard import local
 from training.machine import is_out_of_memory
 from training.optimizer import average
-from training.parallel import ALONE, Ranks
-from training.shard import local
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")

@@ -2,11 +2,11 @@
 
 Shapes: B sequences at a time, T tokens so far, V vocabulary.
 
-With a cache (model/cache.py) the prompt runs once, and then each token alone. Without one every new token runs the
+With a cache (sampling/cache.py) the prompt runs once, and then each token alone. Without one every new token runs the
 whole context through the model again. Both compute the same logits, up to rounding.
 
-On a CUDA GPU a token with a cache is recorded (model/token.py), and the caller reads each token while the GPU already
-makes the next one.
+On a CUDA GPU a token with a cache is recorded (sampling/token.py), and the caller reads each token while the GPU
+already makes the next one.
 """
 
 import math
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kernels.problem import runs_kernels
-from model.cache import KVCache
 from model.gpt import GPT
-from model.token import Generators, NextToken, next_logits
+from sampling.cache import KVCache
+from sampling.token import Generators, NextToken, next_logits
 
 PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
 SPOILT = "the logits are NaN or infinite: the weights of this checkpoint are spoilt; use an earlier one"
@@ -78,10 +78,10 @@ class Sampler:
         made: Tensor | None = None,
     ) -> Tensor:
         """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 where choose() raises
-        NotFinite, else 0. Where kernels/choose.py compares logarithms, two tokens may change places that differ by
+        NotFinite, else 0. Where sampling/choose.py compares logarithms, two tokens may change places that differ by
         rounding alone. draws: what draw_ahead() gave. made: to be overwritten and returned."""
         if used is None and not self.narrows and runs_kernels(logits.device):
-            from kernels.choose import choose  # imported here: triton is not installed everywhere
+            from sampling.choose import choose  # imported here: triton is not installed everywhere
 
             logits = logits.float().contiguous()
             if draws is None and self.temperature > 0:

@@ -7,13 +7,13 @@
     loss = ranks.add_up(loss, parameters)                sums over the ranks: the gradients and the losses
 
 Every rank has all weights, and makes the same update with the same gradient. So a step sends each gradient once.
-(parallel.shard=true shards weights, gradients and the optimizer's state instead: training/shard.py.) The passes of a
+(parallel.shard=true shards weights, gradients and the optimizer's state instead: parallel/shard.py.) The passes of a
 step (gradient accumulation) are shared among the ranks. If there are too few, the sequences of every pass are. Batches,
 their order and the dropout masks are those of one process: a rank draws the seeds of all passes, and a mask counts
 sequences and heads in the whole batch. Only sums over ranks may round in another order.
 
-parallel.context=N gives each sequence to N ranks, which exchange tokens against heads in attention (model/part.py).
-Where N does not divide the heads, keys and values go round instead (model/ring.py).
+parallel.context=N gives each sequence to N ranks, which exchange tokens against heads in attention (parallel/part.py).
+Where N does not divide the heads, keys and values go round instead (parallel/ring.py).
 
 Rank 0 alone prints, writes and samples; sharded ranks compute a sample and gather a checkpoint with it. A rank that
 fails ends the others: torchrun sees to it.
@@ -38,8 +38,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from data.text import counted
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from model.part import WHOLE, Part
-from model.ring import refused
+from parallel.part import WHOLE, Part
+from parallel.ring import refused
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Ranks:
     turns: int = 1  # so many ranks take turns with the passes of a step
     turn: int = 0  # this rank's; in the other turns it computes nothing
     part: Part = WHOLE  # what of a pass's batch this rank computes
-    shards: int = 1  # into so many parts the weights are cut, one for each rank (training/shard.py)
+    shards: int = 1  # into so many parts the weights are cut, one for each rank (parallel/shard.py)
 
     @property
     def data_size(self) -> int:

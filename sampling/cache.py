@@ -10,7 +10,7 @@ No token sees a later one, so the keys and values of a token stay as they are. A
 training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it. It is
 Flash-Decoding in plain PyTorch: it cuts the keys into splits, computes each alone, and merges them by lse. The steps
 have the numbers of model/attention.py; docs/attention.md has the formulas under "The cache, and decoding in splits". On
-a GPU the kernel of kernels/decode.py does the same. It reads the sequences' positions from the device, where they are
+a GPU the kernel of sampling/decode.py does the same. It reads the sequences' positions from the device, where they are
 counted too.
 
 A layer keeps a buffer of all positions for each sequence, or with pages only blocks of P tokens, which a table finds.
@@ -31,7 +31,7 @@ from model.break_it import UNBROKEN
 from model.mask import WHOLE, Tile
 from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
 
-PAGE = 64  # tokens in a page of sample.py; kernels/decode.py wants a multiple of its tiles
+PAGE = 64  # tokens in a page of sample.py; sampling/decode.py wants a multiple of its tiles
 ANY = Tile(range(0), range(0), WHOLE)  # scores() uses a tile's place for alibi alone
 
 
@@ -194,7 +194,7 @@ class LayerCache:
         """
         assert self.step is not None
         if isinstance(self.step, Tensor):
-            from kernels import decode as kernel  # imported here: triton is not installed everywhere
+            from sampling import decode as kernel  # imported here: triton is not installed everywhere
 
             at = self.k, self.v, self.step
             table = None if self.pages is None else (self.pages.table, self.size)
@@ -235,7 +235,7 @@ class KVCache:
         page: int | None,
     ):
         """configs: one per layer. splits: into how many parts the keys are cut; None: as suits the device. kernel:
-        whether kernels/decode.py computes the tokens after the prompts. page: tokens in a page; None: no pages."""
+        whether sampling/decode.py computes the tokens after the prompts. page: tokens in a page; None: no pages."""
         self.pages = None if page is None else Pages(B, context_length, page, device)
         self.layers = [LayerCache(config, B, context_length, splits, self.pages) for config in configs]
         self.lengths = [0] * B  # the number of tokens of each sequence
@@ -341,7 +341,7 @@ class KVCache:
 
 
 def has_decode_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
-    """Whether kernels/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
+    """Whether sampling/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
     if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or not HAS_TRITON:
         return False
     from kernels.op import refusal  # imported here: triton is not installed everywhere

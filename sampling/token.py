@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache
-from model.gpt import GPT, Block, rotate
+from model.gpt import GPT, Block
+from model.rope import rotate
+from sampling.cache import KVCache
 
 Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all rows, or one for each; None: torch's own
 WARM_UP = 2  # tokens before the recording: in them kernels are compiled
@@ -93,7 +94,7 @@ class NextToken:
 
 
 def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
-    """What model.next_logits() computes after cache.advance(), in few kernels where kernels/linear.py can: the logits
+    """What model.next_logits() computes after cache.advance(), in few kernels where sampling/linear.py can: the logits
     (B, V) after the tokens int64 (B,).
 
     With kernels and in 16 bits it is more exact than the modules: the residual stream and the logits are float32.
@@ -108,7 +109,7 @@ def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
         at = cache.positions
         ropes = {local: (cos[at].unsqueeze(-3), sin[at].unsqueeze(-3)) for local, (cos, sin) in cache.ropes.items()}
     else:
-        from kernels.linear import ROWS, embed, linear  # imported here: triton is not installed everywhere
+        from sampling.linear import ROWS, embed, linear  # imported here: triton is not installed everywhere
 
         if len(token) > ROWS:
             return model.next_logits(token[:, None], cache)
@@ -148,7 +149,7 @@ def plain_linear(
     outputs: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """linear() of kernels/linear.py in plain PyTorch, for any number of rows."""
+    """linear() of sampling/linear.py in plain PyTorch, for any number of rows."""
     if norm is not None:
         x = norm.forward(x)
     y = F.linear(x, layer.weight, layer.bias)
@@ -162,6 +163,6 @@ def plain_linear(
 
 
 def plain_embed(token: Tensor, weight: Tensor, positions: Tensor | None, at: slice | Tensor) -> Tensor:
-    """embed() of kernels/linear.py in plain PyTorch. at: cache.positions."""
+    """embed() of sampling/linear.py in plain PyTorch. at: cache.positions."""
     x = weight[token]
     return x if positions is None else x + positions[at].view(-1, x.shape[1])

@@ -9,7 +9,7 @@ n = b * H_kv + h_kv the number of a key head.
 
 The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
 would leave most processors idle. So each split of the keys has a program. All G query heads of a key head are rows of
-one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of model/cache.py
+one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of cache.py
 is the same in plain PyTorch, and docs/attention.md has the formulas under "The cache, and decoding in splits".
 
     decode_kernel   one program per key head and split
@@ -202,7 +202,7 @@ def decode_kernel(
 
 @triton.jit
 def head(x, d, inside, at, cos, sin, D: tl.constexpr):
-    """The elements d of rows of q or k, rotated as rotate() of model/gpt.py does."""
+    """The elements d of rows of q or k, rotated as rotate() of model/rope.py does."""
     row = tl.load(x + d, mask=inside, other=0.0)
     if cos is not None:
         half: tl.constexpr = D // 2

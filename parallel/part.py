@@ -8,7 +8,7 @@ heads of the whole sequence (Ulysses: Jacobs et al. 2023, arXiv 2309.14509). So 
 process, kernels and masks included. It costs four exchanges a layer in the forward: of q, k, v and o.
 
 Where N does not divide the heads, a process keeps its tokens in attention too, and the keys and values go round
-(model/ring.py). The part is then two pieces of the sequence, so that all have the same work.
+(parallel/ring.py). The part is then two pieces of the sequence, so that all have the same work.
 """
 
 from typing import NamedTuple
