@@ -76,6 +76,7 @@ from training.messages import introduce, less_memory, say_what_is_there, what_to
 from training.metrics import Metrics, broken_name, show, stamp, writing
 from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
 from training.probe import ProbeConfig
+from training.record import Numbers
 from training.resume import (
     again,
     config_of,
@@ -100,7 +101,7 @@ from training.run import (
     text_bytes,
     validation,
 )
-from training.step import Numbers, TrainStep, choose_way
+from training.step import TrainStep, choose_way
 from training.sweep import sweep
 from training.wandb_run import WandbConfig, wandb_mode
 
@@ -623,8 +624,7 @@ def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
 def close(run: Run) -> None:
     """Draws the last picture, and closes the writer and the metrics. Called at the end of every run, also after an
     error."""
-    run.train_step.graph = None  # before the connections that a recorded step uses
-    run.train_step.recorded_losses.clear()
+    run.train_step.graphs.clear()  # before the connections that a recorded step uses
     try:
         if run.code and not run.saved:
             run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")

@@ -42,7 +42,8 @@ from model.gpt import GPT, GPTConfig
 from parallel.processes import ALONE, ParallelConfig, Ranks, bytes_sent, divide, join, launched, own_device
 from training.machine import pick_device
 from training.optimizer import OptimizerConfig, build_optimizers
-from training.step import Report, TrainStep, choose_way
+from training.record import Report
+from training.step import TrainStep, choose_way
 
 # A row is a side: as many ranks as share the step, each with so many passes. linear: the time of one process for the
 # same step, divided by the ranks and by the time of this side; own: the same beside one process with the passes of one

@@ -34,7 +34,8 @@ from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from training.machine import about, is_out_of_memory, keep_memory, pick_dtype
 from training.optimizer import OptimizerConfig, build_optimizers
-from training.step import Report, TrainStep, choose_way
+from training.record import Report
+from training.step import TrainStep, choose_way
 
 # A row is a whole step of one side (part: step) or a part of ours. speed: of our step relative to the other side's, the
 # median of the turns; slowest and fastest: in the worst and the best turn.

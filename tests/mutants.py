@@ -84,7 +84,7 @@ TABLE = [
     ("the average is the wrong way round", "batches, lr, 1 - decay)", "batches, lr, decay)", "arithmetic"),
     ("bits per byte by tokens", "run.tokens_per_step / (math.log(2) * max(1, size))", "1 / math.log(2)", BITS),
     ("an evaluation is that of the recorded batch", "            place.copy_(batch)\n", "", EVALUATED),
-    ("evaluations stay in the memory of an old graph", "self.recorded_losses.clear()", "pass", EVALUATED),
+    ("evaluations stay in the memory of an old graph", "self.losses.clear()", "pass", EVALUATED),
     # --- several processes ---
     ("each rank has its own mean loss", "(len(batches.x) * ranks.size)", "len(batches.x)", "parallel"),
     ("gradients are not summed", "dist.all_reduce(x)", "dist.all_reduce(x.clone())", "parallel"),
@@ -194,7 +194,7 @@ TABLE = [
     ("a resumed length warm-up begins anew", "cfg.length_at(run.step + 1)", "cfg.length_at(run.train_step.steps + 1)",
      "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"),
     ("a recorded step is replayed for batches of another shape",
-     "self.graph, self.record_at = None, self.steps + WARM_UP", "self.record_at = self.steps + WARM_UP",
+     "            self.graphs.clear()\n", "",
      "step::test_batches_of_another_shape_are_recorded_anew"),
     ("rope's base is always 10000", "frequency = base **", "frequency = 10000.0 **", "arithmetic"),
     ("every layer has the first one's window",

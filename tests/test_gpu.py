@@ -999,7 +999,7 @@ def test_a_recorded_evaluation_has_the_bits_of_one_from_python_and_changes_no_st
                     right = step.forward(batch.to(step.device))
                 assert step.loss_of_windows(batch) == right
                 model.train()
-    assert len(step.recorded_losses) == 2
+    assert len(step.graphs.losses) == 2
     assert losses[0] == losses[1]
 
 

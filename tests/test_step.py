@@ -14,6 +14,7 @@ import torch
 
 import breakit
 import train
+import training.record
 import training.step
 from data.loader import Batch, Loader, Prefetch
 from model.attention import AttentionConfig
@@ -24,7 +25,8 @@ from tests.reference import assert_float64_right
 from training import checkpoint
 from training.metrics import read_metrics
 from training.optimizer import Muon, OptimizerConfig, build_optimizers
-from training.step import Report, TrainStep, choose_way
+from training.record import Graphs, Report
+from training.step import TrainStep, choose_way
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -120,7 +122,7 @@ def test_batches_of_another_shape_are_recorded_anew(monkeypatch):
         done.append("record")
         return SimpleNamespace(replay=lambda: done.append("replay"))
 
-    monkeypatch.setattr(TrainStep, "record", record)
+    monkeypatch.setattr(Graphs, "capture", record)
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
     monkeypatch.setattr(TrainStep, "update", lambda self, batches: done.append(batches.x.shape[-1]))
     for length in (8, 16):
@@ -138,8 +140,8 @@ def test_validation_losses_are_recorded_once_for_each_shape_and_each_is_its_own_
         recorded.append(run)
         return SimpleNamespace(replay=run)
 
-    monkeypatch.setattr(TrainStep, "record", record)
-    trained.step.graph = SimpleNamespace()
+    monkeypatch.setattr(Graphs, "capture", record)
+    trained.step.graphs.step = SimpleNamespace()
     found, right = [], []
     for B in (4, 4, 2, 4, 2):
         batch = Batch(*torch.randint(31, (2, B, 16)), None)
@@ -148,8 +150,8 @@ def test_validation_losses_are_recorded_once_for_each_shape_and_each_is_its_own_
     assert torch.equal(torch.stack(found), torch.stack(right))
     assert len(recorded) == 2
     trained.step(Batch(*torch.zeros(2, 1, 8, 8, dtype=torch.int64), None), 1e-2, 0.1)
-    assert trained.step.graph is None
-    assert not trained.step.recorded_losses  # they were in the old graph's memory
+    assert trained.step.graphs.step is None
+    assert not trained.step.graphs.losses  # they were in the old graph's memory
 
 
 def test_a_run_says_which_of_sdpas_kernels_runs(call, small, tmp_path):
@@ -463,7 +465,7 @@ def test_a_steps_time_is_all_that_passes_from_one_to_the_next_but_evaluations(ca
         clock[0] += 0.5  # a step takes this
         return clock[0]
 
-    monkeypatch.setattr(training.step, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(training.record, "time", SimpleNamespace(perf_counter=look))
     slow = {"log": (train.Metrics.log, 1.0), "picture": (train.Metrics.picture, 100.0)}
     for name, (method, seconds) in slow.items():
 
@@ -481,7 +483,7 @@ def test_a_steps_time_is_all_that_passes_from_one_to_the_next_but_evaluations(ca
 def test_the_time_left_does_not_remember_a_compilation(call, small, tmp_path, monkeypatch):
     """A first step of 5 s made 5,000 steps of 5 ms look like 7 hours, and like minutes after 30 of them."""
     looks = iter([0.0, 100.0, 101.0, 102.0, 103.0])  # the beginning, and the ends of four steps
-    monkeypatch.setattr(training.step, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
+    monkeypatch.setattr(training.record, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
     monkeypatch.setattr(TrainStep, "restart_clock", lambda self: None)
     assert call(train, *small, "steps=4", f"runs={tmp_path}", "name=x").code == 0
     rows = [row for row in read_metrics(tmp_path / "x/metrics.jsonl") if "loss" in row]

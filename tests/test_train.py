@@ -26,6 +26,7 @@ import yaml
 import data.prepare
 import sample
 import train
+import training.record
 import training.run
 import training.step
 from data.loader import Loader, open_data, open_dataset, validation_batches
@@ -325,7 +326,7 @@ def steady_clock(monkeypatch):
     """A second passes each time that train.py looks, which is once a step. The step itself takes half a second."""
     seconds, halves = count(1.0), count(0.0, 0.5)
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(seconds), strftime=time.strftime))
-    monkeypatch.setattr(training.step, "time", SimpleNamespace(perf_counter=lambda: next(halves)))
+    monkeypatch.setattr(training.record, "time", SimpleNamespace(perf_counter=lambda: next(halves)))
 
 
 def test_a_run_whose_minutes_are_over_ends_as_one_that_has_made_its_steps(call, small, tmp_path, steady_clock):

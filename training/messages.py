@@ -11,9 +11,9 @@ from parallel.processes import bytes_sent
 from training import checkpoint
 from training.machine import DTYPES
 from training.metrics import show, stamp
+from training.record import Numbers
 from training.resume import again, changed, config_of
 from training.run import Run
-from training.step import Numbers
 
 
 def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, way: str) -> None:

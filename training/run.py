@@ -34,7 +34,8 @@ from training import awake, checkpoint, context
 from training.machine import DTYPES, Signals, Stopping
 from training.metrics import Metrics, read_metrics, read_samples, stamp
 from training.probe import reading, record, search
-from training.step import Report, TrainStep
+from training.record import Report
+from training.step import TrainStep
 
 T = TypeVar("T")
 

@@ -5,29 +5,17 @@
     report = train_step(batches, lr, average_weight)    enqueues the update with these batches
     report.numbers()                                    waits for it: loss, gradient norm, ...
 
-update() is the step. There are three ways to run it:
-
-    eager      Python launches every operation
-    compiled   torch.compile has fused the model's operations into fewer kernels
-    recorded   the compiled step is recorded once for each shape, as a CUDA graph. The host then launches the whole
-               step at once.
-
-Recorded and compiled steps compute the same bits. An eager one drops the same elements, but rounds elsewhere.
-A small model's operations take less time on a GPU than their launches from Python. Recorded, the GPU never waits.
+update() is the step. It runs eager, compiled or recorded (training/record.py).
 
 A bad update is never made, and no step waits to find out. The device itself looks at the loss and the gradient, and
-leaves the update out. The host hears of it some steps later. Until then every further update is left out too.
+leaves the update out. Its numbers arrive on the host some steps later. Until then every further update is left out too.
 
 Shapes: B batch size, T context length. A step's batches are one Batch of (passes, B, T) tensors.
 """
 
-import logging
 import math
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,17 +26,12 @@ from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from parallel.processes import ALONE, Ranks
 from parallel.shard import local
-from training.machine import is_out_of_memory
 from training.optimizer import average
+from training.record import Graphs, Instant, Numbers, Report, compiled
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")
-AHEAD = {"cuda": 4}  # how many updates may be on their way before the host waits for the oldest; elsewhere none
-# Where kernels/norm.py does not compute the backward of norms, Inductor by default computes both of its sums in one
-# kernel. Two kernels are faster: a step of experiment=shakespeare_gpu took 5.00 ms instead of 5.34 (H200).
-COMPILE_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction": False}
-# torch warns of operations in place, which a selective checkpoint would repeat; there are none.
-logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+AHEAD = {"cuda": 4}  # how many updates may be enqueued before the host waits for the oldest; elsewhere none
 WARM_UP = 3  # compiled steps before the recording: in them kernels are compiled and the optimizers' state is made
 
 
@@ -91,23 +74,6 @@ def choose_way(
     return ("eager" if device.type != "cuda" or attention.impl == "tiled" else "compiled"), obstacle
 
 
-class Numbers(NamedTuple):
-    """The measurements of one update."""
-
-    loss: float  # nats per token, mean over all passes
-    norm: float  # norm of the whole gradient, before clipping
-    scale: float  # loss scale in fp16; 1 for other dtypes
-    stopped: bool  # this update or one before it was left out because loss or gradient was not finite
-
-
-class RecordedLoss(NamedTuple):
-    """The loss of validation windows, recorded as a CUDA graph."""
-
-    graph: torch.cuda.CUDAGraph
-    batch: Batch  # where it reads
-    loss: Tensor  # where it writes
-
-
 class TrainStep:
     """Makes updates of a model's weights. The arguments are train.py's. The batches may change their shape a few times:
     each shape is compiled and recorded anew."""
@@ -131,15 +97,13 @@ class TrainStep:
             model, averaged, optimizers, scaler, autocast
         )  # fmt: skip
         self.way, self.grad_clip, self.z_loss, self.stop_on_nan = way, grad_clip, z_loss, stop_on_nan
-        compile = partial(torch.compile, dynamic=False, options=COMPILE_OPTIONS)
-        self.loss_of = model if way == "eager" else model.compiled(compile)
+        self.loss_of = model if way == "eager" else compiled(model)
         weight = next(model.parameters())
         self.device = device = weight.device
         self.ahead = AHEAD.get(device.type, 0)
         self.steps = 0  # enqueued
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs = Graphs(device)
         self.record_at = 0  # the step that is recorded
-        self.recorded_losses: dict[torch.Size, RecordedLoss] = {}  # by the shape of their batch
         # What a step reads and writes stays at one place in memory, because a recorded step has its addresses.
         self.batches: Batch | None = None  # on the device; made for the first step of each shape
         self.average_weight = torch.zeros((), dtype=weight.dtype, device=device)
@@ -155,7 +119,7 @@ class TrainStep:
         ]
         self.clock = Instant(device)  # when the next step begins
 
-    def __call__(self, batches: Batch, lr: float, average_weight: float) -> "Report":
+    def __call__(self, batches: Batch, lr: float, average_weight: float) -> Report:
         """Enqueues one update.
 
         batches: int64 (passes, B, T), and documents int32, in pinned memory for a GPU, and kept until the report has
@@ -166,8 +130,8 @@ class TrainStep:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # what is dropped here may still be running
                 torch.compiler.reset()  # torch keeps at most 8 shapes of a model; then it would run eagerly
-            self.graph, self.record_at = None, self.steps + WARM_UP
-            self.recorded_losses.clear()  # they are in the memory of that graph
+            self.graphs.clear()
+            self.record_at = self.steps + WARM_UP
             self.batches = batches.each(lambda part: torch.empty_like(part, device=self.device, pin_memory=False))
         self.batches.copy_(batches)
         self.average_weight.fill_(average_weight)
@@ -176,44 +140,18 @@ class TrainStep:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        if self.way == "recorded" and self.graph is None and self.steps >= self.record_at:
-            self.graph = self.record("the step", partial(self.update, self.batches))
-        if self.graph is None:
+        if self.way == "recorded" and self.graphs.step is None and self.steps >= self.record_at:
+            self.graphs.step = self.graphs.capture("the step", partial(self.update, self.batches))
+        if self.graphs.step is None:
             self.update(self.batches)
         else:
-            self.graph.replay()
+            self.graphs.step.replay()
         arrival = self.arrivals[self.steps % len(self.arrivals)]
         self.steps += 1
         arrival.copy_(self.measured, non_blocking=self.device.type == "cuda")
         report = Report(arrival, self.clock, Instant(self.device))
         self.clock = report.end
         return report
-
-    def record(self, what: str, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Records run() as a CUDA graph. Computes nothing: the first replay does. ValueError if something in it cannot
-        be recorded, such as a number that Python reads from the device.
-
-        The graphs of evaluations are in the memory of the step's: no two run together, and none keeps anything there.
-        """
-        try:
-            graph, pool = torch.cuda.CUDAGraph(), None
-            if self.graph is None:
-                # A stream of its own: torch's default one is of the first device that recorded a graph in this process.
-                self.stream = torch.cuda.Stream(self.device)
-            else:
-                pool = self.graph.pool()
-            # NCCL's watchdog thread queries its events during the capture; thread_local allows that.
-            mode = "thread_local" if torch.distributed.is_initialized() else "global"
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode):
-                run()
-            # torch sets the generator's offset to 0 on that stream, and on this one to where the first replay draws.
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            why = str(error).splitlines()[0]
-            raise ValueError(f"{what} cannot be recorded as a CUDA graph ({why}); use compile=true") from error
-        return graph
 
     def update(self, batches: Batch) -> None:
         """The step: everything that the device does with the batches."""
@@ -267,18 +205,9 @@ class TrainStep:
         Where steps are recorded, this is recorded too, once for each shape, and has the same bits.
         """
         batch = batch.to(self.device)
-        if self.graph is None or self.ranks.size > 1:
+        if self.graphs.step is None or self.ranks.size > 1:
             return self.forward(batch)
-        shape = batch.x.shape
-        if shape in self.recorded_losses:
-            graph, place, loss = self.recorded_losses[shape]
-            place.copy_(batch)
-            graph.replay()
-        else:
-            loss = self.forward(batch)  # which compiles its kernels
-            graph = self.record("an evaluation", lambda: loss.copy_(self.forward(batch)))
-            self.recorded_losses[shape] = RecordedLoss(graph, batch, loss)
-        return loss.clone()
+        return self.graphs.loss(batch, self.forward)
 
     def forward(self, batch: Batch) -> Tensor:
         """loss_of_windows() of a batch on the device, from Python."""
@@ -290,41 +219,3 @@ class TrainStep:
     def restart_clock(self) -> None:
         """The time of the next step begins now, and not at the end of the last one."""
         self.clock = Instant(self.device)
-
-
-class Instant:
-    """A moment in the device's work: when all that was enqueued before has been done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self.event is not None:
-            self.event.record()
-        self.time = time.perf_counter()  # without an event the device has kept pace with the host
-
-    def seconds_since(self, before: "Instant") -> float:
-        """The time between two moments that have passed."""
-        if self.event is not None and before.event is not None:
-            return before.event.elapsed_time(self.event) / 1e3
-        return self.time - before.time
-
-
-class Report:
-    """An update's numbers, on their way to the host."""
-
-    def __init__(self, arrival: Tensor, begin: Instant, end: Instant) -> None:
-        self.arrival, self.begin, self.end = arrival, begin, end
-
-    def arrived(self) -> bool:
-        """Whether numbers() need not wait."""
-        return self.end.event is None or self.end.event.query()
-
-    def numbers(self) -> Numbers:
-        """Waits for the update and returns its measurements. At most `ahead` further steps may be enqueued before."""
-        if self.end.event is not None:
-            self.end.event.synchronize()
-        loss, norm, scale, stopped = self.arrival.tolist()
-        return Numbers(loss, norm, scale, bool(stopped))
-
-    def seconds(self) -> float:
-        """The update's time, from the end of the one before. To be called after numbers()."""
-        return self.end.seconds_since(self.begin)
