@@ -38,7 +38,6 @@ from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
 from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
-from parallel.part import WHOLE, Part
 
 # A Tensor, or two of them with return_lse=True. Telling them apart for a type checker takes two more signatures each.
 Output = Any
@@ -268,7 +267,8 @@ def attention(
     seed: Tensor | None = None,
     documents: Tensor | None = None,
     break_it: BreakIt = UNBROKEN,
-    part: Part = WHOLE,
+    numbers: Tensor | None = None,
+    slopes: Tensor | None = None,
     return_lse: bool = False,
     qkv: Tensor | None = None,
 ) -> Output:
@@ -281,8 +281,8 @@ def attention(
     model/dropout.py. None: no dropout, as in evaluation. (sdpa draws PyTorch's own mask, whatever the seed.)
     documents: integers (B, T_k), the document of each token, as the loader gives them. A token then sees only its own
     document. The queries are the last T tokens. (config.documents says whether the model passes them.)
-    part: which sequences and heads of a batch these are, if another process has the others; dropout and ALiBi count by
-    it.
+    numbers: integers (B * H,), each batch-head's number in the dropout mask, where these are some of a larger batch's;
+    None: b*H + h. slopes: (H,), those of ALiBi where these are some of more heads; None: alibi_slopes(H).
     qkv: (B, T, (H + 2 H_kv) D), of which q, k and v are views, side by side. Triton then makes its gradient as a whole.
     Returns o (B, H, T, D) in q's dtype, and with return_lse also lse (B, H, T): natural logarithm, float32 (float64 for
     float64 inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0.
@@ -300,7 +300,7 @@ def attention(
         if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
         tokens = {"documents_q": documents[:, T_k - T :], "documents_k": documents}
-    return attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse, part, qkv)
+    return attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse, numbers, slopes, qkv)
 
 
 def attention_varlen(
@@ -350,14 +350,15 @@ def attend(
     seed: Tensor | None,
     break_it: BreakIt,
     return_lse: bool,
-    part: Part = WHOLE,
+    numbers: Tensor | None = None,
+    slopes: Tensor | None = None,
     qkv: Tensor | None = None,
 ) -> Output:
     """What attention() and attention_varlen() share. tokens: the fields of Problem that group the tokens."""
     check_switches(config, break_it, causal, bool(tokens), softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
-    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it, part)
+    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it, numbers, slopes)
     # Autocast would round the float32 running sums to bf16, and q, k and v have their dtype already. It does not affect
     # the triton kernels, and switching it off takes 20 us, a tenth of their call.
     with nullcontext() if config.impl == "triton" else torch.autocast(q.device.type, enabled=False):
@@ -393,10 +394,10 @@ def problem_of(
     softmax_scale: float | None,
     seed: Tensor | None,
     break_it: BreakIt,
-    part: Part = WHOLE,
+    numbers: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Problem:
     """The arguments of attention() as one Problem. Raises ValueError for an invalid scale or seed."""
-    B, H = q.shape[:2]
     usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
     usual = usual if config.softmax_scale is None else config.softmax_scale
     scale = usual if softmax_scale is None else softmax_scale
@@ -405,6 +406,9 @@ def problem_of(
     if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
         raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
     dropped = seed is not None and config.dropout_p > 0
+    if config.alibi:
+        slopes = alibi_slopes(q.shape[1], q.device) if slopes is None else slopes
+        slopes = slopes.to(sum_dtype(q.dtype))
     return Problem(
         T=q.shape[2],
         T_k=k.shape[2],
@@ -412,20 +416,15 @@ def problem_of(
         causal=causal,
         window=config.window,
         softcap=config.softcap,
-        slopes=slopes_of(H, part, q) if config.alibi else None,
+        slopes=slopes if config.alibi else None,
         blocks=None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device),
         block_size=config.block_mask_size,
         seed=seed if dropped else None,
         drop_threshold=drop_threshold(config.dropout_p) if dropped else 0,
-        numbers=part.numbers(B, H, q.device) if dropped else None,
+        numbers=numbers if dropped else None,
         without=break_it.without,
         **tokens,
     )
-
-
-def slopes_of(H: int, part: Part, q: Tensor) -> Tensor:
-    """alibi_slopes() of the part's H heads, in the dtype of q's scores."""
-    return alibi_slopes(H * part.ranks, q.device)[part.rank * H :][:H].to(sum_dtype(q.dtype))
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

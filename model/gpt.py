@@ -223,7 +223,9 @@ class CausalSelfAttention(nn.Module):
                 k, v = past.fill(q, k, v)
             o = attention(
                 q, k, v, self.attention_config,
-                seed=context.seed, documents=context.documents, break_it=self.break_it, part=part, qkv=qkv,
+                seed=context.seed, documents=context.documents, break_it=self.break_it, qkv=qkv,
+                numbers=None if context.seed is None else part.numbers(len(q), q.shape[1], q.device),
+                slopes=part.slopes(q.shape[1], q.device) if self.attention_config.alibi else None,
             )  # fmt: skip
         o = o.transpose(1, 2)
         return to_tokens(o, part) if part.ranks > 1 else o

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.attention import alibi_slopes
+
 
 class Part(NamedTuple):
     """Dropout, positions and ALiBi count in the whole batch. These numbers say which part of it this is."""
@@ -64,6 +66,12 @@ class Part(NamedTuple):
         b = torch.arange(self.share * B, (self.share + 1) * B, device=device)
         h = torch.arange(self.rank * H, (self.rank + 1) * H, device=device)
         return (b[:, None] * (H * self.ranks) + h).flatten()
+
+    def slopes(self, H: int, device: torch.device) -> Tensor | None:
+        """ALiBi's slopes of the part's H heads, float32 (H,); None: they are all heads."""
+        if self.ranks == 1 or self.ring:
+            return None
+        return alibi_slopes(H * self.ranks, device)[self.rank * H : (self.rank + 1) * H]
 
 
 WHOLE = Part()
