@@ -33,7 +33,8 @@ from pathlib import Path
 
 import torch
 
-from data.loader import Dataset, Loader, Prefetch, open_data
+from data.dataset import Dataset, open_data
+from data.loader import Loader, Prefetch
 from data.made import SHORTEST
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig

@@ -6,44 +6,23 @@ number), so a checkpoint saves one number, the position. A random generator woul
 would be wrong if the number of ranks or the batch size changes.
 """
 
-import glob
 import hashlib
 import math
-import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
 from operator import itemgetter
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
 
-from data.download import fineweb
 from data.packing import pack
-from data.prepare import SPLITS, DataConfig, check, prepare, read_manifest
-from data.shards import Shards, inspect, join, read_tokens, refuse_cut
-from data.text import counted, expand, in_order
-from data.tokenizer import TokenizerConfig, build, from_json, to_json, token_bytes
+from data.shards import Shards, refuse_cut
+from data.text import counted
 
-
-@dataclass
-class Dataset:
-    """Opened token files. The tokens stay on disk (memory-mapped), so a file may be larger than memory."""
-
-    folder: Path
-    manifest: dict[str, Any]  # of a prepared folder; {} for shards from elsewhere
-    encoding: tiktoken.Encoding
-    token_bytes: np.ndarray  # int32 (n_vocab,): number of bytes in each token's text
-    train: np.ndarray | Shards  # uint16 or uint32 (N,), read-only
-    val: np.ndarray | Shards
-    train_documents: np.ndarray  # int64 (documents,): index of each document's first token
-    val_documents: np.ndarray
+State = dict[str, int | str]
 
 
 class Batch(NamedTuple):
@@ -76,147 +55,7 @@ class Batch(NamedTuple):
         return self
 
 
-def open_data(
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    kept: tiktoken.Encoding | None = None,
-    context_length: int | None = None,
-) -> Dataset:
-    """Opens the data that the configuration names. Prepares or downloads it at first use. Raises ValueError, one line,
-    for every mistake that the user can correct. kept: the tokenizer with which tokenizer=kept prepares a text.
-    context_length: the length of a document of data=recall and data=passkey, in tokens."""
-    match data.source:
-        case "bin":
-            check(data)
-            assert data.path is not None, "check() refuses that"
-            return open_shards(find_shards(data.path), tokenizer, data.val_fraction)
-        case "fineweb":
-            check(data)
-            if tokenizer.kind != "gpt2":  # checked before hundreds of megabytes are downloaded
-                raise ValueError(f"tokenizer={tokenizer.kind}: data=fineweb has GPT-2's tokens: use tokenizer=gpt2")
-            files = fineweb(Path(data.cache), data.shards)
-            return open_shards(
-                files, tokenizer, data.val_fraction, "delete it and what it links to, and it will be downloaded again"
-            )
-        case _:
-            return open_dataset(prepare(data, tokenizer, kept, context_length))
-
-
-def open_dataset(folder: Path) -> Dataset:
-    """Open a folder that prepare() made. Checks every file against the SHA-256 in the manifest: about a second per GB.
-
-    Raises ValueError for a missing, cut or edited file. The way out is always to delete the folder: the next run makes
-    it again from the text.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    way_out = f"delete {folder} and run again"
-    tokens = {}
-    for name in SPLITS:  # before the hashes, because read_tokens() has better messages
-        files = sorted(file for file in manifest["sha256"] if file.startswith(name) and file.endswith(".bin"))
-        tokens[name] = join([read_tokens(folder / file, way_out) for file in files])
-    for name, sha256 in manifest["sha256"].items():
-        try:
-            with open(folder / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except FileNotFoundError as error:
-            raise ValueError(f"{folder / name} is missing: {way_out}") from error
-        if found != sha256:
-            raise ValueError(f"{folder / name} was edited since it was made: {way_out}")
-    encoding = from_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    starts = {name: np.load(folder / f"{name}_documents.npy", allow_pickle=False) for name in SPLITS}
-    return Dataset(
-        folder=folder,
-        manifest=manifest,
-        encoding=encoding,
-        token_bytes=token_bytes(encoding),
-        train=tokens["train"],
-        val=tokens["val"],
-        train_documents=starts["train"],
-        val_documents=starts["val"],
-    )
-
-
-def find_shards(path: str) -> list[Path]:
-    """The token files that data.path names: a file, the .bin files in a folder, or the files that a glob matches."""
-    named = Path(os.path.expanduser(path))
-    found = expand(Path(glob.escape(str(named))) / "*.bin" if named.is_dir() else named)
-    if not found:
-        raise ValueError(f"data.path={path} has no .bin files of tokens: give a folder or a glob of some, or data=text")
-    return [Path(file) for file in in_order(found)]
-
-
-def is_validation(file: Path) -> bool:
-    """Whether the name says that the file is for validation: fineweb_val_000000.bin, val.bin; not retrieval_000.bin."""
-    return re.search(r"(^|[^a-z])val([^a-z]|$)", file.stem.lower()) is not None
-
-
-def open_shards(
-    files: list[Path], tokenizer: TokenizerConfig, val_fraction: float, way_out: str = "make or download it again"
-) -> Dataset:
-    """Opens token files as one text, in the order given. Files with val in their names are for validation. If there are
-    none, the last `val_fraction` of the tokens is, from the start of a document if possible.
-
-    Reads all tokens once (a second per 2 GB and core) to find the start of each document, and to check that the
-    tokenizer has every id. An unknown id would index past the embedding, which kills the process on a GPU without a
-    clear message. Raises ValueError for files that do not fit the tokenizer.
-    """
-    encoding = kept_or_named(files[0].with_name("tokenizer.json"), tokenizer)
-    files = sorted(files, key=is_validation)  # training files first; a stable sort keeps the order otherwise
-    arrays = [read_tokens(file, way_out) for file in files]
-    with ThreadPoolExecutor() as pool:
-        found = [*pool.map(partial(inspect, end_of_text=encoding.eot_token), arrays)]
-    for file, (_, largest) in zip(files, found, strict=True):
-        if largest >= encoding.n_vocab:
-            raise ValueError(
-                f"{file} has token {largest}, tokenizer {encoding.name} has {encoding.n_vocab}: "
-                "name the tokenizer that it was made with, or put its tokenizer.json beside it"
-            )
-    tokens = Shards(arrays)
-    begins = tokens.ends - [len(array) for array in arrays]  # (files,)
-    starts = np.concatenate([begin + ends for begin, (ends, _) in zip(begins, found, strict=True)])
-
-    names = [file.name for file in files if is_validation(file)]
-    if len(names) == len(files):
-        raise ValueError(
-            f"{files[0].parent} has no shards to train on, only {', '.join(names)}: take in the others too"
-        )
-    cut = int(begins[-len(names)]) if names else int(len(tokens) * (1 - val_fraction))
-    if not names:
-        later = starts[(starts >= cut) & (starts < (cut + len(tokens)) / 2)]
-        cut = int(later[0]) if len(later) else cut
-    return Dataset(
-        folder=files[0].parent,
-        manifest={},
-        encoding=encoding,
-        token_bytes=token_bytes(encoding),
-        train=join(tokens.parts(slice(0, cut))),
-        val=join(tokens.parts(slice(cut, None))),
-        # A split may begin in the middle of a document. That document then has number 0.
-        train_documents=np.union1d([0], starts[starts < cut]),
-        val_documents=np.union1d([0], starts[starts >= cut] - cut),
-    )
-
-
-def kept_or_named(kept: Path, tokenizer: TokenizerConfig) -> tiktoken.Encoding:
-    """The tokenizer of the shards. `kept` is the tokenizer.json beside them. Any other tokenizer must be equal to that
-    file, if there is one. Raises ValueError if it cannot be right."""
-    try:
-        beside = from_json(kept.read_bytes()) if kept.exists() else None
-    except ValueError as error:
-        raise ValueError(f"{kept.parent}: {error}") from error
-    if tokenizer.kind == "kept":
-        if beside is None:
-            raise ValueError(f"{kept} is missing: name the tokenizer of the tokens, as in tokenizer=gpt2")
-        return beside
-    if tokenizer.kind == "bpe":
-        raise ValueError("tokenizer=bpe learns from text, and data=bin has none: use tokenizer=kept, gpt2 or byte")
-    named = build(tokenizer, [])
-    if beside and to_json(beside) != to_json(named):
-        raise ValueError(f"{kept} is of tokenizer {beside.name}, not of {named.name}: use tokenizer=kept")
-    return named
-
-
+@dataclass(eq=False)
 class Loader:
     """Endless training batches for one rank.
 
@@ -229,42 +68,30 @@ class Loader:
     text: 16 pieces of the same window are so alike that a model learned from four such windows only half as fast.
 
     Ranks take turns: each takes `batch_size` samples. The epoch's permutation needs 8 bytes per window, or per piece.
-
-    with_documents: compute the document numbers of each batch. This takes about half the time of next(), so a run
-    without attention.documents leaves it out.
-    random_offset: false begins every epoch at the first token. Documents of T tokens are then windows, and none is cut.
-    packed: windows are those of data/packing.py, the same in each epoch, and no document is cut that fits into one.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray | Shards,  # (N,)
-        documents: np.ndarray,  # int64 (documents,): index of each document's first token
-        *,
-        batch_size: int,
-        context_length: int,
-        seed: int,
-        with_documents: bool = True,
-        random_offset: bool = True,
-        packed: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        check_length(tokens, context_length, "training")
-        self.tokens = tokens
-        self.documents = documents if with_documents else None
-        self.batch_size = batch_size
-        self.context_length = context_length
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.dataset = fingerprint(tokens, documents)
+    tokens: np.ndarray | Shards  # (N,)
+    documents: np.ndarray  # int64 (documents,): index of each document's first token
+    _: KW_ONLY
+    batch_size: int
+    context_length: int
+    seed: int
+    with_documents: bool = True  # compute the document numbers of each batch; takes about half the time of next()
+    random_offset: bool = True  # False: cut from the first token on. Documents of T tokens are then windows
+    packed: bool = False  # windows of data/packing.py, the same in each epoch: no document is cut that fits into one
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self):
+        check_length(self.tokens, self.context_length, "training")
+        T = self.context_length
+        self.dataset = fingerprint(self.tokens, self.documents)
         self.position = 0  # number of samples that all ranks together have taken
         # The number of windows that fit at every offset in [0, T). It is the same in each epoch, so a division gives a
         # sample's epoch. A text shorter than 2 T has one window, and only the offsets at which it fits.
-        self.windows = max(1, (len(tokens) - context_length) // context_length)
-        self.offsets = min(context_length, len(tokens) - self.windows * context_length) if random_offset else 1
-        self.packing = pack(documents, len(tokens), context_length) if packed else None
+        self.windows = max(1, (len(self.tokens) - T) // T)
+        self.offsets = min(T, len(self.tokens) - self.windows * T) if self.random_offset else 1
+        self.packing = pack(self.documents, len(self.tokens), T) if self.packed else None
         if self.packing:
             self.windows = len(self.packing)
         self.cached = (-1, 0)  # (epoch, length of a piece) of the two fields below, which are not saved
@@ -281,7 +108,7 @@ class Loader:
         samples = range(first, first + self.batch_size)
         windows = [self.sample(sample, length or self.context_length) for sample in samples]
         self.position += self.batch_size * self.world_size
-        return make_batch(self.tokens, self.documents, windows)
+        return make_batch(self.tokens, self.documents if self.with_documents else None, windows)
 
     def sample(self, sample: int, length: int) -> list[tuple[int, int]]:
         """The spans of a sample, context_length tokens: (index of the first token, number of tokens)."""
@@ -308,41 +135,35 @@ class Loader:
             first, last = first - n, last - n
         return spans
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> State:
         """What a checkpoint saves to continue with the same samples. It is valid JSON and the same on all ranks."""
-        return {
-            "position": self.position,
-            "seed": self.seed,
-            "context_length": self.context_length,
-            "dataset": self.dataset,
-            **({"packed": 1} if self.packing else {}),
-        }
+        state = {key: getattr(self, key) for key in ("position", "seed", "context_length", "dataset")}
+        return state | {"packed": 1} if self.packed else state
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue after `state`. Batch size and number of ranks may change: no sample is repeated or missed.
 
-        Raises ValueError if `state` is from another text, another context length or another seed.
+        Raises ValueError if `state` is from another text, context length, seed or packing.
         """
-        ours = self.state_dict()
-        if state["dataset"] != ours["dataset"]:
+        if state["dataset"] != self.dataset:
             raise ValueError(
                 "the checkpoint was trained on another text, or on this one before it was edited: "
                 "use the same data and tokenizer, or start a new run"
             )
-        for key, way_out in {
-            "context_length": f"use model.context_length={state['context_length']}, or start a new run",
-            "seed": f"use seed={state['seed']}, or start a new run",
-        }.items():
-            if state[key] != ours[key]:
+        for key, theirs, ours in (
+            ("model.context_length", state["context_length"], self.context_length),
+            ("seed", state["seed"], self.seed),
+            ("pack", str("packed" in state).lower(), str(self.packed).lower()),
+        ):
+            if theirs != ours:
                 raise ValueError(
-                    f"the checkpoint was trained with {key}={state[key]}, this run has {ours[key]}: {way_out}"
+                    f"the checkpoint was trained with {key}={theirs}, this run has {ours}: "
+                    f"use {key}={theirs}, or start a new run"
                 )
-        if ("packed" in state) != ("packed" in ours):
-            trained = str("packed" in state).lower()
-            raise ValueError(f"the checkpoint was trained with pack={trained}: use pack={trained}, or start a new run")
         self.position = int(state["position"])
 
 
+@dataclass(eq=False)
 class Prefetch:
     """The batches of the next steps, drawn ahead by a thread into memory that is made once.
 
@@ -353,24 +174,17 @@ class Prefetch:
     copy to the device needs no wait. Making it is slow, which is why it is made once.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        passes: int,
-        slots: int,
-        pinned: bool,
-        length_at: Callable[[int], int] | None = None,
-        step: int = 0,
-    ) -> None:
-        """slots: the number of steps that there is memory for: those drawn ahead and those not yet given back.
-        length_at(step): the tokens of a sequence in a step; None: context_length. step: the last one that was made."""
-        self.loader = loader
-        self.length_at = length_at or (lambda step: loader.context_length)
-        self.step = step  # the last one that was drawn or is being drawn
-        self.passes, self.slots, self.pinned = passes, slots, pinned
+    loader: Loader
+    passes: int
+    slots: int  # the number of steps that there is memory for: those drawn ahead and those not yet given back
+    pinned: bool
+    length_at: Callable[[int], int] | None = None  # the tokens of a sequence in a step; None: context_length
+    step: int = 0  # the last step that was drawn or is being drawn
+
+    def __post_init__(self):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self.coming: deque[Future[tuple[Batch, dict[str, int | str]]]] = deque()
-        self.state = loader.state_dict()  # after the batches of the last step that next() returned
+        self.coming: deque[Future[tuple[Batch, State]]] = deque()
+        self.state = self.loader.state_dict()  # after the batches of the last step that next() returned
         self.free: list[Batch] | None = None  # slots that are neither drawn ahead nor taken; None: none is made yet
 
     def next(self) -> Batch:
@@ -383,7 +197,8 @@ class Prefetch:
             self.free = [self.slot() for _ in range(self.slots)]
         while self.free:
             self.step += 1
-            self.coming.append(self.thread.submit(self.draw, self.free.pop(), self.length_at(self.step)))
+            length = self.length_at(self.step) if self.length_at else None
+            self.coming.append(self.thread.submit(self.draw, self.free.pop(), length))
         step, self.state = self.coming.popleft().result()
         return step
 
@@ -393,10 +208,10 @@ class Prefetch:
         if math.prod(shape) >= 2**60:
             raise MemoryError("a step's batches take 2**63 bytes or more")  # torch would call it by other names
         x, y = (torch.empty(shape, dtype=torch.int64, pin_memory=self.pinned) for _ in range(2))
-        numbered = self.loader.documents is not None
+        numbered = self.loader.with_documents
         return Batch(x, y, torch.empty(shape, dtype=torch.int32, pin_memory=self.pinned) if numbered else None)
 
-    def draw(self, slot: Batch, length: int) -> tuple[Batch, dict[str, int | str]]:
+    def draw(self, slot: Batch, length: int | None) -> tuple[Batch, State]:
         """Fills the slot, in the thread. Returns it with the loader's state after it."""
         for part in slot.parts():
             part.copy_(self.loader.next(length))
@@ -407,7 +222,7 @@ class Prefetch:
         assert self.free is not None, "next() makes the memory"
         self.free.append(step.each(lambda part: part.view(self.passes, -1, self.loader.context_length)))
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> State:
         """Loader.state_dict() after the steps that next() has returned, whatever has been drawn ahead."""
         return self.state
 
@@ -439,7 +254,7 @@ def validation_batches(
     starts = np.arange(taken) * windows // taken * context_length
     if taken > windows:
         starts = np.arange(taken) * (len(tokens) - 1 - context_length) // (taken - 1)
-    spans = [[(int(start), context_length)] for start in starts]
+    spans = [[(start, context_length)] for start in starts.tolist()]
     # We return a generator instead of using yield, so that the check above runs now and not at the first batch.
     return (make_batch(tokens, numbered, spans[i : i + batch_size]) for i in range(0, taken, batch_size))
 

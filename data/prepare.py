@@ -45,7 +45,6 @@ FORMAT = 2  # increase it if the same text gives other files; then every cached 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
 REPEATED = -1  # in place of a split's number: the document repeats another one and is left out
-FILES = {"tokenizer.json", *(name for split in SPLITS for name in (f"{split}.bin", f"{split}_documents.npy"))}
 
 THREADS = os.cpu_count() or 1  # encoding threads; the result does not depend on their number
 LEARN = 1 << 28  # bytes that bpe learns from; more text changes few merges and needs more memory for rustbpe's counts
@@ -221,21 +220,6 @@ def check(data: DataConfig) -> None:
     if data.path is None and "path" in READS[data.source]:
         what = "text" if data.source == "text" else "tokens"
         raise ValueError(f"data={data.source} has no {what}: say which with data.path=FILE, a folder or a glob")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest that prepare() wrote into `folder`. Raises ValueError if it cannot be read or has another format."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["version"]
-        here = {file.name for file in folder.glob("*.bin")}
-        if not FILES | here <= set(manifest["sha256"]):  # a file without a hash would not be checked
-            raise ValueError("not the files that belong here")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:  # the last two: JSON of another kind
-        raise ValueError(f"{folder / MANIFEST} cannot be read: delete {folder} and run again") from error
-    if version != FORMAT:
-        raise ValueError(f"{folder} is of format {version}, this code reads {FORMAT}: delete it and run again")
-    return manifest
 
 
 # ---- which text

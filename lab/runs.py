@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from data.loader import Batch, Dataset, open_data
+from data.dataset import Dataset, open_data
+from data.loader import Batch
 from data.prepare import DataConfig
 from data.text import counted
 from data.tokenizer import TokenizerConfig, from_json

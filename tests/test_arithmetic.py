@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train
-from data.loader import Loader, open_data
+from data.dataset import open_data
+from data.loader import Loader
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, MLP, GPTConfig, norm
 from model.rope import rope_table, rotate

@@ -25,7 +25,7 @@ import bench
 import breakit
 import sample
 import train
-from data.loader import open_data
+from data.dataset import open_data
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from tests.conftest import MODEL, RATE, RUN

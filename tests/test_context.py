@@ -15,7 +15,8 @@ from torch import nn
 
 import model.loss
 import train
-from data.loader import Batch, Loader, open_data, validation_batches
+from data.dataset import open_data
+from data.loader import Batch, Loader, validation_batches
 from data.made import DIGITS, KEY, LETTERS, QUESTION, Made, answer, passkey, passkeys, second_half
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig

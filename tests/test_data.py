@@ -15,8 +15,9 @@ import torch
 
 from data import prepare as prepare_module
 from data import text as text_module
-from data.loader import Loader, fingerprint, make_batch, open_dataset, validation_batches
-from data.prepare import MANIFEST, DataConfig, prepare, read_manifest
+from data.dataset import open_dataset, read_manifest
+from data.loader import Loader, fingerprint, make_batch, validation_batches
+from data.prepare import MANIFEST, DataConfig, prepare
 from data.shards import Writer, join, read_tokens
 from data.tokenizer import TokenizerConfig, byte_encoding
 from tests.processes import shown_on_a_terminal
@@ -624,7 +625,7 @@ def test_a_resumed_loader_may_have_other_batches_and_ranks():
     ("other", "message"),
     [
         ({"seed": 2}, "trained with seed=2, this run has 1: use seed=2"),
-        ({"context_length": 9}, "trained with context_length=9, this run has 8: use model.context_length=9"),
+        ({"context_length": 9}, "trained with model.context_length=9, this run has 8: use model.context_length=9"),
         ({"tokens": COUNT[:-1]}, "the same data and tokenizer"),
         ({"tokens": COUNT[::-1]}, "the same data and tokenizer"),
     ],

@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 
 import sample
 import train
-from data.loader import Loader, open_data
+from data.dataset import open_data
+from data.loader import Loader
 from data.tokenizer import (
     END_OF_TEXT,
     LLAMA3,

@@ -106,9 +106,9 @@ def test_a_packed_loader_goes_on_where_it_stopped_and_no_other_one_does():
     state = json.loads(json.dumps(straight.state_dict()))
     resumed.load_state_dict(state)
     assert (straight.next().x == resumed.next().x).all()
-    with pytest.raises(ValueError, match="trained with pack=true: use pack=true, or"):
+    with pytest.raises(ValueError, match="trained with pack=true, this run has false: use pack=true, or"):
         loader(packed=False).load_state_dict(state)
-    with pytest.raises(ValueError, match="trained with pack=false: use pack=false, or"):
+    with pytest.raises(ValueError, match="trained with pack=false, this run has true: use pack=false, or"):
         loader().load_state_dict(loader(packed=False).state_dict())
     assert "packed" not in loader(packed=False).state_dict()  # as in older checkpoints
 

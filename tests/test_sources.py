@@ -17,7 +17,8 @@ from conftest import MODEL, RUN
 import sample
 import train
 from data import download, prepare, shards
-from data.loader import Loader, fingerprint, open_data, open_dataset, validation_batches
+from data.dataset import open_data, open_dataset
+from data.loader import Loader, fingerprint, validation_batches
 from data.prepare import DataConfig
 from data.shards import Shards, Writer, join
 from data.text import PIECE, counted, read, standard_input

@@ -29,7 +29,8 @@ import train
 import training.record
 import training.run
 import training.step
-from data.loader import Loader, open_data, open_dataset, validation_batches
+from data.dataset import open_data, open_dataset
+from data.loader import Loader, validation_batches
 from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
 from sampling.generate import Sampler, generate

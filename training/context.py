@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.loader import Batch, Dataset, open_data, validation_batches
+from data.dataset import Dataset, open_data
+from data.loader import Batch, validation_batches
 from data.made import SHORTEST, answer, passkey, second_half
 from data.tokenizer import encode, same
 from model.gpt import GPT

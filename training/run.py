@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from data.loader import Batch, Dataset, Prefetch, fingerprint, validation_batches
+from data.dataset import Dataset
+from data.loader import Batch, Prefetch, fingerprint, validation_batches
 from data.tokenizer import END_OF_TEXT, TextStream, to_json
 from model.gpt import GPT
 from parallel.processes import Ranks
