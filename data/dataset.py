@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from data.corpus import SPLITS
 from data.download import fineweb
-from data.prepare import FORMAT, MANIFEST, PREPARED, SPLITS, DataConfig, check, prepare
+from data.prepare import FORMAT, MANIFEST, PREPARED, DataConfig, check, prepare
 from data.shards import Shards, inspect, join, read_tokens
 from data.text import expand, in_order
 from data.tokenizer import TokenizerConfig, build, from_json, same, token_bytes

@@ -35,12 +35,20 @@ def shakespeare(cache: Path, url: str | None) -> Path:
     file, url = cache / "shakespeare" / "input.txt", SHAKESPEARE_URL if url is None else url
     if not url.startswith(("https://", "http://")):
         raise ValueError(f"data.url={url} is no address to download from: it must be like https://host/folder")
-    there = file.exists()  # the user may have put it there
-    source = str(file) if there else f"{url.rstrip('/')}/{file.name}"
-    text = file.read_bytes() if there else fetched(source, file)
+    put = f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
+    if there := file.exists():  # the user may have put it there
+        source, text = str(file), file.read_bytes()
+    else:
+        source = f"{url.rstrip('/')}/{file.name}"
+        try:
+            with urllib.request.urlopen(source, timeout=TIMEOUT) as response:
+                print(f"downloading {source}", file=sys.stderr)
+                text = response.read(SHAKESPEARE_BYTES + 1)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise ValueError(f"{source} cannot be downloaded: {error}; run again, or {put}") from error
     if (found := hashlib.sha256(text).hexdigest()) != SHAKESPEARE_SHA256:
         way_out = "delete it" if there else "run again"
-        raise ValueError(f"{source} is another file or was cut (SHA-256 {found}): {way_out}, or {put(file)}")
+        raise ValueError(f"{source} is another file or was cut (SHA-256 {found}): {way_out}, or {put}")
     if not there:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".tmp-{secrets.token_hex(4)}")  # another process may download it too
@@ -52,20 +60,6 @@ def shakespeare(cache: Path, url: str | None) -> Path:
     return file
 
 
-def put(file: Path) -> str:
-    return f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
-
-
-def fetched(address: str, file: Path) -> bytes:
-    """The bytes at an address, and one more than tinyshakespeare has at the most."""
-    try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT) as response:
-            print(f"downloading {address}", file=sys.stderr)
-            return response.read(SHAKESPEARE_BYTES + 1)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ValueError(f"{address} cannot be downloaded: {error}; run again, or {put(file)}") from error
-
-
 def fineweb(cache: Path, shards: int | None) -> list[Path]:
     """The validation shard of FineWeb-10B and the first `shards` training shards, downloaded at first use."""
     shards = 1 if shards is None else shards
@@ -73,13 +67,13 @@ def fineweb(cache: Path, shards: int | None) -> list[Path]:
         raise ValueError(f"data.shards={shards} is outside 1 to {FINEWEB_SHARDS}: each is 100 M tokens, 200 MB")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1))]
     folder = cache / "fineweb10B"  # the user may have put them there
+    way_out = f"put the file into {folder.resolve()}"
+
+    def shard(name: str) -> Path:
+        return file if (file := folder / name).exists() else from_hub(FINEWEB, name, way_out, kind="dataset")
+
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(lambda name: shard(folder / name), names))
-
-
-def shard(file: Path) -> Path:
-    way_out = f"put the file into {file.parent.resolve()}"
-    return file if file.exists() else from_hub(FINEWEB, file.name, way_out, kind="dataset")
+        return list(pool.map(shard, names))
 
 
 def from_hub(repository: str, name: str, way_out: str, *, kind: str = "model", revision: str = "main") -> Path:
@@ -99,14 +93,12 @@ def from_hub(repository: str, name: str, way_out: str, *, kind: str = "model", r
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**file))
         return Path(huggingface_hub.hf_hub_download(**file))
     except Exception as error:  # its own, httpx's, Xet's and the system's
-        kind_of_error: type[ValueError] = ValueError
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if isinstance(error, RepositoryNotFoundError):
             why = "there is no such repository, or it is private and HF_TOKEN may not read it"
-        elif isinstance(error, RemoteEntryNotFoundError):
-            kind_of_error, why = NotThere, "the repository has no such file"
-        else:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if absent := isinstance(error, RemoteEntryNotFoundError):
+            why = "the repository has no such file"
         endpoint = huggingface_hub.constants.ENDPOINT
-        raise kind_of_error(
+        raise (NotThere if absent else ValueError)(
             f"{name} of {repository} cannot be had from {endpoint} ({why}); run again, or {way_out}"
         ) from error

@@ -43,19 +43,15 @@ class Writer:
 
     def write(self, ids: np.ndarray) -> None:
         """Append tokens, self.dtype (n,). When the file is full, continue in the next one."""
-        while len(ids) > MOST_TOKENS - self.here:
-            room = MOST_TOKENS - self.here
-            self.append(ids[:room])
-            self.close()
-            self.open()
-            ids = ids[room:]
-        self.append(ids)
-
-    def append(self, ids: np.ndarray) -> None:
-        """Append tokens for which the open file has room."""
-        self.file.write(ids.data)
-        self.here += len(ids)
-        self.tokens += len(ids)
+        while len(ids):
+            if self.here == MOST_TOKENS:
+                self.close()
+                self.open()
+            part = ids[: MOST_TOKENS - self.here]
+            self.file.write(part.data)
+            self.here += len(part)
+            self.tokens += len(part)
+            ids = ids[len(part) :]
 
     def close(self) -> None:
         """Write the header and close the open file."""

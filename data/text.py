@@ -40,8 +40,8 @@ TEXT_SUFFIXES = {
 KINDS = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
 
 
-# UTF-32's mark begins with UTF-16's, so it comes first.
-MARKS = {
+MARKS = {  # UTF-32's begins with UTF-16's, so it comes first
+    codecs.BOM_UTF8: "utf-8",
     **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
     **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
 }
@@ -76,21 +76,18 @@ def find(path: str, cache: Path) -> Sequence[File]:
     named = Path(os.path.expanduser(path))
     if named.is_dir():
         files = [file for file in walk(str(named)) if suffix(file) in TEXT_SUFFIXES]
-        if not files:
-            raise ValueError(
-                f"data.path={path} has no .txt, .md, .py or the like: name other files by a glob, {path}/*.log"
-            )
+        trouble = f"has no .txt, .md, .py or the like: name other files by a glob, {path}/*.log"
     elif named.exists():
-        for is_kind, kind in KINDS.items():
-            if is_kind(named.stat().st_mode):
-                way_out = "use data.path=- and pipe it in" if kind == "pipe" else "give a file, a folder or a glob"
-                raise ValueError(f"data.path={path} is a {kind}, no file: {way_out}")
         files = [str(named)]
+        if kind := next((kind for is_kind, kind in KINDS.items() if is_kind(named.stat().st_mode)), None):
+            way_out = "use data.path=- and pipe it in" if kind == "pipe" else "give a file, a folder or a glob"
+            raise ValueError(f"data.path={path} is a {kind}, no file: {way_out}")
     else:
         files = list(expand(named))
-        if not files:
-            trouble = "matches no file" if any(c in path for c in "*?[") else "does not exist"
-            raise ValueError(f"data.path={path} {trouble}, seen from {Path.cwd()}: give a file, a folder or a glob")
+        trouble = "matches no file" if any(c in path for c in "*?[") else "does not exist"
+        trouble += f", seen from {Path.cwd()}: give a file, a folder or a glob"
+    if not files:
+        raise ValueError(f"data.path={path} {trouble}")
     return in_order(files)
 
 
@@ -201,52 +198,40 @@ def open_bytes(file: str | BinaryIO) -> AbstractContextManager[Stream]:
 
 
 def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
-    """The whole stream as one document, with its line ends.
+    """The whole stream as one document, with its line ends. UTF-16 and UTF-32 are known by their byte order mark.
 
-    Removes a byte order mark. It is not part of the text, and the model would learn to begin documents with it.
+    Removes the mark. It is not part of the text, and the model would learn to begin documents with it.
     """
-    start = stream.read(4)
-    stream.seek(0)
-    if encoding := next((encoding for mark, encoding in MARKS.items() if start.startswith(mark)), None):
-        yield from recoded(stream, name, encoding)
-        return
-    offset, text = 0, stream.read(2 * PIECE)
-    if text.startswith(codecs.BOM_UTF8):
-        offset, text = len(codecs.BOM_UTF8), text.removeprefix(codecs.BOM_UTF8)
-    while text:
-        piece = text[: boundary(text, PIECE)]
-        if b"\0" in piece:
-            raise NotText(
-                f"{name} has a zero byte at offset {offset + piece.index(0)}, so is binary or UTF-16: "
-                "save it as UTF-8 or leave it out"
-            )
-        try:
-            piece.decode()
-        except UnicodeDecodeError as error:
-            raise NotText(
-                f"{name} is not UTF-8 at byte offset {offset + error.start} (0x{piece[error.start]:02x}): "
-                "convert it (iconv -f latin1 -t utf-8) or leave it out"
-            ) from error
-        yield name, piece
-        offset += len(piece)
-        text = text[len(piece) :] + stream.read(len(piece))
-
-
-def recoded(stream: Stream, name: str, encoding: str) -> Iterator[tuple[str, bytes]]:
-    """read_text() of a stream whose byte order mark says that it is UTF-16 or UTF-32."""
-    decoder, text, more = codecs.getincrementaldecoder(encoding)(), b"", True
-    try:
-        while more or text:
-            while more and len(text) < 2 * PIECE:
-                more = bool(chunk := stream.read(PIECE))
-                text += decoder.decode(chunk, final=not more).encode()
-            if b"\0" in text:
-                raise NotText(f"{name} has a zero character, so is binary: leave it out")
-            if text:
-                yield name, text[: (end := boundary(text, PIECE))]
-                text = text[end:]
-    except UnicodeDecodeError as error:
-        raise NotText(f"{name} is not the {encoding.upper()} that its first bytes say ({error.reason})") from error
+    chunk = stream.read(4)
+    mark, encoding = next((found for found in MARKS.items() if chunk.startswith(found[0])), (b"", "utf-8"))
+    recode = encoding != "utf-8"
+    stream.seek(0 if recode else len(mark))  # the decoders of the others read the mark themselves
+    decoder, text = codecs.getincrementaldecoder(encoding)(), b""
+    while chunk or text:
+        while chunk and len(text) < 2 * PIECE:
+            chunk = stream.read(PIECE)
+            if b"\0" in chunk and not recode:
+                at = stream.tell() - len(chunk) + chunk.index(0)
+                raise NotText(
+                    f"{name} has a zero byte at offset {at}, so is binary or UTF-16: save it as UTF-8 or leave it out"
+                )
+            try:
+                decoded = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                if recode:
+                    why = f"the {encoding.upper()} that its first bytes say ({error.reason})"
+                    raise NotText(f"{name} is not {why}: save it as UTF-8 or leave it out") from error
+                at = stream.tell() - len(error.object) + error.start
+                raise NotText(
+                    f"{name} is not UTF-8 at byte offset {at} (0x{error.object[error.start]:02x}): "
+                    "convert it (iconv -f latin1 -t utf-8) or leave it out"
+                ) from error
+            text += decoded.encode() if recode else chunk
+        if recode and b"\0" in text:
+            raise NotText(f"{name} has a zero character, so is binary: leave it out")
+        if text:
+            yield name, text[: (end := boundary(text, PIECE, PIECE // 4))]
+            text = text[end:]
 
 
 def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, bytes]]:
@@ -268,7 +253,7 @@ def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, byt
             ) from error
         start = 0
         while start < len(text):
-            end = boundary(text, start + PIECE)
+            end = boundary(text, start + PIECE, PIECE // 4)
             yield where, text[start:end]
             start = end
 
@@ -288,9 +273,10 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def boundary(text: bytes, at: int) -> int:
-    """The start of the first line at `at` or a little after it. If there is none, the start of the next character."""
-    line = text.find(b"\n", at - 1, at - 1 + PIECE // 4) + 1
+def boundary(text: bytes, at: int, reach: int) -> int:
+    """The start of the first line that begins at `at` or at most `reach` after it. If there is none, the start of the
+    next character."""
+    line = text.find(b"\n", at - 1, at - 1 + reach) + 1
     if line:
         return line
     while at < len(text) and text[at] & 0xC0 == 0x80:  # 10xxxxxx continues a character of several bytes

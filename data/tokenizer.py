@@ -20,7 +20,6 @@ import json
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -109,20 +108,21 @@ def gpt2_encoding() -> tiktoken.Encoding:
     wait for minutes if a network drops its packets. So we download in a thread. It is a daemon thread, so that the
     process can end even if the download never does.
     """
-    outcome: list[tiktoken.Encoding | Exception] = []
+    found: list[tiktoken.Encoding] = []
+    reason = f"no answer in {DOWNLOAD_SECONDS} s"
 
     def download() -> None:
+        nonlocal reason
         try:
-            outcome.append(tiktoken.get_encoding("gpt2"))
+            found.append(tiktoken.get_encoding("gpt2"))
         except (OSError, ValueError) as error:  # OSError: no connection; ValueError: a download with the wrong hash
-            outcome.append(error)
+            reason = type(error).__name__
 
     thread = threading.Thread(target=download, daemon=True)
     thread.start()
     thread.join(DOWNLOAD_SECONDS)
-    if outcome and isinstance(outcome[0], tiktoken.Encoding):
-        return outcome[0]
-    reason = type(outcome[0]).__name__ if outcome else f"no answer in {DOWNLOAD_SECONDS} s"
+    if found:
+        return found[0]
     # tiktoken's cache names a file by the SHA-1 of its address, and checks the content.
     files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_URLS)
     raise ValueError(
@@ -186,15 +186,12 @@ class TextStream:
         """What can be shown of self.kept + text."""
         if self.stopped:
             return ""
-        for character in text:
-            self.kept += character
-            if found := [string for string in self.stop if self.kept.endswith(string)]:
-                shown, self.kept, self.stopped = self.kept.removesuffix(max(found, key=len)), "", True
-                return shown
-        begun = (i for i in range(len(self.kept)) if any(string.startswith(self.kept[i:]) for string in self.stop))
-        at = next(begun, len(self.kept))
-        shown, self.kept = self.kept[:at], self.kept[at:]
-        return shown
+        kept = self.kept + text
+        complete = [(at + len(string), at) for string in self.stop if (at := kept.find(string)) >= 0]
+        begun = (i for i in range(len(kept)) if any(string.startswith(kept[i:]) for string in self.stop))
+        at = min(complete)[1] if complete else next(begun, len(kept))
+        self.kept, self.stopped = "" if complete else kept[at:], bool(complete)
+        return kept[:at]
 
 
 def to_json(encoding: tiktoken.Encoding) -> str:
@@ -240,6 +237,7 @@ def same(a: tiktoken.Encoding, b: tiktoken.Encoding) -> bool:
 # ---- Hugging Face's tokenizer.json, for byte-level BPE
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+NOT_HERE = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")  # a model's options
 NO_PATTERN = BYTE_LEVEL | {"use_regex": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
 LLAMA3 = (
@@ -272,12 +270,14 @@ PATTERNS = {
 }
 
 
-@cache
-def letters() -> dict[str, int]:
-    """{letter: byte}: how a byte-level vocabulary writes bytes. Visible ones are themselves, the rest begin at 256."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+# {letter: byte}: how a byte-level vocabulary writes bytes. Visible ones are themselves, the rest begin at 256.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+LETTERS = {chr(byte): byte for byte in VISIBLE}
+LETTERS |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
+
+
+def bytes_of(letters: str) -> bytes:
+    return bytes(LETTERS[letter] for letter in letters)
 
 
 def halves(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
@@ -306,7 +306,7 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
         if kind != "BPE" or model.get("byte_fallback") or content.get("normalizer"):
             what = repr(kind) if kind != "BPE" else "BPE with byte_fallback or a normalizer, as of sentencepiece"
             raise ValueError(f"it is {what}, and only byte-level BPE as of GPT-2 or Llama 3 can be used")
-        for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        for key in NOT_HERE:
             if model.get(key):
                 raise ValueError(f"{key}={model[key]!r} has no counterpart here")
         added = content.get("added_tokens", [])
@@ -318,18 +318,13 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
         if END_OF_TEXT not in special:
             special = {END_OF_TEXT if token == end else name: token for name, token in special.items()}
         own = set(special.values())
-        ranks = {
-            bytes(letters()[letter] for letter in token): rank
-            for token, rank in model["vocab"].items()
-            if rank not in own
-        }
+        ranks = {bytes_of(token): rank for token, rank in model["vocab"].items() if rank not in own}
         if not all(type(rank) is int and 0 <= rank < MOST_IDS for rank in [*ranks.values(), *own]):
             raise ValueError(f"an id is no number from 0 on and below {MOST_IDS}")
         if max(map(len, ranks), default=0) > LONGEST:
             raise ValueError(f"a token is longer than {LONGEST} bytes")
-        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-        made = [(bytes(letters()[x] for x in a), bytes(letters()[x] for x in b)) for a, b in merges]
-        check_merges(ranks, made, bool(model.get("ignore_merges")))
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        check_merges(ranks, [(bytes_of(a), bytes_of(b)) for a, b in merges], bool(model.get("ignore_merges")))
         pattern = pattern_of(content.get("pre_tokenizer"), max(map(len, ranks)) > 1)
         encoding = checked(f"bpe{len(ranks) + len(special)}", pattern, ranks, special)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -383,7 +378,7 @@ def to_huggingface(encoding: tiktoken.Encoding) -> dict[str, Any]:
             "exported: train with tokenizer=byte, bpe or gpt2"
         )
     ranks = encoding._mergeable_ranks
-    letter = {byte: letter for letter, byte in letters().items()}
+    letter = {byte: letter for letter, byte in LETTERS.items()}
     written = {token: "".join(letter[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
     merges: list[list[str]] = []
     for token in written:
@@ -403,10 +398,7 @@ def to_huggingface(encoding: tiktoken.Encoding) -> dict[str, Any]:
         "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
+            **dict.fromkeys(NOT_HERE),
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # as tiktoken does: a piece of text that is a token is that token

@@ -212,10 +212,10 @@ TABLE = [
     ("new tokens are not penalized", "used.scatter_(1, token[:, None], True)", "used.clone()", "sampler cache"),
     ("all rows draw from the first one's generator",
      "row.exponential_(generator=own)", "row.exponential_(generator=generator[0])", "sampler"),
-    ("of two stop strings the shorter is cut off", "max(found, key=len)", "min(found, key=len)", "talk"),
-    ("the beginning of a stop string is shown", "at = next(begun, len(self.kept))", "at = len(self.kept)", "talk"),
+    ("of two stop strings the shorter is cut off", "min(complete)[1]", "max(complete)[1]", "talk"),
+    ("the beginning of a stop string is shown", "next(begun, len(kept))", "len(kept)", "talk"),
     ("no text begins with a stop string",
-     "for i in range(len(self.kept)) if", "for i in range(1, len(self.kept)) if", "talk"),
+     "for i in range(len(kept)) if", "for i in range(1, len(kept)) if", "talk"),
     ("generation sees the beginning of a long text", "prompt[-context:] for", "prompt[:context] for", "cache"),
     ("a session knows the end of a text that slides", "if len(ends) == 1 else []", "if ends else []", "cache"),
     # --- a model of transformers ---
@@ -372,7 +372,7 @@ TABLE = [
      "np.arange(taken) * windows // taken", "np.arange(taken)", "data arithmetic"),
     ("a token stands for one byte", "lengths[rank] = len(token)", "lengths[rank] = 1", f"tokenizer {BITS}"),
     ("documents have no end-of-text token between", "writer.write(end_of_text)", "pass", "data"),
-    ("a text that repeats is in both splits", "corpus.split[i] != REPEATED and taken", "taken", "data sources"),
+    ("a text that repeats is in both splits", "self.split_of[i] != REPEATED and taken", "taken", "data sources"),
 ]  # fmt: skip
 FAULTS = [Fault(*row) for row in TABLE]
 

@@ -13,6 +13,7 @@ import pytest
 import tiktoken
 import torch
 
+from data import corpus as corpora
 from data import prepare as prepare_module
 from data import text as text_module
 from data.dataset import open_dataset, read_manifest
@@ -45,7 +46,7 @@ def make(tmp_path: Path):
 
     def make(path: Path | str, tokenizer: TokenizerConfig = BYTE, **options: object) -> Path:
         data = DataConfig("text", str(path), cache=str(tmp_path / "cache"), **options)
-        return prepare(data, tokenizer, quiet=True)
+        return prepare(data, tokenizer)
 
     return make
 
@@ -245,7 +246,6 @@ def test_the_same_text_elsewhere_has_the_same_bytes(corpus, make, tmp_path):
     again = prepare(
         DataConfig("text", str(tmp_path / "elsewhere"), cache=str(tmp_path / "cache2")),
         TokenizerConfig("bpe", 270),
-        quiet=True,
     )
     assert {name for name, content in files.items() if (again / name).read_bytes() != content} == {MANIFEST}
 
@@ -281,10 +281,8 @@ def test_a_process_that_died_leaves_nothing_that_matters(corpus, make, tmp_path)
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(corpus, make, monkeypatch):
-    scan = prepare_module.scan
-
     def scan_then_change(*arguments):
-        found = scan(*arguments)
+        found = corpora.scan(*arguments)
         with open(corpus / "0.txt", "a") as file:
             file.write("one more line\n")
         return found
@@ -314,7 +312,7 @@ def test_a_terminal_is_shown_a_bar(corpus, tmp_path):
 
 
 def test_the_standard_library_is_prepared_without_its_tests(tmp_path):
-    folder = prepare(DataConfig(cache=str(tmp_path / "cache")), BYTE, quiet=True)
+    folder = prepare(DataConfig(cache=str(tmp_path / "cache")), BYTE)
     dataset = open_dataset(folder)
     documents = documents_of(dataset.train) + documents_of(dataset.val)
     assert Path(os.__file__).read_bytes() in documents
@@ -330,8 +328,8 @@ def test_preparing_needs_no_torch():
 def test_tinyshakespeare_splits_at_a_line():
     if not SHAKESPEARE.exists():
         pytest.skip(f"{SHAKESPEARE} is not there")
-    corpus = prepare_module.scan(DataConfig("text", str(SHAKESPEARE)))
-    prepare_module.split(corpus, 0.05)
+    corpus = corpora.scan([str(SHAKESPEARE)], "text", "")
+    corpus.split(0.05)
     assert corpus.cut == (0, 1_059_636)
     assert SHAKESPEARE.read_bytes()[1_059_635:1_059_636] == b"\n"
 
@@ -415,7 +413,7 @@ def test_a_full_disk_is_named_and_nothing_is_left_on_it(make, corpus, tmp_path, 
     def full(self, ids):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Writer, "append", full)
+    monkeypatch.setattr(Writer, "write", full)
     with pytest.raises(OSError, match=r"could not be written to .*cache \(No space left on device\): free some space"):
         make(corpus)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -707,7 +705,7 @@ def test_only_our_own_leftovers_are_removed_from_the_cache(corpus, tmp_path):
     (tmp_path / "cache" / "precious.tmp").mkdir(parents=True)
     for source in prepare_module.PREPARED:
         (tmp_path / "cache" / f"{source}-byte-0123456789ab.tmp").mkdir()
-    prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "cache")), TokenizerConfig(), quiet=True)
+    prepare(DataConfig("text", str(corpus), cache=str(tmp_path / "cache")), TokenizerConfig())
     assert [path.name for path in (tmp_path / "cache").glob("*.tmp")] == ["precious.tmp"]
 
 

@@ -45,7 +45,7 @@ def make(tmp_path):
 
     def make(path: Path | str, tokenizer: TokenizerConfig = BYTE, **options: object) -> Path:
         data = DataConfig("text", str(path), cache=str(tmp_path / "cache"), **options)
-        return prepare.prepare(data, tokenizer, quiet=True)
+        return prepare.prepare(data, tokenizer)
 
     return make
 
@@ -214,7 +214,7 @@ def pipe(content: bytes, cache: Path, *more: str) -> subprocess.CompletedProcess
         "import sys; from data.prepare import *; from data.tokenizer import TokenizerConfig\n"
         "for kind in ('byte', 'bpe'):\n"
         "    config = TokenizerConfig(kind, 270 if kind == 'bpe' else None)\n"
-        "    print(prepare(DataConfig('text', '-', cache=sys.argv[1]), config, quiet=True))"
+        "    print(prepare(DataConfig('text', '-', cache=sys.argv[1]), config))"
     )
     return subprocess.run([sys.executable, "-c", code, cache], cwd=ROOT, input=content, capture_output=True)
 
@@ -307,7 +307,7 @@ def test_the_number_of_threads_changes_nothing(make, tmp_path, monkeypatch):
     for threads in (1, 2, 7):
         monkeypatch.setattr(prepare, "THREADS", threads)
         data = DataConfig("text", str(tmp_path / "a.jsonl"), cache=str(tmp_path / f"{threads}"))
-        folder = prepare.prepare(data, TokenizerConfig("bpe", 300), quiet=True)
+        folder = prepare.prepare(data, TokenizerConfig("bpe", 300))
         found.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert found[0] == found[1] == found[2]
 
@@ -319,7 +319,7 @@ from data.tokenizer import TokenizerConfig
 prepare.THREADS = 2
 def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 before = peak()
-prepare.prepare(prepare.DataConfig("text", sys.argv[1], cache=sys.argv[2]), TokenizerConfig("byte"), quiet=True)
+prepare.prepare(prepare.DataConfig("text", sys.argv[1], cache=sys.argv[2]), TokenizerConfig("byte"))
 print(peak() - before)
 """
 
@@ -343,7 +343,7 @@ def test_a_tokenizer_learns_from_an_even_share_of_a_large_corpus(make, tmp_path,
     write_jsonl(tmp_path / "a.jsonl", documents)
     learnt = []
     monkeypatch.setattr(prepare, "build", lambda config, texts: learnt.extend(texts) or build(BYTE, ()))
-    monkeypatch.setattr(prepare, "LEARN", 1000)
+    monkeypatch.setattr("data.corpus.LEARN", 1000)
     make(tmp_path / "a.jsonl", TokenizerConfig("bpe", 258))
     assert abs(sum(map(len, learnt)) - 1000) < 10
     numbers = [int(text.split()[1]) for text in learnt]
@@ -357,7 +357,7 @@ def test_a_full_token_file_is_followed_by_another(make, tmp_path, monkeypatch):
     whole = open_dataset(make(tmp_path / "a.jsonl"))
     monkeypatch.setattr(shards, "MOST_TOKENS", 1000)
     data = DataConfig("text", str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache2"))
-    folder = prepare.prepare(data, BYTE, quiet=True)
+    folder = prepare.prepare(data, BYTE)
     parts = open_dataset(folder)
     assert len(list(folder.glob("train*.bin"))) == -(-len(whole.train) // 1000) > 10
     assert np.array_equal(parts.train[:], whole.train)
@@ -628,7 +628,7 @@ def test_shakespeare_trains_and_samples(train_and_sample, shakespeare):
 def test_shakespeare_is_split_as_nanogpt_does_to_the_nearest_line(shakespeare, tmp_path, call):
     assert "val_fraction: 0.1" in (ROOT / "conf/data/shakespeare.yaml").read_text(encoding="utf-8")
     data = DataConfig("shakespeare", url=shakespeare, val_fraction=0.1, cache=str(tmp_path / "cache"))
-    train_text, val_text = texts(prepare.prepare(data, BYTE, quiet=True))
+    train_text, val_text = texts(prepare.prepare(data, BYTE))
     assert train_text + val_text == VERSES
     theirs = int(0.9 * len(VERSES))
     assert 0 <= len(train_text) - theirs <= VERSES[theirs:].index("\n") + 1
