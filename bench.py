@@ -74,7 +74,8 @@ from pathlib import Path
 
 from data.text import counted
 from lab.decode import race_decode
-from lab.race import DTYPES, IMPLS, Case, pictures, race
+from lab.entrants import IMPLS, Case
+from lab.race import DTYPES, pictures, race
 from lab.roofline import roofline
 from lab.steps import CASES, by_length, train
 from lab.traffic import traffic

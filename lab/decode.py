@@ -7,7 +7,6 @@ Attention of one token reads each key and value once and computes little. So its
 measure is a copy of as many bytes: half of them read, half written.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.problem import Problem
+from lab.files import Results
 from lab.meter import median_ms
-from lab.race import append, results_in
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from sampling.cache import PAGE, decode, has_decode_kernel
 from sampling.generate import Sampler, generate, run_prompts
-from training.machine import DTYPES, about, pick_dtype
+from training.machine import DTYPES, pick_dtype
 
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "B", "H", "H_kv", "D", "T_k", "name", "ms"]
 COLUMNS += ["gb_per_s", "of_copy", "tokens_per_s"]
@@ -46,11 +45,9 @@ def race_decode(device: torch.device, out: Path) -> None:
     Raises ValueError for a decode.csv of other columns, RuntimeError if the kernel is wrong.
     """
     dtype = DTYPES[pick_dtype("auto", device)]
-    results = results_in(out, "decode.csv", COLUMNS)
-    facts = {key: value for key, value in about(device).items() if key in COLUMNS} | {"dtype": str(dtype)[6:]}
-    print(f"{facts['device']}, {facts['dtype']}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
+    results = Results(out, "decode.csv", COLUMNS)
+    results.begin(device, str(dtype)[6:])
     shapes = SHAPES if device.type == "cuda" else SMALL
-    rows = []
     found = [attention_rows(name, shape, dtype, device) for name, shape in shapes.items()]
     if device.type == "cuda":
         found += [token_rows(name, T, dtype, device) for name, T in LENGTHS.items()]
@@ -58,9 +55,8 @@ def race_decode(device: torch.device, out: Path) -> None:
         share = f"{row['of_copy']:8.1%} of copy" if "of_copy" in row else ""
         speed = f"{row['gb_per_s']:10.1f} GB/s" if "gb_per_s" in row else f"{row['tokens_per_s']:10,} tok/s"
         print(f"  {row['case']:16}{row['name']:10}{row['ms']:10.4f} ms{speed}{share}", flush=True)
-        rows.append(facts | row)
-        append(results, [rows[-1]], COLUMNS)
-    print(json.dumps({"results": str(results), "rows": rows}))
+        results.append([row])
+    results.end()
 
 
 def attention_rows(

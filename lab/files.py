@@ -1,9 +1,57 @@
-"""Writes result files, and turns results into plain JSON values."""
+"""Writes result files: the tables of the benches, and plain JSON values."""
 
+import csv
+import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+
+from training.machine import about
+
+ROUNDED = ("ms", "tflops", "peak_mib")  # to four digits in a table
+
+
+class Results:
+    """A bench's rows, and the CSV file in the folder `out` to which it appends them.
+
+    Makes the folder, and raises ValueError for a file of other columns: both before anything is measured.
+    """
+
+    def __init__(self, out: Path, name: str, columns: Sequence[str]):
+        self.path, self.columns = out / name, columns
+        self.facts: dict[str, Any] = {}  # cells of every row
+        self.rows: list[dict[str, Any]] = []
+        out.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            with open(self.path, newline="", encoding="utf-8") as file:
+                if next(csv.reader(file), columns) != columns:  # from another version; rows would not fit its header
+                    raise ValueError(
+                        f"{self.path} has other columns than this bench writes; move it away or use another out="
+                    )
+
+    def begin(self, device: torch.device, dtype: str) -> None:
+        """Prints what is measured on, and puts it in every row."""
+        self.facts = about(device) | {"dtype": dtype}
+        print("{device}, {dtype}, torch {torch}, triton {triton}".format(**self.facts), flush=True)
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Appends rows at once: a bench that is cut short keeps what it has. Leaves out cells that have no column."""
+        rows = [{key: row[key] for key in self.columns if key in row} for row in (self.facts | row for row in rows)]
+        self.rows += rows
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns)
+            if not file.tell():
+                writer.writeheader()
+            for row in rows:
+                writer.writerow(row | {key: f"{row[key]:.4g}" for key in ROUNDED if row.get(key) is not None})
+
+    def end(self, **more: Any) -> None:
+        """Prints where the rows are, and the rows, as one line of JSON."""
+        print(json.dumps({"results": str(self.path), **more, "rows": self.rows}))
 
 
 def write(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 # A private name, but PyTorch's guide "Extending PyTorch" points to it, and there is no public one.
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from training.machine import is_out_of_memory
 
 # What the kernels of a step (on a CPU: torch's ops) are for, by words in their names. The first that matches counts: a
 # kernel that a compiler has fused is named after all of its ops. So the softmax of a naive attention counts as loss.
@@ -28,33 +31,36 @@ PARTS = {
 }
 
 
-def peak_bytes(action: Callable, device: torch.device) -> int:
-    """The peak memory of action() in bytes, beyond what was allocated before."""
-    if device.type != "cuda":
-        with PeakBytes() as counted:
-            action()
-        return counted.peak
-    action()  # compiles, and allocates workspaces that stay
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def ms_of(action: Callable[[], object], device: torch.device) -> float:
+    """The time of action() in ms, from an idle device to an idle device; on a GPU by the GPU's clock."""
+    wait(device)
+    cuda, started = device.type == "cuda", time.perf_counter()
+    if cuda:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
     action()
-    return torch.cuda.max_memory_allocated(device) - before
+    if cuda:
+        last.record()
+    wait(device)
+    return first.elapsed_time(last) if cuda else (time.perf_counter() - started) * 1e3
 
 
-def median_ms(action: Callable, device: torch.device) -> float:
+def median_ms(action: Callable[[], object], device: torch.device) -> float:
     """The median time of action() in ms, after a warm-up. On a GPU: of 5 to 100 runs, about 0.1 s. Elsewhere: of at
     least three runs and 0.1 s."""
     if device.type == "cuda":
         return statistics.median(gpu_times(action, device))
     action()
-    seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < 0.1:
-        started = time.perf_counter()
-        action()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds) * 1e3
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < 100:
+        times.append(ms_of(action, device))
+    return statistics.median(times)
 
 
 def gpu_times(action: Callable, device: torch.device) -> list[float]:
@@ -95,8 +101,7 @@ def profiled(action: Callable[[], object], times: int, device: torch.device) -> 
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(times):
             action()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
+        wait(device)
     if cuda:  # a range that torch has named is no kernel
         kernels = [e for e in seen.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
         return [(e.key, e.self_device_time_total / 1e3 / times) for e in kernels]
@@ -113,6 +118,54 @@ def where(spent: Iterable[tuple[str, float]], ms: float) -> dict[str, float]:
     for name, part_ms in spent:
         parts[next((part for part, words in PARTS.items() if re.search(words, name.lower())), "rest")] += part_ms
     return parts | {"idle": max(0.0, ms - sum(parts.values()))}
+
+
+class OutOfMemory(ValueError):
+    """Memory ran out."""
+
+
+@contextmanager
+def memory_for(what: str, way_out: str) -> Iterator[None]:
+    """OutOfMemory, in one line, if memory runs out inside this context."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(f"out of memory with {what}; {way_out}") from error
+
+
+def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
+    """The peak memory of action() in bytes, beyond what was allocated before."""
+    if device.type == "cuda":
+        action()  # compiles, and allocates workspaces that stay
+    with peak_of(device) as counted:
+        action()
+    return counted.peak
+
+
+def peak_of(device: torch.device) -> "PeakBytes | GpuPeak":
+    """A context that counts the peak memory of what is made inside it: its `peak`, in bytes, beyond what was there."""
+    return GpuPeak(device) if device.type == "cuda" else PeakBytes()
+
+
+class GpuPeak:
+    """Counts by the allocator of a CUDA device. On another device it counts nothing."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.cuda = device, device.type == "cuda"
+        self.peak = self.alive = 0  # bytes; alive: at the end
+
+    def __enter__(self):
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def __exit__(self, *_):
+        if self.cuda:
+            self.alive = torch.cuda.memory_allocated(self.device) - self.before
+            self.peak = torch.cuda.max_memory_allocated(self.device) - self.before
 
 
 class PeakBytes(TorchDispatchMode):

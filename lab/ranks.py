@@ -14,51 +14,38 @@ data parallel the first one also makes a step with as many passes as each of the
 Shapes: B sequences of a pass, T tokens in each.
 """
 
-import gc
+import itertools
 import json
 import os
-import statistics
 import sys
-import time
 from argparse import ArgumentParser
-from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from data.loader import Batch
 from data.text import counted
-from lab.peer import LR
-from lab.race import append, results_in
-from lab.steps import begin, gpt2, wait
+from lab.steps import FACTS, SIZES, Case, Side, begin, enter, gpt2, in_turn, measured, random_batch, step_of
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from parallel.processes import ALONE, ParallelConfig, Ranks, bytes_sent, divide, join, launched, own_device
 from training.machine import pick_device
-from training.optimizer import OptimizerConfig, build_optimizers
-from training.record import Report
-from training.step import TrainStep, choose_way
 
 # A row is a side: as many ranks as share the step, each with so many passes. linear: the time of one process for the
 # same step, divided by the ranks and by the time of this side; own: the same beside one process with the passes of one
-# rank. Medians of the turns. sent_mb: what a rank sends in a step, by parallel/processes.py's formula.
-COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "attention", "n_layer", "C", "H", "V", "T", "B"]
-COLUMNS += ["ranks", "context", "passes", "how", "ms", "fastest", "slowest", "tokens_per_s"]
-COLUMNS += ["peak_gib", "sent_mb", "linear", "own"]
+# rank. Medians of the turns. sent_mb: what a rank sends in a step, by bytes_sent().
+COLUMNS = [*FACTS, "attention", *SIZES, "ranks", "context", "passes", "how", "ms", "fastest", "slowest"]
+COLUMNS += ["tokens_per_s", "peak_gib", "sent_mb", "linear", "own"]
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(Case):
     """A model and how ranks share its steps."""
 
-    model: GPTConfig
-    B: int
     passes: int = 1  # of each rank
     context: bool = False  # whether all ranks share each sequence
     compile: str = "auto"
@@ -92,28 +79,16 @@ CASES = {
 }
 
 
-class Side(NamedTuple):
-    """How a step is made, and by whom."""
-
-    ranks: Ranks
-    passes: int  # of each rank
-    step: Callable[[], None]  # may return before the GPU has made it
-    how: str
-    held: float  # bytes that stay between its steps
-    peaks: list[float]  # bytes, of its first steps and of each turn
-
-
 def race_ranks(names: list[str], ranks: Ranks, *, alone: bool, device: torch.device, out: Path) -> None:
     """Times each case's sides, prints them, and appends the rows to ranks.csv in the folder `out`.
 
     names: from CASES. ranks: as join() gives them. alone: whether the first process makes the step by itself too.
     """
-    results = results_in(out, "ranks.csv", COLUMNS)
-    facts, autocast = begin(device)
+    results, autocast = begin(device, out, "ranks.csv", COLUMNS)
     model: GPT | None = None  # the last case's, if this one has it too: to compile one takes longer than to time it
     for name in names:
         case = CASES[name]
-        ring = case.ring or (case.context and case.model.n_head % ranks.size > 0)  # which wants the scores' log-sum-exp
+        ring = case.ring or (case.context and case.model.n_head % ranks.size > 0)
         dtype = getattr(autocast, "fast_dtype", torch.float32)  # of the products
         attention = resolve(AttentionConfig(case.impl), device.type, lse=ring, model=case.model, dtype=dtype)
         if model is None or (model.config, model.attention_config) != (case.model, attention):
@@ -121,129 +96,66 @@ def race_ranks(names: list[str], ranks: Ranks, *, alone: bool, device: torch.dev
             torch.manual_seed(0)
             model = GPT(case.model, attention).to(device)
         for row in rows_of(case, model, ranks, alone, autocast, device):
-            row = facts | {"case": name} | row
-            print(json.dumps(row), flush=True)
-            append(results, [{key: row.get(key) for key in COLUMNS}], COLUMNS)
+            results.append([{"case": name} | row])
+            print(json.dumps(results.rows[-1]), flush=True)
 
 
 def rows_of(
-    case: Shared, model: GPT, ranks: Ranks, alone: bool, autocast: AbstractContextManager, device: torch.device
+    case: Shared, model: GPT, everyone: Ranks, alone: bool, autocast: AbstractContextManager, device: torch.device
 ) -> list[dict[str, Any]]:
     """The rows of a case."""
-    config, size = case.model, ranks.size
+    config, size = case.model, everyone.size
     shared = SimpleNamespace(
-        batch_size=case.B, device=str(device.type), model=replace(config, n_kv_head=config.n_kv_head or config.n_head),
+        batch_size=case.B, device=device.type, model=replace(config, n_kv_head=config.n_kv_head or config.n_head),
         parallel=ParallelConfig(context=size if case.context else 1), length_at=lambda step: config.context_length,
         attention=model.attention_config,
     )  # fmt: skip
     passes = case.passes * (1 if case.context else size)
-    divided, rows, own = divide(ranks, shared, passes)
+    divided, rows, own = divide(everyone, shared, passes)
     assert rows == case.B, "each rank has passes of its own"
     divided = replace(divided, part=divided.part._replace(ring=divided.part.ring or case.ring))
     layouts = [(divided, own)]
     if alone:
         layouts += [(ALONE, passes)] + ([] if case.context else [(ALONE, own)])
-    sides = [enter(case, model, layout, n, ranks, autocast, device) for layout, n in layouts]
-    times: list[list[float]] = [[] for _ in sides]
-    for _ in range(case.rounds):
-        for side, ms in zip(sides, times, strict=True):
-            ms.append(turn(side, case.steps, ranks, device))
-    if not ranks.first:
+    sides = [side_of(case, model, *layout, everyone, autocast, device) for layout in layouts]
+    times = in_turn(sides, device, case.steps, case.rounds)
+    if not everyone.first:
         return []
-    medians = [statistics.median(ms) for ms in times]
-    found = [row_of(case, model, side, ms, device) for side, ms in zip(sides, times, strict=True)]
-    for key, one, divisor in zip(("linear", "own"), medians[1:], (size, 1), strict=False):
-        found[0][key] = round(one / divisor / medians[0], 4)
+    found = [row_of(case, model, *of_side, device) for of_side in zip(sides, layouts, times, strict=True)]
+    for key, one, divisor in zip(("linear", "own"), found[1:], (size, 1), strict=False):
+        found[0][key] = round(one["ms"] / divisor / found[0]["ms"], 4)
     return found
 
 
-def row_of(case: Shared, model: GPT, side: Side, ms: list[float], device: torch.device) -> dict[str, Any]:
-    """The row of a side. ms: a step, in each turn."""
-    config, ranks, median = case.model, side.ranks, statistics.median(ms)
-    tokens = side.passes * case.B * config.context_length * ranks.size // ranks.part.ranks
-    row: dict[str, Any] = {"attention": model.attention_config.impl, "n_layer": config.n_layer}
-    row |= {"C": config.n_embd, "H": config.n_head, "V": config.vocab_size}
-    row |= {"T": config.context_length, "B": case.B, "ranks": ranks.size, "context": ranks.part.ranks}
-    row |= {"passes": side.passes, "how": side.how, "tokens_per_s": round(tokens / median * 1e3)}
-    times = {"ms": median, "fastest": min(ms), "slowest": max(ms), "peak_gib": max(side.peaks) / 2**30}
-    if ranks.size > 1:
-        width = 2 if device.type == "cuda" else 4
-        times["sent_mb"] = sum(bytes_sent(ranks, model, tokens, width, side.passes)) / 1e6
-    return row | {key: round(x, 3) for key, x in times.items()}
-
-
-def enter(
+def side_of(
     case: Shared, model: GPT, ranks: Ranks, passes: int, everyone: Ranks,
     autocast: AbstractContextManager, device: torch.device,
 ) -> Side:  # fmt: skip
-    """Makes a side and its first steps. A step of one process is made by the first one; the others wait."""
-    way, _ = choose_way(case.compile, device, model.attention_config, case.model)
-    settings = OptimizerConfig()
-    started = time.perf_counter()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    before, _ = memory(device, reset=True)  # what other sides hold does not count, but for the weights
+    """A side after its first steps. Its memory is beyond that of other sides; the weights, which all share, count."""
+    batch = random_batch(case, (passes, case.B), torch.Generator().manual_seed(1 + ranks.turn), device)
+    first = [batch.each(lambda x: x[..., : case.warm_up_T].contiguous())] * case.warm_up
+    name = f"{counted(ranks.size, 'rank')}, {counted(passes, 'pass', 'passes')}:"
+    make = partial(step_of, model, case.compile, autocast, device, ranks)
+    side = enter(name, make, itertools.repeat(batch), device, first, ranks, everyone)
+    assert side is not None
     weights = sum(p.nbytes for p in model.parameters())
-    train_step = TrainStep(
-        model, model, build_optimizers(model, settings), torch.amp.GradScaler(device.type, enabled=False), autocast,
-        way=way, grad_clip=settings.grad_clip, z_loss=0.0, stop_on_nan=True, ranks=ranks,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(1 + ranks.turn)
-    window = torch.randint(
-        case.model.vocab_size or 1, (passes, case.B, case.model.context_length + 1), generator=generator
-    )
-    batch = Batch(window[..., :-1].contiguous(), window[..., 1:].contiguous(), None)
-    if device.type == "cuda":
-        batch = batch.each(Tensor.pin_memory)
-    sent: deque[Report] = deque()
-
-    def step(batch: Batch = batch) -> None:
-        sent.append(train_step(batch, LR, 0.0))
-        ranks.hear([], 0.0, 0)  # as train.py's loop
-        while sent and (len(sent) > train_step.ahead or (ranks.size == 1 and sent[0].arrived())):
-            assert not sent.popleft().numbers().stopped
-
-    if ranks.size > 1 or everyone.first:
-        for _ in range(case.warm_up):
-            step(batch.each(lambda x: x[..., : case.warm_up_T].contiguous()))
-        wait(device)
-    everyone.wait()
-    held, peak = (x - before + weights for x in memory(device))
-    said = f"{counted(ranks.size, 'rank')}, {counted(passes, 'pass', 'passes')}"
-    print(f"  {said}: ready in {time.perf_counter() - started:.0f} s", flush=True)
-    return Side(ranks, passes, step, way, held, [peak])
+    side.peak, side.alive = side.peak + weights, side.alive + weights
+    return side
 
 
-def memory(device: torch.device, reset: bool = False) -> tuple[int, int]:
-    """The bytes of GPU memory that tensors take, and their peak since the last reset; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0, 0
-    if reset:
-        torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-
-
-def turn(side: Side, steps: int, everyone: Ranks, device: torch.device) -> float:
-    """ms a step over `steps` steps, from an idle device to an idle device; on a GPU by the GPU's clock."""
-    everyone.wait()
-    ms = 0.0
-    if side.ranks.size > 1 or everyone.first:
-        wait(device)
-        before, _ = memory(device, reset=True)
-        cuda, started = device.type == "cuda", time.perf_counter()
-        if cuda:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-        for _ in range(steps):
-            side.step()
-        if cuda:
-            last.record()
-        wait(device)
-        ms = (first.elapsed_time(last) if cuda else (time.perf_counter() - started) * 1e3) / steps
-        side.peaks.append(memory(device)[1] - before + side.held)
-    everyone.wait()
-    return ms
+def row_of(
+    case: Shared, model: GPT, side: Side, layout: tuple[Ranks, int], ms: list[float], device: torch.device
+) -> dict[str, Any]:
+    """The row of a side. layout: its ranks and the passes of each. ms: a step, in each turn."""
+    ranks, passes = layout
+    tokens = passes * case.tokens * ranks.size // ranks.part.ranks
+    row = {"attention": model.attention_config.impl, "ranks": ranks.size, "context": ranks.part.ranks}
+    row |= case.cells() | {"passes": passes, "how": side.how} | measured(ms, tokens, side.peak)
+    row |= {"fastest": round(min(ms), 3), "slowest": round(max(ms), 3)}
+    if ranks.size > 1:
+        width = 2 if device.type == "cuda" else 4
+        row["sent_mb"] = round(sum(bytes_sent(ranks, model, tokens, width, passes)) / 1e6, 3)
+    return row
 
 
 def main(names: list[str], alone: bool, out: Path) -> None:

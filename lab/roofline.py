@@ -5,7 +5,6 @@ fewer FLOPs per byte than the ratio of the two waits for the memory. Both limits
 and by a copy.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
 from lab.charts import LOOKS
+from lab.entrants import Case
+from lab.files import Results
 from lab.meter import median_ms, tensors_in
-from lab.race import Case, append, results_in
 from model.attention import AttentionConfig, attention, triton_refusal
-from training.machine import DTYPES, about
+from training.machine import DTYPES
 
 # A row is one operation of naive in the order of its calls, or a whole: a copy, a product, naive, tiled, triton, sdpa.
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "causal", "B", "H", "T", "D", "name", "part", "gflop"]
@@ -58,10 +58,9 @@ def row_of(name: str, part: str, flops: float, moved: int, ms: float) -> dict[st
 def roofline(case: Case, *, dtype: str, device: torch.device, out: Path) -> None:
     """Prints a table, writes roofline.csv and roofline.png into the folder `out`. One forward of naive, its operations
     one by one, then the others in one piece. Raises ValueError for a roofline.csv with other columns."""
-    results = results_in(out, "roofline.csv", COLUMNS)
-    facts = {key: value for key, value in about(device).items() if key in COLUMNS}
-    facts |= {"dtype": dtype, "causal": case.causal, "B": case.B, "H": case.H, "T": case.T, "D": case.D}
-    print(f"{facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
+    results = Results(out, "roofline.csv", COLUMNS)
+    results.begin(device, dtype)
+    results.facts |= {"causal": case.causal, "B": case.B, "H": case.H, "T": case.T, "D": case.D}
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = torch.randn(3, case.B, case.H, case.T, case.D, dtype=DTYPES[dtype], device=device, generator=generator)
     with torch.no_grad():
@@ -81,10 +80,9 @@ def roofline(case: Case, *, dtype: str, device: torch.device, out: Path) -> None
         if row["mb"] > max(row["mb"] for row in timed.rows) / 100:  # the others are about rows, not tables
             numbers = "".join(f"{row[key]:10.3g}" for key in ("gflop", "mb", "ms", "gb_per_s", "tflop_per_s"))
             print(f"{row['name']:16}{row['part']:10}{numbers}", flush=True)
-    rows = [facts | {key: float(f"{x:.6g}") if isinstance(x, float) else x for key, x in row.items()} for row in rows]
-    append(results, rows, COLUMNS)
-    draw(rows, out / "roofline.png")
-    print(json.dumps({"results": str(results), "rows": rows}))
+    results.append([{key: float(f"{x:.6g}") if isinstance(x, float) else x for key, x in row.items()} for row in rows])
+    draw(results.rows, out / "roofline.png")
+    results.end()
 
 
 def limit(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

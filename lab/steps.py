@@ -3,46 +3,48 @@
     python bench.py mode=train      ours and a plain GPT-2's, in turn in one process
     python bench.py mode=length     ours at several lengths, with each of our implementations of attention
 
-Shapes: B sequences, T tokens in each, C model width, H heads, V vocabulary.
-
 Both sides of a pair have the same model, batches, optimizer settings and precision. They differ only in how a step is
-made.
+made. lab/ranks.py times several processes beside one.
+
+Shapes: B sequences, T tokens in each, C model width, H heads, V vocabulary.
 """
 
 import gc
 import itertools
-import json
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.loader import Batch
-from lab.meter import PeakBytes, profiled, where
+from data.text import counted
+from lab.files import Results
+from lab.meter import GpuPeak, ms_of, peak_of, profiled, wait, where
 from lab.peer import LR, PlainGPT, load, plain, theirs
-from lab.race import append, results_in
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
-from training.machine import about, is_out_of_memory, keep_memory, pick_dtype
+from parallel.processes import ALONE, Ranks
+from training.machine import is_out_of_memory, keep_memory, pick_dtype, set_precision
 from training.optimizer import OptimizerConfig, build_optimizers
 from training.record import Report
 from training.step import TrainStep, choose_way
 
-# A row is a whole step of one side (part: step) or a part of ours. speed: of our step relative to the other side's, the
-# median of the turns; slowest and fastest: in the worst and the best turn.
-COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "n_layer", "C", "H", "V", "T", "B", "bias"]
-COLUMNS += ["dropout_p", "name", "how", "part", "ms", "tokens_per_s", "peak_gib", "speed", "slowest", "fastest"]
+FACTS = ["commit", "device", "torch", "triton", "dtype", "case"]
+SIZES = ["n_layer", "C", "H", "V", "T", "B"]
 # A row of mode=length. ms, tokens_per_s and peak_gib are empty if memory ran out.
-OF_LENGTHS = [name for name in COLUMNS if name not in ("part", "speed", "slowest", "fastest")]
+OF_LENGTHS = [*FACTS, *SIZES, "bias", "dropout_p", "name", "how", "ms", "tokens_per_s", "peak_gib"]
+# A row of mode=train is a whole step of one side (part: step) or a part of ours. speed: of our step relative to the
+# other side's, the median of the turns; slowest and fastest: in the worst and the best turn.
+COLUMNS = [*OF_LENGTHS[:-3], "part", *OF_LENGTHS[-3:], "speed", "slowest", "fastest"]
 WARM_UP = 5  # steps before the first turn; the first one compiles
 ROUNDS = 5  # turns of each side
 TURN = 0.5  # seconds of a turn of the slower side, about
@@ -59,14 +61,14 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step of one pass."""
         return self.B * self.model.context_length
 
     def cells(self) -> dict[str, Any]:
         """The case as cells of a row."""
         config = self.model
-        sizes = {"n_layer": config.n_layer, "C": config.n_embd, "H": config.n_head, "V": config.vocab_size}
-        return sizes | {"T": config.context_length, "B": self.B, "bias": config.bias, "dropout_p": config.dropout_p}
+        numbers = (config.n_layer, config.n_embd, config.n_head, config.vocab_size, config.context_length, self.B)
+        return dict(zip(SIZES, numbers, strict=True)) | {"bias": config.bias, "dropout_p": config.dropout_p}
 
 
 def gpt2(T: int) -> Case:
@@ -92,17 +94,28 @@ LONG = {
     "long_laptop": replace(LLAMA, n_layer=4, n_head=4, n_kv_head=2, n_embd=128),
     "long_16k": replace(LLAMA, n_layer=8, n_head=8, n_kv_head=8, n_embd=512, dropout_p=0.2),
 }
+Step = Callable[[Batch], None]  # makes one update
 
-Step = Callable[[Batch], None]  # makes one update; may return before the GPU has made it
 
-
-class Side(NamedTuple):
-    """One side of a pair, after its first steps."""
+@dataclass
+class Side:
+    """One side of a comparison."""
 
     name: str
     how: str  # how its steps run, in words
-    step: Step
-    peak: float  # bytes
+    step: Callable[[], None]  # makes one update with its next batch; may return before the GPU has made it
+    peak: float  # bytes in its first steps and its turns, beyond what was there before
+    alive: float = 0.0  # bytes that stay between its steps
+    ranks: Ranks = ALONE  # that make the step together
+    everyone: Ranks = ALONE  # who wait for them
+
+    @property
+    def here(self) -> bool:
+        """Whether this process has a part in it. A step of one process is made by the first one."""
+        return self.ranks.size > 1 or self.everyone.first
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
 
 
 def train(
@@ -118,19 +131,14 @@ def train(
     for name in names:  # refused before anything is measured
         resolve(AttentionConfig(impl, dropout_p=CASES[name].attention_p), device.type)
     module = None if peer is None else load(Path(peer))
-    results = results_in(out, "steps.csv", COLUMNS)
-    facts, autocast = begin(device)
-
-    rows = []
+    results, autocast = begin(device, out, "steps.csv", COLUMNS)
     for name in names:
         case = CASES[name] if bias is None else replace(CASES[name], model=replace(CASES[name].model, bias=bias))
         print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in case.cells().items()), flush=True)
         for measured in pair(case, impl, module, autocast, device):
-            row = facts | {"case": name} | case.cells() | measured
-            show(row)
-            append(results, [row], COLUMNS)
-            rows.append(row)
-    print(json.dumps({"results": str(results), "rows": rows}))
+            show(measured)
+            results.append([{"case": name} | case.cells() | measured])
+    results.end()
 
 
 def by_length(lengths: list[int], impls: list[str] | None, *, tokens: int, device: torch.device, out: Path) -> None:
@@ -140,40 +148,35 @@ def by_length(lengths: list[int], impls: list[str] | None, *, tokens: int, devic
     On a GPU the model is that of experiment=long_16k, elsewhere that of experiment=long_laptop.
     Raises ValueError for an attention that cannot run, or a lengths.csv of other columns.
     """
+    cuda = device.type == "cuda"
     for impl in impls or []:
         resolve(AttentionConfig(impl), device.type)
-    impls = impls or ["naive", "tiled", "sdpa", *(["triton"] if device.type == "cuda" else [])]
-    results = results_in(out, "lengths.csv", OF_LENGTHS)
-    facts, autocast = begin(device)
-    name = "long_16k" if device.type == "cuda" else "long_laptop"
-    rows = []
+    impls = impls or ["naive", "tiled", "sdpa", *(["triton"] if cuda else [])]
+    results, autocast = begin(device, out, "lengths.csv", OF_LENGTHS)
+    name = "long_16k" if cuda else "long_laptop"
     for T, impl in itertools.product(lengths, impls):
-        if device.type == "cuda":
+        if cuda:
             torch._dynamo.reset()
         case = Case(replace(LONG[name], context_length=T), max(1, tokens // T))
         batches = itertools.cycle(some_batches(case, device))
         side = enter(impl, partial(ours, case, impl, autocast, device), batches, device)
-        row = facts | {"case": name} | case.cells() | {"name": impl, "how": "out of memory"}
+        row = {"case": name} | case.cells() | {"name": impl, "how": "out of memory"}
         if side is not None:
-            ms = statistics.median(in_turn([side], batches, device)[0])
-            row |= {"how": side.how, "ms": ms, "tokens_per_s": round(case.tokens / ms * 1e3)}
-            row |= {"peak_gib": round(side.peak / 2**30, 3)}
+            row |= {"how": side.how} | measured(in_turn([side], device)[0], case.tokens, side.peak)
             print(f"  T={T:<8}", end="")
             show(row | {"part": "step"})
-        append(results, [row], OF_LENGTHS)
-        rows.append(row)
+        results.append([row])
         del side  # its memory is free before the next one is made
-    print(json.dumps({"results": str(results), "rows": rows}))
+    results.end()
 
 
-def begin(device: torch.device) -> tuple[dict[str, Any], AbstractContextManager]:
-    """Prints what is measured on. Returns it as cells of a row, and the context in which models compute."""
+def begin(device: torch.device, out: Path, name: str, columns: list[str]) -> tuple[Results, AbstractContextManager]:
+    """Prints what is measured on. Returns the table, and the context in which models compute."""
+    results = Results(out, name, columns)
     keep_memory()
     dtype = pick_dtype("auto", device)
-    torch.set_float32_matmul_precision("high" if dtype == "bf16" else "highest")
-    facts = {key: value for key, value in about(device).items() if key in COLUMNS} | {"dtype": dtype}
-    print(f"{facts['device']}, {dtype}, torch {facts['torch']}, triton {facts['triton']}", flush=True)
-    return facts, torch.autocast(device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
+    results.begin(device, dtype)
+    return results, set_precision(dtype, device)
 
 
 def pair(
@@ -190,11 +193,9 @@ def pair(
 
     makers = {"nanoGPT" if module else "plain": other, "ours": lambda: ours(case, impl, autocast, device)}
     sides = [side for name, make in makers.items() if (side := enter(name, make, batches, device))]
-    times = in_turn(sides, batches, device)
+    times = in_turn(sides, device)
     for side, ms in zip(sides, times, strict=True):
-        median = statistics.median(ms)
-        row: dict[str, Any] = {"name": side.name, "how": side.how, "part": "step", "ms": median}
-        row |= {"tokens_per_s": round(case.tokens / median * 1e3), "peak_gib": round(side.peak / 2**30, 3)}
+        row = {"name": side.name, "how": side.how, "part": "step"} | measured(ms, case.tokens, side.peak)
         if side.name != "ours":
             yield row
             continue
@@ -203,14 +204,14 @@ def pair(
             found = {"speed": statistics.median(speeds), "slowest": min(speeds), "fastest": max(speeds)}
             row |= {key: round(speed, 4) for key, speed in found.items()}
         yield row
-        yield from parts(side, median, batches, device)
+        for part, part_ms in where(profiled(side.step, LOOKS, device), row["ms"]).items():
+            yield {"name": side.name, "how": side.how, "part": part, "ms": part_ms}
 
 
-def parts(side: Side, ms: float, batches: Iterator[Batch], device: torch.device) -> Iterator[dict]:
-    """The rows that say on what a step spends its ms."""
-    spent = profiled(lambda: side.step(next(batches)), LOOKS, device)
-    for part, part_ms in where(spent, ms).items():
-        yield {"name": side.name, "how": side.how, "part": part, "ms": part_ms}
+def measured(ms: list[float], tokens: int, peak: float) -> dict[str, Any]:
+    """The cells of a side's step. ms: in each turn. peak: in bytes."""
+    median = statistics.median(ms)
+    return {"ms": median, "tokens_per_s": round(tokens / median * 1e3), "peak_gib": round(peak / 2**30, 3)}
 
 
 def show(row: dict) -> None:
@@ -223,92 +224,111 @@ def show(row: dict) -> None:
     print(f"{said}  {row['how']}", flush=True)
 
 
+# --- a side ----------------------------------------------------------------------------------------------------------
+
+
 def ours(case: Case, impl: str, autocast: AbstractContextManager, device: torch.device) -> tuple[Step, str]:
-    """The step of train.py, waited for as there, and how it runs."""
+    """The step of train.py, of one pass, and how it runs."""
     dtype = getattr(autocast, "fast_dtype", torch.float32)  # of the products
     asked = AttentionConfig(impl, dropout_p=case.attention_p)
     config = resolve(asked, device.type, model=case.model, dtype=dtype)
-    way, _ = choose_way("auto", device, config, case.model)
-    model = GPT(case.model, config).to(device)
+    step, way = step_of(GPT(case.model, config).to(device), "auto", autocast, device)
+    return lambda batch: step(batch.each(lambda part: part[None])), f"{way}, {config.impl}"
+
+
+def step_of(
+    model: GPT, compile: str, autocast: AbstractContextManager, device: torch.device, ranks: Ranks = ALONE
+) -> tuple[Step, str]:
+    """The step of train.py, waited for as there, and whether it is compiled or recorded. A batch is (passes, B, T)."""
+    way, _ = choose_way(compile, device, model.attention_config, model.config)
     settings = OptimizerConfig()
     train_step = TrainStep(
         model, model, build_optimizers(model, settings), torch.amp.GradScaler(device.type, enabled=False), autocast,
-        way=way, grad_clip=settings.grad_clip, z_loss=0.0, stop_on_nan=True,
+        way=way, grad_clip=settings.grad_clip, z_loss=0.0, stop_on_nan=True, ranks=ranks,
     )  # fmt: skip
     sent: deque[Report] = deque()
 
     def step(batch: Batch) -> None:
-        sent.append(train_step(batch.each(lambda part: part[None]), LR, 0.0))  # a step of one pass
-        while sent and (len(sent) > train_step.ahead or sent[0].arrived()):
+        sent.append(train_step(batch, LR, 0.0))
+        ranks.hear([], 0.0, 0)
+        while sent and (len(sent) > train_step.ahead or (ranks.size == 1 and sent[0].arrived())):
             assert not sent.popleft().numbers().stopped
 
-    return step, f"{way}, {config.impl}"
+    return step, way
 
 
 def enter(
-    name: str, make: Callable[[], tuple[Step, str]], batches: Iterator[Batch], device: torch.device
-) -> Side | None:
-    """Makes one side and takes its first steps; None if memory runs out.
+    name: str, make: Callable[[], tuple[Step, str]], batches: Iterator[Batch], device: torch.device,
+    first: list[Batch] | None = None, ranks: Ranks = ALONE, everyone: Ranks = ALONE,
+) -> Side | None:  # fmt: skip
+    """Makes one side and takes its first steps; None if memory runs out and there is one process.
 
-    Its peak counts from before it is made until after its first steps: a recorded step takes its memory when it is
-    recorded. What was there before, such as the other side's weights, does not count.
+    first: the batches of these steps, if not the first of `batches`. The peak counts from before the side is made until
+    after these steps: a recorded step takes its memory when it is recorded. What was there before, such as the other
+    side's weights, does not count.
     """
+    side = Side(name, "", lambda: step(next(batches)), 0.0, ranks=ranks, everyone=everyone)
+    first = ([*itertools.islice(batches, WARM_UP)] if first is None else first) if side.here else []
     gc.collect()
-    cuda, started = device.type == "cuda", time.perf_counter()
-    if cuda:
+    started = time.perf_counter()
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if cuda else 0
-    counted = PeakBytes()
     try:
-        with nullcontext() if cuda else counted:
-            step, how = make()
-            for batch in itertools.islice(batches, WARM_UP):
+        # PeakBytes cannot look into messages between processes.
+        with peak_of(device) if everyone.size == 1 else GpuPeak(device) as memory:
+            step, side.how = make()
+            for batch in first:
                 step(batch)
             wait(device)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if everyone.size > 1 or not is_out_of_memory(error):
             raise
         print(f"  {name:8} out of memory", flush=True)
         return None
-    print(f"  {name:8} made, with {WARM_UP} steps, in {time.perf_counter() - started:.0f} s", flush=True)
-    return Side(name, how, step, torch.cuda.max_memory_allocated(device) - before if cuda else counted.peak)
+    everyone.wait()
+    said = f"made, with {counted(len(first), 'step')}, in {time.perf_counter() - started:.0f} s"
+    print(f"  {name:8} {said}", flush=True)
+    side.peak, side.alive = memory.peak, memory.alive
+    return side
 
 
-def in_turn(sides: list[Side], batches: Iterator[Batch], device: torch.device) -> list[list[float]]:
-    """ms a step of each side, in each of its turns: A B A B. All turns have the same number of steps."""
-    slower = max((turn(side.step, 2, batches, device) for side in sides), default=1.0)
-    steps = max(2, round(TURN * 1e3 / slower))
-    rounds = [[turn(side.step, steps, batches, device) for side in sides] for _ in range(ROUNDS)]
-    return [list(ms) for ms in zip(*rounds, strict=True)]
+def in_turn(
+    sides: list[Side], device: torch.device, steps: int | None = None, rounds: int = ROUNDS
+) -> list[list[float]]:
+    """ms a step of each side, in each of its turns: A B A B. steps: of each turn; None: TURN seconds of the slower."""
+    if steps is None:
+        slower = max((turn(side, 2, device) for side in sides), default=1.0)
+        steps = max(2, round(TURN * 1e3 / slower))
+    found = [[turn(side, steps, device) for side in sides] for _ in range(rounds)]
+    return [list(ms) for ms in zip(*found, strict=True)]
 
 
-def turn(step: Step, steps: int, batches: Iterator[Batch], device: torch.device) -> float:
-    """ms a step over `steps` steps, from an idle device to an idle device; on a GPU by the GPU's clock."""
-    wait(device)
-    cuda, started = device.type == "cuda", time.perf_counter()
-    if cuda:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-    for batch in itertools.islice(batches, steps):
-        step(batch)
-    if cuda:
-        last.record()
-    wait(device)
-    ms = first.elapsed_time(last) if cuda else (time.perf_counter() - started) * 1e3
-    return ms / steps
+def turn(side: Side, steps: int, device: torch.device) -> float:
+    """ms a step over `steps` steps; 0 on a process that has no part in them."""
 
+    def take() -> None:
+        for _ in range(steps):
+            side.step()
 
-def wait(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    side.everyone.wait()
+    ms = 0.0
+    if side.here:
+        with GpuPeak(device) as memory:
+            ms = ms_of(take, device) / steps
+        side.peak = max(side.peak, side.alive + memory.peak)
+    side.everyone.wait()
+    return ms
 
 
 def some_batches(case: Case, device: torch.device) -> list[Batch]:
-    """Eight batches of random tokens on the host, for a GPU in pinned memory: no side waits for its data."""
+    """Eight batches of random tokens: no side waits for its data."""
     generator = torch.Generator().manual_seed(0)
-    size = (case.B, case.model.context_length + 1)
-    windows = [torch.randint(case.model.vocab_size or 1, size, generator=generator) for _ in range(8)]
-    batches = [Batch(w[:, :-1].contiguous(), w[:, 1:].contiguous(), None) for w in windows]
-    return [batch.each(Tensor.pin_memory) for batch in batches] if device.type == "cuda" else batches
+    return [random_batch(case, (case.B,), generator, device) for _ in range(8)]
+
+
+def random_batch(case: Case, size: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Batch:
+    """Random tokens (*size, T) and the next ones, on the host, for a GPU in pinned memory."""
+    size = (*size, case.model.context_length + 1)
+    window = torch.randint(case.model.vocab_size or 1, size, generator=generator)
+    batch = Batch(window[..., :-1].contiguous(), window[..., 1:].contiguous(), None)
+    return batch.each(Tensor.pin_memory) if device.type == "cuda" else batch

@@ -3,7 +3,9 @@
 import csv
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +14,12 @@ import pytest
 import torch
 
 import bench
-from lab import charts, race
+from lab import charts, entrants, race
 from lab import roofline as lab_roofline
+from lab.entrants import PASSES, Case, attention_of
+from lab.files import Results
 from lab.meter import PeakBytes, peak_bytes
-from lab.race import Case, attempt, attention_of, forward_and_backward, inputs
+from lab.race import attempt, forward_and_backward, inputs
 from lab.traffic import predicted, redraw, words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
@@ -79,19 +83,17 @@ def raced(tmp_path_factory):
     """A small race of naive and tiled beside a peer that has no dropout here, and one that is not here: its folder and
     what it printed."""
     out = tmp_path_factory.mktemp("bench")
-    lines: list[str] = []
     impls = ["naive", "tiled", "sdpa_flash", "sdpa_cudnn"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(race, "print", lambda line, flush=False: lines.append(line), raising=False)
+    with redirect_stdout(StringIO()) as said:
         bench.main(bench.Config(**SMALL | {"lengths": [128, 64], "impls": impls, "tokens": 128, "out": str(out)}))
-    return out, lines
+    return out, said.getvalue().splitlines()
 
 
 def test_every_case_has_a_row_for_each_implementation_and_pass(raced):
     rows = read(raced[0] / "results.csv")
     assert list(rows[0]) == race.COLUMNS
     assert [(row["impl"], row["pass"]) for row in rows[:9]] == [
-        (impl, which) for impl in ("naive", "tiled", "sdpa_flash") for which in race.PASSES
+        (impl, which) for impl in ("naive", "tiled", "sdpa_flash") for which in PASSES
     ]
     shapes = [("64", "2"), ("128", "1")]
     cases = dict.fromkeys((row["dropout_p"], row["causal"], row["T"], row["B"]) for row in rows)
@@ -120,7 +122,7 @@ def test_the_table_has_a_line_for_each_implementation_and_fits_the_screen(raced)
     rows = {(row["T"], row["impl"], row["pass"]): row for row in json.loads(raced[1][-1])["rows"][:18]}
     for line in table:
         T, _, impl, *figures = line.split()
-        passes = [rows[int(T), impl, which] for which in race.PASSES]
+        passes = [rows[int(T), impl, which] for which in PASSES]
         told = [x for passed in passes for x in (passed["ms"], 1e3 * passed["tflops"])]
         fastest = min(rows[int(T), name, "forward+backward"]["ms"] for name in ("naive", "tiled", "sdpa_flash"))
         told += [told[4] / fastest, passes[-1]["peak_mib"]]
@@ -133,7 +135,7 @@ def test_on_a_gpu_the_table_says_the_share_of_the_peak_and_fits_the_screen(monke
     monkeypatch.setattr(race, "print", lambda line, flush=False: lines.append(line), raising=False)
     found = [
         {"pass": which, "ms": 12345.6, "tflops": tflops, "peak_mib": 73728.0}
-        for which, tflops in zip(race.PASSES, (98.9, 494.5, 989.0), strict=True)
+        for which, tflops in zip(PASSES, (98.9, 494.5, 989.0), strict=True)
     ]
     race.show_head(Case(1, 12, 65536, 64, True, 0.0), torch.device("cuda"), 989e12)
     race.show(Case(1, 12, 65536, 64, True, 0.0), {"sdpa_efficient": found}, torch.device("cuda"), 989e12)
@@ -163,7 +165,7 @@ def test_a_second_race_appends_to_the_first_but_not_below_other_columns(tmp_path
     cfg = bench.Config(**SMALL | {"impls": ["naive"], "causal": [True], "dropout_p": [0.0], "out": str(tmp_path)})
     bench.main(cfg)
     bench.main(cfg)
-    assert [row["pass"] for row in read(tmp_path / "results.csv")] == [*race.PASSES] * 2
+    assert [row["pass"] for row in read(tmp_path / "results.csv")] == [*PASSES] * 2
     old = "commit,impl\nabc,naive\n"
     (tmp_path / "results.csv").write_text(old)
     with pytest.raises(ValueError, match="other columns"):
@@ -211,7 +213,7 @@ def test_flops_are_those_of_the_pairs_that_the_mask_shows(rules, causal):
     seen = (j <= i).expand(2, T, T) if causal else torch.ones(2, T, T, dtype=torch.bool)
     seen = seen & ((i - j).abs() < case.window) if case.window else seen
     if case.documents:
-        documents = race.documents_of(case)
+        documents = entrants.documents_of(case)
         seen = seen & (documents[:, :, None] == documents[:, None, :])
     if case.block_mask:
         side = -(-T // len(case.block_mask))
@@ -230,22 +232,24 @@ def test_flex_is_given_the_mask_that_ours_have(rules, causal):
     case = Case(2, 4, 50, 16, causal, 0.0, H_kv=2, **rules)
     q, k, v, _ = (x.detach() for x in inputs(case, CPU, torch.float64))
     assert k.shape == v.shape == (2, 2, 50, 16)
-    mask = race.flex_mask(case, race.documents_of(case), CPU)
+    mask = entrants.flex_mask(case, entrants.documents_of(case), CPU)
     right, tiled = (attention_of(name, case, 16, CPU)(q, k, v) for name in ("naive", "tiled"))
     found = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    seen = race.visible(case.problem(), range(50), range(50), CPU).any(-1)  # flex has other words for a row of nothing
+    seen = entrants.visible(case.problem(), range(50), range(50), CPU).any(
+        -1
+    )  # flex has other words for a row of nothing
     assert float((found - right)[seen[:, None].expand(2, 4, 50)].abs().max()) < 1e-12
     assert float((tiled - right).abs().max()) < 1e-12
 
 
 def test_documents_are_as_long_in_the_mean_as_asked_and_not_all_alike():
-    documents = race.documents_of(Case(8, 1, 4096, 8, True, 0.0, documents=64))
+    documents = entrants.documents_of(Case(8, 1, 4096, 8, True, 0.0, documents=64))
     lengths = torch.cat([row.unique_consecutive(return_counts=True)[1] for row in documents])
     assert 60 < float(lengths.float().mean()) < 68
     assert lengths.unique().numel() > 100
 
 
-@pytest.mark.parametrize("name", [*race.SDPA, "flash4"])
+@pytest.mark.parametrize("name", [*entrants.SDPA, "flash4"])
 @pytest.mark.parametrize("rule", [{"window": 7}, {"documents": 9}, {"block_mask": ("x.", "xx")}])
 def test_a_peer_without_such_a_mask_is_not_raced_with_it(name, rule):
     with pytest.raises(ValueError, match=next(iter(rule))):
@@ -291,7 +295,7 @@ def test_a_later_row_of_a_case_takes_the_earlier_ones_place(tmp_path, monkeypatc
     row = dict.fromkeys(race.COLUMNS, "") | race.cells_of(Case(1, 1, 64, 16, True, 0.0))
     rows = [row | {"device": "A", "impl": "naive", "dtype": "float32", "pass": "forward", "ms": ms} for ms in (1, 2)]
     rows = [rows[0] | {"device": "B"}, rows[0], rows[1] | {"impl": "tiled"}, rows[1]]
-    race.append(race.results_in(tmp_path), [r | {"tflops": None, "peak_mib": None} for r in rows])
+    Results(tmp_path, "results.csv", race.COLUMNS).append([r | dict.fromkeys(("tflops", "peak_mib")) for r in rows])
     drawn = []
     monkeypatch.setattr(race, "draw", lambda rows, out: drawn.extend(rows))
     case = {"lengths": [64], "heads": [1], "head_sizes": [16], "causal": [True], "dropout_p": [0.0]}
@@ -304,9 +308,9 @@ def test_a_later_row_of_a_case_takes_the_earlier_ones_place(tmp_path, monkeypatc
 
 
 def test_every_implementation_has_a_look_of_its_own_that_can_be_read_on_white():
-    assert list(charts.LOOKS) == list(race.IMPLS)
+    assert list(charts.LOOKS) == list(entrants.IMPLS)
     colours, markers, _ = zip(*charts.LOOKS.values(), strict=True)
-    assert len(set(colours)) == len(set(markers)) == len(race.IMPLS)
+    assert len(set(colours)) == len(set(markers)) == len(entrants.IMPLS)
     for colour in colours:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
@@ -328,7 +332,7 @@ def test_of_several_turns_each_pass_has_its_median():
 
 
 def test_an_implementation_that_gets_slow_stops_and_the_others_go_on(monkeypatch, tmp_path, capsys):
-    found = [{"pass": which, "ms": 100.0, "tflops": 1.0, "peak_mib": 1.0} for which in race.PASSES]
+    found = [{"pass": which, "ms": 100.0, "tflops": 1.0, "peak_mib": 1.0} for which in PASSES]
     asked = []
 
     def weigh(name, case, block, x, made):
@@ -428,9 +432,7 @@ def test_a_race_that_is_cut_short_keeps_the_rows_it_has(monkeypatch, tmp_path):
     monkeypatch.setattr(race, "weigh", weigh)
     with pytest.raises(KeyboardInterrupt):
         bench.main(bench.Config(**SMALL | {"impls": ["naive"], "lengths": [16, 32], "out": str(tmp_path)}))
-    assert [(row["T"], row["pass"]) for row in read(tmp_path / "results.csv")] == [
-        ("16", which) for which in race.PASSES
-    ]
+    assert [(row["T"], row["pass"]) for row in read(tmp_path / "results.csv")] == [("16", which) for which in PASSES]
 
 
 def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
@@ -445,11 +447,11 @@ def test_an_error_of_ours_that_is_not_about_memory_is_not_swallowed():
 def test_triton_without_a_gpu_is_left_out_unless_it_was_asked_for(capsys, monkeypatch):
     sizes = pytest.importorskip("kernels.sizes", reason="triton is made for Linux")
     monkeypatch.setattr(sizes, "INTERPRETED", False)
-    names = race.entrants(None, CPU)
-    assert names == [name for name in race.IMPLS if name != "triton"]
+    names = entrants.entrants(None, CPU)
+    assert names == [name for name in entrants.IMPLS if name != "triton"]
     assert capsys.readouterr().out.startswith("triton: attention.impl=triton")
     with pytest.raises(ValueError, match=r"attention\.impl=triton"):
-        race.entrants(["naive", "triton"], CPU)
+        entrants.entrants(["naive", "triton"], CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="both run on a GPU")
@@ -480,7 +482,7 @@ def test_flash4_is_given_its_own_layout(monkeypatch):
         attention_of("flash4", Case(2, 3, 8, 4, True, 0.1), 4, CPU)
 
 
-@pytest.mark.parametrize("name", race.SDPA)
+@pytest.mark.parametrize("name", entrants.SDPA)
 def test_a_peer_of_torchs_runs_its_own_backend_and_no_other(monkeypatch, name):
     asked = []
 
@@ -494,7 +496,7 @@ def test_a_peer_of_torchs_runs_its_own_backend_and_no_other(monkeypatch, name):
         }
         asked.append([key for key, on in flags.items() if on])
 
-    monkeypatch.setattr(race.F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(entrants.F, "scaled_dot_product_attention", sdpa)
     case = Case(1, 1, 8, 4, True, 0.0)
     attention_of(name, case, 4, CPU)(*inputs(case, CPU, torch.float32)[:3])
     assert asked == [[name]]
@@ -523,7 +525,7 @@ def test_an_answer_that_is_exactly_zero_is_right():
     "wrong", [lambda q, k, v, **_: 2 * (q + k + v), lambda q, k, v, **_: q * k * v * torch.nan], ids=["sum", "NaN"]
 )
 def test_a_wrong_peer_is_left_out_with_a_line(monkeypatch, capsys, wrong):
-    monkeypatch.setattr(race.F, "scaled_dot_product_attention", wrong)
+    monkeypatch.setattr(entrants.F, "scaled_dot_product_attention", wrong)
     case = Case(1, 2, 333, 16, True, 0.0)
     assert race.check(["naive", "sdpa_flash"], [case], 32, CPU, torch.float32, []) == ["naive"]
     said = capsys.readouterr().out

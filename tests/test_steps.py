@@ -20,6 +20,7 @@ import bench
 import train
 from data.loader import Batch
 from lab import meter, peer, race, steps
+from lab.files import Results
 from lab.peer import PlainGPT
 from lab.steps import Case, Side
 from model.attention import AttentionConfig
@@ -171,8 +172,8 @@ def test_nanogpts_model_is_given_the_same_sizes():
 def test_sides_take_turns_of_the_same_number_of_steps(monkeypatch):
     monkeypatch.setattr(steps, "TURN", 0.0)
     taken = []
-    sides = [Side(name, "", lambda given, name=name: taken.append(name), 0.0) for name in "AB"]
-    times = steps.in_turn(sides, itertools.repeat(batch()), CPU)
+    sides = [Side(name, "", lambda name=name: taken.append(name), 0.0) for name in "AB"]
+    times = steps.in_turn(sides, CPU)
     assert "".join(taken) == "AABB" * (1 + steps.ROUNDS)  # the first turns only say how long the others shall be
     assert [len(ms) for ms in times] == [steps.ROUNDS] * 2
 
@@ -180,17 +181,17 @@ def test_sides_take_turns_of_the_same_number_of_steps(monkeypatch):
 def test_a_turn_is_as_long_as_asked_for_the_slower_side(monkeypatch):
     now = 0.0
 
-    def slow(given):
+    def slow():
         nonlocal now
         now += 0.05
 
-    def fast(given):
+    def fast():
         nonlocal now
         now += 0.01
 
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
     monkeypatch.setattr(steps, "TURN", 0.5)
-    times = steps.in_turn([Side("A", "", slow, 0.0), Side("B", "", fast, 0.0)], itertools.repeat(batch()), CPU)
+    times = steps.in_turn([Side("A", "", slow, 0.0), Side("B", "", fast, 0.0)], CPU)
     assert times[0] == pytest.approx([50.0] * steps.ROUNDS)
     assert times[1] == pytest.approx([10.0] * steps.ROUNDS)
     assert now == pytest.approx(2 * 0.06 + steps.ROUNDS * 10 * 0.06)
@@ -323,7 +324,7 @@ def test_of_a_gpus_profile_the_kernels_count_and_not_launches_or_ranges(monkeypa
     assert meter.profiled(lambda: None, 3, torch.device("cuda")) == [("loss_kernel", 2.0)]
 
 
-def test_a_gpus_turn_is_timed_by_its_own_clock(monkeypatch):
+def test_on_a_gpu_time_is_that_of_its_own_clock(monkeypatch):
     """From before the first step to the end of the last one, though the host has enqueued them long before."""
     told = []
 
@@ -341,7 +342,7 @@ def test_a_gpus_turn_is_timed_by_its_own_clock(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: told.append("idle"))
-    assert steps.turn(lambda given: told.append(0), 3, itertools.repeat(batch()), torch.device("cuda")) == 4.0
+    assert meter.ms_of(lambda: told.extend([0] * 3), torch.device("cuda")) == 12.0
 
 
 @pytest.mark.gpu
@@ -423,7 +424,7 @@ def test_a_pair_has_its_rows_and_its_lines(tiny, tmp_path, call):
 
 
 def test_a_part_of_no_time_has_a_0_in_its_row(tmp_path):
-    race.append(tmp_path / "steps.csv", [{"part": "loss", "ms": 0.0}], steps.COLUMNS)
+    Results(tmp_path, "steps.csv", steps.COLUMNS).append([{"part": "loss", "ms": 0.0}])
     assert read(tmp_path / "steps.csv")[0]["ms"] == "0"
 
 
