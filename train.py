@@ -28,34 +28,32 @@ import math
 import os
 import time
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from data.dataset import Dataset, open_data
-from data.loader import Loader, Prefetch
+from data.loader import Prefetch
 from data.made import SHORTEST
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
-from model.gpt import GPT, GPTConfig, without_numbers
+from model.gpt import GPTConfig, without_numbers
 from parallel.processes import (
     ParallelConfig,
     Ranks,
-    Unheard,
     begin,
     divide,
-    goes_round,
+    in_a_ring,
     join,
     own_device,
     refuse_several,
     refuse_what_is_for_one,
     sends_from_python,
 )
-from parallel.shard import shard
 from training import checkpoint, config, context
+from training.activities import ACTIVITIES, between_steps, find_the_fault, look_at_the_failure
 from training.files import replacing
 from training.machine import (
     DTYPES,
@@ -65,46 +63,29 @@ from training.machine import (
     begin_collecting,
     is_out_of_memory,
     keep_memory,
-    memory_gib,
-    peak_flops,
     pick_device,
     pick_dtype,
-    set_precision,
     stop_signals,
 )
-from training.memory import settle
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
-from training.metrics import Metrics, broken_name, show, stamp, writing
-from training.optimizer import OptimizerConfig, base_rate, build_optimizers, learning_rate
+from training.metrics import broken_name, stamp, writing
+from training.optimizer import OptimizerConfig, learning_rate
 from training.probe import ProbeConfig
 from training.record import Numbers
 from training.resume import (
     again,
     config_of,
     edits,
-    make_room,
     open_checkpoint,
     open_parent,
     refuse_another_parent,
-    refuse_another_tokenizer,
     restore,
     resumed_config,
-    tokenizer_of,
 )
-from training.run import (
-    Run,
-    Sent,
-    between_steps,
-    due,
-    find_the_fault,
-    look_at_the_failure,
-    needs_all,
-    text_bytes,
-    validation,
-)
-from training.step import TrainStep, choose_way
+from training.run import Run, Update, data_of, folder_of, make_model, new_name, passes, trainer_of
+from training.step import choose_way
 from training.sweep import sweep
-from training.wandb_run import WandbConfig, wandb_mode
+from training.wandb_run import WandbConfig
 
 PREFETCH = 3  # batches of a step that are drawn ahead
 
@@ -311,51 +292,26 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     keep_memory()
     device = pick_device(own_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
-    autocast = set_precision(dtype, device)
-    attention = resolve(cfg.attention, device.type, cfg.break_it, goes_round(cfg), cfg.model, DTYPES[dtype])
+    attention = resolve(cfg.attention, device.type, cfg.break_it, in_a_ring(cfg), cfg.model, DTYPES[dtype])
     choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
     refuse_another_parent(cfg)
-    accumulation = passes(cfg)
-    ranks, rows, own_passes = divide(ranks, cfg, accumulation)
+    ranks, rows, own_passes = divide(ranks, cfg, passes(cfg))
     refuse_what_is_for_one(cfg, attention)
 
     # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
-    broken = cfg.break_it.label
-    cfg.name = cfg.name and broken_name(cfg.name, broken)
+    cfg.name = cfg.name and broken_name(cfg.name, cfg.break_it.label)
     resumed, parent = open_checkpoint(cfg), open_parent(cfg)
 
+    # Data, model and optimizer, and the random state.
     dataset, loader = data_of(cfg, resumed, parent, ranks, rows)
-
-    # Model and optimizer.
-    if cfg.optimizer.lr is None:
-        cfg.optimizer.lr = base_rate(cfg.model.n_embd)
-    size = ranks.of_memory(cfg.model)
-    settled, which = ranks.same(settle(size, attention, rows, dtype, device, cfg.ema_decay > 0, ranks.shards))
-    settled = replace(settled, context_length=cfg.model.context_length)
-    way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it, sends_from_python(cfg))
-    model = make_model(replace(cfg, model=settled), attention, torch.device("cpu") if cfg.parallel.shard else device)
-    if parent:
-        model.load_state_dict(parent.model)
-    averaged = copy.deepcopy(model) if cfg.ema_decay else model
-    if cfg.parallel.shard:
-        for network in dict.fromkeys((model, averaged)):
-            shard(network, ranks.size, device)
-    optimizers = build_optimizers(model, cfg.optimizer)
-    # Many gradients are smaller than 6e-8, the smallest number in fp16. The scaler therefore multiplies the loss by a
-    # power of two. After many good steps it doubles this scale. After an infinite gradient it halves the scale, and
-    # that step is skipped.
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
-    step = restore(resumed, cfg.steps, model, averaged, optimizers, loader, scaler) if resumed else 0
-    train_step = TrainStep(
-        model, averaged, optimizers, scaler, autocast,
-        way=way, grad_clip=cfg.optimizer.grad_clip, z_loss=cfg.z_loss, stop_on_nan=cfg.stop_on_nan, ranks=ranks,
-    )  # fmt: skip
+    train_step, way, chosen = trainer_of(cfg, attention, dtype, device, ranks, rows, parent)
+    step = restore(resumed, cfg.steps, train_step, loader) if resumed else 0
     slots, pinned = train_step.ahead + PREFETCH, device.type == "cuda"
     batches = Prefetch(loader, own_passes, slots, pinned, cfg.length_at, step)
     stack.callback(batches.close)
 
     # The run's folder, locked for other processes.
-    cfg.name = ranks.same(cfg.name or new_name(cfg, model, attention.impl))
+    cfg.name = ranks.same(cfg.name or new_name(cfg, train_step.model, attention.impl))
     folder = Path(cfg.runs) / cfg.name
     same_run = resumed is not None and resumed.path.resolve().is_relative_to(os.path.realpath(folder))
     run_before = None if resumed is None else resumed.path.parent.parent.name
@@ -363,27 +319,11 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
     if ranks.size > 1:
         facts["ranks"] = ranks.size
-    metrics: Metrics = Unheard()  # type: ignore[assignment]
-    if ranks.first:
-        wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
-        if same_run:
-            stack.enter_context(checkpoint.lock(folder))
-        elif unsaved := make_room(folder, stack):
-            show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
-        metrics = Metrics(
-            folder,
-            cfg.steps,
-            config={**asdict(cfg), "about": facts},
-            wandb_config=cfg.wandb,
-            broken=broken,
-            resume_step=step if same_run else None,
-        )
+    metrics = folder_of(cfg, folder, facts, ranks, stack, step if same_run else None)
     ranks.wait()  # until the first has the folder
     begin()
     run = Run(
-        cfg=cfg, folder=folder, facts=facts, device=device, autocast=autocast, dataset=dataset, batches=batches,
-        accumulation=accumulation, model=model, averaged=averaged, optimizers=optimizers, scaler=scaler,
-        train_step=train_step, metrics=metrics, ranks=ranks, step=step, saved=resumed.path if resumed else None,
+        cfg, folder, facts, dataset, batches, train_step, metrics, step=step, saved=resumed.path if resumed else None,
         caught=caught, unfinished=resumed.state.get("due", False) if resumed else True,
     )  # fmt: skip
     stack.callback(close, run)
@@ -392,52 +332,10 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     if ranks.first:
         with writing(folder / "config.yaml"), replacing(folder / "config.yaml") as file:
             file.write(config.to_yaml(cfg).encode())
-    introduce(run, resumed, parent, way if way == "recorded" else f"{way} ({why})")
-    if which:
-        metrics.say(which)
+    introduce(run, resumed, parent, way)
+    if chosen:
+        metrics.say(chosen)
     return run
-
-
-def data_of(
-    cfg: Config, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, ranks: Ranks, rows: int
-) -> tuple[Dataset, Loader]:
-    """The data, which is prepared at first use and cached, and the loader of its training text, with `rows` sequences a
-    batch for this rank. Fills in cfg.model.vocab_size. ValueError for data or a tokenizer that does not fit."""
-    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent), cfg.model.context_length)
-    refuse_another_tokenizer(cfg, parent, dataset.encoding)
-    if cfg.data.source == "text" and cfg.data.path == "-":
-        cfg.data.path = str(dataset.folder)  # a resumed run cannot read the same standard input again
-    n_vocab = dataset.encoding.n_vocab
-    if cfg.model.vocab_size not in (None, n_vocab):
-        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}, the tokenizer has {n_vocab}; leave it out")
-    cfg.model.vocab_size = n_vocab
-    loader = Loader(
-        dataset.train,
-        dataset.train_documents,
-        batch_size=rows,
-        context_length=cfg.model.context_length,
-        seed=cfg.seed,
-        rank=ranks.data_rank,
-        world_size=ranks.data_size,
-        with_documents=cfg.attention.documents,
-        random_offset=cfg.data.source not in SHORTEST,  # documents that are made fill a window
-        packed=cfg.pack,
-    )
-    validation(cfg, dataset)  # raises ValueError for a text that is too short, before the first step
-    return dataset, loader
-
-
-def passes(cfg: Config) -> int:
-    """Number of forward and backward passes per step. ValueError if tokens_per_step is not a multiple of one pass."""
-    per_pass = cfg.batch_size * cfg.model.context_length  # tokens
-    tokens_per_step = per_pass if cfg.tokens_per_step is None else cfg.tokens_per_step
-    accumulation, rest = divmod(tokens_per_step, per_pass)
-    if rest or not accumulation:
-        raise ValueError(
-            f"tokens_per_step={tokens_per_step} is no multiple of batch_size * model.context_length = {per_pass}; "
-            f"use tokens_per_step={max(1, round(tokens_per_step / per_pass)) * per_pass} or another batch_size"
-        )
-    return accumulation
 
 
 def check(cfg: Config) -> None:
@@ -458,26 +356,6 @@ def check(cfg: Config) -> None:
         make_model(cfg, attention, torch.device("meta"))
 
 
-def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) -> GPT:
-    """The model with its initial weights, which depend on the seed. ValueError if it is too large."""
-    torch.manual_seed(cfg.seed)
-    try:
-        return GPT(cfg.model, attention, cfg.break_it).to(device)
-    except (RuntimeError, TypeError) as error:  # TypeError: a size above 2**63; torch's other errors are RuntimeErrors
-        raise ValueError(
-            f"a model of model.n_embd={cfg.model.n_embd}, n_layer={cfg.model.n_layer}, "
-            f"{cfg.model.vocab_size} symbols cannot be made here ({str(error).splitlines()[0]}); use smaller ones"
-        ) from error
-
-
-def new_name(cfg: Config, model: GPT, impl: str) -> str:
-    """Date, size and attention. A number is added if that run exists: two runs may start within a second."""
-    size = f"{model.parameter_count() / 1e6:.3g}M"
-    first = broken_name(time.strftime("%Y%m%d-%H%M%S") + f"-{size}-{impl}", cfg.break_it.label)
-    names = [first, *(f"{first}-{number}" for number in range(2, 100))]
-    return next(name for name in names if not (Path(cfg.runs) / name).exists())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop.
 
@@ -486,41 +364,32 @@ def loop(run: Run) -> int:
     """Trains until the last step, the time limit, a signal or a NaN, and returns the exit code.
 
     On a GPU the host is some steps ahead: it enqueues an update, and then logs those that the device has finished. When
-    an evaluation, a sample, a look or a checkpoint is due, it first waits until all of them are finished.
+    an activity is due, it first waits until all of them are finished.
     """
     cfg = run.cfg
-    run.ending = run.step == cfg.steps
     if run.unfinished and (signals := between_steps(run, [])):
-        return stopped(run, signals[0])
+        return stop_at_signal(run, signals[0])
     until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
     run.train_step.restart_clock()
-    while run.step < cfg.steps and not run.ending:
-        send(run)
-        signals = told(run, until - time.perf_counter())
-        run.ending = run.step == cfg.steps or run.left <= 0
-        while run.sent and (needs_all(run, signals) or time_to_hear(run)):
-            if bad := hear(run):
-                return stop(run, *bad)
-        if needs_all(run, signals) and not run.sent:
+    while not run.ending:
+        enqueue(run)
+        signals = agree(run, until - time.perf_counter())
+        pause = bool(signals) or any(activity.due(run) for activity in ACTIVITIES)
+        while run.enqueued and (pause or oldest_is_done(run)):
+            if bad := log_oldest(run):
+                return stop_at_nan(run, *bad)
+        if pause:
             signals = between_steps(run, signals)
             if signals and (run.unfinished or run.step < cfg.steps):
-                return stopped(run, signals[0])
+                return stop_at_signal(run, signals[0])
             run.train_step.restart_clock()
         run.writer.look()
     run.writer.wait()
     return 0
 
 
-def stopped(run: Run, signal: int) -> int:
-    """Ends a run that has saved after a signal. Returns the exit code."""
-    run.writer.wait()
-    run.ranks.wait()  # for the file: torchrun ends all ranks when one has ended with an exit code
-    run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(run.cfg)}")
-    return 128 + signal
-
-
-def send(run: Run) -> None:
+def enqueue(run: Run) -> None:
     """Enqueues the next update."""
     cfg = run.cfg
     batches = run.batches.next()
@@ -534,51 +403,70 @@ def send(run: Run) -> None:
     decay = min(cfg.ema_decay, (1 + run.step) / (10 + run.step))
     report = run.train_step(batches, lr, 1 - decay)
     run.step += 1
-    run.sent.append(Sent(run.step, batches, rng, lr, report))
+    run.enqueued.append(Update(run.step, batches, rng, lr, report))
 
 
-def told(run: Run, left: float) -> list[int]:
-    """Sets run.left, the seconds that are left, and returns the signals received. Ranks tell each other both, so that
-    all stop at the same step, and the size of their text."""
+def agree(run: Run, left: float) -> list[int]:
+    """Sets run.left, the seconds that are left, and returns the signals received. Ranks gather both from all of them,
+    so that they stop at the same step, and the size of their text."""
     run.left = left
     if run.ranks.size == 1:
         return run.caught
-    last = run.sent.pop()
-    size = text_bytes(run, last.batches.y) if run.ranks.part.rank == 0 else 0  # once for ranks that share sequences
-    signals, run.left, size = run.ranks.hear(run.caught, left, size)
-    run.sent.append(last._replace(text_bytes=size))
+    last = run.enqueued.pop()
+    size = run.text_bytes(last.batches.y) if run.ranks.part.rank == 0 else 0  # once for ranks that share sequences
+    signals, run.left, size = run.ranks.agree(run.caught, left, size)
+    run.enqueued.append(last._replace(text_bytes=size))
     return signals
 
 
-def hear(run: Run) -> tuple[Sent, Numbers] | None:
-    """Waits for the oldest update that was sent, and logs it. Returns it if the run stops there, else None."""
-    done = run.sent.popleft()
+def oldest_is_done(run: Run) -> bool:
+    """Whether the oldest update is done, or the host is too far ahead of it. Ranks log the same updates between two
+    steps, so that a NaN stops them at the same one."""
+    return len(run.enqueued) > run.train_step.ahead or (run.ranks.size == 1 and run.enqueued[0].report.arrived())
+
+
+def log_oldest(run: Run) -> tuple[Update, Numbers] | None:
+    """Waits for the oldest update, and logs it. Returns it if the run stops there, else None."""
+    done = run.enqueued.popleft()
     numbers = done.report.numbers()
     seconds = done.report.seconds()
     if run.pace is None or seconds < run.pace / 2:  # a compilation has ended: the steps to come are like this one
         run.pace = seconds
     run.pace = 0.9 * run.pace + 0.1 * seconds
-    if due(run, run.cfg.log_every, done.step) or numbers.stopped:
-        run.metrics.log(step_record(run, done, numbers, seconds))
+    last = run.ending and done.step == run.step
+    if done.step % run.cfg.log_every == 0 or last or numbers.stopped:
+        run.metrics.log(run.record_of(done, numbers, seconds))
     if numbers.stopped:
         return done, numbers
     run.batches.give_back(done.batches)
     return None
 
 
-def stop(run: Run, done: Sent, numbers: Numbers) -> int:
+# ---------------------------------------------------------------------------------------------------------------------
+# Finish.
+
+
+def stop_at_signal(run: Run, signal: int) -> int:
+    """Ends a run that has saved after a signal. Returns the exit code."""
+    run.writer.wait()
+    run.ranks.wait()  # for the file: torchrun ends all ranks when one has ended with an exit code
+    run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(run.cfg)}")
+    return 128 + signal
+
+
+def stop_at_nan(run: Run, done: Update, numbers: Numbers) -> int:
     """Ends a run at an update that the device left out because of a NaN or infinity. Returns the exit code.
 
-    The updates sent after it were left out too, so the weights and all else are those of the step before.
+    The updates enqueued after it were left out too, so the weights and all else are those of the step before.
     """
     cfg = run.cfg
     run.step, run.val_loss = done.step, math.inf
-    if run.sent and (rng := run.sent[0].rng):  # as if the later updates had drawn nothing
+    if run.enqueued and (rng := run.enqueued[0].rng):  # as if the later updates had drawn nothing
         checkpoint.set_rng_state(rng)
-    run.sent.clear()
+    run.enqueued.clear()
     try:
         run.writer.wait()
-    except OSError as error:  # the NaN is told all the same
+    except OSError as error:  # the run says the NaN all the same
         run.metrics.say(str(error))
         run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
     run.ranks.wait()  # for the first one's file
@@ -590,38 +478,6 @@ def stop(run: Run, done: Sent, numbers: Numbers) -> int:
     return 1
 
 
-def time_to_hear(run: Run) -> bool:
-    """Whether the oldest update that was sent has been made, or the host is too far ahead of it. Ranks hear of the same
-    updates between two steps, so that a NaN stops them at the same one."""
-    return len(run.sent) > run.train_step.ahead or (run.ranks.size == 1 and run.sent[0].report.arrived())
-
-
-def step_record(run: Run, done: Sent, numbers: Numbers, seconds: float) -> dict:
-    """The record of a step for metrics.jsonl. seconds: the step's time."""
-    peak = None if run.facts["dtype"] == "float32" else peak_flops(run.device)  # the table has peaks for bf16 only
-    assert run.pace is not None, "hear() sets it"
-    length = done.batches.x.shape[-1]
-    size = text_bytes(run, done.batches.y) if done.text_bytes is None else done.text_bytes
-    return {
-        "step": done.step,
-        "loss": numbers.loss,
-        "bits_per_byte": numbers.loss * run.tokens_per_step / (math.log(2) * max(1, size)),
-        "lr": done.lr,
-        "grad_norm": numbers.norm,
-        "ms": seconds * 1e3,
-        "tokens_per_second": run.tokens_per_step / seconds,
-        "mfu": run.flops_per_step(length) / seconds / (peak * run.ranks.size) if peak else None,
-        "memory_gib": memory_gib(run.device),
-        "eta_s": max(0.0, min(run.left, run.pace * (run.cfg.steps - done.step))),
-        **({"sequence_length": length} if run.cfg.length_warmup_steps else {}),
-        **({"loss_scale": numbers.scale} if run.scaler.is_enabled() else {}),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Finish.
-
-
 def close(run: Run) -> None:
     """Draws the last picture, and closes the writer and the metrics. Called at the end of every run, also after an
     error."""
@@ -630,12 +486,12 @@ def close(run: Run) -> None:
         if run.code and not run.saved:
             run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
         if run.step:
-            with suppress(OSError) if run.code else nullcontext():  # after an error, which is the one to tell
+            with suppress(OSError) if run.code else nullcontext():  # after an error, which is the one to say
                 run.metrics.picture()
     finally:
         try:
             run.writer.close()
-        except OSError as error:  # another error ended the run, and is told too
+        except OSError as error:  # another error ended the run, and is said too
             run.metrics.say(str(error))
         finally:
             run.metrics.close(run.code)

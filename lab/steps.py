@@ -250,7 +250,7 @@ def step_of(
 
     def step(batch: Batch) -> None:
         sent.append(train_step(batch, LR, 0.0))
-        ranks.hear([], 0.0, 0)
+        ranks.agree([])
         while sent and (len(sent) > train_step.ahead or (ranks.size == 1 and sent[0].arrived())):
             assert not sent.popleft().numbers().stopped
 

@@ -23,7 +23,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,8 +54,8 @@ class ParallelConfig:
             raise ValueError(f"parallel.context={self.context} must be at least 1")
 
 
-class Heard(NamedTuple):
-    """What the ranks tell each other after every step."""
+class Agreed(NamedTuple):
+    """What all ranks know together after a step."""
 
     signals: list[int]  # that any of them has received
     left: float  # seconds until max_minutes are over, on the rank with the fewest
@@ -114,15 +114,15 @@ class Ranks:
                         "give all machines the same files, for example on a shared disk"
                     )
 
-    def hear(self, signals: list[int], left: float, text_bytes: int) -> Heard:
-        """What all ranks know together after a step. They stop at the same step because they know the same."""
+    def agree(self, signals: list[int], left: float = 0.0, text_bytes: int = 0) -> Agreed:
+        """Gathers these from all ranks after a step. They stop at the same step because they know the same."""
         if self.size == 1:
-            return Heard(signals, left, text_bytes)
+            return Agreed(signals, left, text_bytes)
         mine = torch.tensor([signals[0] if signals else 0, left, text_bytes], dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine)
         numbers, lefts, sizes = torch.stack(every).unbind(1)
-        return Heard([int(number) for number in numbers if number][:1], float(lefts.min()), int(sizes.sum()))
+        return Agreed([int(number) for number in numbers if number][:1], float(lefts.min()), int(sizes.sum()))
 
     def sum(self, values: list[float]) -> list[float]:
         """The sums over the ranks, of float64 numbers."""
@@ -185,7 +185,7 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
         )
     if cfg.parallel.shard:
         check_shard(ranks, cfg)
-    ring = goes_round(cfg)
+    ring = in_a_ring(cfg)
     if ring:
         check_ring(cfg)
     pieces = 2 * N if ring else N
@@ -214,7 +214,7 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
     )
 
 
-def goes_round(cfg: Any) -> bool:
+def in_a_ring(cfg: Any) -> bool:
     """Whether keys and values go round: the processes of a sequence do not divide the heads. cfg: train.Config."""
     return bool(cfg.model.n_head % cfg.parallel.context or cfg.model.n_kv_head % cfg.parallel.context)
 
@@ -224,7 +224,7 @@ def sends_from_python(cfg: Any) -> str:
     train.Config."""
     if cfg.parallel.shard:
         return "parallel.shard=true gathers weights between the blocks, from Python"
-    if goes_round(cfg):
+    if in_a_ring(cfg):
         return f"parallel.context={cfg.parallel.context} does not divide the heads: Python sends keys and values round"
     return ""
 
@@ -301,15 +301,6 @@ def refuse_several(option: str, why: str) -> None:
     """ValueError if torchrun has started several processes."""
     if launched() > 1:
         raise ValueError(f"{option} {why}: leave it out with torchrun, or use python train.py")
-
-
-class Unheard:
-    """The Metrics of every rank but the first: takes everything, and does nothing."""
-
-    best = None
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ TABLE = [
     ("training goes on in a checkpoint's tensors", "= kept[name].copy_(x)", "= x", "checkpoint"),
     ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
     # --- the loop ---
-    ("evaluated before all updates are heard of",
-     "run.sent and (needs_all(run, signals) or time_to_hear(run))", "run.sent and time_to_hear(run)", "step"),
+    ("evaluated before all updates are done", "run.enqueued and (pause or oldest_is_done(run))",
+     "run.enqueued and oldest_is_done(run)", "step"),
     ("the step at which the run stopped is the last one sent", "run.step, run.val_loss = done.step, math.inf",
      "run.val_loss = math.inf", "step"),
     ("a late record is of the last step sent", '"step": done.step,', '"step": run.step,', "step"),
@@ -82,7 +82,7 @@ TABLE = [
     ("the average has its full length at once",
      "min(cfg.ema_decay, (1 + run.step) / (10 + run.step))", "cfg.ema_decay", "arithmetic"),
     ("the average is the wrong way round", "batches, lr, 1 - decay)", "batches, lr, decay)", "arithmetic"),
-    ("bits per byte by tokens", "run.tokens_per_step / (math.log(2) * max(1, size))", "1 / math.log(2)", BITS),
+    ("bits per byte by tokens", "self.tokens_per_step / (math.log(2) * max(1, size))", "1 / math.log(2)", BITS),
     ("an evaluation is that of the recorded batch", "            place.copy_(batch)\n", "", EVALUATED),
     ("evaluations stay in the memory of an old graph", "self.losses.clear()", "pass", EVALUATED),
     # --- several processes ---

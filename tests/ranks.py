@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+import training.run
 from model.gpt import GPT
 from parallel.shard import local
 from training import config
@@ -60,7 +61,7 @@ def work(job: dict, rank: int, port: int) -> None:
             "TORCHELASTIC_MAX_RESTARTS": "0",
         }
     if job.get("float64"):
-        train.GPT = lambda *options: GPT(*options).double()
+        training.run.GPT = lambda *options: GPT(*options).double()
     update, counts, last = TrainStep.update, [], {}
 
     def counted(step, batches):

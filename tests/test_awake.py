@@ -8,10 +8,9 @@ import torch
 import yaml
 
 import train
-import training.run
 from model.break_it import FAILURES, BreakIt
 from model.gpt import GPT, GPTConfig
-from training import awake
+from training import activities, awake
 from training.metrics import read_metrics
 from training.probe import record
 
@@ -92,7 +91,7 @@ def runs(call, small, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(awake, "LOOKS", (2, 3))
             if name == "plain":
-                patch.setattr(training.run, "look_at_the_failure", lambda *_: True)
+                patch.setattr(activities, "looks_at_the_failure", lambda run: False)
             ended = call(train, *small, *words, f"name={name}")
         (run,) = folder.glob(f"{name}*")
         weights = [path.read_bytes() for path in sorted(run.glob("checkpoints/step_000004/*.safetensors"))]
@@ -136,9 +135,9 @@ def test_a_step_at_which_the_probe_is_due_too_is_looked_at_once(call, small, tmp
 def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path, monkeypatch):
     """On the batch that stopped it: another sequence may have smaller scores."""
     looked_at, steps = [], []
-    send = train.send
-    monkeypatch.setattr(training.run, "record", lambda model, x, *rest: looked_at.append(x) or record(model, x, *rest))
-    monkeypatch.setattr(train, "send", lambda run: send(run) or steps.append(run.sent[-1]))
+    send = train.enqueue
+    monkeypatch.setattr(activities, "record", lambda model, x, *rest: looked_at.append(x) or record(model, x, *rest))
+    monkeypatch.setattr(train, "enqueue", lambda run: send(run) or steps.append(run.enqueued[-1]))
     ended = call(train, *small, "break_it=no_max", "break_it.score_gain=1e6", f"runs={tmp_path}")
     assert ended.code == 1
     (line,) = [line for line in ended.out.splitlines() if "no_max takes effect at step 1" in line]
@@ -148,5 +147,5 @@ def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path
 
 
 def test_a_whole_run_takes_no_look(call, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(training.run, "look_at_the_failure", None)
+    monkeypatch.setattr(activities, "record", None)
     assert call(train, *small, "break_it.score_gain=2", "steps=1", f"runs={tmp_path}").code == 0

@@ -389,7 +389,7 @@ def test_windows_of_a_made_text_are_its_documents_in_training_too(call, small, t
     """A random offset would cut every document in two, and leave less to recall, at worst nothing."""
     monkeypatch.setattr("data.made.DOCUMENTS", 60)
     loaders = []
-    monkeypatch.setattr(train, "Loader", lambda *args, **kwargs: loaders.append(Loader(*args, **kwargs)) or loaders[-1])
+    monkeypatch.setattr("training.run.Loader", lambda *args, **kw: loaders.append(Loader(*args, **kw)) or loaders[-1])
     own = [*small[3:], f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "steps=1", "name=x"]
     assert call(train, *own, "data=recall").code == 0
     assert call(train, *small, f"runs={tmp_path}", "steps=1", "name=y").code == 0

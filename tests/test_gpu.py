@@ -735,13 +735,13 @@ from pathlib import Path
 import torch, train
 from tests.test_gpu import RECIPES, small_run
 torch.use_deterministic_algorithms(True, warn_only=True)
-hear = train.hear
+log_oldest = train.log_oldest
 def killed(run):
-    if run.sent[0].step == 45:
+    if run.enqueued[0].step == 45:
         run.writer.wait()
         os.kill(os.getpid(), signal.SIGKILL)
-    return hear(run)
-train.hear = killed
+    return log_oldest(run)
+train.log_oldest = killed
 train.main(small_run(Path(sys.argv[1]), "killed", "graph", 60, dict(RECIPES[sys.argv[2]]), checkpoint_every=31))
 """
 
@@ -879,15 +879,15 @@ def test_a_recorded_run_stops_before_the_update_that_is_bad(tmp_path, monkeypatc
     from training import checkpoint
 
     plant_on_device(monkeypatch, 37, loss=loss)
-    stopped, stop = [], train.stop
-    monkeypatch.setattr(train, "stop", lambda run, *rest: stopped.append(run) or stop(run, *rest))
+    stopped, stop = [], train.stop_at_nan
+    monkeypatch.setattr(train, "stop_at_nan", lambda run, *rest: stopped.append(run) or stop(run, *rest))
     cfg = small_run(tmp_path, "x", "graph", 100, {"kind": kind, "ema_decay": 0.9}, checkpoint_every=36)
     assert train.main(cfg) == 1
     assert "step 37: loss" in capsys.readouterr().out
     before = checkpoint.load(tmp_path / "x/checkpoints/step_000036")
     (run,) = stopped
     tensors = {f"{name}.trained": p for name, p in run.model.named_parameters()}
-    tensors |= checkpoint.optimizer_tensors(run.optimizers, run.model.named_parameters())
+    tensors |= checkpoint.optimizer_tensors(run.train_step.optimizers, run.model.named_parameters())
     kept = before.optimizer()
     assert not [name for name, x in tensors.items() if not torch.equal(x.detach().cpu(), kept[name])]
     averages = run.averaged.state_dict()

@@ -23,7 +23,7 @@ from model.gpt import GPT, GPTConfig
 from parallel.processes import ParallelConfig, sends_from_python
 from tests.reference import assert_float64_right
 from training import checkpoint
-from training.metrics import read_metrics
+from training.metrics import Metrics, read_metrics
 from training.optimizer import Muon, OptimizerConfig, build_optimizers
 from training.record import Graphs, Report
 from training.step import TrainStep, choose_way
@@ -466,14 +466,14 @@ def test_a_steps_time_is_all_that_passes_from_one_to_the_next_but_evaluations(ca
         return clock[0]
 
     monkeypatch.setattr(training.record, "time", SimpleNamespace(perf_counter=look))
-    slow = {"log": (train.Metrics.log, 1.0), "picture": (train.Metrics.picture, 100.0)}
+    slow = {"log": (Metrics.log, 1.0), "picture": (Metrics.picture, 100.0)}
     for name, (method, seconds) in slow.items():
 
         def slowly(*arguments, method=method, seconds=seconds):
             clock[0] += seconds
             return method(*arguments)
 
-        monkeypatch.setattr(train.Metrics, name, slowly)
+        monkeypatch.setattr(Metrics, name, slowly)
     ended = call(train, *small, "steps=4", "eval_every=2", "checkpoint_every=100", f"runs={tmp_path}", "name=x")
     assert ended.code == 0
     rows = [row for row in read_metrics(tmp_path / "x/metrics.jsonl") if "loss" in row]

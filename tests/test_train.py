@@ -27,7 +27,6 @@ import data.prepare
 import sample
 import train
 import training.record
-import training.run
 import training.step
 from data.dataset import open_data, open_dataset
 from data.loader import Loader, validation_batches
@@ -36,7 +35,7 @@ from model.gpt import GPT
 from sampling.generate import Sampler, generate
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
-from training import checkpoint, config, context, metrics
+from training import activities, checkpoint, config, context, metrics
 from training.machine import about, is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
@@ -78,7 +77,7 @@ def curve(call, small, tmp_path_factory):
         if key not in known:
             with pytest.MonkeyPatch.context() as patch:
                 # There is no such switch, float64 is for tests. The initial weights are the float32 ones.
-                patch.setattr(train, "GPT", lambda *options: GPT(*options).to(dtype))
+                patch.setattr("training.run.GPT", lambda *options: GPT(*options).to(dtype))
                 name = f"name={len(known)}"
                 assert call(train, *small, *CURVE, f"runs={runs}", f"steps={steps}", name, *arguments).code == 0
             (run,) = runs.glob(f"{len(known)}*")
@@ -241,16 +240,16 @@ BETWEEN = {
     "evaluation": (training.step.TrainStep, "loss_of_windows"),
     "sample": (Sampler, "choose"),
     "context": (context, "each_token"),
-    "look": (training.run, "reading"),
-    "failure": (training.run, "record"),
+    "look": (activities, "reading"),
+    "failure": (activities, "record"),
 }
 
 
 def signal_within(patch: pytest.MonkeyPatch, place: str, step: int) -> list[str]:
     """SIGTERM comes at the end of the first call of the place's function after so many steps. Returns a list, which
     will have the places of all calls after the signal."""
-    steps, signalled, after, send = [], [], [], train.send
-    patch.setattr(train, "send", lambda run: send(run) or steps.append(run.step))
+    steps, signalled, after, send = [], [], [], train.enqueue
+    patch.setattr(train, "enqueue", lambda run: send(run) or steps.append(run.step))
 
     def spied(name, function):
         def spy(*args, **rest):
@@ -283,7 +282,7 @@ def test_a_signal_ends_what_is_done_between_steps_and_the_resumed_run_does_it(
     common = [*small, *TWO_PASSES, f"runs={tmp_path}", "steps=4", "eval_every=2", "context_every=2", "probe.every=2"]
     common += ["sample_every=2", "sample_tokens=5", "checkpoint_every=3", "ema_decay=0.5"]
     if place == "failure":
-        monkeypatch.setattr(training.run.awake, "LOOKS", {2})
+        monkeypatch.setattr(activities.awake, "LOOKS", {2})
         common += ["break_it=no_max"]
     if step == 0:
         assert call(train, *common, "name=parent", "steps=1").code == 0
@@ -486,7 +485,7 @@ def test_an_infinite_gradient_stops_the_run_once_no_scale_is_left_to_blame(call,
         model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
         return model
 
-    monkeypatch.setattr(train, "GPT", with_an_infinite_gradient)
+    monkeypatch.setattr("training.run.GPT", with_an_infinite_gradient)
     ended = call(train, *small, "dtype=fp16", "steps=30", f"runs={tmp_path}", "name=x")
     assert ended.code == 1
     assert [row["loss_scale"] for row in records(tmp_path / "x")] == [2.0 ** (16 - i) for i in range(17)]
@@ -1075,7 +1074,7 @@ def test_out_of_memory_is_one_line_with_what_fits_and_learns_the_same(
     call, small, tmp_path, monkeypatch, keys, way_out
 ):
     """On a CPU it was a traceback: torch's error there is a RuntimeError like any other."""
-    monkeypatch.setattr(train, "send", lambda run: torch.empty(2**60))
+    monkeypatch.setattr(train, "enqueue", lambda run: torch.empty(2**60))
     ended = call(train, *small, "tokens_per_step=256", *keys, f"runs={tmp_path}", "name=x")
     assert ended.code == 2
     said = f"train: out of memory with {keys[0]} sequences of 32 tokens; use {way_out}, "
@@ -1206,8 +1205,8 @@ def test_a_full_disk_is_told_by_the_checkpoint_and_not_by_the_last_picture(call,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     full_too = OSError("free some space and run again")
-    monkeypatch.setattr(training.run, "save", lambda run: (_ for _ in ()).throw(full_too))
-    monkeypatch.setattr(train.Metrics, "picture", full)
+    monkeypatch.setattr(activities, "write_checkpoint", lambda run: (_ for _ in ()).throw(full_too))
+    monkeypatch.setattr(Metrics, "picture", full)
     ended = call(train, *small, "steps=1", "eval_every=1", f"runs={tmp_path}", "name=x")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "train: free some space and run again")
 
@@ -1217,7 +1216,7 @@ def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkp
     call, small, tmp_path, monkeypatch, error
 ):
     """The last checkpoint fails in its thread after another error has ended the run."""
-    codes, close = [], train.Metrics.close
+    codes, close = [], Metrics.close
 
     def fails(folder, step, **kwargs):
         time.sleep(0.1)
@@ -1229,7 +1228,7 @@ def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkp
 
     monkeypatch.setattr(checkpoint, "save", fails)
     monkeypatch.setattr(checkpoint.Writer, "look", lambda writer: 1 / 0)
-    monkeypatch.setattr(train.Metrics, "close", spy)
+    monkeypatch.setattr(Metrics, "close", spy)
     with pytest.raises(Exception, match=r"division by zero|no memory"):
         call(train, *small, "steps=3", "checkpoint_every=1", f"runs={tmp_path}", "name=x")
     assert codes == [1]
@@ -1238,10 +1237,12 @@ def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkp
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_a_sample_is_written_with_weights_in_the_dtype_of_the_products(call, small, tmp_path, monkeypatch, dtype):
     """Each made once: a tied head stays tied, and in float32 they are the model's own."""
-    runs, models, write = [], [], training.run.write_sample
-    monkeypatch.setattr(training.run, "write_sample", lambda run: runs.append(run) or write(run))
+    runs, models, write = [], [], activities.write_sample
+    monkeypatch.setattr(activities, "write_sample", lambda run: runs.append(run) or write(run))
     monkeypatch.setattr(
-        training.run, "generate", lambda *given, **options: models.append(given[0]) or generate(*given, **options)
+        activities,
+        "generate",
+        lambda *given, **options: models.append(given[0]) or generate(*given, **options),
     )
     arguments = ["steps=2", "sample_every=1", "sample_tokens=3", f"dtype={dtype}", "compile=false", "ema_decay=0.5"]
     assert call(train, *small, *arguments, f"runs={tmp_path}", "name=x").code == 0
@@ -1255,7 +1256,7 @@ def test_a_sample_is_written_with_weights_in_the_dtype_of_the_products(call, sma
 
 
 def test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights(call, small, tmp_path, monkeypatch):
-    texts, write = [], training.run.write_sample
+    texts, write = [], activities.write_sample
 
     def twice(run):
         """By what is kept, as where steps are recorded, and by what is made anew."""
@@ -1265,7 +1266,7 @@ def test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights(ca
         run.writing, run.train_step.way = kept, "eager"
         return text
 
-    monkeypatch.setattr(training.run, "write_sample", twice)
+    monkeypatch.setattr(activities, "write_sample", twice)
     arguments = ["steps=3", "sample_every=1", "sample_tokens=20", "dtype=bf16", "compile=false", "optimizer.lr=0.1"]
     assert call(train, *small, *arguments, "optimizer.warmup_steps=0", f"runs={tmp_path}", "name=x").code == 0
     assert len(texts) == 3
@@ -1327,7 +1328,7 @@ def test_a_nan_is_told_though_the_last_checkpoint_could_not_be_written(call, sma
 
 @pytest.mark.parametrize("end", ["signal", "nan"])
 def test_a_checkpoint_is_complete_when_the_run_names_it(call, small, tmp_path, monkeypatch, end):
-    save, say, named = checkpoint.save, train.Metrics.say, []
+    save, say, named = checkpoint.save, Metrics.say, []
 
     def slow(folder, step, **kwargs):
         if end == "signal" and step == 1:
@@ -1340,7 +1341,7 @@ def test_a_checkpoint_is_complete_when_the_run_names_it(call, small, tmp_path, m
         say(metrics, text)
 
     monkeypatch.setattr(checkpoint, "save", slow)
-    monkeypatch.setattr(train.Metrics, "say", spy)
+    monkeypatch.setattr(Metrics, "say", spy)
     bad = ["optimizer.lr=1e30", "optimizer.warmup_steps=1"] if end == "nan" else []
     call(train, *small, "steps=9", "checkpoint_every=1", f"runs={tmp_path}", "name=x", *bad)
     assert named
@@ -1397,7 +1398,7 @@ def test_documents_are_numbered_only_for_an_attention_that_looks_at_them(call, s
             handed.append(documents is not None)
             return super().forward(idx, targets, documents, **rest)
 
-    monkeypatch.setattr(train, "GPT", Spy)
+    monkeypatch.setattr("training.run.GPT", Spy)
     there = ["steps=2", f"attention.documents={wanted}", f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there).code == 0
     assert handed == [wanted] * (2 + 4)  # two steps, and 512 tokens of validation
@@ -1439,14 +1440,14 @@ def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_makes_no_other(
     call, small, tmp_path, monkeypatch, writes
 ):
     """It went on to a bare [Errno 2], after a checkpoint in a new folder of the same name."""
-    send = train.send
+    send = train.enqueue
 
     def send_and_delete(run):
         if run.step == 2:
             shutil.rmtree(run.folder)
         send(run)
 
-    monkeypatch.setattr(train, "send", send_and_delete)
+    monkeypatch.setattr(train, "enqueue", send_and_delete)
     seldom = [f"{key}=100" for key in ("log_every", "sample_every", "eval_every", "checkpoint_every")]
     ended = call(train, *small, *seldom, writes, "steps=4", f"runs={tmp_path}", "name=x")
     assert ended.code == 2
@@ -1459,7 +1460,7 @@ def test_a_run_without_its_metrics_ends_with_one_line_and_goes_on_from_its_check
     call, small, tmp_path, monkeypatch
 ):
     """It said that the checkpoints were gone too."""
-    send = train.send
+    send = train.enqueue
 
     def send_and_delete(run):
         if run.step == 3:
@@ -1469,7 +1470,7 @@ def test_a_run_without_its_metrics_ends_with_one_line_and_goes_on_from_its_check
 
     given = ["steps=4", "checkpoint_every=2", f"runs={tmp_path}", "name=x"]
     with monkeypatch.context() as patch:
-        patch.setattr(train, "send", send_and_delete)
+        patch.setattr(train, "enqueue", send_and_delete)
         ended = call(train, *small, *given)
     (line,) = [line for line in ended.err.splitlines() if not line.startswith("data: ")]  # which prepares the text
     assert ended.code == 2

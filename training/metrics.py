@@ -462,3 +462,12 @@ class Metrics:
             self.later(lambda: self.wandb.finish(exit_code))
             self.thread.shutdown()
             self.wait()
+
+
+class NoMetrics:
+    """The Metrics of every rank but the first: takes everything, and does nothing."""
+
+    best = None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None

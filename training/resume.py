@@ -30,13 +30,13 @@ import yaml
 
 from data.loader import Loader
 from data.tokenizer import from_json, same
-from model.gpt import GPT
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
 from training import checkpoint, config, exchange
 from training.files import own
 from training.foreign import read_text
 from training.help import typed
+from training.step import TrainStep
 
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
 # computes from them (dropout does, but only in training). All other keys of these groups must stay the same.
@@ -218,35 +218,28 @@ def refuse_another_tokenizer(cfg: Any, parent: checkpoint.Checkpoint | None, enc
         )
 
 
-def restore(
-    resumed: checkpoint.Checkpoint,
-    steps: int,
-    model: GPT,
-    averaged: GPT,
-    optimizers: list[torch.optim.Optimizer],
-    loader: Loader,
-    scaler: torch.amp.GradScaler,
-) -> int:
-    """Restores the state of all these objects and of torch's random generators. Returns the checkpoint's step.
+def restore(resumed: checkpoint.Checkpoint, steps: int, train_step: TrainStep, loader: Loader) -> int:
+    """Restores the weights and all else that training changes: the step's objects, the loader, and the states of
+    torch's random generators. Returns the checkpoint's step.
 
-    steps: the run's last step. averaged: the moving average of the weights, or `model` itself without one.
-    Raises ValueError for a checkpoint at this step, unless something is due there, or at a later one, without training
-    state, or trained on other data.
+    steps: the run's last step. Raises ValueError for a checkpoint at this step, unless something is due there, or at a
+    later one, without training state, or trained on other data.
     """
+    model, scaler = train_step.model, train_step.scaler
     tensors = resumed.optimizer()
     if "batch.x" in tensors:
         raise ValueError(
             f"{resumed.path} was saved at a NaN or infinity, without the state that training needs: look into it with "
             f"python breakit.py replay={resumed.path}, or resume a checkpoint"
         )
-    for network in {model, averaged}:
+    for network in {model, train_step.averaged}:
         shape = network.state_dict()
         network.load_state_dict({name: as_in(x, shape.get(name, x)) for name, x in resumed.model.items()})
     with torch.no_grad():
         for name, p in model.named_parameters():
             if f"{name}.trained" in tensors:  # the weights in resumed.model are then the moving average
                 p.copy_(as_in(tensors[f"{name}.trained"], p))
-    checkpoint.load_optimizer_tensors(optimizers, model.named_parameters(), tensors)
+    checkpoint.load_optimizer_tensors(train_step.optimizers, model.named_parameters(), tensors)
     checkpoint.set_rng_state(tensors)
     loader.load_state_dict(resumed.state["loader"])
     if resumed.state.get("scaler"):  # empty if the checkpoint was trained in another dtype
