@@ -24,9 +24,9 @@ from lab.story import (
     sentence,
     story,
     switches,
-    words_moved,
 )
 from lab.trace import Head, tell, worked_example
+from model.break_it import UNBROKEN, BreakIt
 from training.metrics import printable
 
 TEMPLATE = Path(__file__).parents[1] / "docs" / "explorer.template.html"
@@ -57,8 +57,8 @@ def explorer(real: Path, out: Path = PAGE) -> None:
     trace."""
     sentences: dict[str, int] = {}  # each sentence is stored once, because many repeat; the value is its number
     found = {
-        "fields": [*Tile._fields, "says"],
-        "backward_fields": [*BackwardTile._fields, "says"],
+        "fields": [*Tile._fields[:-1], "says"],
+        "backward_fields": [*BackwardTile._fields[:-1], "says"],
         "inputs": [stories(entry, sentences) for entry in [*small_inputs(), real_input(real)]],
         "dropout": dropout_stories(sentences),
         "backward": backward_stories(sentences),
@@ -125,7 +125,7 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
         by_order = [tell(head, failure, entry.score_gain, entry.dtype, order=order, **options) for order in ORDERS]
         tiles, o, lse = by_order[0]
         says = [[sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles]
-        found = in_both_orders([one[0] for one in by_order], says, sentences, head, size)
+        found = in_both_orders([one[0] for one in by_order], says, sentences)
         told[f"{causal:d}/{size}/{failure}"] = found | {"o": o, "lse": lse}
     shown = {"causal": [int(causal) for causal in entry.causal], "labels": head.labels, "stories": told}
     qkv = {name: getattr(head, name) for name in "qkv"}
@@ -134,22 +134,19 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
     return own | qkv | scale | shown | {"why_not": why_not(entry)}
 
 
-def in_both_orders(
-    by_order: list[list], says: list[list[str]], sentences: dict[str, int], head: Head, size: int
-) -> dict:
+def in_both_orders(by_order: list[list], says: list[list[str]], sentences: dict[str, int]) -> dict:
     """The tiles with the numbers of their sentences; for each of ORDERS also the order of the visits, and the words
     moved after each visit."""
     tiles = by_order[0]
     number = {(tile.rows.start, tile.columns.start): i for i, tile in enumerate(tiles)}
     numbers = [[sentences.setdefault(words, len(sentences)) for words in row] for row in says]
-    shape = len(head.q), len(head.k), head.q.shape[1], size, size
     return {
-        "tiles": [[*tile, said] for tile, said in zip(tiles, numbers, strict=True)],
+        "tiles": [[*tile[:-1], said] for tile, said in zip(tiles, numbers, strict=True)],
         "visits": {
             order: [number[tile.rows.start, tile.columns.start] for tile in told]
             for order, told in zip(ORDERS, by_order, strict=True)
         },
-        "words": {order: words_moved(told, *shape, order) for order, told in zip(ORDERS, by_order, strict=True)},
+        "words": {order: [t.words for t in told] for order, told in zip(ORDERS, by_order, strict=True)},
     }
 
 
@@ -178,7 +175,7 @@ def dropout_stories(sentences: dict[str, int]) -> dict:
             [dropout_sentence(tile, row) + sentence(tile, row, 0, switches("none")) for row in tile.rows]
             for tile in tiles
         ]
-        found = in_both_orders([one[0] for one in by_order], says, sentences, head, size)
+        found = in_both_orders([one[0] for one in by_order], says, sentences)
         told[f"{causal:d}/{size}"] = found | {"o": o, "lse": lse}
     return DROPOUT | {"stories": told}
 
@@ -188,18 +185,22 @@ def backward_stories(sentences: dict[str, int]) -> dict:
     dropout or stale_seed."""
     head, told = worked_example(), {}
     do = np.array(THE_CAT["do"], np.float64)
-    kinds: dict[str, dict[str, Any]] = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"same_seed": False}}
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {},
+        "dropout": DROPOUT,
+        "stale_seed": DROPOUT | {"break_it": BreakIt(same_seed=False)},
+    }
     for causal, size, (kind, changed) in product([False, True], SIZES, kinds.items()):
         options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size}
         options |= {"softmax_scale": head.softmax_scale} | changed
         by_order = [backward(head.q, head.k, head.v, do, order=order, **options) for order in ORDERS]
         one = by_order[0]
-        right = backward(head.q, head.k, head.v, do, **options | {"same_seed": True}).tiles
+        right = backward(head.q, head.k, head.v, do, **options | {"break_it": UNBROKEN}).tiles
         last = {row: tile.columns for tile in one.tiles for row in tile.rows}
         says = [
             [backward_sentence(tile, row, r, one.delta[row], last[row] == tile.columns) for row in tile.rows]
             for tile, r in zip(one.tiles, right, strict=True)
         ]
-        found = in_both_orders([x.tiles for x in by_order], says, sentences, head, size)
+        found = in_both_orders([x.tiles for x in by_order], says, sentences)
         told[f"{causal:d}/{size}/{kind}"] = found | {name: getattr(one, name) for name in ("o", "lse", "delta")}
     return DROPOUT | {"do": do, "stories": told}

@@ -38,9 +38,8 @@ from lab.trials import (
 )
 from model.attention import attention
 from model.break_it import FAILURES
-from model.mask import Tiling
-from model.tiled import INF, LOG2E, absorb, by_key_head, load, nothing_seen
-from training.probe import Call, Gauges, first_bad, gauges, on_chip_for, worst
+from model.tiled import INF, LOG2E, forward_tiles
+from training.probe import Call, Gauges, first_bad, gauges, worst
 
 RESULTS = ("o", "dq", "dk", "dv")
 SHOWN = {"bf16_ties": "bf16"}  # failures with pictures in another dtype than float32
@@ -230,14 +229,9 @@ def first_key_tile(call: Call, seen: Seen, b: int, h: int, row: int) -> int | No
 @torch.no_grad()
 def walk(call: Call, b: int, h: int, row: int) -> Iterator[tuple[int, float, float, Tensor]]:
     """After each tile of a row: the number of the key tile, m (natural logarithm), l and acc / l (D,), as in tiled."""
-    q, k, v = by_key_head(call.q, call.k, call.v)
-    key_head, g = divmod(h, q.shape[1])
-    matrix, problem, on_chip = b * call.k.shape[1] + key_head, call.problem(), on_chip_for(call, 1)[0]
-    M, N = tile_of(call)
-    rows, visits = next(of_rows for of_rows in Tiling(problem, M, N).by_rows() if row in of_rows[0])
-    q_i, r = load(q, rows), g * len(rows) + row - rows.start
-    state = nothing_seen(q_i, torch.float32, problem.without)
-    for tile in visits:
-        state = absorb(tile, q_i, load(k, tile.columns), load(v, tile.columns), state, problem, on_chip)
-        m, l, acc = (x[matrix, r] for x in state)
-        yield tile.columns.start // N, float(m) / LOG2E, float(l), acc.double() / l.double()
+    H, H_kv = call.q.shape[1], call.k.shape[1]
+    key_head, g = divmod(h, H // H_kv)
+    for rows, tile, state in forward_tiles(call.q, call.k, call.v, call.problem(), call.loops):
+        if row in rows and tile is not None:
+            m, l, acc = (x[b * H_kv + key_head, g * len(rows) + row - rows.start] for x in state)
+            yield tile.columns.start // call.loops.block_n, float(m) / LOG2E, float(l), acc.double() / l.double()

@@ -1,24 +1,22 @@
-"""Tiled attention of one head in NumPy, written like the paper. Keeps every intermediate value of every tile.
+"""Records every intermediate value of every tile of one head, as model/tiled.py computes it, and says what changed.
 
-It is slow and not for training. It repeats what model/tiled.py does, with the same step numbers and names, so that
-`python breakit.py` can print the steps and the explorer can show them. story() does the forward, backward() the
-backward. Both use the natural base, as the papers do.
+For `python breakit.py trace=true` and the explorer. story() records the forward, backward() the backward. Scores, m and
+lse are natural logarithms here, as in the papers.
 
 Shapes: T query rows, T_k keys, D head size; of a tile, R query rows and S keys.
-
-Sources: Dao 2023 (arXiv 2307.08691), algorithm 1; Dao et al. 2022 (arXiv 2205.14135) for order=keys_outside.
 """
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from model.break_it import FAILURES
-from model.dropout import keep_mask, keep_scale
-from model.mask import tiles
-from model.tiled import TINY
+from kernels.problem import Problem
+from lab.traffic import Tiles
+from model.attention import AttentionConfig, problem_of
+from model.break_it import FAILURES, UNBROKEN, BreakIt
+from model.tiled import LOG2E, LOWEST, Loops, backward_tiles, finish, forward_tiles, store
 
 # A published example, small enough to follow by hand: "the cat sat on (the) mat", scores q k^T / 2. do is ours: the
 # gradient of a loss that adds and subtracts some elements of o.
@@ -32,6 +30,7 @@ THE_CAT: dict[str, Any] = {
 
 # A row's ds add up to 0. What rounding leaves of them, 1e-17 in the worked example, is not the same on every CPU.
 ROUNDING = 1e-12
+Array = np.ndarray
 ORDERS = ("queries_outside", "keys_outside")
 # The failures that story() has, and their switches. It has no 16-bit sums; only backward() has a seed to break.
 STORY_FAILURES = {"none": ()} | {
@@ -41,12 +40,11 @@ STORY_FAILURES = {"none": ()} | {
 }
 
 
-def switches(failure: str, score_gain: float = 1.0) -> SimpleNamespace:
-    """The switches of BreakIt for a failure; True is whole."""
+def switches(failure: str, score_gain: float = 1.0) -> BreakIt:
+    """The switches of a failure."""
     if failure not in STORY_FAILURES:
         raise ValueError(f"failure={failure} is not known; choose {', '.join(STORY_FAILURES)}")
-    names = [name for off in STORY_FAILURES.values() for name in off]
-    return SimpleNamespace(score_gain=score_gain, **{name: name not in STORY_FAILURES[failure] for name in names})
+    return BreakIt(score_gain=score_gain, **dict.fromkeys(STORY_FAILURES[failure], False))
 
 
 class Tile(NamedTuple):
@@ -54,17 +52,18 @@ class Tile(NamedTuple):
 
     rows: range  # of queries
     columns: range  # of keys
-    scores: np.ndarray  # (R, S): step 1
-    s: np.ndarray  # (R, S): step 2, -inf where hidden
-    p: np.ndarray  # (R, S): step 3
-    m_old: np.ndarray  # (R,): before the tile
-    l_old: np.ndarray  # (R,)
-    m: np.ndarray  # (R,): after it
-    l: np.ndarray  # (R,)
-    alpha: np.ndarray  # (R,): exp(m_old - m), even if a broken step leaves it out
-    acc: np.ndarray  # (R, D): step 5
-    o: np.ndarray  # (R, D): acc / l
-    z: np.ndarray | None = None  # (R, S): step 4, 0 where dropped; None without dropout
+    scores: Array  # (R, S): step 1
+    s: Array  # (R, S): step 2, -inf where hidden
+    p: Array  # (R, S): step 3
+    m_old: Array  # (R,): before the tile
+    l_old: Array  # (R,)
+    m: Array  # (R,): after it
+    l: Array  # (R,)
+    alpha: Array  # (R,): exp(m_old - m), even if a broken step leaves it out
+    acc: Array  # (R, D): step 5
+    o: Array  # (R, D): acc / l
+    z: Array | None  # (R, S): step 4, 0 where dropped; None without dropout
+    words: int  # moved between slow memory and the chip up to here, with a store that comes before the next tile
 
 
 class BackwardTile(NamedTuple):
@@ -72,199 +71,113 @@ class BackwardTile(NamedTuple):
 
     rows: range  # of queries
     columns: range  # of keys
-    s: np.ndarray  # (R, S): steps 1 and 2 again, -inf where hidden
-    p: np.ndarray  # (R, S): step 8
-    z: np.ndarray | None  # (R, S): step 4 again; None without dropout
-    dp: np.ndarray  # (R, S): step 10
-    ds: np.ndarray  # (R, S): step 11
-    ds_sum: np.ndarray  # (R,): the sum of each row's ds so far, which is 0 after all keys; below ROUNDING it is 0
-    dq: np.ndarray  # (R, D): step 12
-    dk: np.ndarray  # (S, D)
-    dv: np.ndarray  # (S, D): step 9
+    s: Array  # (R, S): steps 1 and 2 again, -inf where hidden
+    p: Array  # (R, S): step 8
+    z: Array | None  # (R, S): step 4 again; None without dropout
+    dp: Array  # (R, S): step 10
+    ds: Array  # (R, S): step 11
+    ds_sum: Array  # (R,): the sum of each row's ds so far, which is 0 after all keys; below ROUNDING it is 0
+    dq: Array  # (R, D): step 12
+    dk: Array  # (S, D)
+    dv: Array  # (S, D): step 9
+    words: int  # as in Tile. Without step 7, and the zeros in dq, dk and dv at the start
 
 
 class Backward(NamedTuple):
     """The whole backward: its tiles in the order of the visits, o and lse of the forward, and the gradients."""
 
     tiles: list[BackwardTile]
-    o: np.ndarray  # (T, D)
-    lse: np.ndarray  # (T,)
-    delta: np.ndarray  # (T,): step 7
-    dq: np.ndarray  # (T, D)
-    dk: np.ndarray  # (T_k, D)
-    dv: np.ndarray  # (T_k, D)
+    o: Array  # (T, D)
+    lse: Array  # (T,)
+    delta: Array  # (T,): step 7
+    dq: Array  # (T, D)
+    dk: Array  # (T_k, D)
+    dv: Array  # (T_k, D)
 
 
 def story(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    block_m: int,
-    block_n: int,
-    break_it,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    order: str = "queries_outside",
-    dropout_p: float = 0.0,
-    seed: int = 0,
-) -> tuple[list[Tile], np.ndarray, np.ndarray]:
+    q: Array, k: Array, v: Array, *, block_m: int, block_n: int, order: str = ORDERS[0], **options
+) -> tuple[list[Tile], Array, Array]:
     """The forward: every tile in the order of the visits, o (T, D) and lse (T,), a natural logarithm.
 
     q (T, D); k, v (T_k, D), all in one float dtype, which is also used to compute: float64 for exact numbers, float32
-    to see what overflows. causal: row i sees key j if j <= i + T_k - T. softmax_scale: None for 1 / sqrt(D). break_it:
-    the switches of BreakIt in model/break_it.py. seed: gives the dropout mask of head 0 of sequence 0. A row that sees
-    no key has o = 0 and lse = -inf. Raises ValueError for shapes that do not fit together, and if break_it breaks the
-    causal mask but causal is False.
+    to see what overflows. options: those of problem(). A row that sees no key has o = 0 and lse = -inf.
     """
-    (T, D), T_k = q.shape, len(k)
-    if k.shape != v.shape or k.shape[1] != D or not T_k:
-        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: want q (T, D) and k, v both (T_k, D)")
-    if not causal and not break_it.global_mask:
-        raise ValueError("failure=local_mask breaks the causal mask, and there is none: use causal=true")
-    scale = D**-0.5 if softmax_scale is None else softmax_scale
-    scale = (scale if break_it.scale_scores else 1.0) * break_it.score_gain
-
-    m = np.full((T, 1), -np.inf if break_it.start_low else 0.0, q.dtype)
-    l = np.zeros((T, 1), q.dtype)
-    acc = np.zeros((T, D), q.dtype)
-    told = []
-    with np.errstate(all="ignore"):  # a broken story overflows and computes inf - inf on purpose
-        for rows, columns in visits(tiles(T, block_m), tiles(T_k, block_n), order):
-            seen = visible(rows, columns, T_k - T, causal, break_it)
-            if break_it.global_mask and not seen.any():
+    told: list[Tile] = []
+    watch: dict[str, Tensor] = {}
+    x, what = problem(q, k, v, **options)
+    o, lse, guarded = torch.empty_like(x[0]), x[0].new_empty(1, 1, len(q), 1), "guard_empty_rows" not in what.without
+    m, l = np.full(len(q), 0.0 if "start_low" in what.without else -np.inf, q.dtype), np.zeros(len(q), q.dtype)
+    with Tiles() as counted, np.errstate(invalid="ignore"):  # a broken story computes inf - inf on purpose
+        for rows, tile, state in forward_tiles(*x, what, Loops(block_m, block_n, order), watch):
+            if tile is None:
+                store(o, rows, state[0])
+                store(lse, rows, state[1])
+                told[-1:] = [last._replace(words=counted.words) for last in told[-1:]]
                 continue
-            i, j = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-            scores = q[i] @ k[j].T * scale  # 1
-            s = np.where(seen, scores, -np.inf)  # 2
-            p, m_i, l_i, alpha = online_softmax(s, m[i], l[i], break_it)  # 3
-            z = dropout_factor(rows, columns, dropout_p, seed, q.dtype) if dropout_p else None  # 4
-            acc_i = (alpha * acc[i] if break_it.rescale_output else acc[i]) + (p if z is None else z * p) @ v[j]  # 5
-            before = m[i][:, 0].copy(), l[i][:, 0].copy()
-            after = m_i[:, 0].copy(), l_i[:, 0].copy(), alpha[:, 0].copy()
-            told.append(Tile(rows, columns, scores, s, p, *before, *after, acc_i, divided(acc_i, l_i, break_it), z))
-            m[i], l[i], acc[i] = m_i, l_i, acc_i
-        return told, divided(acc, l, break_it), (m + np.log(l))[:, 0]  # 6
-
-
-def online_softmax(s, m, l, break_it) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Step 3 for one more tile of scores. s: (R, S). m, l: (R, 1), of the tiles so far. Returns p, and the new m, l and
-    alpha."""
-    m_new = np.maximum(m, s.max(-1, keepdims=True)) if break_it.subtract_max else np.zeros_like(m)
-    # A row that has seen no key yet subtracts 0 instead of m, because exp(-inf - -inf) is NaN.
-    shift = np.where(m_new == -np.inf, 0.0, m_new) if break_it.guard_empty_rows else m_new
-    p = np.exp(s - shift)
-    alpha = np.exp(m - shift)  # brings l and acc of the earlier tiles onto the new scale
-    l_new = (alpha * l if break_it.rescale_sum else l) + p.sum(-1, keepdims=True)
-    return p, m_new, l_new, alpha
-
-
-def divided(acc: np.ndarray, l: np.ndarray, break_it) -> np.ndarray:
-    """o = acc / l (R, D). A row that saw no key has 0 / TINY = 0, or 0 / 0 = NaN without the guard."""
-    return acc / (np.maximum(l, TINY) if break_it.guard_empty_rows else l)
-
-
-def dropout_factor(rows: range, columns: range, dropout_p: float, seed: int, dtype) -> np.ndarray:
-    """Z of one tile (R, S): 0 where dropped, 1 / (share that is kept) elsewhere."""
-    keep = keep_mask(torch.tensor(seed), 1, rows, columns, dropout_p)[0].numpy()
-    return keep.astype(dtype) * dtype.type(keep_scale(dropout_p))
+            i = slice(rows.start, rows.stop)
+            scores, s, p, z = (of_head(watch[name]) for name in ("scores", "s", "p", "z"))
+            m_i, l_i, acc = map(of_head, state)
+            m_i, l_i = np.where(m_i == LOWEST, -np.inf, m_i / LOG2E)[:, 0], l_i[:, 0]
+            alpha = np.exp(m[i] - np.where(np.isneginf(m_i) & guarded, 0.0, m_i))
+            o_i = of_head(finish((state[0], state[1], state[2].clone()), what.without)[0])
+            values = scores / LOG2E, s / LOG2E, p, m[i].copy(), l[i].copy(), m_i, l_i, alpha, acc, o_i, z
+            told.append(Tile(rows, tile.columns, *values, counted.words))
+            m[i], l[i] = m_i, l_i
+    return told, of_head(o[0]), of_head(lse[0])[:, 0]
 
 
 def backward(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    do: np.ndarray,
-    *,
-    block_m: int,
-    block_n: int,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    order: str = "queries_outside",
-    dropout_p: float = 0.0,
-    seed: int = 0,
-    same_seed: bool = True,
+    q: Array, k: Array, v: Array, do: Array, *, block_m: int, block_n: int, order: str = ORDERS[0], **options
 ) -> Backward:
-    """Steps 7 to 12. do (T, D): the gradient of o. same_seed=False draws another dropout mask than the forward did, as
-    break_it=stale_seed does. The other arguments are as in story()."""
-    whole = switches("none")
-    options: dict[str, Any] = {"block_m": block_m, "block_n": block_n, "causal": causal, "softmax_scale": softmax_scale}
-    _, o, lse = story(q, k, v, break_it=whole, dropout_p=dropout_p, seed=seed, **options)
-    (T, D), T_k = q.shape, len(k)
-    scale = D**-0.5 if softmax_scale is None else softmax_scale
-    backward_seed = seed if same_seed else seed + 1
-
-    delta = (do * o).sum(-1)  # 7
-    # A row that saw no key has lse = -inf. Here it gets +inf, which makes its weights exp(-inf) = 0.
-    shift = np.where(lse == -np.inf, np.inf, lse)
-    dq, dk, dv, ds_sum = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(lse)
-    told = []
-    for rows, columns in visits(tiles(T, block_m), tiles(T_k, block_n), order):
-        seen = visible(rows, columns, T_k - T, causal, whole)
-        if not seen.any():
-            continue
-        i, j = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        s = np.where(seen, q[i] @ k[j].T * scale, -np.inf)  # 1 and 2 again
-        p = np.exp(s - shift[i, None])  # 8
-        z = dropout_factor(rows, columns, dropout_p, backward_seed, q.dtype) if dropout_p else None  # 4 again
-        dv[j] += (p if z is None else z * p).T @ do[i]  # 9
-        dp = do[i] @ v[j].T if z is None else z * (do[i] @ v[j].T)  # 10
-        ds = p * (dp - delta[i, None])  # 11
-        ds_sum[i] += ds.sum(-1)
-        dq[i] += ds @ k[j] * scale  # 12
-        dk[j] += ds.T @ q[i] * scale
-        ds_so_far = np.where(abs(ds_sum[i]) < ROUNDING, 0.0, ds_sum[i])
-        sums = ds_so_far, dq[i].copy(), dk[j].copy(), dv[j].copy()
-        told.append(BackwardTile(rows, columns, s, p, z, dp, ds, *sums))
-    return Backward(told, o, lse, delta, dq, dk, dv)
+    """Steps 7 to 12. do (T, D): the gradient of o. options: those of problem(). Only same_seed can be broken."""
+    _, o, lse = story(q, k, v, block_m=block_m, block_n=block_n, **options)
+    told: list[BackwardTile] = []
+    watch: dict[str, Tensor] = {}
+    x, what = problem(q, k, v, **options)
+    saved, loops, ds_sum = (*x, as_head(o), as_head(lse)), Loops(block_m, block_n, order), np.zeros_like(lse)
+    with Tiles() as counted:
+        for tile, sums in backward_tiles(saved, as_head(do), None, what, loops, watch):
+            if tile is None:
+                told[-1:] = [last._replace(words=counted.words) for last in told[-1:]]
+                continue
+            i, j = (slice(side.start, side.stop) for side in tile[:2])
+            s, p, z, dp, ds = (of_head(watch[name]) for name in ("s", "p", "z", "dp", "ds"))
+            ds_sum[i] += ds.sum(-1)
+            ds_so_far = np.where(abs(ds_sum[i]) < ROUNDING, 0.0, ds_sum[i])
+            parts = zip(sums, (i, j, j), strict=True)
+            so_far = [of_head(x) if x.ndim == 3 else x.numpy()[0, 0, part].copy() for x, part in parts]
+            values = s / LOG2E, p, z, dp, ds, ds_so_far, *so_far
+            told.append(BackwardTile._make((*tile[:2], *values, counted.words)))
+    return Backward(told, o, lse, of_head(watch["delta"][0])[:, 0], *(of_head(x[0]) for x in sums))
 
 
-def words_moved(told: list, T: int, T_k: int, D: int, block_m: int, block_n: int, order: str) -> list[int]:
-    """Words moved between slow memory and the chip, summed up to each tile of a forward or a backward. told: the tiles
-    in the order of their visits. order: the loop order of that forward or backward.
+def problem(
+    q: Array, k: Array, v: Array, *, break_it: BreakIt = UNBROKEN, causal: bool = True,
+    softmax_scale: float | None = None, dropout_p: float = 0.0, seed: int = 0,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Problem]:  # fmt: skip
+    """q, k and v as one head of one sequence, (1, 1, T or T_k, D), and what is computed from them.
 
-    Counts as docs/attention.md and lab/traffic.py do: an addition in slow memory is a load and a store. A store at the
-    end counts with the last tile before it. Leaves out step 7, and the zeros in dq, dk and dv at the start.
+    causal: row i sees key j if j <= i + T_k - T. softmax_scale: None for 1 / sqrt(D). seed: of the dropout mask. Raises
+    ValueError for shapes that do not fit together, and if break_it breaks the causal mask but causal is False.
     """
-    # comes, goes: words for each row of an outer tile, before and after its inner loop (for each key, with
-    # keys_outside). visit: words for each key (or row) of an inner tile. after: words for each row after all tiles.
-    comes, visit, goes, after = {
-        (Tile, "queries_outside"): (D, 2 * D, D + 1, 0),  # q; k, v; o, lse
-        (Tile, "keys_outside"): (2 * D, D + 2 * (D + 2), 0, D + 2 + D + 1),  # k, v; q, m, l, acc; m, l, acc, o, lse
-        (BackwardTile, "queries_outside"): (2 * D + 2, 6 * D, D, 0),  # q, do, lse, delta; k, v, dk, dv; dq
-        (BackwardTile, "keys_outside"): (2 * D, 4 * D + 2, 2 * D, 0),  # k, v; q, do, lse, delta, dq; dk, dv
-    }[type(told[0]), order]
-    counts, words = [], 0
-    rows_outside = order == "queries_outside"
-    for outer in tiles(T, block_m) if rows_outside else tiles(T_k, block_n):
-        words += comes * len(outer)
-        for tile in told:
-            own, other = (tile.rows, tile.columns) if rows_outside else (tile.columns, tile.rows)
-            if own == outer:
-                words += visit * len(other)
-                counts.append(words)
-        words += goes * len(outer)
-        counts[-1:] = [words] if counts else []  # empty if the first rows see no key
-    counts[-1] += after * T
-    return counts
+    if k.shape != v.shape or k.shape[1:] != q.shape[1:] or not len(k):
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: want q (T, D) and k, v both (T_k, D)")
+    if not causal and "global_mask" in break_it.without:
+        raise ValueError("failure=local_mask breaks the causal mask, and there is none: use causal=true")
+    x, drawn = (as_head(q), as_head(k), as_head(v)), torch.tensor(seed) if dropout_p else None
+    scale = 1.0 if "scale_scores" in break_it.without else softmax_scale  # even if the data have a scale of their own
+    return x, problem_of(x[0], x[1], AttentionConfig("tiled", dropout_p=dropout_p), {}, causal, scale, drawn, break_it)
 
 
-def visits(row_tiles: list[range], column_tiles: list[range], order: str) -> list[tuple[range, range]]:
-    """Every pair of a row tile and a column tile, in loop order."""
-    match order:
-        case "queries_outside":
-            return [(rows, columns) for rows in row_tiles for columns in column_tiles]
-        case "keys_outside":
-            return [(rows, columns) for columns in column_tiles for rows in row_tiles]
-    raise ValueError(f"order={order} is not known; choose queries_outside or keys_outside")
+def as_head(x: Array) -> Tensor:
+    """(T, ...) as one head of one sequence, (1, 1, T, ...)."""
+    return torch.from_numpy(x)[None, None]
 
 
-def visible(rows: range, columns: range, offset: int, causal: bool, break_it) -> np.ndarray:
-    """Which keys the rows may see, bool (R, S). offset: T_k - T."""
-    position, column = np.array(rows)[:, None] + offset, np.array(columns)
-    if not break_it.global_mask:  # numbers within the tile, without the tile's place
-        position, column = np.arange(len(rows))[:, None], np.arange(len(columns))
-    return column <= position if causal else np.ones((len(rows), len(columns)), bool)
+def of_head(x: Tensor | None) -> Any:
+    """The only matrix of x, copied: (1, R, ...) to (R, ...)."""
+    return None if x is None else x[0].numpy().copy()
 
 
 def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
@@ -314,7 +227,7 @@ def dropout_sentence(tile: Tile, row: int) -> str:
     return f"Dropout takes out {some(dropped, seen)}: l counts them, acc does not. "
 
 
-def some(n: int, seen: np.ndarray) -> str:
+def some(n: int, seen: Array) -> str:
     """n of a row's weights, in words. seen: which keys it sees, (S,)."""
     return f"{n} of its {seen.sum()} weights" if seen.sum() > 1 else "its one weight"
 

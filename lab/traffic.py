@@ -19,7 +19,7 @@ from lab.charts import LOOKS, label_ends, over_length
 from lab.meter import tensors_in
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN
-from model.tiled import gradients
+from model.tiled import Loops, gradients
 from training.machine import about
 
 
@@ -71,7 +71,7 @@ def words_of(config: AttentionConfig, N: int, D: int, causal: bool = False, back
             problem = problem_of(q, k, config, {}, causal, None, None, UNBROKEN)
             saved = q, k, v, o, lse, *(None for _ in problem)
             with Tiles() as counted:
-                gradients(saved, do, None, problem, (config.block_m, config.block_n), config.order)
+                gradients(saved, do, None, problem, Loops(config.block_m, config.block_n, config.order))
     return counted.words
 
 

@@ -37,7 +37,7 @@ from kernels.problem import Problem
 from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
-from model.tiled import INF, LOG2E, sum_dtype, tiled_attention
+from model.tiled import INF, LOG2E, Loops, sum_dtype, tiled_attention
 
 # A Tensor, or two of them with return_lse=True. Telling them apart for a type checker takes two more signatures each.
 Output = Any
@@ -369,7 +369,7 @@ def attend(
             case "naive":
                 o, lse = naive(q, k, v, problem)
             case "tiled":
-                o, lse = tiled_attention(q, k, v, problem, config.block_m, config.block_n, config.order)
+                o, lse = tiled_attention(q, k, v, problem, Loops(config.block_m, config.block_n, config.order))
             case "triton":
                 from kernels.op import flash_attention, flash_attention_of  # triton is not installed everywhere
 

@@ -18,7 +18,9 @@ order=queries_outside and lse; Milakov & Gimelshein 2018 (arXiv 1805.02867) for 
 """
 
 import math
-from typing import Any
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,23 +41,28 @@ TINY = torch.finfo(torch.float32).tiny  # below the sum l of any row that sees a
 # What is active in a checkpoint that keeps some results, in the forward and in the backward. torch has no public names.
 KEEPS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
+Tensors = tuple[Tensor, ...]
 State = tuple[Tensor, Tensor, Tensor]  # m, l (N, R, 1) and acc (N, R, D) of a tile of rows
+Watch = dict[str, Any] | None  # values of the last tile, by name (training/probe.py, lab/story.py)
 
 
-def tiled_attention(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, block_m: int, block_n: int, order: str = "queries_outside"
-) -> tuple[Tensor, Tensor]:
-    """o (B, H, T, D) in q's dtype and lse (B, H, T), float32 (float64 for float64 inputs); both have gradients.
+class Loops(NamedTuple):
+    """How tiles are cut and visited. Rows and columns of a tile, and queries_outside | keys_outside."""
 
-    block_m, block_n: rows and columns of a tile. order: of the loops, queries_outside | keys_outside.
-    """
+    block_m: int
+    block_n: int
+    order: str = "queries_outside"
+
+
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, loops: Loops) -> tuple[Tensor, Tensor]:
+    """o (B, H, T, D) in q's dtype and lse (B, H, T), float32 (float64 for float64 inputs); both have gradients."""
     # by_key_head() would copy if B > 1, so the copy is made here, before Tiled. Tiled has to save its own inputs. Only
     # then does autograd notice in-place changes, and find the path from a second gradient back to q, k and v.
     if q.shape[0] > 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     # Not compiled: torch.compile would unroll the loops, and lose second derivatives silently.
     apply = torch.compiler.disable(Tiled.apply) if torch.compiler.is_compiling() else Tiled.apply
-    return apply(q, k, v, problem, block_m, block_n, order)
+    return apply(q, k, v, problem, loops)
 
 
 class Tiled(torch.autograd.Function):
@@ -65,12 +72,12 @@ class Tiled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, problem, block_m, block_n, order):
+    def forward(ctx, q, k, v, problem, loops):
         ctx.set_materialize_grads(False)
-        ctx.description = problem, (block_m, block_n), order
+        ctx.description = problem, loops
         # A checkpoint that keeps attention's results knows them by their op. Elsewhere the op would only cost time.
         compute = forward_op if isinstance(_get_current_dispatch_mode(), KEEPS) else forward
-        o, lse = compute(q, k, v, *problem, block_m, block_n, order)
+        o, lse = compute(q, k, v, *problem, *loops)
         # The problem's tensors too, so that autograd notices if documents changed in place meanwhile.
         ctx.save_for_backward(q, k, v, o, lse, *(x if isinstance(x, Tensor) else None for x in problem))
         return o, lse
@@ -80,10 +87,10 @@ class Tiled(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: with activation checkpointing a second read fails
         refuse_tangents("tiled", do, dlse)
         if not torch.is_grad_enabled():
-            return *gradients(saved, do, dlse, *ctx.description), None, None, None, None
+            return *gradients(saved, do, dlse, *ctx.description), None, None
         with torch.no_grad():
             found = gradients(saved, do, dlse, *ctx.description)
-        return *Once.apply(*found, do, dlse, *saved[:3]), None, None, None, None
+        return *Once.apply(*found, do, dlse, *saved[:3]), None, None
 
 
 class Once(torch.autograd.Function):
@@ -104,39 +111,14 @@ class Once(torch.autograd.Function):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor]:
-    """Steps 1 to 6: o and lse. description: the fields of a Problem, then block_m, block_n and order."""
-    *fields, block_m, block_n, order = description
-    problem = Problem(*fields)
-    B, H, T, _ = q.shape
-    wide = sum_dtype(q.dtype)
-    without = problem.without
-    tiling = Tiling(problem, block_m, block_n)
-    qn, kn, vn = by_key_head(q, k, v)
-    o = like_heads(q.shape, q)
-    lse = q.new_empty(B, H, T, dtype=wide)
-    on_chip = q.new_empty(B * H * min(block_m, T) * min(block_n, k.shape[2]), dtype=wide)  # one tile, reused
-
-    if order == "queries_outside":  # the rows' state stays on chip; k and v are loaded again for every tile of rows
-        for rows, visits in tiling.by_rows():
-            q_i = load(qn, rows)
-            state = nothing_seen(q_i, wide, without)
-            for tile in visits:
-                k_j, v_j = load(kn, tile.columns), load(vn, tile.columns)
-                state = absorb(tile, q_i, k_j, v_j, state, problem, on_chip)
-            finish(o, lse, rows, state, without)
-    else:  # k and v are loaded once; the rows' state is in slow memory, moved in and out for every tile of keys
-        slow = [x.view(*qn.shape[:3], x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide, without)]
-        for columns, visits in tiling.by_columns():
-            k_j, v_j = load(kn, columns), load(vn, columns)
-            for tile in visits:
-                m, l, acc = (load(x, tile.rows).clone() for x in slow)  # load() may be a view; acc changes in place
-                state = absorb(tile, load(qn, tile.rows), k_j, v_j, (m, l, acc), problem, on_chip)
-                for x, x_i in zip(slow, state, strict=True):
-                    store(x, tile.rows, x_i)
-        # The paper divides by l in every pass, so o is right after each. Dividing once at the end is the same.
-        for rows in tiling.row_tiles:
-            m, l, acc = (load(x, rows) for x in slow)
-            finish(o, lse, rows, (m, l, acc), without)
+    """Steps 1 to 6: o and lse. description: the fields of a Problem, then those of Loops."""
+    problem, loops = Problem(*description[:-3]), Loops(*description[-3:])
+    o, lse = like_heads(q.shape, q), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
+    for rows, tile, found in forward_tiles(q, k, v, problem, loops):
+        if tile is None:
+            store(o, rows, found[0])
+            store(lse.unsqueeze(-1), rows, found[1])
+        del found  # or it would lie beside the state of the next rows
     return o, lse
 
 
@@ -148,29 +130,76 @@ forward_op = torch.library.custom_op(
 )
 
 
+def forward_tiles(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, loops: Loops, watch: Watch = None
+) -> Iterator[tuple[range, Tile | None, Tensors]]:
+    """The loop of the forward. Yields after each tile its rows, the tile, and the State of the rows; and once for each
+    tile of rows, when it has seen all its keys: the rows, None, o (N, R, D) and lse (N, R, 1), both in wide sums.
+
+    watch: takes copies of a tile's scores, s (with hidden scores), p and z (None without dropout), all (N, R, S).
+    """
+    (block_m, block_n, order), wide, without = loops, sum_dtype(q.dtype), problem.without
+    tiling = Tiling(problem, block_m, block_n)
+    qn, kn, vn = by_key_head(q, k, v)
+    N, G, T, _ = qn.shape
+    on_chip = q.new_empty(N * G * min(block_m, T) * min(block_n, k.shape[2]), dtype=wide)  # one tile, reused
+
+    if order == "queries_outside":  # the rows' state stays on chip; k and v are loaded again for every tile of rows
+        for rows, visits in tiling.by_rows():
+            q_i = load(qn, rows)
+            state = nothing_seen(q_i, wide, without)
+            for tile in visits:
+                k_j, v_j = load(kn, tile.columns), load(vn, tile.columns)
+                state = absorb(tile, q_i, k_j, v_j, state, problem, on_chip, watch)
+                yield rows, tile, state
+            yield rows, None, finish(state, without)
+    else:  # k and v are loaded once; the rows' state is in slow memory, moved in and out for every tile of keys
+        slow = [x.view(N, G, T, x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide, without)]
+        for columns, visits in tiling.by_columns():
+            k_j, v_j = load(kn, columns), load(vn, columns)
+            for tile in visits:
+                m, l, acc = (load(x, tile.rows).clone() for x in slow)  # load() may be a view; acc changes in place
+                state = absorb(tile, load(qn, tile.rows), k_j, v_j, (m, l, acc), problem, on_chip, watch)
+                for x, x_i in zip(slow, state, strict=True):
+                    store(x, tile.rows, x_i)
+                yield tile.rows, tile, state
+        # The paper divides by l in every pass, so o is right after each. Dividing once at the end is the same.
+        for rows in tiling.row_tiles:
+            m, l, acc = (load(x, rows) for x in slow)
+            yield rows, None, finish((m, l, acc), without)
+
+
 def gradients(
-    saved: tuple[Tensor, ...],
-    do: Tensor | None,
-    dlse: Tensor | None,
-    problem: Problem,
-    tile_size: tuple[int, int],
-    order: str,
+    saved: Tensors, do: Tensor | None, dlse: Tensor | None, problem: Problem, loops: Loops
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 7 to 12: dq, dk, dv like q, k, v. saved: as in Tiled. do or dlse is None if the loss does not use it."""
     q, k, v, o, lse, *tensors = saved
     fields: list[Any] = [x if tensor is None else tensor for x, tensor in zip(problem, tensors, strict=True)]
-    problem = Problem(*fields)
-    without = problem.without
+    do = torch.zeros_like(o) if do is None else do
+    _, (dq, dk, dv) = deque(backward_tiles((q, k, v, o, lse), do, dlse, Problem(*fields), loops), maxlen=1).pop()
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def backward_tiles(
+    saved: Tensors, do: Tensor, dlse: Tensor | None, problem: Problem, loops: Loops, watch: Watch = None
+) -> Iterator[tuple[Tile | None, Tensors]]:
+    """The loop of the backward. Yields after each tile the tile, and dq, dk and dv so far: dq_i (N, R, D), dk, dv; with
+    keys_outside dq, dk_j, dv_j (N, S, D). Yields None when a sum has been stored, and in the end None with dq, dk and
+    dv, in lse's dtype where tiles were added.
+
+    saved: q, k, v, o, lse. watch: takes copies of delta, and of a tile's s, p, z, dp, zp and ds.
+    """
+    (q, k, v, o, lse), (block_m, block_n, order), without = saved, loops, problem.without
+    dk, dv = (like_heads(k.shape, lse) for _ in "kv")
     if problem.seed is not None and "same_seed" in without:
         problem = problem._replace(seed=problem.seed + 1)
-    dk, dv = (like_heads(k.shape, lse) for _ in "kv")
     q, k, v = by_key_head(q, k, v)
     (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], problem.scale, lse.dtype
-    tiling = Tiling(problem, *tile_size)
-    do = torch.zeros_like(o) if do is None else do
+    tiling = Tiling(problem, block_m, block_n)
     delta = (do.to(wide) * o).sum(-1, keepdim=True)  # 7: (B, H, T, 1)
     if dlse is not None:
         delta -= dlse.unsqueeze(-1)
+    note(watch, delta=delta)
     # A row that sees no key has lse = -inf. inf in its place makes all its weights 2**-inf = 0.
     lse2 = lse * LOG2E
     if "guard_empty_rows" not in without:
@@ -178,37 +207,40 @@ def gradients(
     factors = q.dtype if q.is_cuda else wide  # of products. Without a GPU a tile is converted once, when it is loaded
     terms = ((x.view(N, G, T, 1), wide) for x in (lse2, delta))
     by_rows = [(q, factors), (do.reshape(N, G, T, D), factors), *terms]
-    size = N * G * min(tile_size[0], T) * min(tile_size[1], T_k)
+    size = N * G * min(block_m, T) * min(block_n, T_k)
     on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile each: s, dp, softcap's gradient
 
     if order == "queries_outside":
         dq = like_heads(o.shape, o)
         dk.zero_(), dv.zero_()
         for rows, visits in tiling.by_rows():
-            q_i, do_i, lse_i, delta_i = (load(x, rows).to(to) for x, to in by_rows)
+            q_i, do_i, _, _ = of_rows = [load(x, rows).to(to) for x, to in by_rows]
             dq_i = torch.zeros(q_i.shape, dtype=wide, device=q.device)
             for tile in visits:
                 k_j, v_j = load(k, tile.columns).to(factors), load(v, tile.columns).to(factors)
-                zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
+                zp, ds = weights_again(tile, of_rows, k_j, v_j, problem, on_chip, watch)
                 store(dv, tile.columns, wide_product(zp.mT, do_i, wide), add=1.0)  # 9
                 add_product(dq_i, ds, k_j, scale)  # 12
                 store(dk, tile.columns, wide_product(ds.mT, q_i, wide), add=scale)
+                yield tile, (dq_i, dk, dv)
             store(dq, rows, dq_i)
+            yield None, ()
     else:
         dq = like_heads(o.shape, lse).zero_()
         for columns, visits in tiling.by_columns():
             k_j, v_j = load(k, columns).to(factors), load(v, columns).to(factors)
             dk_j, dv_j = (torch.zeros(k_j.shape, dtype=wide, device=q.device) for _ in "kv")
             for tile in visits:
-                q_i, do_i, lse_i, delta_i = (load(x, tile.rows).to(to) for x, to in by_rows)
-                zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
+                q_i, do_i, _, _ = of_rows = [load(x, tile.rows).to(to) for x, to in by_rows]
+                zp, ds = weights_again(tile, of_rows, k_j, v_j, problem, on_chip, watch)
                 add_product(dv_j, zp.mT, do_i)  # 9
                 store(dq, tile.rows, wide_product(ds, k_j, wide), add=scale)  # 12
                 add_product(dk_j, ds.mT, q_i, scale)
+                yield tile, (dq, dk_j, dv_j)
             store(dk, columns, dk_j)
             store(dv, columns, dv_j)
-
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            yield None, ()
+    yield None, (dq, dk, dv)
 
 
 def nothing_seen(q_i: Tensor, dtype: torch.dtype, without: tuple[str, ...] = ()) -> State:
@@ -218,16 +250,20 @@ def nothing_seen(q_i: Tensor, dtype: torch.dtype, without: tuple[str, ...] = ())
     return m, torch.zeros_like(m), torch.zeros(q_i.shape, dtype=dtype, device=q_i.device)
 
 
-def absorb(tile: Tile, q_i: Tensor, k_j: Tensor, v_j: Tensor, state: State, problem: Problem, on_chip: Tensor) -> State:
+def absorb(
+    tile: Tile, q_i: Tensor, k_j: Tensor, v_j: Tensor, state: State, problem: Problem, on_chip: Tensor, watch: Watch
+) -> State:
     """Steps 1 to 5: updates the state of a tile of rows with one tile of keys."""
     m, l, acc = state
     s = scores(tile, q_i, k_j, problem, on_chip)  # 1: (N, R, S)
+    note(watch, scores=s)
     if tile.seen == PART:
         hide(s, tile, problem)  # 2
+    note(watch, s=s)
     p, m, l, alpha = online_softmax(s, m, l, problem.without)  # 3
-    if problem.seed is not None:
-        p *= dropout_factor(p, tile, problem)  # 4
-    p = p.to(v_j.dtype)
+    z = None if problem.seed is None else dropout_factor(p, tile, problem)  # 4
+    note(watch, p=p, z=z)
+    p = (p if z is None else p.mul_(z)).to(v_j.dtype)
     acc.mul_(alpha)  # 5
     if "wide_output" in problem.without and v_j.dtype != acc.dtype:
         return m, l, acc.add_(torch.bmm(p, v_j))
@@ -248,42 +284,44 @@ def online_softmax(
     return p, m_new, l, torch.ones_like(alpha) if "rescale_output" in without else alpha
 
 
-def finish(o: Tensor, lse: Tensor, rows: range, state: State, without: tuple[str, ...] = ()) -> None:
-    """Step 6: writes the rows of o and lse. A row that sees no key has o = 0 / TINY = 0, and lse = log 0 = -inf."""
+def finish(state: State, without: tuple[str, ...] = ()) -> tuple[Tensor, Tensor]:
+    """Step 6: o (N, R, D), in acc's memory, and lse (N, R, 1). A row that sees no key has o = 0 / TINY = 0, and
+    lse = log 0 = -inf."""
     m, l, acc = state  # 6
-    store(o, rows, acc / (l if "guard_empty_rows" in without else l.clamp(min=TINY)))
-    store(lse.unsqueeze(-1), rows, m / LOG2E + l.log())
+    return acc.div_(l if "guard_empty_rows" in without else l.clamp(min=TINY)), m / LOG2E + l.log()
 
 
 def weights_again(
-    tile: Tile,
-    q_i: Tensor,
-    k_j: Tensor,
-    v_j: Tensor,
-    do_i: Tensor,
-    lse_i: Tensor,
-    delta_i: Tensor,
-    problem: Problem,
-    on_chip: Tensor,
+    tile: Tile, of_rows: list[Tensor], k_j: Tensor, v_j: Tensor, problem: Problem, on_chip: Tensor, watch: Watch
 ) -> tuple[Tensor, Tensor]:
     """Steps 8, 10 and 11: the weights of a tile after dropout, Z p, and ds, both (N, R, S).
 
-    lse_i (N, R, 1) in base 2, inf for a row that sees no key; delta_i (N, R, 1).
+    of_rows: q, do (N, R, D), lse in base 2, inf for a row that sees no key, and delta (N, R, 1).
     """
+    q_i, do_i, lse_i, delta_i = of_rows
     cap_gradient = None if problem.softcap is None else view_of(on_chip[2], q_i, k_j)
     s = scores(tile, q_i, k_j, problem, on_chip[0], cap_gradient)
     if tile.seen == PART:
         hide(s, tile, problem)
+    note(watch, s=s)
     p = s.sub_(lse_i).exp2_()  # 8
     dp = product(do_i, v_j, 1.0, on_chip[1])  # 10, without Z
-    zp = p
-    if problem.seed is not None:  # drawn again: the same bits as in the forward
-        z = dropout_factor(p, tile, problem)
-        zp, dp = z * p, dp.mul_(z)
+    # drawn again: the same bits as in the forward
+    z = None if problem.seed is None else dropout_factor(p, tile, problem)
+    zp, dp = (p, dp) if z is None else (z * p, dp.mul_(z))
+    note(watch, p=p, z=z, dp=dp)
     ds = dp.sub_(delta_i).mul_(p)  # 11
     if cap_gradient is not None:
         ds.mul_(cap_gradient)
-    return zp.to(v_j.dtype), ds.to(q_i.dtype)
+    zp, ds = zp.to(v_j.dtype), ds.to(q_i.dtype)
+    note(watch, zp=zp, ds=ds)
+    return zp, ds
+
+
+def note(watch: Watch, **values: Tensor | None) -> None:
+    """Copies values for whoever watches, because the steps compute in place."""
+    if watch is not None:
+        watch |= {name: None if x is None else x.clone() for name, x in values.items()}
 
 
 def scores(

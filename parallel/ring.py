@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from kernels.problem import Problem
 from model.attention import AttentionConfig, attend, problem_of
 from model.break_it import UNBROKEN
-from model.tiled import KEEPS, LOG2E, LOWEST, sum_dtype
+from model.tiled import KEEPS, LOG2E, LOWEST, Loops, sum_dtype
 from model.tiled import gradients as tiled_gradients
 from parallel.part import Part
 from sampling.cache import merge
@@ -154,7 +154,7 @@ def part_gradients(
     tensors: Any = (x if isinstance(x, Tensor) else None for x in problem)
     # naive has no backward of its own. One tile that holds all scores is the same formulas.
     tile_size = (problem.T, problem.T_k) if config.impl == "naive" else (config.block_m, config.block_n)
-    return tiled_gradients((q, k, v, o, lse, *tensors), do, None, problem, tile_size, config.order)
+    return tiled_gradients((q, k, v, o, lse, *tensors), do, None, problem, Loops(*tile_size, config.order))
 
 
 def visits(

@@ -24,21 +24,8 @@ from model import gpt
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import BreakIt
 from model.dropout import keep_mask, keep_scale
-from model.mask import Tiling, distance, tiles, visible
-from model.tiled import (
-    INF,
-    LOG2E,
-    absorb,
-    add_product,
-    by_key_head,
-    finish,
-    load,
-    nothing_seen,
-    scores,
-    store,
-    sum_dtype,
-    weights_again,
-)
+from model.mask import distance, tiles, visible
+from model.tiled import INF, Loops, backward_tiles, by_key_head, forward_tiles
 from training import checkpoint
 
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overflows float32
@@ -74,6 +61,11 @@ class Call:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+
+    @property
+    def loops(self) -> Loops:
+        """The tiles in which find() goes through the call."""
+        return Loops(self.config.block_m, self.config.block_n)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -296,76 +288,45 @@ def first_bad(call: Call) -> Place | None:
         return found if found or call.do is None else first_bad_backward(call)
 
 
-def on_chip_for(call: Call, tables: int) -> Tensor:
-    """Memory for that many tiles of scores, (tables, size)."""
-    B, H, T, _ = call.q.shape
-    size = B * H * min(call.config.block_m, T) * min(call.config.block_n, call.k.shape[2])
-    return call.q.new_empty(tables, size, dtype=sum_dtype(call.q.dtype))
-
-
 def first_bad_forward(call: Call) -> Place | None:
-    """Steps 1 to 6 as in tiled, up to the first l, acc or o that is not finite."""
-    problem, wide = call.problem(), sum_dtype(call.q.dtype)
-    q, k, v = by_key_head(call.q, call.k, call.v)
-    on_chip = on_chip_for(call, 1)[0]
-    o, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
-    for rows, visits in Tiling(problem, call.config.block_m, call.config.block_n).by_rows():
-        q_i, columns = load(q, rows), None
-        state = nothing_seen(q_i, wide, problem.without)
-        for tile in visits:
-            columns = tile.columns
-            k_j, v_j = load(k, columns), load(v, columns)
-            state = absorb(tile, q_i, k_j, v_j, state, problem, on_chip)
-            _, l, acc = state
-            sound_l, sound_acc = l.isfinite().squeeze(-1), acc.isfinite().all(-1)
-            if not (sound_l & sound_acc).all():
-                s = scores(tile, q_i, k_j, problem, on_chip)
-                what = "scores are" if not s.isfinite().all() else "l, the sum of weights, is"
-                return place(call, ~(sound_l & sound_acc), rows, columns, "o is" if sound_l.all() else what)
-        finish(o, lse, rows, state, problem.without)
-        ended = load(o, rows).isfinite().all(-1)
-        if not ended.all():
-            return place(call, ~ended, rows, columns, "o = acc / l of rows that saw nothing is")
+    """The first l, acc or o of tiled's forward that is not finite."""
+    columns, watch = None, dict[str, Tensor]()
+    for rows, tile, found in forward_tiles(call.q, call.k, call.v, call.problem(), call.loops, watch):
+        if tile is None:
+            if not (sound := found[0].isfinite().all(-1)).all():
+                return place(call, ~sound, rows, columns, "o = acc / l of rows that saw nothing is")
+            columns = None
+            continue
+        _, l, acc = found
+        columns, sound_l, sound_acc = tile.columns, l.isfinite().squeeze(-1), acc.isfinite().all(-1)
+        if not (sound_l & sound_acc).all():
+            what = "l, the sum of weights, is" if watch["scores"].isfinite().all() else "scores are"
+            return place(call, ~(sound_l & sound_acc), rows, columns, "o is" if sound_l.all() else what)
     return None
 
 
 def first_bad_backward(call: Call) -> Place | None:
-    """Steps 7 to 12 as in tiled, up to the first weight or gradient that is not finite."""
+    """The first weight or gradient of tiled's backward that is not finite."""
     assert call.do is not None
-    problem, wide = call.problem(), sum_dtype(call.q.dtype)
-    q, k, v = by_key_head(call.q, call.k, call.v)
-    N, G, T, _ = q.shape
     config = replace(call.config, impl="tiled", autotune=False, kernel="auto", order="queries_outside")
     o, lse = attention(call.q, call.k, call.v, config, seed=call.seed, documents=call.documents,
                        break_it=call.break_it, return_lse=True)  # fmt: skip
-    if problem.seed is not None and not call.break_it.same_seed:
-        problem = problem._replace(seed=problem.seed + 1)
-    delta = (call.do.to(wide) * o).sum(-1, keepdim=True).view(N, G, T, 1)
-    lse2 = lse * LOG2E
-    if call.break_it.guard_empty_rows:
-        lse2 = lse2.masked_fill(lse == -INF, INF)
-    lse2 = lse2.view(N, G, T, 1)
-    do = call.do.reshape(q.shape)
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    on_chip = on_chip_for(call, 3)
-    for rows, visits in Tiling(problem, call.config.block_m, call.config.block_n).by_rows():
-        q_i, do_i, lse_i, delta_i = (load(x, rows) for x in (q, do, lse2, delta))
-        dq_i = torch.zeros_like(q_i, dtype=wide)
-        for tile in visits:
-            columns = tile.columns
-            k_j, v_j = load(k, columns), load(v, columns)
-            zp, ds = weights_again(tile, q_i, k_j, v_j, do_i, lse_i, delta_i, problem, on_chip)
-            for what, x in (("p, computed again, is", zp), ("ds is", ds)):
-                if not x.isfinite().all():
-                    return place(call, ~x.isfinite().all(-1), rows, columns, what)
-            store(dv, columns, torch.bmm(zp.mT, do_i), add=1.0)
-            store(dk, columns, torch.bmm(ds.mT, q_i), add=problem.scale)
-            add_product(dq_i, ds, k_j, problem.scale)
-            for what, x in (("dv is", load(dv, columns)), ("dk is", load(dk, columns)), ("dq is", dq_i)):
-                bad = ~x.to(q.dtype).isfinite().all(-1)  # the sum so far, in the dtype of the result
-                if bad.any():  # dk and dv of a key sum over all rows and heads that share it, so all of them count
-                    bad = bad if x is dq_i else bad.any(-1, keepdim=True).expand(N, G * len(rows))
-                    return place(call, bad, rows, columns, what)
+    saved, watch = (call.q, call.k, call.v, o, lse), dict[str, Tensor]()
+    for tile, so_far in backward_tiles(saved, call.do, None, call.problem(), call.loops, watch):
+        if tile is None:
+            continue
+        rows, columns, _ = tile
+        dq, *of_keys = so_far
+        dk, dv = (x[:, :, columns.start : columns.stop].flatten(0, 1) for x in of_keys)  # (N, S, D)
+        values = {"p, computed again, is": watch["zp"], "ds is": watch["ds"]}
+        # dv, dk and dq so far, in the dtype of the result
+        values |= {what: x.to(call.q.dtype) for what, x in (("dv is", dv), ("dk is", dk), ("dq is", dq))}
+        for what, x in values.items():
+            bad = ~x.isfinite().all(-1)
+            if bad.any():
+                if what in ("dv is", "dk is"):  # sums over all rows and heads that share a key, so all of them count
+                    bad = bad.any(-1, keepdim=True).expand(len(bad), dq.shape[1])
+                return place(call, bad, rows, columns, what)
     return None
 
 
