@@ -28,20 +28,15 @@ import math
 import os
 import time
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from data.loader import Prefetch
-from data.made import SHORTEST
-from data.prepare import DataConfig
-from data.tokenizer import TokenizerConfig
-from model.attention import AttentionConfig, resolve
-from model.break_it import BreakIt
-from model.gpt import GPTConfig, without_numbers
+from model.attention import resolve
+from model.gpt import without_numbers
 from parallel.processes import (
-    ParallelConfig,
     Ranks,
     begin,
     divide,
@@ -69,8 +64,7 @@ from training.machine import (
 )
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
 from training.metrics import broken_name, stamp, writing
-from training.optimizer import OptimizerConfig, learning_rate
-from training.probe import ProbeConfig
+from training.optimizer import learning_rate
 from training.record import Numbers
 from training.resume import (
     again,
@@ -83,163 +77,11 @@ from training.resume import (
     resumed_config,
 )
 from training.run import Run, Update, data_of, folder_of, make_model, new_name, passes, trainer_of
+from training.settings import Config
 from training.step import choose_way
 from training.sweep import sweep
-from training.wandb_run import WandbConfig
 
 PREFETCH = 3  # batches of a step that are drawn ahead
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration. Each group's dataclass is beside the code that it configures. The files in conf/ override its defaults.
-
-
-@dataclass
-class Config:
-    """Every key of the command line, with its default. Raises ValueError for a value that is not allowed."""
-
-    model: GPTConfig = field(default_factory=GPTConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    break_it: BreakIt = field(default_factory=BreakIt)
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-
-    name: str | None = None  # name of the run and its folder; None: made from the date, the size and the attention
-    runs: str = "runs"  # folder of all runs
-    # resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path. The run takes its
-    # configuration from the checkpoint. Keys on the command line override it.
-    resume: str | None = None
-    eval_only: bool = False  # only measure what the context is worth to the best checkpoint of the run in resume=
-    # weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run. The model and the tokenizer are
-    # then those of the weights.
-    init_from: str | None = None
-    seed: int = 1337  # random seed for the initial weights, the order of the data, dropout and samples
-
-    steps: int = 700  # number of training steps (updates of the weights)
-    # time limit in minutes; None: no limit. At the limit the run evaluates, saves and ends. The time starts at the
-    # first step of this process, so a resumed run has the whole limit again. The learning rate schedule follows steps,
-    # so at the limit the rate has not reached its minimum.
-    max_minutes: float | None = None
-    batch_size: int = 16  # sequences per pass; torchrun's processes share a step's; lower it if memory runs out
-    tokens_per_step: int | None = None  # tokens per update, by gradient accumulation over passes; None: one pass
-    # steps of the sequence-length warm-up, 0: off. The sequences begin with length_warmup_from tokens and grow to
-    # model.context_length, each length for as many steps. A step has more of them, so that it has as many tokens.
-    length_warmup_steps: int = 0
-    length_warmup_from: int = 128  # tokens of the first sequences in a length warm-up
-    length_warmup_by: int = 2  # how many times as long the next sequences are; they reach model.context_length exactly
-    pack: bool = False  # pack documents into windows (best fit), so that none is cut that is not longer than a window
-    z_loss: float = 0.0  # weight of the z-loss, mean(logsumexp(logits)^2), added to the loss; 1e-4 is usual, 0: off
-    # decay of a moving average of the weights (EMA), which is evaluated, sampled and saved; 0: off. It averages over
-    # about the last 1 / (1 - ema_decay) steps; early in training, over the last ninth of the steps so far.
-    ema_decay: float = 0.0
-    eval_every: int = 100  # steps between evaluations
-    eval_tokens: int = 65536  # approximate number of validation tokens per evaluation; always the same tokens
-    # steps between measurements of what the context is worth; 0: none. With init_from= the first is before any step.
-    context_every: int = 0
-    sample_every: int = 200  # steps between samples; 0: no samples
-    sample_tokens: int = 200  # maximum length of a sample in tokens; it ends earlier if the model ends the document
-    checkpoint_every: int = 100  # steps between checkpoints; the best is chosen among those that were evaluated
-    keep_last: int = 2  # number of newest checkpoints to keep; the best one is kept too
-    log_every: int = 1  # steps between log lines
-
-    device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
-    dtype: str = "auto"  # auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16 (with loss scaling)
-    # auto | false (plain PyTorch) | true (torch.compile) | graph (compiled, as one CUDA graph). graph records the whole
-    # step once and replays it, so that a small model does not wait for Python. auto: on a CUDA GPU graph where that is
-    # possible, else true; false with attention=tiled and on any other device.
-    compile: str = "auto"
-    stop_on_nan: bool = True  # stop before an update with NaN or infinity; false: train on and see what happens
-
-    def __post_init__(self):
-        for name in ("steps", "batch_size", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("name", "runs", "resume", "init_from"):
-            if getattr(self, name) == "":
-                raise ValueError(f"{name}= is empty; give it a value or leave it out")
-        # Windows and wandb refuse these characters, and Unix refuses /. Windows drops a dot or a space at the end. A
-        # run may be moved or sent there later.
-        refused = self.name and (set(self.name) & set('/\\:*?"<>|') or not self.name.isprintable())
-        if refused or self.name in ("latest", "auto") or (self.name and self.name != self.name.strip(" .")):
-            raise ValueError(
-                f"name={self.name!r} cannot name a run; use letters, digits and - (runs= chooses the folder)"
-            )
-        if self.tokens_per_step is not None and self.tokens_per_step < 1:
-            raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1; null takes one pass")
-        if self.max_minutes is not None and not 0 < self.max_minutes < math.inf:
-            raise ValueError(f"max_minutes={self.max_minutes} must be finite and above 0; null sets no limit")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
-        if self.eval_only and self.resume is None:
-            raise ValueError("eval_only=true has no run to measure; name one with resume=NAME, or resume=auto")
-        if (self.eval_only or self.context_every) and self.model.context_length < context.FEWEST:
-            raise ValueError(
-                f"model.context_length={self.model.context_length} is too short for context_every= and eval_only=, "
-                f"which measure contexts of {context.FEWEST} tokens and more; leave them out"
-            )
-        for name in ("context_every", "sample_every", "sample_tokens", "length_warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        self.check_length_warmup()
-        if self.pack and self.data.source in SHORTEST and not self.eval_only:
-            raise ValueError(
-                f"pack=true with data={self.data.source}: its documents fill windows already; leave it out"
-            )
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss={self.z_loss} must be finite and at least 0; 1e-4 is usual, 0 leaves it out")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay={self.ema_decay} is outside [0, 1); 0.999 is usual, 0 averages nothing")
-        self.compile = self.compile.lower()  # this key is a string, and people type True
-        choices = {"dtype": ("auto", "bf16", "fp16", "float32"), "compile": ("auto", "true", "false", "graph")}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)} is not known; choose {', '.join(known)}")
-
-    def check_length_warmup(self) -> None:
-        """Raises ValueError for a length warm-up that cannot be."""
-        steps, short, by, T = (
-            self.length_warmup_steps, self.length_warmup_from, self.length_warmup_by, self.model.context_length
-        )  # fmt: skip
-        if not steps or self.eval_only:  # which trains nothing, and may have another context
-            return
-        if by < 2:
-            raise ValueError(f"length_warmup_by={by} must be at least 2; 2 doubles the sequences")
-        if not 0 < short < T or self.lengths[-1] != T:
-            grows = "double" if by == 2 else f"grow {by}-fold"
-            divided = ", ".join(str(by**i) for i in (1, 2, 3))
-            way_out = (
-                f"model.context_length divided by {divided}, ..."
-                if T % by == 0
-                else "a length_warmup_by that divides it"
-            )
-            raise ValueError(f"length_warmup_from={short} does not {grows} to model.context_length={T}; use {way_out}")
-        if steps < len(self.lengths) - 1:
-            raise ValueError(
-                f"length_warmup_steps={steps} must be at least {len(self.lengths) - 1}, the number of lengths that are "
-                f"shorter than model.context_length={T}; 0 leaves the warm-up out"
-            )
-        if self.data.source == "recall":
-            raise ValueError(
-                f"length_warmup_steps={steps} with data=recall: its strings are repeated after half a window, and no "
-                "shorter sequence has both; leave the warm-up out"
-            )
-
-    @property
-    def lengths(self) -> list[int]:
-        """The tokens of a sequence, from the first of a length warm-up on; the last is model.context_length."""
-        found = [self.length_warmup_from if self.length_warmup_steps else self.model.context_length]
-        while found[-1] < self.model.context_length:
-            found.append(found[-1] * self.length_warmup_by)
-        return found
-
-    def length_at(self, step: int) -> int:
-        """The tokens of a sequence in update number `step`, which counts from 1."""
-        if step > self.length_warmup_steps:
-            return self.model.context_length
-        return self.lengths[(step - 1) * (len(self.lengths) - 1) // self.length_warmup_steps]
 
 
 def main(cfg: Config) -> int:

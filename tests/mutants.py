@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["kernels/loss.py", "kernels/norm.py"]
-FOLDERS = ["training", "sampling", "parallel", "model", "data"]
+FOLDERS = ["conf", "training", "sampling", "parallel", "model", "data"]
 SECONDS = 600  # that the tests of one fault may take
 
 

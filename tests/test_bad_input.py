@@ -243,7 +243,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     steps=0                     steps=0 must be at least 1
     batch_size=0                batch_size=0 must be at least 1
     batch_size=1000000000       batch_size * model.context_length = 32000000000
-    tokens_per_step=0           tokens_per_step=0 must be at least 1; null takes one pass
+    tokens_per_step=0           tokens_per_step=0 must be at least 1; null: one pass
     tokens_per_step=100         tokens_per_step=100 is no multiple
     eval_every=0                eval_every=0 must be at least 1
     eval_tokens=0               eval_tokens=0 must be at least 1
@@ -254,7 +254,7 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     sample_tokens=-1            sample_tokens=-1 must be at least 0
     seed=-1                     seed=-1 is outside [0, 2**63)
     seed=9223372036854775808    seed=9223372036854775808 is outside [0, 2**63)
-    max_minutes=0               max_minutes=0.0 must be finite and above 0; null sets no limit
+    max_minutes=0               max_minutes=0.0 must be finite and above 0; null: no limit
     max_minutes=-5              max_minutes=-5.0 must be finite
     max_minutes=nan             max_minutes=nan must be finite
     max_minutes=inf             max_minutes=inf must be finite
@@ -273,9 +273,9 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     ema_decay=1                 ema_decay=1.0 is outside [0, 1); 0.999 is usual
     ema_decay=nan               ema_decay=nan is outside
     ema_decay=-0.1              ema_decay=-0.1 is outside
-    dtype=float64               dtype=float64 is not known; choose auto, bf16, fp16, float32
+    dtype=float64               dtype=float64 is not known; choose auto, float32, bf16 or fp16
     dtype=half                  dtype=half is not known
-    compile=maybe               compile=maybe is not known; choose auto, true, false
+    compile=maybe               compile=maybe is not known; choose auto, false, true or graph
     stop_on_nan=maybe           stop_on_nan=maybe: the value must be of type
     device=gpu                  device=gpu cannot be used here
     device=cuda:99              device=cuda:99 cannot be used here

@@ -142,7 +142,8 @@ def run(
         started = os.environ["WORLD_SIZE"] if by_torchrun else "1"
         if started != "1" and "parallel" not in known_keys(schema):
             raise ValueError(f"it is one process, and torchrun has started {started}: use python {file.name}")
-        jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed)
+        doc = inspect.getdoc(inspect.getmodule(script)) or ""
+        jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed, doc)
         # The scripts set it during their imports. It lasts until here, because OmegaConf may lose a KeyboardInterrupt.
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -208,6 +209,7 @@ def compose(
     conf: Path,
     name: str,
     resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
+    doc: str = "",
 ) -> list[tuple[Any, list[str]]]:
     """Every job of the command line, as (configuration, its overrides): one; several with -m; none with --help, which
     prints the help text (training/help.py).
@@ -242,7 +244,7 @@ def compose(
             if "--help" in flags:
                 values: Any = OmegaConf.to_container(cfg, resolve=True)
                 options = {group: str(chosen.get(group)) for group in groups}
-                print(help_text(name, schema, values, conf, options, "all" in flags), flush=True)
+                print(help_text(name, doc, schema, values, conf, options, "all" in flags), flush=True)
                 return []
             if "--cfg" in flags:
                 print(OmegaConf.to_yaml(cfg), end="", flush=True)

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +42,8 @@ from training.files import replacing
 from training.machine import is_out_of_memory, pick_device, pick_dtype, set_precision
 from training.metrics import append, drawable, show, stamp, worth_of, writing
 from training.resume import open_checkpoint, tokenizer_of
+from training.settings import FEWEST, Config
 
-FEWEST = 32  # tokens of the shortest context
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the filler that is before the pass key
 PROMPTS = 20  # texts of each length and depth
 
@@ -53,8 +52,8 @@ PROMPTS = 20  # texts of each length and depth
 # Measuring.
 
 
-def windows_of(cfg: Any, dataset: Dataset) -> Iterator[Batch]:
-    """The windows of a measurement, always the same, of about eval_tokens tokens. cfg: train.py's Config.
+def windows_of(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
+    """The windows of a measurement, always the same, of about eval_tokens tokens.
 
     If the validation text has fewer, the windows overlap. Each token of the text is then at several positions, and
     losses by position are of nearly the same tokens. A text that is made has one document in each window.
@@ -303,7 +302,7 @@ def heat_map(record: dict[str, float]):
 # A run that has been trained: eval_only=true.
 
 
-def evaluate(cfg: Any) -> int:
+def evaluate(cfg: Config) -> int:
     """Measures the checkpoint that cfg.resume names and returns 0. cfg is train.py's Config.
 
     Adds a line to metrics.jsonl in the run's folder, and the pictures; changes nothing else. The run may be in training

@@ -27,12 +27,11 @@ LONG = 88  # maximum length of an option's meaning, in characters; so much fits 
 
 
 def help_text(
-    script: str, schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[str, str], full: bool
+    script: str, doc: str, schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[str, str], full: bool
 ) -> str:
-    """The text. full: every key of train.py, not the usual ones only.
+    """The text. doc: the script's docstring. full: every key of train.py, not the usual ones only.
     values: the composed configuration as a dictionary. chosen: {group: the option in use}. The
     options of a group are the files in conf/GROUP."""
-    doc = inspect.getdoc(inspect.getmodule(schema)) or ""
     lines = [doc.partition("\n")[0], f"python {script}.py KEY=VALUE ..."]
     if script == "train" and not full:
         return "\n".join([*lines, "", *usual(schema, values, conf, chosen)])
@@ -76,7 +75,8 @@ def sections(schema: type, values: Mapping[str, Any], prefix: str = "") -> list[
         if isinstance(factory, type) and is_dataclass(factory):
             nested += sections(factory, values[field.name], f"{prefix}{field.name}.")
         else:
-            meaning = re.sub(r"\bNone\b", "null", meanings[field.name])  # the command line writes None as null
+            said = field.metadata["key"].meaning if "key" in field.metadata else meanings[field.name]
+            meaning = re.sub(r"\bNone\b", "null", said)  # the command line writes None as null
             own.append((f"{prefix}{field.name}={typed(values[field.name])}", meaning))
     return [own, *nested] if own else nested
 

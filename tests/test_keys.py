@@ -1,0 +1,95 @@
+"""conf/keys.py: a value outside a key's limits is refused, beside each limit of every key of every script."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import pytest
+
+import bench
+import breakit
+import sample
+import train
+from conf.keys import Key, check, key
+
+
+@dataclass
+class Some:
+    count: int = key(3, "how many", least=1, usual="2 is usual")
+    share: float = key(0.5, "the share", least=0, below=1)
+    rate: float | None = key(None, "the rate", above=0, usual="null: chosen")
+    norm: float = key(1.0, least=0, most=math.inf)
+    seed: int = key(0, least=0, below=2**63)
+    kind: str = key("a", "the kind", among="a (the first) | b, the second | c", usual="a is usual")
+    path: str | None = key(None, filled=True)
+    sizes: list[int | None] = key([1, None], least=1)
+    plain: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        check(self, "some.")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"count": 0}, "some.count=0 must be at least 1; 2 is usual"),
+        ({"share": 1.0}, "some.share=1.0 is outside [0, 1)"),
+        ({"share": math.nan}, "some.share=nan is outside [0, 1)"),
+        ({"rate": 0.0}, "some.rate=0.0 must be finite and above 0; null: chosen"),
+        ({"rate": math.inf}, "some.rate=inf must be finite and above 0; null: chosen"),
+        ({"norm": -1.0}, "some.norm=-1.0 is outside [0, inf]"),
+        ({"seed": 2**63}, "some.seed=9223372036854775808 is outside [0, 2**63)"),
+        ({"kind": "d"}, "some.kind=d is not known; choose a, b or c"),
+        ({"path": ""}, "some.path= is empty; give it a value or leave it out"),
+        ({"sizes": [1, None, 0]}, "some.sizes[2]=0 must be at least 1"),
+    ],
+)
+def test_a_value_outside_a_limit_is_one_line_with_the_way_out(given, said):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (compared as a whole)
+        Some(**given)
+    assert str(error.value) == said
+
+
+def test_a_value_at_a_limit_is_taken_and_a_list_is_each_instances_own():
+    Some(count=1, share=0.0, rate=None, norm=math.inf, seed=2**63 - 1, kind="c", sizes=[])
+    Some().sizes.append(3)
+    assert Some().sizes == [1, None]
+    assert {name: f.metadata["key"].meaning for name, f in Some.__dataclass_fields__.items() if f.metadata}["kind"] == (
+        "the kind: a (the first) | b, the second | c; a is usual"
+    )
+
+
+def outside(limits: Key, default: Any) -> list[Any]:
+    """The nearest values that the limits leave out, and NaN and infinity where they are numbers with a fraction."""
+    if limits.among:
+        return ["", "nothing_of_the_kind"]
+    whole = isinstance(default, int | list)
+    found: list[Any] = [limits.above, limits.below, *([""] if limits.filled else [])]
+    found += [] if limits.least is None else [limits.least - 1 if whole else math.nextafter(limits.least, -math.inf)]
+    found += (
+        [] if limits.most in (None, math.inf) else [limits.most + 1 if whole else math.nextafter(limits.most, math.inf)]
+    )
+    return [value for value in found if value is not None]
+
+
+def limited(schema: type) -> Iterator[tuple[type, str, Any]]:
+    """Every key that has limits, of the schema and of what is nested in it, with a value outside of them."""
+    for entry in fields(schema):
+        factory: Any = entry.default_factory
+        if is_dataclass(factory):
+            yield from limited(factory)
+        elif "key" in entry.metadata:
+            for value in outside(entry.metadata["key"], entry.default):
+                yield schema, entry.name, value
+
+
+SCHEMAS = [train.Config, sample.Config, breakit.Config, bench.Config]
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "value"), {repr(found): found for schema in SCHEMAS for found in limited(schema)}.values()
+)
+def test_every_key_refuses_what_is_beside_its_limits(schema, name, value):
+    with pytest.raises(ValueError, match=rf"\A([a-z_]+\.)?{name}={value}.*\Z"):
+        schema(**{name: value})
