@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -22,6 +22,7 @@ from torch import Tensor
 from model.attention import attention
 from model.break_it import FAILURES, BreakIt
 from training.probe import Call
+from training.settings import Config
 
 LOOKS = (10, 100, 1000)  # the steps after the first at which a broken run looks again
 BEYOND_ROUNDING = 3.0  # an error this many times the whole algorithm's acts; another order of sums gives less
@@ -94,7 +95,7 @@ def record_of(found: Sequence[Effect]) -> dict[str, float]:
     return record
 
 
-def in_words(found: Sequence[Effect], cfg: Any, step: int, headroom: float, stopped: bool = False) -> str:
+def in_words(found: Sequence[Effect], cfg: Config, step: int, headroom: float, stopped: bool = False) -> str:
     """One line. If the failure acts: the largest error, its layer, and what a training shows. If it sleeps: what wakes
     it. cfg: train.Config. headroom: the least of all layers, in nats. stopped: the run has ended here, so that neither
     is left to come."""
@@ -138,7 +139,7 @@ def off(effect: Effect) -> str:
     return f"{far} in layer {effect.layer} (whole: {effect.whole:.1e})"
 
 
-def has(cfg: Any, wakes: str) -> bool:
+def has(cfg: Config, wakes: str) -> bool:
     """Whether the run has all of these arguments. A larger score_gain counts too."""
     for key, value in (argument.split("=") for argument in wakes.split()):
         got, wanted = attrgetter(key)(cfg), yaml.safe_load(value)

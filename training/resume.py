@@ -36,6 +36,7 @@ from training import checkpoint, config, exchange
 from training.files import own
 from training.foreign import read_text
 from training.help import typed
+from training.settings import Config
 from training.step import TrainStep
 
 # The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
@@ -60,7 +61,7 @@ RUNS_FILES |= {checkpoint.FOLDER, checkpoint.LOCK, "context.png", "passkey.png"}
 def resumed_config(cfg: Any) -> dict | None:
     """The checkpoint's configuration, with the checkpoint's path as resume=. A resumed run has it instead of the
     defaults. With init_from=, the composed configuration with the parent's model, attention, tokenizer and break_it.
-    None for a new run without a parent. ValueError if there is nothing to resume or no parent.
+    None for a new run without a parent. ValueError if there is nothing to resume or no parent. cfg: Hydra's.
 
     A run that torchrun starts again resumes its own last checkpoint, if it has one."""
     if (
@@ -89,7 +90,7 @@ def resumed_config(cfg: Any) -> dict | None:
     return theirs | {"resume": str(path)}
 
 
-def open_checkpoint(cfg: Any) -> checkpoint.Checkpoint | None:
+def open_checkpoint(cfg: Config) -> checkpoint.Checkpoint | None:
     """The checkpoint that cfg.resume names; None for a new run. Sets cfg.name, if it is None, to the name of the
     checkpoint's run. Raises ValueError if the checkpoint cannot be read or belongs to another model."""
     if cfg.resume is None:
@@ -115,7 +116,7 @@ def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:
     return asdict(config.from_dict(schema, resumed.state["config"] | {"name": None}))
 
 
-def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Any) -> None:
+def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config) -> None:
     """ValueError if the checkpoint's model, tokenizer, optimizer, attention or break_it differ from this run's.
     eval_only may give a model without learned positions another context."""
     theirs, ours, broken = config_of(resumed, type(cfg)), asdict(cfg), cfg.break_it.label
@@ -156,7 +157,7 @@ def place_of(cfg: Any) -> Path:
     return exchange.find(cfg.init_from, Path(cfg.runs), Path(cfg.data.cache))
 
 
-def open_parent(cfg: Any) -> checkpoint.Checkpoint | None:
+def open_parent(cfg: Config) -> checkpoint.Checkpoint | None:
     """The weights that a new run begins with; None without init_from=, or if the run is resumed.
 
     Sets cfg.model.vocab_multiple to the parent's, and cfg.init_from, if it names a run of ours, to the checkpoint's
@@ -174,7 +175,7 @@ def open_parent(cfg: Any) -> checkpoint.Checkpoint | None:
     return parent
 
 
-def refuse_another_parent(cfg: Any) -> None:
+def refuse_another_parent(cfg: Config) -> None:
     """ValueError for a model or attention that differs from that of the weights which init_from= names. The context
     may: of learned positions the first ones stay, and rope can be stretched over a longer one. So may documents. Reads
     no weights. ValueError also for YaRN without weights to extend."""
@@ -209,7 +210,7 @@ def tokenizer_of(begun: checkpoint.Checkpoint | None) -> tiktoken.Encoding | Non
     return from_json(begun.tokenizer) if begun else None
 
 
-def refuse_another_tokenizer(cfg: Any, parent: checkpoint.Checkpoint | None, encoding: tiktoken.Encoding) -> None:
+def refuse_another_tokenizer(cfg: Config, parent: checkpoint.Checkpoint | None, encoding: tiktoken.Encoding) -> None:
     """ValueError if the data has another tokenizer than the parent."""
     if parent and not same(encoding, from_json(parent.tokenizer)):
         raise ValueError(
@@ -320,7 +321,7 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
     return aside
 
 
-def again(cfg: Any) -> str:
+def again(cfg: Config) -> str:
     """The command that resumes this run. The rest of the configuration is in the checkpoint."""
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
     return shlex.join([*launcher(), "train.py", "resume=auto", f"name={cfg.name}", *where])

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from training.metrics import Metrics, NoMetrics, broken_name, show
 from training.optimizer import base_rate, build_optimizers
 from training.record import Numbers, Report
 from training.resume import make_room, refuse_another_tokenizer, tokenizer_of
+from training.settings import Config
 from training.step import TrainStep, choose_way
 from training.wandb_run import wandb_mode
 
@@ -52,7 +53,7 @@ class Update(NamedTuple):
 class Run:
     """All that belongs to a run. set_up() makes it; the loop and training/activities.py use it."""
 
-    cfg: Any  # train.Config, with name, model.vocab_size and optimizer.lr filled in
+    cfg: Config  # with name, model.vocab_size and optimizer.lr filled in
     folder: Path  # runs/NAME
     facts: dict[str, str | int]  # machine, versions, dtype, attention
     dataset: Dataset
@@ -127,7 +128,7 @@ class Writing(NamedTuple):
     keep: Kept  # on a GPU the recorded token
 
 
-def passes(cfg: Any) -> int:
+def passes(cfg: Config) -> int:
     """Number of forward and backward passes per step. ValueError if tokens_per_step is not a multiple of one pass."""
     per_pass = cfg.batch_size * cfg.model.context_length  # tokens
     tokens_per_step = per_pass if cfg.tokens_per_step is None else cfg.tokens_per_step
@@ -141,7 +142,7 @@ def passes(cfg: Any) -> int:
 
 
 def data_of(
-    cfg: Any, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, ranks: Ranks, rows: int
+    cfg: Config, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, ranks: Ranks, rows: int
 ) -> tuple[Dataset, Loader]:
     """The data, which is prepared at first use and cached, and the loader of its training text, with `rows` sequences a
     batch for this rank. Fills in cfg.model.vocab_size. ValueError for data or a tokenizer that does not fit."""
@@ -169,13 +170,13 @@ def data_of(
     return dataset, loader
 
 
-def validation(cfg: Any, dataset: Dataset) -> Iterator[Batch]:
+def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
     """The validation windows, always the same ones. ValueError if the text is shorter than one window."""
     size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
     return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=cfg.attention.documents)
 
 
-def make_model(cfg: Any, attention: AttentionConfig, device: torch.device) -> GPT:
+def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) -> GPT:
     """The model with its initial weights, which depend on the seed. ValueError if it is too large."""
     torch.manual_seed(cfg.seed)
     try:
@@ -188,7 +189,7 @@ def make_model(cfg: Any, attention: AttentionConfig, device: torch.device) -> GP
 
 
 def trainer_of(
-    cfg: Any,
+    cfg: Config,
     attention: AttentionConfig,
     dtype: str,
     device: torch.device,
@@ -224,7 +225,7 @@ def trainer_of(
     return train_step, way if way == "recorded" else f"{way} ({why})", chosen
 
 
-def new_name(cfg: Any, model: GPT, impl: str) -> str:
+def new_name(cfg: Config, model: GPT, impl: str) -> str:
     """Date, size and attention. A number is added if that run exists: two runs may start within a second."""
     size = f"{model.parameter_count() / 1e6:.3g}M"
     first = broken_name(time.strftime("%Y%m%d-%H%M%S") + f"-{size}-{impl}", cfg.break_it.label)
@@ -233,7 +234,7 @@ def new_name(cfg: Any, model: GPT, impl: str) -> str:
 
 
 def folder_of(
-    cfg: Any, folder: Path, facts: dict[str, str | int], ranks: Ranks, stack: ExitStack, resume_step: int | None
+    cfg: Config, folder: Path, facts: dict[str, str | int], ranks: Ranks, stack: ExitStack, resume_step: int | None
 ) -> Metrics:
     """Locks the run's folder until the stack is closed, and opens its files; on rank 0 alone. resume_step: of the run
     that is there; None for a new one."""
