@@ -43,9 +43,7 @@ def pack(documents: np.ndarray, tokens: int, T: int) -> Packing:
     starts, lengths = cut(documents, tokens, T)
     anywhere = np.diff(np.union1d(documents, np.arange(0, tokens - 1, T)), append=tokens - 1)
     seen, seen_cut = ((sizes * (sizes + 1) / 2).sum() / sizes.sum() for sizes in (lengths, anywhere))
-    whole = lengths == T
-    windows = [[i] for i in np.flatnonzero(whole).tolist()]
-    windows += best_fit(lengths, np.flatnonzero(~whole), T)
+    windows = best_fit(lengths, T)
     free = [T - int(lengths[window].sum()) for window in windows]
     fillers = documents[documents <= tokens - 1 - T]  # from each on there are T tokens and one more
     more = [i for i, room in enumerate(free) if room]
@@ -67,12 +65,12 @@ def cut(documents: np.ndarray, tokens: int, T: int) -> tuple[np.ndarray, np.ndar
     return np.repeat(documents, pieces) + number * T, np.minimum(T, np.repeat(sizes, pieces) - number * T)
 
 
-def best_fit(lengths: np.ndarray, which: np.ndarray, T: int) -> list[list[int]]:
-    """Windows of at most T tokens, each a list of indices of `lengths`. which: the indices to pack."""
+def best_fit(lengths: np.ndarray, T: int) -> list[list[int]]:
+    """Windows of at most T tokens, each a list of indices of `lengths`."""
     windows: list[list[int]] = []
     room: list[int] = []  # the numbers of free tokens for which there is a window, sorted
     with_room: dict[int, list[int]] = {}  # free tokens -> windows
-    for i in which[np.argsort(-lengths[which], kind="stable")].tolist():
+    for i in np.argsort(-lengths, kind="stable").tolist():
         size = int(lengths[i])
         at = bisect_left(room, size)
         if at < len(room):

@@ -32,7 +32,6 @@ END_OF_TEXT = "<|endoftext|>"
 BPE_SYMBOLS = 4096  # vocabulary size of tokenizer=bpe if tokenizer.vocab_size is None
 MOST_IDS = 1 << 24  # maximum size of a vocabulary; the largest in use are 64 times smaller
 LONGEST = 1000  # bytes of a token in another program's file; GPT-2's longest has 128
-DEEPEST = 20  # levels of lists and objects in another program's pre_tokenizer; those known here have at most 4
 DOWNLOAD_SECONDS = 30  # time limit for GPT-2's two files, 1.5 MB together
 GPT2_URLS = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
@@ -354,20 +353,16 @@ def pattern_of(pre_tokenizer: Any, longer: bool) -> str:
 
     longer: a token is longer than a byte. If none is, it does not matter where a text is cut."""
 
-    def plain(node: Any, depth: int = 0) -> Any:  # with defaults that older files leave out; without what changes no id
-        if depth > DEEPEST:  # refused here, and not where Python's stack ends: that depends on who called
-            raise ValueError(f"its pre_tokenizer is nested more than {DEEPEST} deep, and none of those known here is")
-        if isinstance(node, list):
-            return [plain(inner, depth + 1) for inner in node]
-        if isinstance(node, dict) and node.get("type") == "ByteLevel":
-            node = BYTE_LEVEL | {"add_prefix_space": True} | node | {"trim_offsets": True}
-        return {key: plain(value, depth + 1) for key, value in node.items()} if isinstance(node, dict) else node
+    def plain(node: dict[str, Any]) -> dict[str, Any]:  # with what older files leave out; offsets change no id
+        defaults = BYTE_LEVEL | {"add_prefix_space": True}
+        return defaults | node | {"trim_offsets": True} if node.get("type") == "ByteLevel" else node
 
-    found = plain(pre_tokenizer)
+    written = json.dumps(pre_tokenizer)
+    found = json.loads(written, object_hook=plain)
     for pattern, theirs in PATTERNS.items():
         if found == theirs and not (longer and theirs == NO_PATTERN):
             return pattern if longer else "(?s:.)"
-    raise ValueError(f"its pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is none of those known here")
+    raise ValueError(f"its pre_tokenizer {written[:200]} is none of those known here")
 
 
 def to_huggingface(encoding: tiktoken.Encoding) -> dict[str, Any]:

@@ -358,7 +358,7 @@ TABLE = [
     ("a filler of a packed window is of the document that it repeats",
      "parts[-1][-1] + 1 - part[0] if parts else 0", "0", "packing"),
     ("packing cuts documents that fit", "number * T, np.minimum", "number, np.minimum", "packing"),
-    ("documents are packed from the shortest on", "np.argsort(-lengths[which]", "np.argsort(lengths[which]", "packing"),
+    ("documents are packed from the shortest on", "np.argsort(-lengths", "np.argsort(lengths", "packing"),
     ("a packed run is resumed without packing", 'str("packed" in state).lower()', "str(self.packed).lower()",
      "packing"),
     ("eval_only measures the context of the training", "device, cfg.model.context_length).eval()",

@@ -45,9 +45,9 @@ def test_no_document_that_fits_is_cut_and_a_longer_one_as_seldom_as_can_be(seed)
 
 
 def test_a_document_goes_where_the_least_room_is_left():
-    sizes = np.array([2, 9, 6, 3, 4, 8, 7])
-    windows = best_fit(sizes, np.array([0, 1, 2, 3, 4, 5]), 10)
-    assert [[int(sizes[i]) for i in window] for window in windows] == [[9], [8, 2], [6, 4], [3]]
+    sizes = np.array([2, 9, 6, 3, 4, 8, 10])
+    windows = best_fit(sizes, 10)
+    assert [[int(sizes[i]) for i in window] for window in windows] == [[10], [9], [8, 2], [6, 4], [3]]
 
 
 def test_what_a_token_sees_of_its_document():
