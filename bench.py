@@ -68,194 +68,21 @@ if __name__ == "__main__":  # before the imports, which load torch
 
     start.begin()
 
-from dataclasses import MISSING, dataclass, field, fields
-from itertools import product
-from pathlib import Path
-
-from data.text import counted
 from lab.decode import race_decode
-from lab.entrants import IMPLS, Case
-from lab.race import DTYPES, pictures, race
-from lab.roofline import roofline
-from lab.steps import CASES, by_length, train
+from lab.race import pictures, race
+from lab.roofline import rooflines
+from lab.settings import Bench as Config
+from lab.steps import by_length, train
 from lab.traffic import traffic
-from model.attention import AttentionConfig
-from model.dropout import drop_threshold
 from training import config
-from training.machine import is_out_of_memory, pick_device
 
-MODES = ("race", "pictures", "traffic", "train", "length", "decode", "roofline")
-OF_STEPS = ("naive", "tiled", "sdpa", "triton")  # the attention of train.py, for mode=length
-TRAFFIC_READS = ("mode", "lengths", "head_sizes", "causal", "window", "backward", "on_chip", "out")
-TRAIN_READS = ("mode", "cases", "impl", "bias", "peer", "device", "out")
-LENGTH_READS = ("mode", "lengths", "impls", "tokens", "device", "out")
-DECODE_READS = ("mode", "device", "out")
-ROOFLINE_READS = ("mode", "lengths", "head_sizes", "heads", "tokens", "causal", "dtype", "device", "out")
-NOT_IN_RACE = ("on_chip", "backward", "cases", "impl", "bias", "peer")
-NOT_IN_PICTURES = (*NOT_IN_RACE, "block", "patience", "device")
-
-
-@dataclass
-class Config:
-    """Every key of the command line. Raises ValueError for invalid values, and for keys that the mode does not
-    read."""
-
-    # race | pictures (of it) | traffic | train | length | decode (new tokens) | roofline
-    mode: str = "race"
-    impls: list[str] | None = None  # a list of naive, tiled, triton and the peers; None: all that run here
-    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])  # T, tokens per sequence
-    head_sizes: list[int] = field(default_factory=lambda: [32])  # D, the size of a head
-    heads: list[int] = field(default_factory=lambda: [2])  # H: one number for each head size, or one for all
-    kv_heads: int | None = None  # heads of k and v, a divisor of heads; None: as many as heads
-    tokens: int = 1  # tokens per batch: B = max(1, tokens // T) sequences; 32768 fill a GPU
-    # causal mask: [true] | [false] | [true,false] (both); None: both, in traffic [false]
-    causal: list[bool] | None = None
-    window: int | None = None  # keys that a query sees, itself included
-    documents: int | None = None  # mean length of a document in tokens; a token sees its own document only
-    block_mask: list[str] | None = None  # as attention.block_mask, stretched over each length: [x..,xx.,.xx]
-    dropout_p: list[float] = field(default_factory=lambda: [0.0, 0.1])  # probability of dropping an attention weight
-    dtype: str = "float32"  # of q, k and v: float32 | bf16 | fp16
-    block: int = 128  # tile size of tiled, its block_m and block_n
-    patience: float = 1.0  # seconds: a forward and backward that is expected to take longer is left out
-    on_chip: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])  # traffic: words that the chip holds
-    backward: bool = False  # traffic: count the backward too
-    # train: laptop, nano, shakespeare, gpt2-1k (-8k, -32k, -64k); None: all for the device
-    cases: list[str] | None = None
-    impl: str = "auto"  # train: our attention: auto | naive | tiled | sdpa | triton
-    bias: bool | None = None  # train: whether both models have biases; None: as in the case
-    peer: str | None = None  # train: path of nanoGPT's model.py, to time instead of the plain GPT-2
-    device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
-    out: str = "runs/bench"  # the folder for tables and pictures
-
-    def __post_init__(self):
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode} is not known; choose {', '.join(MODES)}")
-        if not self.out:
-            raise ValueError("out= is empty; give a folder or leave it out")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype} is not known; choose {', '.join(DTYPES)}")
-        for key in fields(self):
-            usual = key.default if key.default_factory is MISSING else key.default_factory()
-            read = {
-                "race": key.name not in NOT_IN_RACE,
-                "pictures": key.name not in NOT_IN_PICTURES,
-                "traffic": key.name in TRAFFIC_READS,
-                "train": key.name in TRAIN_READS,
-                "length": key.name in LENGTH_READS,
-                "decode": key.name in DECODE_READS,
-                "roofline": key.name in ROOFLINE_READS,
-            }
-            if not read[self.mode] and getattr(self, key.name) != usual:
-                raise ValueError(
-                    f"{key.name}={getattr(self, key.name)}: mode={self.mode} does not read it; leave it out"
-                )
-        for name in ("impls", "lengths", "head_sizes", "heads", "causal", "dropout_p", "on_chip", "cases"):
-            if getattr(self, name) == []:
-                raise ValueError(f"{name}=[]: nothing to measure; give at least one")
-        known = OF_STEPS if self.mode == "length" else IMPLS
-        for name in self.impls or []:
-            if name not in known:
-                raise ValueError(f"impls={self.impls}: {name} is not known; choose {', '.join(known)}")
-        for name in self.cases or []:
-            if name not in CASES:
-                raise ValueError(f"cases={self.cases}: {name} is not known; choose {', '.join(CASES)}")
-        numbers = {"tokens": self.tokens, "block": self.block}
-        for name in ("lengths", "head_sizes", "heads"):
-            numbers |= {f"{name}[{i}]": value for i, value in enumerate(getattr(self, name))}
-        numbers |= {name: value for name in ("kv_heads", "documents") if (value := getattr(self, name)) is not None}
-        for name, value in numbers.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-            if value >= 2**31:
-                raise ValueError(f"{name}={value} must be below 2**31")
-        try:
-            AttentionConfig(self.impl, window=self.window, block_mask=self.block_mask)
-        except ValueError as error:  # it names the keys as train.py does
-            raise ValueError(str(error).replace("attention.", "")) from error
-        if len(self.heads) not in (1, len(self.head_sizes)):
-            raise ValueError(
-                f"heads={self.heads} for head_sizes={self.head_sizes}: give one for each head size, or one for all"
-            )
-        for H in self.heads:
-            if self.kv_heads is not None and H % self.kv_heads:
-                raise ValueError(f"kv_heads={self.kv_heads}: heads={H} is no multiple of it; use a divisor")
-        if not self.patience > 0:
-            raise ValueError(f"patience={self.patience} must be above 0 seconds")
-        for p in self.dropout_p:
-            drop_threshold(p)
-        if self.mode == "roofline":
-            for name in ("head_sizes", "heads", "causal"):
-                if len(getattr(self, name) or []) > 1:
-                    raise ValueError(f"{name}={getattr(self, name)}: mode=roofline measures one; give one")
-        if self.mode == "traffic":
-            if len(self.head_sizes) > 1:
-                raise ValueError(f"head_sizes={self.head_sizes}: mode=traffic counts for one; give one")
-            for words in self.on_chip:
-                if words < 4 * self.head_sizes[0]:
-                    raise ValueError(
-                        f"on_chip={words} holds no row of q, k, v and o: use {4 * self.head_sizes[0]} or more"
-                    )
-
-    def series(self) -> list[list[Case]]:
-        """The cases of the race: a list for each head size, dropout and mask, shortest first."""
-        heads = self.heads * len(self.head_sizes) if len(self.heads) == 1 else self.heads
-        picture = None if self.block_mask is None else tuple(self.block_mask)
-        return [
-            [
-                Case(B, H, T, D, causal, p, self.kv_heads, self.window, self.documents, picture)
-                for T in sorted(set(self.lengths))
-                for B in [max(1, self.tokens // T)]
-            ]
-            for (D, H), p, causal in product(
-                zip(self.head_sizes, heads, strict=True), self.dropout_p, self.causal or [True, False]
-            )
-        ]
+MODES = {"race": race, "pictures": pictures, "traffic": traffic, "train": train, "length": by_length}
+MODES |= {"decode": race_decode, "roofline": rooflines}
 
 
 def main(cfg: Config) -> None:
     """Runs the mode. Raises ValueError for mistakes that the user can correct, RuntimeError if one of ours is wrong."""
-    out = Path(cfg.out)
-    match cfg.mode:
-        case "race":
-            race(
-                cfg.series(),
-                impls=cfg.impls,
-                dtype=cfg.dtype,
-                block=cfg.block,
-                patience=cfg.patience,
-                device=pick_device(cfg.device),
-                out=out,
-            )
-        case "pictures":
-            pictures(cfg.series(), impls=cfg.impls, dtype=cfg.dtype, out=out)
-        case "traffic":
-            causal = cfg.causal or [False]
-            traffic(cfg.lengths, cfg.head_sizes[0], cfg.on_chip, causal, cfg.window, cfg.backward, out)
-        case "train":
-            device = pick_device(cfg.device)
-            train(cfg.cases, impl=cfg.impl, bias=cfg.bias, peer=cfg.peer, device=device, out=out)
-        case "length":
-            lengths, device = sorted(set(cfg.lengths)), pick_device(cfg.device)
-            try:
-                by_length(lengths, cfg.impls, tokens=cfg.tokens, device=device, out=out)
-            except (RuntimeError, MemoryError) as error:  # for the batches; out of memory in a step is a line
-                if not is_out_of_memory(error):
-                    raise
-                few = "use shorter lengths= or fewer tokens="
-                raise ValueError(f"out of memory with steps of {max(lengths[-1], cfg.tokens)} tokens; {few}") from error
-        case "decode":
-            race_decode(pick_device(cfg.device), out)
-        case "roofline":
-            device, masked = pick_device(cfg.device), (cfg.causal or [False])[0]
-            for T in sorted(set(cfg.lengths)):
-                case = Case(max(1, cfg.tokens // T), cfg.heads[0], T, cfg.head_sizes[0], masked, 0.0)
-                try:
-                    roofline(case, dtype=cfg.dtype, device=device, out=out)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    size, few = counted(case.B, "sequence"), "use shorter lengths=, fewer heads= or fewer tokens="
-                    raise ValueError(f"out of memory with {size} of {T} tokens; {few}") from error
+    MODES[cfg.mode](cfg)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from torch import Tensor
 from kernels.problem import Problem
 from lab.files import Results
 from lab.meter import median_ms
+from lab.settings import Bench
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from sampling.cache import PAGE, decode, has_decode_kernel
 from sampling.generate import Sampler, generate, run_prompts
-from training.machine import DTYPES, pick_dtype
+from training.machine import DTYPES, pick_device, pick_dtype
 
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "case", "B", "H", "H_kv", "D", "T_k", "name", "ms"]
 COLUMNS += ["gb_per_s", "of_copy", "tokens_per_s"]
@@ -39,13 +40,14 @@ LENGTHS = {"gpt2-1k": 1024, "gpt2-64k": 65_536}  # tokens of context before the 
 WARM_UP, TOKENS = 20, 400  # tokens that are not timed, and those that are
 
 
-def race_decode(device: torch.device, out: Path) -> None:
-    """Prints and appends the rows to decode.csv in the folder `out`: attention of one token, and on a GPU whole tokens.
+def race_decode(cfg: Bench) -> None:
+    """Prints and appends the rows to decode.csv in the folder out: attention of one token, and on a GPU whole tokens.
 
     Raises ValueError for a decode.csv of other columns, RuntimeError if the kernel is wrong.
     """
+    device = pick_device(cfg.device)
     dtype = DTYPES[pick_dtype("auto", device)]
-    results = Results(out, "decode.csv", COLUMNS)
+    results = Results(Path(cfg.out), "decode.csv", COLUMNS)
     results.begin(device, str(dtype)[6:])
     shapes = SHAPES if device.type == "cuda" else SMALL
     found = [attention_rows(name, shape, dtype, device) for name, shape in shapes.items()]

@@ -19,8 +19,9 @@ from lab.charts import memory_picture, speed_picture
 from lab.entrants import IMPLS, OURS, PASSES, SDPA, Attention, Case, attention_of, entrants
 from lab.files import ROUNDED, Results
 from lab.meter import OutOfMemory, median_ms, memory_for, peak_bytes
+from lab.settings import Bench
 from lab.traffic import redraw
-from training.machine import DTYPES, peak_flops
+from training.machine import DTYPES, peak_flops, pick_device
 
 # H_kv is empty if it equals H; window, documents and block_mask are empty if there is none.
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D"]
@@ -28,28 +29,24 @@ COLUMNS += ["causal", "window", "documents", "block_mask", "share", "dropout_p",
 TURNS = {"cuda": 3}  # of each implementation at each case: single turns differ by up to 9 % (LOG.md)
 
 
-def race(
-    series: list[list[Case]], *, impls: list[str] | None, dtype: str, block: int, patience: float,
-    device: torch.device, out: Path,
-) -> None:  # fmt: skip
-    """Checks, races and draws. Appends the rows to results.csv in the folder `out` and draws the pictures there.
+def race(cfg: Bench) -> None:
+    """Checks, races and draws. Appends the rows to results.csv in the folder out and draws the pictures there.
 
-    series: lists of cases that differ only in length, shortest first; each list becomes a table on the screen. impls:
-    names from IMPLS, or None for all that run here. block: tile size of tiled. patience: in seconds; a case is skipped
-    if the length before it predicts that its forward and backward take longer.
+    A case is skipped if the length before it predicts that its forward and backward take longer than patience.
     Raises ValueError if one of ours was named and cannot run, if nothing could be timed, or if results.csv has other
     columns; RuntimeError if one of ours is wrong.
     """
-    names, results = entrants(impls, device), Results(out, "results.csv", COLUMNS)
+    device, dtype, out = pick_device(cfg.device), cfg.dtype, Path(cfg.out)
+    names, results = entrants(cfg.impls, device), Results(out, "results.csv", COLUMNS)
     told: list[str] = []  # reasons why peers cannot run, each printed once
-    names = check(names, checked(series), block, device, DTYPES[dtype], told)
+    names = check(names, checked(cfg.series()), cfg.block, device, DTYPES[dtype], told)
     if not names:
-        raise ValueError(f"impls={impls}: none of them runs here; {'; '.join(told)}")
+        raise ValueError(f"impls={cfg.impls}: none of them runs here; {'; '.join(told)}")
 
     peak = None if dtype == "float32" else peak_flops(device)  # only the peak in 16 bits is known
     results.begin(device, dtype)
     too_large = ""
-    for cases in series:
+    for cases in cfg.series():
         show_head(cases[0], device, peak)
         ended: dict[str, str] = {}  # implementations that have dropped out of this series, and the word that says why
         pace: dict[str, float] = {}  # seconds per FLOP, at the length before
@@ -62,14 +59,14 @@ def race(
                 too_large = str(error)
                 print(too_large, flush=True)
                 break  # nor do greater lengths fit
-            slow = [name for name in names if pace.get(name, 0.0) * case.flops("forward+backward") > patience]
+            slow = [name for name in names if pace.get(name, 0.0) * case.flops("forward+backward") > cfg.patience]
             ended = dict.fromkeys(slow, "slow") | ended
-            weighed = weigh_in_turns(names, case, block, x, told, ended)
+            weighed = weigh_in_turns(names, case, cfg.block, x, told, ended)
             for name, found in weighed.items():
                 if not isinstance(found, str):
                     pace[name] = found[-1]["ms"] / 1e3 / case.flops("forward+backward")
             show(case, weighed, device, peak)
-            results.append(rows_of(case, weighed, block))
+            results.append(rows_of(case, weighed, cfg.block))
     if not results.rows:
         raise ValueError(f"nothing could be timed: {too_large or '; '.join(told)}")
     results.end(pictures=draw(results.rows, out))
@@ -110,12 +107,13 @@ def draw(rows: list[dict], out: Path) -> list[str]:
     return pictures
 
 
-def pictures(series: list[list[Case]], *, impls: list[str] | None, dtype: str, out: Path) -> None:
-    """Draws the pictures of these cases again, from results.csv in the folder `out`; and traffic.png.
+def pictures(cfg: Bench) -> None:
+    """Draws the pictures of these cases again, from results.csv in the folder out; and traffic.png.
 
     If a case has several rows, it takes the last one. It shows only the device of the very last row.
     Raises ValueError if results.csv is missing, has other columns, or has no row of these cases.
     """
+    series, out = cfg.series(), Path(cfg.out)
     results = Results(out, "results.csv", COLUMNS).path
     if not results.exists():
         raise ValueError(f"{results} is not there; race first, or use another out")
@@ -124,14 +122,14 @@ def pictures(series: list[list[Case]], *, impls: list[str] | None, dtype: str, o
     with open(results, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             key = tuple((name, row[name]) for name in cells_of(series[0][0]))
-            if key in wanted and row["dtype"] == dtype and row["impl"] in (impls or IMPLS):
+            if key in wanted and row["dtype"] == cfg.dtype and row["impl"] in (cfg.impls or IMPLS):
                 measured = {name: float(row[name]) if row[name] else None for name in ROUNDED}
                 place = row["device"], row["impl"], row["pass"], key
                 found.pop(place, None)
                 found[place] = row | cells_in(wanted[key]) | measured
     rows = [row for row in found.values() if row["device"] == list(found.values())[-1]["device"]]
     if not rows:
-        raise ValueError(f"{results} has no row of these cases in {dtype}; give the keys with which they were raced")
+        raise ValueError(f"{results} has no row of these cases in {cfg.dtype}; give the keys of their race")
     drawn = draw(rows, out)
     if (out / "traffic.csv").exists():
         drawn.append(str(redraw(out)))

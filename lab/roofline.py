@@ -13,12 +13,14 @@ import torch
 from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
+from data.text import counted
 from lab.charts import LOOKS
 from lab.entrants import Case
 from lab.files import Results
-from lab.meter import median_ms, tensors_in
+from lab.meter import median_ms, memory_for, tensors_in
+from lab.settings import Bench
 from model.attention import AttentionConfig, attention, triton_refusal
-from training.machine import DTYPES
+from training.machine import DTYPES, pick_device
 
 # A row is one operation of naive in the order of its calls, or a whole: a copy, a product, naive, tiled, triton, sdpa.
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "causal", "B", "H", "T", "D", "name", "part", "gflop"]
@@ -53,6 +55,14 @@ def row_of(name: str, part: str, flops: float, moved: int, ms: float) -> dict[st
     """flops are those of products, 2 per multiplication with its addition. moved: bytes."""
     speeds = {"gb_per_s": moved / ms / 1e6, "tflop_per_s": flops / ms / 1e9}
     return {"name": name, "part": part, "gflop": flops / 1e9, "mb": moved / 1e6, "ms": ms} | speeds
+
+
+def rooflines(cfg: Bench) -> None:
+    """roofline() of each length. ValueError where memory runs out."""
+    for case in cfg.series()[0]:
+        few = "use shorter lengths=, fewer heads= or fewer tokens="
+        with memory_for(f"{counted(case.B, 'sequence')} of {case.T} tokens", few):
+            roofline(case, dtype=cfg.dtype, device=pick_device(cfg.device), out=Path(cfg.out))
 
 
 def roofline(case: Case, *, dtype: str, device: torch.device, out: Path) -> None:

@@ -28,12 +28,12 @@ from torch import Tensor
 from data.loader import Batch
 from data.text import counted
 from lab.files import Results
-from lab.meter import GpuPeak, ms_of, peak_of, profiled, wait, where
+from lab.meter import GpuPeak, memory_for, ms_of, peak_of, profiled, wait, where
 from lab.peer import LR, PlainGPT, load, plain, theirs
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from parallel.processes import ALONE, Ranks
-from training.machine import is_out_of_memory, keep_memory, pick_dtype, set_precision
+from training.machine import is_out_of_memory, keep_memory, pick_device, pick_dtype, set_precision
 from training.optimizer import OptimizerConfig, build_optimizers
 from training.record import Report
 from training.step import TrainStep, choose_way
@@ -118,20 +118,17 @@ class Side:
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
-def train(
-    cases: list[str] | None, *, impl: str, bias: bool | None, peer: str | None, device: torch.device, out: Path
-) -> None:
-    """Times each case's pair, prints it with the parts of ours, and appends the rows to steps.csv in the folder `out`.
+def train(cfg: Any) -> None:
+    """Times each case's pair, prints it with the parts of ours, and appends the rows to steps.csv in the folder out.
 
-    cases: names from CASES; None: all on a GPU, "laptop" elsewhere. impl: our attention. bias: None for the case's own.
-    peer: path of nanoGPT's model.py, to time instead of PlainGPT.
     Raises ValueError for an attention that cannot run, a file that is not nanoGPT's, or a steps.csv of other columns.
     """
-    names = cases or ([name for name in CASES if name != "laptop"] if device.type == "cuda" else ["laptop"])
+    device, bias, impl = pick_device(cfg.device), cfg.bias, cfg.impl
+    names = cfg.cases or ([name for name in CASES if name != "laptop"] if device.type == "cuda" else ["laptop"])
     for name in names:  # refused before anything is measured
         resolve(AttentionConfig(impl, dropout_p=CASES[name].attention_p), device.type)
-    module = None if peer is None else load(Path(peer))
-    results, autocast = begin(device, out, "steps.csv", COLUMNS)
+    module = None if cfg.peer is None else load(Path(cfg.peer))
+    results, autocast = begin(device, Path(cfg.out), "steps.csv", COLUMNS)
     for name in names:
         case = CASES[name] if bias is None else replace(CASES[name], model=replace(CASES[name].model, bias=bias))
         print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in case.cells().items()), flush=True)
@@ -141,24 +138,26 @@ def train(
     results.end()
 
 
-def by_length(lengths: list[int], impls: list[str] | None, *, tokens: int, device: torch.device, out: Path) -> None:
-    """Times our step with each attention at each length, prints it, and appends the rows to lengths.csv in `out`.
+def by_length(cfg: Any) -> None:
+    """Times our step with each attention at each length, prints it, and appends the rows to lengths.csv in out.
 
-    impls: of our implementations; None: all that run on the device. tokens: of a step, at least one sequence.
     On a GPU the model is that of experiment=long_16k, elsewhere that of experiment=long_laptop.
     Raises ValueError for an attention that cannot run, or a lengths.csv of other columns.
     """
+    device, lengths = pick_device(cfg.device), sorted(set(cfg.lengths))
     cuda = device.type == "cuda"
-    for impl in impls or []:
+    for impl in cfg.impls or []:
         resolve(AttentionConfig(impl), device.type)
-    impls = impls or ["naive", "tiled", "sdpa", *(["triton"] if cuda else [])]
-    results, autocast = begin(device, out, "lengths.csv", OF_LENGTHS)
+    impls = cfg.impls or ["naive", "tiled", "sdpa", *(["triton"] if cuda else [])]
+    results, autocast = begin(device, Path(cfg.out), "lengths.csv", OF_LENGTHS)
     name = "long_16k" if cuda else "long_laptop"
     for T, impl in itertools.product(lengths, impls):
         if cuda:
             torch._dynamo.reset()
-        case = Case(replace(LONG[name], context_length=T), max(1, tokens // T))
-        batches = itertools.cycle(some_batches(case, device))
+        case = Case(replace(LONG[name], context_length=T), max(1, cfg.tokens // T))
+        few = "use shorter lengths= or fewer tokens="
+        with memory_for(f"steps of {max(T, cfg.tokens)} tokens", few):  # out of memory in a step is a line
+            batches = itertools.cycle(some_batches(case, device))
         side = enter(impl, partial(ours, case, impl, autocast, device), batches, device)
         row = {"case": name} | case.cells() | {"name": impl, "how": "out of memory"}
         if side is not None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
 from lab.charts import LOOKS, label_ends, over_length
 from lab.meter import tensors_in
+from lab.settings import Bench
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN
 from model.tiled import Loops, gradients
@@ -104,27 +105,20 @@ def predicted(
     return outside * left * D * words
 
 
-def traffic(
-    lengths: list[int],
-    D: int,
-    on_chip: list[int],
-    causal: list[bool],
-    window: int | None,
-    backward: bool,
-    out: Path,
-) -> None:
-    """Counts and predicts for each N in lengths and M in on_chip. Writes traffic.csv and traffic.png to the folder
-    `out`.
+def traffic(cfg: Bench) -> None:
+    """Counts and predicts for each length N and each M of on_chip. Writes traffic.csv and traffic.png to the folder
+    out.
 
-    Counts the forward, with `backward` also the backward; for each value in `causal`, all with the same window.
+    Counts the forward, with backward=true also the backward; for each value in causal, all with the same window.
     """
+    out, D, window = Path(cfg.out), cfg.head_sizes[0], cfg.window
     out.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
     commit = about(torch.device("cpu"))["commit"]
     rows = []
-    for which, masked in product(("forward", "backward") if backward else ("forward",), causal):
+    for which, masked in product(("forward", "backward") if cfg.backward else ("forward",), cfg.causal or [False]):
         what = f"{which}, {'causal' if masked else 'not causal'}" + (f", window {window}" if window else "")
         print(f"\n{what}, one head of size {D}\n{'N':>8}{'M':>9}  {'':16}{'M words':>10}{'predicted':>11}", flush=True)
-        for N, M in product(sorted(lengths), sorted(on_chip)):
+        for N, M in product(sorted(cfg.lengths), sorted(cfg.on_chip)):
             block = M // (4 * D)
             configs = {"naive": AttentionConfig("naive", window=window)}
             for order in ("keys_outside", "queries_outside"):

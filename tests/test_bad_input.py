@@ -793,36 +793,36 @@ def test_a_sample_that_cannot_be(refused, there, typed, answer):
     impls=[flash]                   flash is not known; choose naive, tiled, triton, sdpa_flash
     impls=naive                     impls=naive: the value must be of type
     lengths=[]                      lengths=[]
-    lengths=[0]                     lengths[0]=0 must be at least 1
-    lengths=[64,-5]                 lengths[1]=-5 must be at least 1
+    lengths=[0]                     lengths[0]=0 is outside [1, 2**31)
+    lengths=[64,-5]                 lengths[1]=-5 is outside [1, 2**31)
     lengths=[x]                     lengths[0]=x: the value must be of type
-    heads=[0]                       heads[0]=0 must be at least 1
+    heads=[0]                       heads[0]=0 is outside [1, 2**31)
     heads=4                         heads=4: the value must be of type
     heads=[1,2]                     give one for each head size, or one for all
     head_sizes=[]                   head_sizes=[]
-    head_sizes=[0]                  head_sizes[0]=0 must be at least 1
-    tokens=0                        tokens=0 must be at least 1
+    head_sizes=[0]                  head_sizes[0]=0 is outside [1, 2**31)
+    tokens=0                        tokens=0 is outside [1, 2**31)
     causal=[]                       causal=[]
     causal=[maybe]                  causal[0]=maybe: the value must be of type
     dropout_p=[]                    dropout_p=[]
     dropout_p=[1]                   dropout_p=1.0 is outside [0, 1)
-    patience=0                      patience=0.0 must be above 0 seconds
-    patience=nan                    patience=nan must be above 0 seconds
+    patience=0                      patience=0.0 is outside (0, inf]
+    patience=nan                    patience=nan is outside (0, inf]
     repeats=3                       there is no key repeats
-    dtype=float64                   dtype=float64 is not known; choose float32, bf16, fp16
+    dtype=float64                   dtype=float64 is not known; choose float32, bf16 or fp16
     device=gpu                      device=gpu cannot be used here
     on_chip=[4096]                  mode=race does not read it
     mode=traffic on_chip=[]         on_chip=[]
     mode=traffic on_chip=[1]        on_chip=1 holds no row of q, k, v and o
-    mode=traffic lengths=[0]        lengths[0]=0 must be at least 1
-    mode=traffic head_sizes=[8,16]  mode=traffic counts for one
+    mode=traffic lengths=[0]        lengths[0]=0 is outside [1, 2**31)
+    mode=traffic head_sizes=[8,16]  mode=traffic measures one
     mode=traffic patience=2         mode=traffic does not read it
     mode=traffic out=/dev/null      /dev/null
     out=                            out= is empty
     out=/dev/null impls=[naive]     /dev/null
     out={there}/empty.txt impls=[naive]    {there}/empty.txt
     --lengths=[3]                   did you mean lengths=[3]?
-    -m heads=[1],[0]                heads[0]=0 must be at least 1
+    -m heads=[1],[0]                heads[0]=0 is outside [1, 2**31)
 """)
 def test_a_bench_that_cannot_be(refused, there, typed, answer):
     typed = typed.replace("{there}", str(there)).split()
@@ -844,7 +844,7 @@ def test_a_bench_that_cannot_be(refused, there, typed, answer):
     device=tpu                         device=tpu cannot be used here
     score_gain=9                       score_gain=9.0: the lab does not read it; it is for trace=true
     dtype=float32                      dtype=float32: the lab does not read it
-    dtype=bf16                         dtype=bf16 is not known; choose float64, float32
+    dtype=bf16                         dtype=bf16 is not known; choose float64 or float32
     block_n=8                          block_n=8: the lab does not read it
     layer=1                            layer=1: the lab does not read it
     tokens=9                           tokens=9: the lab does not read it

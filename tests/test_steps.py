@@ -465,7 +465,7 @@ def test_a_peer_that_is_not_nanogpts_is_refused(tiny, tmp_path, text, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cases": ["gpt3"]}, r"cases=\['gpt3'\]: gpt3 is not known; choose laptop, nano"),
+        ({"cases": ["gpt3"]}, r"cases\[0\]=gpt3 is not known; choose laptop, nano"),
         ({"cases": []}, r"cases=\[\]"),
         ({"impl": "flash"}, "^impl=flash is not known"),
         ({"lengths": [64]}, "mode=train does not read it"),
