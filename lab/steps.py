@@ -121,6 +121,7 @@ class Side:
 def train(cfg: Any) -> None:
     """Times each case's pair, prints it with the parts of ours, and appends the rows to steps.csv in the folder out.
 
+    cfg: lab/settings.py's Bench, which imports this file.
     Raises ValueError for an attention that cannot run, a file that is not nanoGPT's, or a steps.csv of other columns.
     """
     device, bias, impl = pick_device(cfg.device), cfg.bias, cfg.impl

@@ -8,6 +8,7 @@ import json
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
 from lab.charts import LOOKS, label_ends, over_length
 from lab.meter import tensors_in
-from lab.settings import Bench
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN
 from model.tiled import Loops, gradients
@@ -105,7 +105,7 @@ def predicted(
     return outside * left * D * words
 
 
-def traffic(cfg: Bench) -> None:
+def traffic(cfg: Any) -> None:
     """Counts and predicts for each length N and each M of on_chip. Writes traffic.csv and traffic.png to the folder
     out.
 
