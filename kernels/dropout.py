@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash import philox
-from kernels.op import on
+from kernels.launch import on
 
 PIECES = 128  # of 4 rows x 32 columns, in a program: a thread's
 

@@ -5,14 +5,14 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
 A tile of queries has BLOCK_M rows, a tile of keys BLOCK_N rows. BLOCK_D is D rounded up to a power of two.
 
 The steps have the numbers of model/attention.py, which has the definition (naive); docs/attention.md derives them.
-kernels/op.py launches, in this order:
+kernels/launch.py launches, in this order:
 
     forward_kernel     one program per tile of queries                      steps 1 to 6
     dq_kernel          one program per tile of queries: dq and delta        steps 7, 8 and 10 to 12
     dkdv_kernel        one program per tile of keys: dk and dv              steps 8 to 12, transposed
 
-Each kernel takes a Task (what to compute: mask, scores, dropout, tiles to visit) and a How (what it is compiled for).
-Both are in kernels/task.py. The file reads top down: a function stands above those that it calls.
+Each kernel takes a Task (what to compute: mask, scores, dropout, tiles to visit; kernels/problem.py) and a How (what it
+is compiled for; kernels/launch.py). The file reads top down: a function stands above those that it calls.
 
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops; Triton's fused-attention tutorial for the split of the
 backward; Salmon et al. 2011 for Philox.
@@ -32,7 +32,7 @@ import math
 import triton
 import triton.language as tl
 
-from kernels.task import Dropout, Mask, Scoring, Task
+from kernels.problem import Dropout, Mask, Score, Task
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -46,8 +46,8 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
     # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
     # that is made in the kernel.
-    mask, scoring, dropout, H, G = Mask(*task.mask), Scoring(*task.scoring), Dropout(*task.dropout), task.H, task.G
-    task = Task(mask, scoring, dropout, task.visits, task.keep_scale, H, G)
+    mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
+    task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # most work first: if causal, the last rows see the most keys
     n = tl.program_id(0) // n_tiles
@@ -74,7 +74,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
 @triton.jit
 def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.constexpr, how: tl.constexpr):
     """Steps 1 to 5 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
-    scoring = task.scoring
+    score = task.score
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
     start, stop = loop_over(where, PART)
@@ -85,8 +85,8 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.conste
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
         s = tl.dot(q_i, k_j.T, input_precision=how.PRECISION)  # 1: (BLOCK_M, BLOCK_N)
-        factor = scoring.scale2
-        if (scoring.softcap is not None) or (scoring.slopes is not None):
+        factor = score.scale2
+        if (score.softcap is not None) or (score.slopes is not None):
             s, _ = cap_and_alibi(s, task, h, i, j)
             factor = 1.0
         if PART:
@@ -119,8 +119,8 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
     keep_scale."""
     # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
     # that is made in the kernel.
-    mask, scoring, dropout, H, G = Mask(*task.mask), Scoring(*task.scoring), Dropout(*task.dropout), task.H, task.G
-    task = Task(mask, scoring, dropout, task.visits, task.keep_scale, H, G)
+    mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
+    task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
     n = tl.program_id(0) // n_tiles
@@ -148,7 +148,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
     dq_i = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
     dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task, False, how)
     dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task, True, how)
-    dq_i *= task.scoring.scale * task.keep_scale
+    dq_i *= task.score.scale * task.keep_scale
     store(dq, b, h, row0, dq_i, how.BLOCK_M, how)
 
 
@@ -180,8 +180,8 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     """Writes dk and dv. row_terms comes from dq_kernel."""
     # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
     # that is made in the kernel.
-    mask, scoring, dropout, H, G = Mask(*task.mask), Scoring(*task.scoring), Dropout(*task.dropout), task.H, task.G
-    task = Task(mask, scoring, dropout, task.visits, task.keep_scale, H, G)
+    mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
+    task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
     tile = tl.program_id(0) % n_tiles  # most work first: if causal, the first keys are seen by the most rows
     n = tl.program_id(0) // n_tiles
@@ -196,7 +196,7 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     for h in range(h_kv * G, h_kv * G + G):  # sum over the query heads that share this key head
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, True, how)
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, False, how)
-    dk_j *= task.scoring.scale * task.keep_scale
+    dk_j *= task.score.scale * task.keep_scale
     dv_j *= task.keep_scale
     store(dk, b, h_kv, column0, dk_j, how.BLOCK_N, how)
     store(dv, b, h_kv, column0, dv_j, how.BLOCK_N, how)
@@ -233,9 +233,9 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
 @triton.jit
 def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
     """Step 8 for one tile, transposed or not: p, and d score / d (q k^T scale)."""
-    scoring, slope = task.scoring, 1.0
-    factor = scoring.scale2
-    if (scoring.softcap is not None) or (scoring.slopes is not None):
+    score, slope = task.score, 1.0
+    factor = score.scale2
+    if (score.softcap is not None) or (score.slopes is not None):
         s, slope = cap_and_alibi(s, task, h, i, j)
         factor = 1.0
     if PART:
@@ -251,7 +251,7 @@ def score_gradient(p, zp, dp, delta, slope, task):
         ds = tl.fma(zp, dp, -(p * delta))
     else:
         ds = p * (dp - delta)
-    if task.scoring.softcap is not None:
+    if task.score.softcap is not None:
         ds *= slope
     return ds
 
@@ -263,16 +263,16 @@ def score_gradient(p, zp, dp, delta, slope, task):
 @triton.jit
 def cap_and_alibi(s, task, h, i, j):
     """The rest of step 1: turns q k^T into scores in base 2. Also returns d score / d (q k^T scale)."""
-    scoring, mask = task.scoring, task.mask
-    s = s * scoring.scale
+    score, mask = task.score, task.mask
+    s = s * score.scale
     slope = 1.0
-    if scoring.softcap is not None:
-        t = tanh(s / scoring.softcap)
+    if score.softcap is not None:
+        t = tanh(s / score.softcap)
         slope = 1 - t * t
-        s = scoring.softcap * t
-    if scoring.slopes is not None:
+        s = score.softcap * t
+    if score.slopes is not None:
         position = position_of(mask, i)
-        s = s - tl.load(scoring.slopes + h) * tl.abs(position - j).to(tl.float32)
+        s = s - tl.load(score.slopes + h) * tl.abs(position - j).to(tl.float32)
     return s * LOG2E, slope
 
 

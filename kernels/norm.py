@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.op import on
+from kernels.launch import on
 
 COLUMNS = 8  # of the table of sums, in a program: one sector of memory
 

@@ -1,8 +1,9 @@
-"""What attention computes from q, k and v: the one description that every implementation takes.
+"""What attention computes from q, k and v: the one description that every implementation takes, kernels included.
 
-Shapes: B batch, T query rows, T_k key rows, H query heads.
+Shapes: B batch, T query rows, T_k key rows, H query heads. None switches a rule off.
 """
 
+import math
 from importlib.util import find_spec
 from typing import Any, NamedTuple, get_type_hints
 
@@ -13,40 +14,181 @@ from torch.autograd.forward_ad import unpack_dual
 HAS_TRITON = find_spec("triton") is not None  # it is made for Linux only; importing it takes a while
 
 
-class Problem(NamedTuple):
-    """Everything about a call except q, k and v. None switches a rule off.
-
-    Each query row has a position among the keys: row i is at i + T_k - T unless `positions` says otherwise. Every rule
-    compares that position with the key's column.
-    """
+class Mask(NamedTuple):
+    """Which keys a query sees. Row i is at position i + T_k - T among the keys, unless `positions` says otherwise.
+    Every rule compares that position with the key's column."""
 
     T: int
     T_k: int
-    scale: float = 1.0  # multiplies q k^T: softmax_scale * break_it.score_gain
-    causal: bool = True  # column <= position
-    window: int | None = None  # |position - column| < window
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    slopes: Tensor | None = None  # (H,) float32, float64 for float64 inputs: alibi makes it score - slope * distance
-    documents_q: Tensor | None = None  # (B, T) integers: a query sees only keys of its own document
-    documents_k: Tensor | None = None  # (B, T_k)
-    positions: Tensor | None = None  # (T,) integers: each query's position among the keys; None: i + T_k - T
-    blocks: Tensor | None = None  # bool: which blocks of block_size x block_size elements are computed
-    block_size: int = 64
-    seed: Tensor | None = None  # int64 scalar; None: no dropout
-    drop_threshold: int = 0  # 0 to 255: a weight is dropped if its random byte is below this
+    at_least: int | None  # the lowest column - position: 1 - window
+    at_most: int | None  # the highest column - position: 0 if causal, else window - 1
+    documents_q: Tensor | None  # (B, T) integers: a query sees only keys of its own document
+    documents_k: Tensor | None  # (B, T_k)
+    positions: Tensor | None  # (T,) integers: each query's position among the keys
+    blocks: Tensor | None  # bool: which blocks of block_size x block_size elements are computed
+    block_size: int
+    block_columns: int
+    local_m: int | None = None  # of kernels, for break_it=local_mask: the causal mask counts from the corner of a tile
+    local_n: int | None = None  # of local_m x local_n
+
+
+class Score(NamedTuple):
+    """How q k^T becomes a score."""
+
+    scale: float  # multiplies q k^T: softmax_scale * break_it.score_gain
+    scale2: float  # scale * log2(e), rounded to float32 once, not twice
+    softcap: float | None  # scores become softcap * tanh(score / softcap)
+    slopes: Tensor | None  # (H,) float32, float64 for float64 inputs: alibi makes it score - slope * distance
+
+
+class Dropout(NamedTuple):
+    """Step 4: the mask of model/dropout.py, drawn from its seed."""
+
+    seed: Tensor | None  # int64 scalar; None: no dropout
+    threshold: int  # 0 to 255: a weight is dropped if its random byte is below this
+    zero: float  # 0.0. A constant would make the compiler round first and select 16-bit halves (LOG.md)
     numbers: Tensor | None = None  # (B * H,) integers: each batch-head's number in the dropout mask; None: b*H + h
-    without: tuple[str, ...] = ()  # the switches of model/break_it.py that are off
+
+
+class Visits(NamedTuple):
+    """Which tiles a kernel visits, where that depends on data; made by kernels/sizes.py. None where arithmetic on the
+    mask is enough. The first three are pairs: the lowest and the highest number in every tile."""
+
+    positions: tuple[Tensor, Tensor] | None  # (1, row tiles)
+    row_documents: tuple[Tensor, Tensor] | None  # (B, row tiles)
+    key_documents: tuple[Tensor, Tensor] | None  # (B, key tiles)
+    bounds: Tensor | None  # (tiles, 4), for a block mask: between()'s four numbers, as places in `tiles`
+    tiles: Tensor | None  # (tiles, others): for each tile, the list of those that it visits
+
+
+class Task(NamedTuple):
+    """What one of the kernels of kernels/flash.py computes: a Problem, with the tiles to visit."""
+
+    mask: Mask
+    score: Score
+    dropout: Dropout
+    visits: Visits
+    keep_scale: float  # 1 / (share kept)
+    H: int
+    G: int  # H / H_kv: query heads that share a key head
+
+
+class Problem(NamedTuple):
+    """Everything about a call except q, k and v."""
+
+    mask: Mask
+    score: Score
+    dropout: Dropout
+    without: tuple[str, ...]  # the switches of model/break_it.py that are off
+    # The same dictionary for all calls of one kind, in which kernels/launch.py keeps what it has compiled for them.
+    kind: dict[Any, Any] | None = None
+
+    @staticmethod
+    def of(
+        T: int, T_k: int, scale: float = 1.0, causal: bool = True, window: int | None = None,
+        softcap: float | None = None, slopes: Tensor | None = None, documents_q: Tensor | None = None,
+        documents_k: Tensor | None = None, positions: Tensor | None = None, blocks: Tensor | None = None,
+        block_size: int = 64, seed: Tensor | None = None, drop_threshold: int = 0, numbers: Tensor | None = None,
+        without: tuple[str, ...] = (),
+    ) -> "Problem":  # fmt: skip
+        """The problem of these rules. causal: column <= position. window: |position - column| < window."""
+        at_least = at_most = None
+        if window is not None and (positions is not None or window <= T + T_k):
+            window = min(window, 2**30)  # a wider one hides nothing; positions may reach further than the lengths
+            at_least, at_most = 1 - window, window - 1
+        at_most = 0 if causal else at_most
+        documents_q, documents_k, positions, blocks = (
+            None if x is None else x.contiguous() for x in (documents_q, documents_k, positions, blocks)
+        )
+        columns = 0 if blocks is None else blocks.shape[1]
+        return Problem(
+            Mask(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size, columns),
+            Score(scale, scale * math.log2(math.e), softcap, slopes),
+            Dropout(seed, drop_threshold, 0.0, numbers),
+            without,
+        )
+
+    @property
+    def T(self) -> int:
+        return self.mask.T
+
+    @property
+    def T_k(self) -> int:
+        return self.mask.T_k
+
+    @property
+    def scale(self) -> float:
+        return self.score.scale
+
+    @property
+    def softcap(self) -> float | None:
+        return self.score.softcap
+
+    @property
+    def slopes(self) -> Tensor | None:
+        return self.score.slopes
+
+    @property
+    def seed(self) -> Tensor | None:
+        return self.dropout.seed
+
+    @property
+    def numbers(self) -> Tensor | None:
+        return self.dropout.numbers
 
     @property
     def dropout_p(self) -> float:
         """The share of weights that is dropped: attention.dropout_p rounded to steps of 1/256."""
-        return self.drop_threshold / 256
+        return self.dropout.threshold / 256
+
+    @property
+    def keep_scale(self) -> float:
+        """1 / (share kept)."""
+        return 256 / (256 - self.dropout.threshold)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of the problem's tensors."""
+        mask = self.mask
+        words = mask.documents_q, mask.documents_k, mask.positions, mask.blocks
+        return *words, self.score.slopes, self.dropout.seed, self.dropout.numbers
+
+    def having(self, tensors: tuple[Tensor | None, ...] = (None,) * 7) -> "Problem":
+        """The problem with these tensors, in the order of `tensors`."""
+        documents_q, documents_k, positions, blocks, slopes, seed, numbers = tensors
+        return self._replace(
+            mask=self.mask._replace(
+                documents_q=documents_q, documents_k=documents_k, positions=positions, blocks=blocks
+            ),
+            score=self.score._replace(slopes=slopes),
+            dropout=self.dropout._replace(seed=seed, numbers=numbers),
+        )
+
+    def in_backward(self) -> "Problem":
+        """The problem as the backward computes it: the same, but with break_it=stale_seed another dropout mask."""
+        if self.dropout.seed is None or "same_seed" not in self.without:
+            return self
+        return self._replace(dropout=self.dropout._replace(seed=self.dropout.seed + 1))
+
+    @property
+    def fields(self) -> tuple:
+        """The problem as the arguments of an op, whose schema is FIELDS."""
+        return *self.mask, *self.score, *self.dropout, self.without
+
+    @staticmethod
+    def from_fields(*fields) -> "Problem":
+        """The inverse of `fields`. An op of torch.library turns the tuple `without` into a list, which would make
+        Problems unequal that are equal."""
+        return Problem(Mask(*fields[:12]), Score(*fields[12:16]), Dropout(*fields[16:20]), tuple(fields[20]))
 
 
-# The fields of a Problem in the schema of an op, which takes only tensors, numbers and strings.
-KINDS: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?", bool: "bool"}
-KINDS |= {Tensor | None: "Tensor?", tuple[str, ...]: "str[]"}
-FIELDS = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Problem).items())
+# The schema of an op takes only tensors, numbers and strings.
+KINDS: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?"}
+KINDS |= {Tensor | None: "Tensor?"}
+FIELDS = ", ".join(
+    f"{KINDS[kind]} {name}" for part in (Mask, Score, Dropout) for name, kind in get_type_hints(part).items()
+)
+FIELDS += ", str[] without"
 
 
 def runs_kernels(device: torch.device) -> bool:

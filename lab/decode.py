@@ -70,7 +70,7 @@ def attention_rows(
     q = torch.randn(B, H, 1, D, dtype=dtype, device=device, generator=generator)
     keys, values = torch.randn(2, B * H_kv, T_k, D, dtype=dtype, device=device, generator=generator)
     k, v = (x.view(B, H_kv, T_k, D) for x in (keys, values))
-    problem = Problem(1, T_k, D**-0.5)
+    problem = Problem.of(1, T_k, D**-0.5)
     new = torch.empty_like(keys)
     actions: dict[str, Callable[[], Tensor]] = {
         "copy": lambda: new.copy_(keys),  # as many bytes as in keys and values, read and written

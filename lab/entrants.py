@@ -73,7 +73,7 @@ class Case:
         """The Problem of the case, which holds its mask."""
         documents = documents_of(self)
         blocks = None if self.block_mask is None else blocks_of(self.block_mask, CPU)
-        return Problem(
+        return Problem.of(
             self.T, self.T, causal=self.causal, window=self.window, documents_q=documents, documents_k=documents,
             blocks=blocks, block_size=self.block_size,
         )  # fmt: skip

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 from lab.charts import LOOKS, label_ends, over_length
 from lab.meter import tensors_in
 from model.attention import AttentionConfig, attention, problem_of
-from model.break_it import UNBROKEN
 from model.tiled import Loops, gradients
 from training.machine import about
 
@@ -69,8 +68,8 @@ def words_of(config: AttentionConfig, N: int, D: int, causal: bool = False, back
         with Operations() if config.impl == "naive" else Tiles() as counted:
             o, lse = attention(q, k, v, config, causal=causal, return_lse=True)
         if backward:  # called directly, because the mode does not see calls from autograd
-            problem = problem_of(q, k, config, {}, causal, None, None, UNBROKEN)
-            saved = q, k, v, o, lse, *(None for _ in problem)
+            problem = problem_of(q, k, config, causal=causal)
+            saved = q, k, v, o, lse, *problem.tensors
             with Tiles() as counted:
                 gradients(saved, do, None, problem, Loops(config.block_m, config.block_n, config.order))
     return counted.words

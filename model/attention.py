@@ -3,7 +3,7 @@
     attention(q, k, v, config)      the entry point: chooses by config.impl
       naive                         the definition: builds the whole T x T_k matrix of weights; below
       tiled                         FlashAttention in plain PyTorch, one tile at a time: model/tiled.py
-      triton                        the same as GPU kernels: kernels/op.py calls those of kernels/flash.py or hopper*.py
+      triton                        the same as GPU kernels: kernels/op.py, launch.py, then flash.py or hopper/
       sdpa                          PyTorch's own, for comparison; below
 
 Shapes: B batch, T query length, T_k key length, H query heads, H_kv key/value heads (H a multiple), D head size.
@@ -24,9 +24,9 @@ the papers of the algorithm.
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -187,9 +187,9 @@ def hopper_is_faster(config: AttentionConfig, device: str, model: Any, dtype: to
 def left_to_portable(
     config: AttentionConfig, device: torch.device, break_it: BreakIt = UNBROKEN, D: int = 128, dtype=torch.bfloat16
 ) -> str:
-    """Why the forward of a training run's attention is left to kernels/flash.py; empty if kernels/hopper.py has it.
+    """Why the forward of a training run's attention is left to kernels/flash.py; empty if kernels/hopper/ has it.
     D: head size; dtype: of q, k and v."""
-    from kernels.op import NARROW, hopper_lacks
+    from kernels.hopper import NARROW, lacks
 
     if config.autotune:
         return "attention.autotune=true tunes the portable kernels"
@@ -198,14 +198,14 @@ def left_to_portable(
     if break_it.without:
         return f"it has no break_it={break_it.label}"
     narrow = any(window is not None and window < NARROW for window in (config.window, *(config.windows or ())))
-    return hopper_lacks(dtype, D, device, config.kernel, config.dropout_p > 0 and narrow)
+    return lacks(dtype, D, device, config.kernel, config.dropout_p > 0 and narrow)
 
 
 def backward_left_to_portable(
     config: AttentionConfig, device: torch.device, break_it: BreakIt = UNBROKEN, D: int = 128, dtype=torch.bfloat16
 ) -> str:
-    """left_to_portable() for the backward, which kernels/hopper_backward.py has or not."""
-    from kernels.op import hopper_lacks
+    """left_to_portable() for the backward, which kernels/hopper/ has or not."""
+    from kernels.hopper import lacks
 
     if config.autotune:
         return "attention.autotune=true tunes the portable kernels"
@@ -213,7 +213,7 @@ def backward_left_to_portable(
         return f"it has no {options}"
     if break_it.without:
         return f"it has no break_it={break_it.label}"
-    return hopper_lacks(dtype, D, device, config.kernel)
+    return lacks(dtype, D, device, config.kernel)
 
 
 def beyond_sdpa(config: AttentionConfig) -> str:
@@ -288,19 +288,11 @@ def attention(
     float64 inputs). A row that sees no key gives o = 0, lse = -inf and gradients 0.
     Raises ValueError for shapes, dtypes, devices or options that do not fit together.
     """
-    check_inputs(q, k, v)
-    T, T_k = q.shape[2], k.shape[2]
-    tokens = {}
-    if documents is not None:
-        if documents.shape != (k.shape[0], T_k) or documents.device != q.device or T > T_k:
-            raise ValueError(
-                f"documents {tuple(documents.shape)} on {documents.device} for T={T}, T_k={T_k} on {q.device}: "
-                f"want (B, T_k) = {(k.shape[0], T_k)}, T at most T_k, and one device"
-            )
-        if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-            raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
-        tokens = {"documents_q": documents[:, T_k - T :], "documents_k": documents}
-    return attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse, numbers, slopes, qkv)
+    if (v.shape, v.dtype, v.device) != (k.shape, k.dtype, k.device):
+        check_inputs(q, k, v)
+    tokens = {} if documents is None else of_documents(q, k, documents)
+    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it, numbers, slopes)
+    return attend(q, k, v, problem, config, return_lse, qkv)
 
 
 def attention_varlen(
@@ -311,18 +303,15 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     config: AttentionConfig,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    seed: Tensor | None = None,
-    break_it: BreakIt = UNBROKEN,
     return_lse: bool = False,
+    **options: Any,
 ) -> Output:
     """attention() for sequences of different lengths laid end to end, with flash_attn_varlen_func's tensors.
 
     q (tokens_q, H, D); k, v (tokens_k, H_kv, D). cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each
     sequence begins and, last, the number of tokens. A sequence may be empty. Its last query is aligned with its last
     key. flash-attention also takes the longest lengths; they are not needed here. Dropout counts rows and columns over
-    all tokens, so two sequences never share a mask.
+    all tokens, so two sequences never share a mask. options: causal, softmax_scale, seed and break_it of attention().
     Returns o (tokens_q, H, D), and with return_lse also lse (H, tokens_q). The rest is as in attention().
     """
     if not q.ndim == k.ndim == v.ndim == 3:
@@ -334,97 +323,134 @@ def attention_varlen(
     tokens = packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     check_inputs(q, k, v)
-    found = attend(q, k, v, config, tokens, causal, softmax_scale, seed, break_it, return_lse)
+    found = attend(q, k, v, problem_of(q, k, config, tokens, **options), config, return_lse)
     o = (found[0] if return_lse else found)[0].transpose(0, 1)
     return (o, found[1][0]) if return_lse else o
 
 
+def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> dict[str, Tensor]:
+    """documents_q (B, T) and documents_k (B, T_k) of attention()'s documents. Raises ValueError."""
+    check_inputs(q, k, k)
+    T, T_k = q.shape[2], k.shape[2]
+    if documents.shape != (k.shape[0], T_k) or documents.device != q.device or T > T_k:
+        raise ValueError(
+            f"documents {tuple(documents.shape)} on {documents.device} for T={T}, T_k={T_k} on {q.device}: "
+            f"want (B, T_k) = {(k.shape[0], T_k)}, T at most T_k, and one device"
+        )
+    if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
+    documents = documents.contiguous()
+    return {
+        "documents_q": documents if T == T_k else documents[:, T_k - T :].contiguous(),
+        "documents_k": documents,
+    }
+
+
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: AttentionConfig,
-    tokens: dict[str, Tensor],
-    causal: bool,
-    softmax_scale: float | None,
-    seed: Tensor | None,
-    break_it: BreakIt,
-    return_lse: bool,
-    numbers: Tensor | None = None,
-    slopes: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: AttentionConfig, return_lse: bool = False,
     qkv: Tensor | None = None,
-) -> Output:
-    """What attention() and attention_varlen() share. tokens: the fields of Problem that group the tokens."""
-    check_switches(config, break_it, causal, bool(tokens), softmax_scale)
-    config.check_length(max(q.shape[2], k.shape[2]))
-    assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
-    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it, numbers, slopes)
-    # Autocast would round the float32 running sums to bf16, and q, k and v have their dtype already. It does not affect
-    # the triton kernels, and switching it off takes 20 us, a tenth of their call.
-    with nullcontext() if config.impl == "triton" else torch.autocast(q.device.type, enabled=False):
+) -> Output:  # fmt: skip
+    """attention() of a problem."""
+    if config.impl == "triton" and k.shape[2] > 0:
+        from kernels.op import flash_attention  # triton is not installed everywhere
+
+        found = flash_attention(q, k, v, problem, config.autotune, config.kernel, qkv)
+        return found if return_lse else found[0]
+    # Autocast would round the float32 running sums to bf16, and q, k and v have their dtype already.
+    with torch.autocast(q.device.type, enabled=False):
         match config.impl:
-            case "naive" | "tiled" | "triton" if problem.T_k == 0:  # sums of nothing, with gradients 0
+            case "naive" | "tiled" | "triton" if k.shape[2] == 0:  # sums of nothing, with gradients 0
                 s = q @ k[:, :1].mT  # (B, H, T, 0)
                 o, lse = s @ v[:, :1], s.sum(-1, dtype=sum_dtype(q.dtype)) - INF
             case "naive":
                 o, lse = naive(q, k, v, problem)
             case "tiled":
                 o, lse = tiled_attention(q, k, v, problem, Loops(config.block_m, config.block_n, config.order))
-            case "triton":
-                from kernels.op import flash_attention, flash_attention_of  # triton is not installed everywhere
-
-                if qkv is not None and not return_lse:
-                    return flash_attention_of(qkv, q.shape[1], k.shape[1], problem, config.autotune, config.kernel)
-                o, lse = flash_attention(q, k, v, problem, config.autotune, config.kernel)
             case "sdpa":
-                if beyond_sdpa(config) or tokens or return_lse:
+                if beyond_sdpa(config) or problem.mask.documents_q is not None or return_lse:
                     raise ValueError("sdpa has no windows, documents and the like, and no lse; use impl=tiled")
-                return sdpa(q, k, v, problem, 0.0 if seed is None else config.dropout_p)
+                return sdpa(q, k, v, problem, 0.0 if problem.seed is None else config.dropout_p)
             case _:
                 raise ValueError(f"attention.impl={config.impl} cannot run here; resolve() it at start-up")
     return (o, lse) if return_lse else o
+
+
+# What of a configuration a Problem depends on, but for block_mask, which is a list.
+OPTIONS = attrgetter("impl", "softmax_scale", "softcap", "alibi", "window", "documents", "block_mask_size", "dropout_p")
+KINDS: dict[tuple, Problem] = {}  # what kind_of() has found, by all that it depends on
+MANY = 4096  # of them are forgotten together: so many shapes are those of a loop over lengths
 
 
 def problem_of(
     q: Tensor,
     k: Tensor,
     config: AttentionConfig,
-    tokens: dict[str, Tensor],
-    causal: bool,
-    softmax_scale: float | None,
-    seed: Tensor | None,
-    break_it: BreakIt,
+    tokens: dict[str, Any] | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    seed: Tensor | None = None,
+    break_it: BreakIt = UNBROKEN,
     numbers: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Problem:
-    """The arguments of attention() as one Problem. Raises ValueError for an invalid scale or seed."""
+    """The arguments of attention() as one Problem. tokens: documents_q, documents_k, positions of a Mask, contiguous.
+    What no call of a kind changes is checked and made once. Raises ValueError."""
+    tokens = tokens or {}
+    blocks, dropped = config.block_mask, seed is not None and config.dropout_p > 0
+    if torch.compiler.is_compiling():
+        kind = kind_of(q, k, config, tokens, causal, softmax_scale, break_it, dropped)
+    else:
+        key = (
+            OPTIONS(config), blocks and tuple(blocks), q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
+            tuple(tokens), causal, softmax_scale, break_it.without, break_it.score_gain, dropped,
+        )  # fmt: skip
+        if key not in KINDS:
+            if len(KINDS) >= MANY:
+                KINDS.clear()
+            KINDS[key] = kind_of(q, k, config, tokens, causal, softmax_scale, break_it, dropped)._replace(kind={})
+        kind = KINDS[key]
+    mask, score, dropout = kind.mask, kind.score, kind.dropout
+    if tokens:
+        mask = mask._replace(**tokens)
+    if blocks is not None:
+        picture = blocks_of(tuple(blocks), q.device)
+        mask = mask._replace(blocks=picture, block_columns=picture.shape[1])
+    if config.alibi:
+        slopes = alibi_slopes(q.shape[1], q.device) if slopes is None else slopes
+        score = score._replace(slopes=slopes.to(sum_dtype(q.dtype)))
+    if seed is not None:
+        if not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
+            raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
+        dropout = dropout._replace(seed=seed, numbers=numbers) if dropped else dropout
+    return Problem(mask, score, dropout, kind.without, kind.kind)
+
+
+def kind_of(
+    q: Tensor, k: Tensor, config: AttentionConfig, tokens: dict[str, Any], causal: bool,
+    softmax_scale: float | None, break_it: BreakIt, dropped: bool,
+) -> Problem:  # fmt: skip
+    """problem_of() without its tensors."""
+    check_inputs(q, k, k)
+    check_switches(config, break_it, causal, bool(tokens), softmax_scale)
+    config.check_length(max(q.shape[2], k.shape[2]))
+    assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
     usual = usual if config.softmax_scale is None else config.softmax_scale
     scale = usual if softmax_scale is None else softmax_scale
     if not 0 < scale < INF:
         raise ValueError(f"softmax_scale={scale} must be above 0 and finite; None for the usual")
-    if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
-        raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
-    dropped = seed is not None and config.dropout_p > 0
-    if config.alibi:
-        slopes = alibi_slopes(q.shape[1], q.device) if slopes is None else slopes
-        slopes = slopes.to(sum_dtype(q.dtype))
-    return Problem(
-        T=q.shape[2],
-        T_k=k.shape[2],
+    return Problem.of(
+        q.shape[2],
+        k.shape[2],
         scale=scale * break_it.score_gain,
         causal=causal,
         window=config.window,
         softcap=config.softcap,
-        slopes=slopes if config.alibi else None,
-        blocks=None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device),
         block_size=config.block_mask_size,
-        seed=seed if dropped else None,
         drop_threshold=drop_threshold(config.dropout_p) if dropped else 0,
-        numbers=numbers if dropped else None,
         without=break_it.without,
         **tokens,
-    )
+    ).having()
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -511,12 +537,13 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) -> Tensor:
     """o (B, H, T, D). Dropout is PyTorch's own: it draws another mask, and does not round dropout_p to 1/256."""
     bias: Tensor | None = None
+    causal = problem.mask.at_most is not None
     aligned = problem.T == problem.T_k  # is_causal aligns the first row and key, not the last ones
-    if problem.causal and problem.T < problem.T_k:  # this bias takes no T x T_k memory if a kernel knows it
+    if causal and problem.T < problem.T_k:  # this bias takes no T x T_k memory if a kernel knows it
         from torch.nn.attention.bias import causal_lower_right  # imported here: torch._dynamo takes 2 s
 
         bias = causal_lower_right(problem.T, problem.T_k)
-    elif problem.causal and not aligned:  # some rows see no key, and that bias gives them NaN
+    elif causal and not aligned:  # some rows see no key, and that bias gives them NaN
         bias = visible(problem, range(problem.T), range(problem.T_k), q.device)[0]
     return F.scaled_dot_product_attention(
         q,
@@ -524,7 +551,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) ->
         v,
         bias,
         dropout_p,
-        is_causal=problem.causal and aligned,
+        is_causal=causal and aligned,
         scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )

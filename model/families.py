@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import AttentionConfig, attention, problem_of
-from model.break_it import UNBROKEN
 from model.gpt import GPT, GPTConfig, without_numbers
 from model.mask import visible
 
@@ -324,7 +323,7 @@ def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> Non
         if attention_mask is None:
             plain = T in (1, T_k)  # else the keys are a cache of fixed size, whose end is not filled yet
         else:
-            problem = problem_of(query, key, own, {}, True, scaling, None, UNBROKEN)
+            problem = problem_of(query, key, own, softmax_scale=scaling)
             seen = visible(problem, range(T), range(T_k), query.device)[:, None]  # (1, 1, T, T_k)
             plain = attention_mask.dtype == torch.bool and torch.equal(attention_mask, seen.expand_as(attention_mask))
         if not (causal and plain) or s_aux is not None:

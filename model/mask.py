@@ -10,7 +10,8 @@ flash-attention. Every rule compares this position with the key's column. A key 
     documents    query and key are in the same document (several texts may be packed into one sequence)
     blocks       the pair's block of block_size x block_size elements is switched on
 
-The rules are fields of a Problem (kernels/problem.py). naive calls visible() once, for the whole matrix. tiled loops
+The rules are those of a Problem's mask (kernels/problem.py), where causal and window are one: at_least <= column -
+position <= at_most. naive calls visible() once, for the whole matrix. tiled loops
 over the tiles of a Tiling. It skips the EMPTY ones, and calls visible() only for those that are PART.
 """
 
@@ -20,35 +21,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.problem import Problem
+from kernels.problem import Mask, Problem
 
 EMPTY, PART, WHOLE = 0, 1, 2  # a tile is fully hidden, partly visible, fully visible
 
 
-def position(problem: Problem, rows: range, device: torch.device) -> Tensor:
+def position(mask: Mask, rows: range, device: torch.device) -> Tensor:
     """The positions of the rows among the keys, int64 (R,)."""
-    if problem.positions is not None:
-        return problem.positions[rows.start : rows.stop]
-    return torch.arange(rows.start, rows.stop, device=device) + (problem.T_k - problem.T)
+    if mask.positions is not None:
+        return mask.positions[rows.start : rows.stop]
+    return torch.arange(rows.start, rows.stop, device=device) + (mask.T_k - mask.T)
 
 
 def visible(problem: Problem, rows: range, columns: range, device: torch.device) -> Tensor:
     """Whether each row sees each column: bool (1, R, S), or (B, R, S) with documents."""
-    i = position(problem, rows, device)[:, None]
+    mask = problem.mask
+    i = position(mask, rows, device)[:, None]
     j = torch.arange(columns.start, columns.stop, device=device)
     seen = torch.ones(len(rows), len(columns), dtype=torch.bool, device=device)
-    if problem.causal and "global_mask" in problem.without:  # row and column, each counted within the tile
-        seen &= j - columns.start <= i - i[0]
-    elif problem.causal:
-        seen = j <= i
-    if problem.window is not None:
-        seen &= (j > i - problem.window) & (j < i + problem.window)
-    if problem.blocks is not None:  # a row before the first key (T > T_k) counts as in the first block
-        seen &= problem.blocks[i.clamp(min=0) // problem.block_size, j // problem.block_size]
+    if mask.at_most is not None:
+        # With break_it=local_mask row and column are counted within the tile.
+        seen = j - columns.start <= i - i[0] if "global_mask" in problem.without else j <= i + mask.at_most
+    if mask.at_least is not None:
+        seen &= j >= i + mask.at_least
+    if mask.blocks is not None:  # a row before the first key (T > T_k) counts as in the first block
+        seen &= mask.blocks[i.clamp(min=0) // mask.block_size, j // mask.block_size]
     seen = seen.unsqueeze(0)
-    if problem.documents_q is not None and problem.documents_k is not None:
-        of_rows = problem.documents_q[:, rows.start : rows.stop]
-        of_keys = problem.documents_k[:, columns.start : columns.stop]
+    if mask.documents_q is not None and mask.documents_k is not None:
+        of_rows = mask.documents_q[:, rows.start : rows.stop]
+        of_keys = mask.documents_k[:, columns.start : columns.stop]
         seen = seen & (of_rows[:, :, None] == of_keys[:, None, :])
     return seen
 
@@ -56,7 +57,7 @@ def visible(problem: Problem, rows: range, columns: range, device: torch.device)
 def distance(problem: Problem, rows: range, columns: range, device: torch.device) -> Tensor:
     """|position - column|, int64 (R, S)."""
     j = torch.arange(columns.start, columns.stop, device=device)
-    return (position(problem, rows, device)[:, None] - j).abs()
+    return (position(problem.mask, rows, device)[:, None] - j).abs()
 
 
 class Tile(NamedTuple):
@@ -71,12 +72,12 @@ class Tiling:
     """A problem cut into tiles of block_m rows and block_n columns, and which of them have to be computed."""
 
     def __init__(self, problem: Problem, block_m: int, block_n: int):
-        self.problem = problem
+        self.mask = mask = problem.mask
         self.row_tiles, self.column_tiles = tiles(problem.T, block_m), tiles(problem.T_k, block_n)
         # break_it=local_mask breaks the causal mask: then no tile is EMPTY, and none is WHOLE.
-        self.local = problem.causal and "global_mask" in problem.without
-        self.causal = problem.causal and not self.local
-        self.blocks = None if problem.blocks is None else problem.blocks.cpu().numpy()
+        self.local = "global_mask" in problem.without
+        self.at_least, self.at_most = mask.at_least, None if self.local else mask.at_most
+        self.blocks = None if mask.blocks is None else mask.blocks.cpu().numpy()
         self.edges = self.read_edges()
 
     def by_rows(self) -> Iterator[tuple[range, Iterator[Tile]]]:
@@ -92,25 +93,24 @@ class Tiling:
     def columns_for(self, rows: range) -> Iterator[tuple[range, int]]:
         """The tiles of keys that a tile of rows visits, each with PART or WHOLE."""
         first, last = self.span(rows)
-        start, stop = 0, self.problem.T_k
-        if self.causal:
-            stop = min(stop, last + 1)
-        if self.problem.window is not None:
-            start, stop = max(start, first - self.problem.window + 1), min(stop, last + self.problem.window)
+        start, stop = 0, self.mask.T_k
+        if self.at_most is not None:
+            stop = min(stop, last + self.at_most + 1)
+        if self.at_least is not None:
+            start = max(start, first + self.at_least)
         for columns in overlapping(self.column_tiles, start, stop):
             if seen := self.look(rows, columns):
                 yield columns, seen
 
     def rows_for(self, columns: range) -> Iterator[tuple[range, int]]:
         """The tiles of rows that visit a tile of keys, each with PART or WHOLE."""
-        start, stop = 0, self.problem.T
-        if self.problem.positions is None:  # in packed sequences positions rise only within each
-            offset = self.problem.T_k - self.problem.T
-            if self.causal:
-                start = max(start, columns[0] - offset)
-            if self.problem.window is not None:
-                start = max(start, columns[0] - self.problem.window + 1 - offset)
-                stop = min(stop, columns[-1] + self.problem.window - offset)
+        start, stop = 0, self.mask.T
+        if self.mask.positions is None:  # in packed sequences positions rise only within each
+            offset = self.mask.T_k - self.mask.T
+            if self.at_most is not None:
+                start = max(start, columns[0] - self.at_most - offset)
+            if self.at_least is not None:
+                stop = min(stop, columns[-1] - self.at_least + 1 - offset)
         for rows in overlapping(self.row_tiles, start, stop):
             if seen := self.look(rows, columns):
                 yield rows, seen
@@ -124,23 +124,22 @@ class Tiling:
         """
         first, last = self.span(rows)
         left, right = columns[0], columns[-1]
-        window = self.problem.window
         whole = not self.local
-        if self.causal:
-            if left > last:
+        if self.at_most is not None:
+            if left > last + self.at_most:
                 return EMPTY
-            whole &= right <= first
-        if window is not None:
-            if right <= first - window or left >= last + window:
+            whole &= right <= first + self.at_most
+        if self.at_least is not None:
+            if right < first + self.at_least:
                 return EMPTY
-            whole &= last - left < window and right - first < window
-        if self.problem.documents_q is not None:
+            whole &= left >= last + self.at_least
+        if self.mask.documents_q is not None:
             pairs = list(zip(self.edges["rows", rows.start], self.edges["keys", columns.start], strict=True))
             if not any(low <= top and bottom <= high for (low, high), (bottom, top) in pairs):
                 return EMPTY
             whole &= all(low == high == bottom == top for (low, high), (bottom, top) in pairs)
         if self.blocks is not None:
-            n = self.problem.block_size
+            n = self.mask.block_size
             under = self.blocks[max(first, 0) // n : max(last, 0) // n + 1, left // n : right // n + 1]
             if not under.any():
                 return EMPTY
@@ -149,20 +148,20 @@ class Tiling:
 
     def span(self, rows: range) -> tuple[int, int]:
         """The lowest and the highest position in a tile of rows."""
-        if self.problem.positions is not None:
+        if self.mask.positions is not None:
             return self.edges["positions", rows.start][0]
-        return rows[0] + self.problem.T_k - self.problem.T, rows[-1] + self.problem.T_k - self.problem.T
+        return rows[0] + self.mask.T_k - self.mask.T, rows[-1] + self.mask.T_k - self.mask.T
 
     def read_edges(self) -> dict[tuple[str, int], list]:
         """The lowest and the highest document (or position) of each tile: one pair per sequence of the batch, by name
         and start of the tile. All are copied from the device at once, so that look() never waits for it."""
-        problem, B = self.problem, 1
+        mask, B = self.mask, 1
         wanted: list[tuple[str, Tensor, list[range]]] = []
-        if problem.documents_q is not None and problem.documents_k is not None:
-            B = len(problem.documents_k)
-            wanted += [("rows", problem.documents_q, self.row_tiles), ("keys", problem.documents_k, self.column_tiles)]
-        if problem.positions is not None:
-            wanted += [("positions", problem.positions[None], self.row_tiles)]
+        if mask.documents_q is not None and mask.documents_k is not None:
+            B = len(mask.documents_k)
+            wanted += [("rows", mask.documents_q, self.row_tiles), ("keys", mask.documents_k, self.column_tiles)]
+        if mask.positions is not None:
+            wanted += [("positions", mask.positions[None], self.row_tiles)]
         keys, ends = [], []
         for name, x, some_tiles in wanted:
             for tile in some_tiles:
@@ -184,7 +183,7 @@ def overlapping(some_tiles: list[range], start: int, stop: int) -> list[range]:
 
 
 def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict[str, Tensor]:
-    """A Problem's documents_q, documents_k and positions for sequences laid end to end.
+    """A Mask's documents_q, documents_k and positions for sequences laid end to end.
 
     cu_seqlens_q, cu_seqlens_k: as in flash-attention's varlen functions, integers (sequences + 1,): where each sequence
     begins, and at the end the total length. A sequence may have different numbers of queries and keys; its last query

@@ -77,9 +77,9 @@ class Tiled(torch.autograd.Function):
         ctx.description = problem, loops
         # A checkpoint that keeps attention's results knows them by their op. Elsewhere the op would only cost time.
         compute = forward_op if isinstance(_get_current_dispatch_mode(), KEEPS) else forward
-        o, lse = compute(q, k, v, *problem, *loops)
+        o, lse = compute(q, k, v, *problem.fields, *loops)
         # The problem's tensors too, so that autograd notices if documents changed in place meanwhile.
-        ctx.save_for_backward(q, k, v, o, lse, *(x if isinstance(x, Tensor) else None for x in problem))
+        ctx.save_for_backward(q, k, v, o, lse, *problem.tensors)
         return o, lse
 
     @staticmethod
@@ -112,7 +112,7 @@ class Once(torch.autograd.Function):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor]:
     """Steps 1 to 6: o and lse. description: the fields of a Problem, then those of Loops."""
-    problem, loops = Problem(*description[:-3]), Loops(*description[-3:])
+    problem, loops = Problem.from_fields(*description[:-3]), Loops(*description[-3:])
     o, lse = like_heads(q.shape, q), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
     for rows, tile, found in forward_tiles(q, k, v, problem, loops):
         if tile is None:
@@ -174,9 +174,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 7 to 12: dq, dk, dv like q, k, v. saved: as in Tiled. do or dlse is None if the loss does not use it."""
     q, k, v, o, lse, *tensors = saved
-    fields: list[Any] = [x if tensor is None else tensor for x, tensor in zip(problem, tensors, strict=True)]
+    problem = problem.having(tuple(tensors))
     do = torch.zeros_like(o) if do is None else do
-    _, (dq, dk, dv) = deque(backward_tiles((q, k, v, o, lse), do, dlse, Problem(*fields), loops), maxlen=1).pop()
+    _, (dq, dk, dv) = deque(backward_tiles((q, k, v, o, lse), do, dlse, problem, loops), maxlen=1).pop()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -191,8 +191,7 @@ def backward_tiles(
     """
     (q, k, v, o, lse), (block_m, block_n, order), without = saved, loops, problem.without
     dk, dv = (like_heads(k.shape, lse) for _ in "kv")
-    if problem.seed is not None and "same_seed" in without:
-        problem = problem._replace(seed=problem.seed + 1)
+    problem = problem.in_backward()
     q, k, v = by_key_head(q, k, v)
     (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], problem.scale, lse.dtype
     tiling = Tiling(problem, block_m, block_n)

@@ -36,7 +36,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kernels.problem import Problem
 from model.attention import AttentionConfig, attend, problem_of
-from model.break_it import UNBROKEN
 from model.tiled import KEEPS, LOG2E, LOWEST, Loops, sum_dtype
 from model.tiled import gradients as tiled_gradients
 from parallel.part import Part
@@ -94,7 +93,9 @@ def forward(
         arriving = send(kv, part) if i + 1 < part.ranks else None
         for rows, columns, causal, tokens in visits(q, i, config, part, documents):
             k_i, v_i = kv[:, :, :, columns]
-            o_i, lse_i = attend(q[:, :, rows], k_i, v_i, config, tokens, causal, None, None, UNBROKEN, True)
+            q_i = q[:, :, rows]
+            problem = problem_of(q_i, k_i, config, tokens, causal)
+            o_i, lse_i = attend(q_i, k_i, v_i, problem, config, return_lse=True)
             m_i = lse_i.unsqueeze(-1) * LOG2E
             before = m[:, :, rows], l[:, :, rows], acc[:, :, rows]
             both = merge([before, (m_i, torch.ones_like(m_i), o_i.to(acc.dtype))])
@@ -128,7 +129,7 @@ def gradients(
         for rows, columns, causal, tokens in visits(q, i, config, part, documents):
             q_i, o_i, do_i, lse_i = (x[:, :, rows] for x in (q, o, do, lse))
             k_i, v_i = kv[:, :, :, columns]
-            problem = problem_of(q_i, k_i, config, tokens, causal, None, None, UNBROKEN)
+            problem = problem_of(q_i, k_i, config, tokens, causal)
             dq_i, dk_i, dv_i = part_gradients(q_i, k_i, v_i, o_i, lse_i.contiguous(), do_i, config, problem)
             dq[:, :, rows] += dq_i
             dkv[:, :, :, columns] += torch.stack((dk_i, dv_i))
@@ -148,13 +149,14 @@ def part_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A part's share of dq, and its dk and dv, by the implementation's own backward. o and lse: of all keys."""
     if config.impl == "triton":
-        from kernels.op import gradients as triton_gradients  # triton is not installed everywhere
+        from kernels.launch import gradients as triton_gradients  # triton is not installed everywhere
 
-        return triton_gradients(q, k, v, o, lse * LOG2E, do, None, *problem, config.autotune, config.kernel)
-    tensors: Any = (x if isinstance(x, Tensor) else None for x in problem)
+        dq, dk, dv = triton_gradients(q, k, v, o, lse * LOG2E, do, None, problem, config.autotune, config.kernel)
+        return dq, dk, dv
+    saved: Any = (q, k, v, o, lse, *problem.tensors)
     # naive has no backward of its own. One tile that holds all scores is the same formulas.
     tile_size = (problem.T, problem.T_k) if config.impl == "naive" else (config.block_m, config.block_n)
-    return tiled_gradients((q, k, v, o, lse, *tensors), do, None, problem, Loops(*tile_size, config.order))
+    return tiled_gradients(saved, do, None, problem, Loops(*tile_size, config.order))
 
 
 def visits(

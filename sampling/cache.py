@@ -27,7 +27,6 @@ from torch import Tensor
 
 from kernels.problem import HAS_TRITON, Problem
 from model.attention import AttentionConfig, problem_of
-from model.break_it import UNBROKEN
 from model.mask import WHOLE, Tile
 from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
 
@@ -171,7 +170,7 @@ class LayerCache:
             shape = (self.B * H_kv, self.size, D) if pages is None else (pages.capacity, H_kv, pages.size, D)
             self.k, self.v = (k.new_zeros(shape) for _ in "kv")
             self.tickets = k.new_zeros(self.B * H_kv, dtype=torch.int32)
-            self.problem = problem_of(q, k, self.config, {}, True, None, None, UNBROKEN)
+            self.problem = problem_of(q, k, self.config)
         T_kept = min(T, self.size)
         before = torch.arange(max(0, self.past - self.size), self.past, device=k.device) % self.size
         positions = torch.arange(self.past + T - T_kept, self.past + T, device=k.device)
@@ -379,7 +378,7 @@ def one_split(q: Tensor, k: Tensor, v: Tensor, back: Tensor | None, hidden: Tens
     (N, G, _), T_k, wide = q.shape, k.shape[1], sum_dtype(q.dtype)
     memory = q.new_empty(N * G * T_k, dtype=wide)
     slopes = problem.slopes  # scores() takes the distances from the places of the keys, and here those may be any
-    s = scores(ANY, q, k, problem if slopes is None else problem._replace(slopes=None), memory)  # 1: in base 2
+    s = scores(ANY, q, k, problem.having(), memory)  # 1: in base 2
     if slopes is not None:
         assert back is not None, "alibi needs the distances"
         s.view(-1, len(slopes), T_k).addcmul_(slopes[:, None], back[:, None].to(wide), value=-LOG2E)  # (B, H, T_k)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import sizes
-from kernels.op import on
+from kernels.launch import on
 
 BLOCK = 1024  # tokens of a part
 

@@ -31,7 +31,6 @@ key head draw tickets, and the one with the last ticket merges. That saves a lau
 long as the rest.
 """
 
-import math
 from functools import cache
 from typing import NamedTuple
 
@@ -42,10 +41,9 @@ from torch import Tensor
 
 from kernels import sizes
 from kernels.flash import LOG2E, tanh
-from kernels.op import on
+from kernels.launch import on, precision
 from kernels.problem import Problem
 from kernels.sizes import block_d
-from kernels.task import precision
 
 LOWEST = tl.constexpr(-torch.finfo(torch.float32).max)  # finite: -inf - -inf is NaN
 
@@ -126,7 +124,7 @@ def decode(
             q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.slopes, cos, sin, pages,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, H_kv,
             0 if pages is None else pages.stride(0),
-            problem.scale, problem.scale * math.log2(math.e), problem.softcap,
+            problem.score.scale, problem.score.scale2, problem.softcap,
             P, G, D, rows, BLOCK_D, tile.BLOCK_N, apart, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
             triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
             num_warps=tile.num_warps, **early, **few,

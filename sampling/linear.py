@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from kernels import sizes
 from kernels.flash import LOG2E, tanh
-from kernels.op import on
-from kernels.task import precision
+from kernels.launch import on, precision
 
 ROWS = 16  # B is at most this
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")

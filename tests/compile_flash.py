@@ -7,8 +7,9 @@ JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of
 D, "pages"] the same with keys in pages, [dtype, D, "early"] with the stages that few programs have, [dtype, G,
 "heads"] those without and with rope for G query heads a key head, of size 64, [dtype, B, "linear768"] that of a linear
 layer with B rows of 768, [dtype, C, "token"] those of one of GPT-2's layers of width C, ["bool", C, "table"] that of
-whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"] those of kernels/hopper.py,
-[dtype, D, "hopper_backward"] that of kernels/hopper_backward.py. SOURCE: a text to take for kernels/flash.py instead.
+whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"] those of
+kernels/hopper/forward.py, [dtype, D, "hopper_backward"] that of kernels/hopper/backward.py. SOURCE: a text to take for
+kernels/flash.py instead.
 Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
@@ -119,7 +120,7 @@ for dtype, D, dropout in CASES:
     if dropout in ("decode", "pages", "early"):  # four query heads a key head, and all that the scores can have
         heads = (torch.empty(1, H, 1, D, dtype=getattr(torch, dtype)) for H in (8, 2, 2))
         kept = torch.empty(2, 2, 4096, D, dtype=getattr(torch, dtype))
-        zeros, problem = torch.zeros(2, dtype=torch.int64), Problem(1, 4096, softcap=2.0, slopes=torch.ones(8))
+        zeros, problem = torch.zeros(2, dtype=torch.int64), Problem.of(1, 4096, softcap=2.0, slopes=torch.ones(8))
         rope, table = torch.zeros(2, 4096, D // 2).unbind(), None
         if dropout == "pages":
             kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
@@ -131,7 +132,7 @@ for dtype, D, dropout in CASES:
         heads, kept = [torch.empty(1, H, 1, 64, dtype=half) for H in (D, 1, 1)], torch.empty(2, 1, 4096, 64, dtype=half)
         zeros = torch.zeros(1, dtype=torch.int64)
         for rope in (None, torch.zeros(2, 4096, 32).unbind()):
-            decode(*heads, *kept, zeros, Problem(1, 4096, 0.125), zeros.int(), 1, rope)
+            decode(*heads, *kept, zeros, Problem.of(1, 4096, 0.125), zeros.int(), 1, rope)
         continue
     if dropout == "token":  # qkv, attention, out, up, down
         half = getattr(torch, dtype)
@@ -140,7 +141,7 @@ for dtype, D, dropout in CASES:
         norm, x, o = torch.nn.LayerNorm(D).to(half), torch.empty(1, D), torch.empty(1, D, dtype=half)
         qkv, out, up, down = (torch.nn.Linear(K * D, N * D).to(half) for K, N in ((1, 3), (1, 1), (1, 4), (4, 1)))
         linear(x, qkv, norm=norm)
-        decode(*heads, *kept, zeros[:1], Problem(1, 4096, 0.125), zeros.int(), 1)  # few programs may have DEEP
+        decode(*heads, *kept, zeros[:1], Problem.of(1, 4096, 0.125), zeros.int(), 1)  # few programs may have DEEP
         linear(o, out, add=x, dtype=x.dtype)
         linear(x, up, norm=norm, activation="gelu_tanh")
         linear(o.repeat(1, 4), down, add=x, dtype=x.dtype)
@@ -161,28 +162,28 @@ for dtype, D, dropout in CASES:
         norm_backward(dy, x, x, stats, stats, weight, keep, 1.25, dy.dtype, True)
         continue
     if dropout == "hopper":
-        from kernels.hopper import launch_forward
+        from kernels.hopper.forward import launch_forward
 
         k = torch.empty(1, 2, 500, D, dtype=getattr(torch, dtype))
         words = torch.zeros(1, 500, dtype=torch.int64)
         others = {"window": 100, "documents_q": words, "documents_k": words, "seed": words[0, 0], "drop_threshold": 26}
         for T, more in ((500, {}), (97, {}), (500, others)):  # the mask cuts one tile of every row; more; all there is
             q, lse = torch.empty(1, 4, T, D, dtype=k.dtype), torch.empty(1, 4, T)
-            launch_forward(q, k, k, q, lse, lse, Problem(T, 500, **more))
+            launch_forward(q, k, k, q, lse, lse, Problem.of(T, 500, **more))
         if D == 64:  # other tiles for many keys
             k = torch.empty(1, 2, 2548, D, dtype=k.dtype)
-            launch_forward(q, k, k, q, lse, lse, Problem(500, 2548))
+            launch_forward(q, k, k, q, lse, lse, Problem.of(500, 2548))
         continue
     if dropout == "hopper_backward":
-        from kernels.hopper_backward import launch_backward
+        from kernels.hopper.backward import launch_backward
 
         q, k = (torch.empty(1, H, 500, D, dtype=getattr(torch, dtype)) for H in (4, 2))
         lse = torch.empty(1, 4, 500)
         for more in ({}, {"seed": torch.tensor(1), "drop_threshold": 26, "numbers": torch.arange(4)}):
-            launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem(500, 500, **more))
+            launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem.of(500, 500, **more))
         continue
     q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None
-    o, _ = op.flash_attention(q, k, v, Problem(256, 256, scale=0.125, seed=seed, drop_threshold=26 * dropout))
+    o, _ = op.flash_attention(q, k, v, Problem.of(256, 256, scale=0.125, seed=seed, drop_threshold=26 * dropout))
     torch.autograd.grad(o, (q, k, v), torch.randn_like(o))
 print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Runs kernels/hopper_backward.py on a CPU, as tests/gluon_on_cpu.py runs kernels/hopper.py.
+"""Runs kernels/hopper/backward.py on a CPU, as tests/gluon_on_cpu.py runs kernels/hopper/forward.py.
 
     backward = backward_on_cpu()
     launch_backward(backward, seed, q, k, v, o, lse2, do, dlse, found, problem)
@@ -74,7 +74,7 @@ class Layout:
 
 
 def backward_on_cpu(change: Callable[[str], str] = lambda source: source) -> ModuleType:
-    """kernels/hopper_backward.py, with the functions that it takes from kernels/hopper.py. change: as in on_cpu()."""
+    """kernels/hopper/backward.py, with what it takes from kernels/hopper/forward.py. change: as in on_cpu()."""
     more = {
         "builtin": lambda f: f,
         "load": load,
@@ -88,14 +88,14 @@ def backward_on_cpu(change: Callable[[str], str] = lambda source: source) -> Mod
             store_wait=gluon_on_cpu.wait_copies,
         ),
     }
-    kept = sys.modules.get("kernels.hopper")
-    sys.modules["kernels.hopper"] = on_cpu()
+    kept = sys.modules.get("kernels.hopper.forward")
+    sys.modules["kernels.hopper.forward"] = on_cpu()
     try:
-        module = on_cpu(change, gluon_on_cpu.SOURCE.with_name("hopper_backward.py"), more)
+        module = on_cpu(change, gluon_on_cpu.SOURCE.with_name("backward.py"), more)
     finally:
-        del sys.modules["kernels.hopper"]
+        del sys.modules["kernels.hopper.forward"]
         if kept is not None:
-            sys.modules["kernels.hopper"] = kept
+            sys.modules["kernels.hopper.forward"] = kept
     module.wait_written = wait_written
     module.acquired = acquired
     module.as_table = lambda place, n: Place(place.x.view(torch.int32).view(-1)[: n * 128].view(n, 2, 8, 8))
@@ -106,7 +106,7 @@ def backward_on_cpu(change: Callable[[str], str] = lambda source: source) -> Mod
 
 
 def launch_backward(module: ModuleType, seed: int, *args: Any, programs: int = 2) -> None:
-    """launch_backward() of kernels/hopper_backward.py, on as many processors as `programs`."""
+    """launch_backward() of kernels/hopper/backward.py, on as many processors as `programs`."""
     orders = Orders(seed)
 
     class Kernel:

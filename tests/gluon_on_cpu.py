@@ -1,4 +1,4 @@
-"""Runs kernels/hopper.py on a CPU, one step at a time, in an order that a seed decides.
+"""Runs kernels/hopper/forward.py on a CPU, one step at a time, in an order that a seed decides.
 
     hopper = on_cpu()                                    the module, with a Gluon that is made here
     launch(hopper, seed, q, k, v, o, lse, lse2, problem)
@@ -25,7 +25,7 @@ from torch import Tensor
 from model.dropout import philox as philox_of_model
 
 LOW = 0xFFFFFFFF
-SOURCE = Path(__file__).resolve().parents[1] / "kernels" / "hopper.py"
+SOURCE = Path(__file__).resolve().parents[1] / "kernels" / "hopper" / "forward.py"
 
 
 class Orders:
@@ -343,7 +343,7 @@ def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
 
 
 def language() -> dict[str, Any]:
-    """Gluon's functions, as far as kernels/hopper.py calls them."""
+    """Gluon's functions, as far as kernels/hopper/forward.py calls them."""
     return {
         "constexpr": lambda x: x,
         "shared_memory_descriptor": Place,
@@ -387,8 +387,8 @@ def language() -> dict[str, Any]:
 def on_cpu(
     change: Callable[[str], str] = lambda source: source, path: Path = SOURCE, more: dict[str, Any] | None = None
 ) -> ModuleType:
-    """kernels/hopper.py with the Gluon of this file. change: of its text, to plant a fault. path: of another file that
-    calls the functions `more` too, some of them in Gluon's language."""
+    """kernels/hopper/forward.py with the Gluon of this file. change: of its text, to plant a fault. path: of another
+    file that calls the functions `more` too, some of them in Gluon's language."""
     more = more or {}
     parts = {
         "jit": lambda f=None, **_: f or (lambda f: f),
@@ -426,7 +426,7 @@ def launch(
     hopper: ModuleType, seed: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Any,
     programs: int = 2,
 ) -> None:  # fmt: skip
-    """launch_forward() of kernels/hopper.py, on as many processors as `programs`."""
+    """launch_forward() of kernels/hopper/forward.py, on as many processors as `programs`."""
     orders = Orders(seed)
 
     class Kernel:

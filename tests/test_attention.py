@@ -546,8 +546,8 @@ def test_auto_is_resolved_once_and_never_to_what_lacks_something(monkeypatch, ca
     ids=str,
 )
 def test_auto_takes_hoppers_kernels_where_they_were_measured_to_be_faster(changed, chosen, monkeypatch):
-    op = pytest.importorskip("kernels.op", reason="triton is made for Linux")
-    monkeypatch.setattr(op, "hopper_lacks", op.hopper_lacks.__wrapped__)  # not the cache, which other tests read
+    hopper = pytest.importorskip("kernels.hopper", reason="triton is made for Linux")
+    monkeypatch.setattr(hopper, "lacks", hopper.lacks.__wrapped__)  # not the cache, which other tests read
     given = {"context_length": 65_536, "n_head": 2, "n_kv_head": 2, "dtype": torch.bfloat16, "capability": (9, 0)}
     given |= changed
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])

@@ -548,7 +548,7 @@ def test_one_row_is_the_oracles_however_the_keys_are_split(case, dtype, splits):
     q, k, v = (inputs[name] for name in "qkv")
     scale = case.D**-0.5 if case.softmax_scale is None else case.softmax_scale
     slopes = alibi_slopes(case.H, q.device) if case.alibi else None
-    problem = Problem(1, case.T_k, scale, softcap=case.softcap, slopes=slopes)
+    problem = Problem.of(1, case.T_k, scale, softcap=case.softcap, slopes=slopes)
     back = torch.arange(case.T_k - 1, -1, -1)[None]
     hidden = ~visible(case)[:, 0]
     o = decode(q, k.flatten(0, 1), v.flatten(0, 1), problem, back, hidden if hidden.any() else None, splits)
@@ -559,9 +559,9 @@ def test_one_row_is_the_oracles_however_the_keys_are_split(case, dtype, splits):
 
 def test_autocast_changes_no_bit():
     q, k, v = torch.randn(2, 1, 8), *torch.randn(2, 2, 50, 8)
-    plain = decode(q[None], k, v, Problem(1, 50))
+    plain = decode(q[None], k, v, Problem.of(1, 50))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(plain, decode(q[None], k, v, Problem(1, 50)))
+        assert torch.equal(plain, decode(q[None], k, v, Problem.of(1, 50)))
 
 
 def test_parts_that_attention_computed_merge_by_lse():

@@ -51,7 +51,7 @@ def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40,
     keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, room + 1), value=float("nan")).flatten(0, 1) for x in (k, v))
     slopes = alibi_slopes(case.H, q.device) if case.alibi else None
     scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
-    problem = Problem(1, T_k, scale, softcap=case.softcap, slopes=slopes)
+    problem = Problem.of(1, T_k, scale, softcap=case.softcap, slopes=slopes)
     position = torch.full((B,), T_k - 1, device=q.device)
     tickets = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)  # the kernel ahead writes no position
     o = decode(q, k[:, :, -1:], v[:, :, -1:], keys, values, position, problem, tickets, splits, rope)
@@ -111,7 +111,7 @@ def test_each_sequence_has_its_own_position_and_its_own_place_in_a_window():
     S, positions = 40, [3, 39, 40, 1017]
     q, k, v = torch.randn(3, len(positions), 2, 1, 32)
     keys, values = torch.randn(2, len(positions) * 2, S, 32)
-    problem = Problem(1, S, 0.2, slopes=torch.tensor([0.3, 0.01]))
+    problem = Problem.of(1, S, 0.2, slopes=torch.tensor([0.3, 0.01]))
     tickets = torch.zeros(len(positions) * 2, dtype=torch.int32)
     o = decode(q, k, v, keys, values, torch.tensor(positions), problem, tickets, 3)
     for b, at in enumerate(positions):
@@ -367,7 +367,7 @@ def test_a_page_has_no_less_than_a_tile():
     q, keys = torch.zeros(1, 1, 1, 16), torch.zeros(3, 1, 8, 16)
     table, zero = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(AssertionError, match="pages of 8 tokens, tiles of 32"):
-        decode(q, q, q, keys, keys.clone(), zero, Problem(1, 16), zero.int(), table=(table, 16))
+        decode(q, q, q, keys, keys.clone(), zero, Problem.of(1, 16), zero.int(), table=(table, 16))
 
 
 def test_the_kernel_runs_where_triton_does():

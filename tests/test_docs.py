@@ -53,9 +53,9 @@ TRAINING, RESULTS = ((ROOT / f"docs/{name}").read_text(encoding="utf-8") for nam
 PAGES = {"attention.md": PAGE, "exercises.md": EXERCISES, "training.md": TRAINING, "results.md": RESULTS}
 BEFORE, GPU = PAGE.split("## On a GPU")
 GPU = " ".join(GPU.split("\n## ")[0].split())
-ATTENTION, TILED, FLASH, OP = (
+ATTENTION, TILED, FLASH, OP, LAUNCH = (
     (ROOT / file).read_text(encoding="utf-8")
-    for file in ("model/attention.py", "model/tiled.py", "kernels/flash.py", "kernels/op.py")
+    for file in ("model/attention.py", "model/tiled.py", "kernels/flash.py", "kernels/op.py", "kernels/launch.py")
 )
 
 
@@ -95,7 +95,7 @@ def test_the_splits_of_the_worked_row_and_their_merge():
     q, k, v = (x[0] for x in cat())
     q = q[:, 3:4]  # "on"
     *splits, merged = tables("split")
-    problem = Problem(1, 5, scale=0.5)
+    problem = Problem.of(1, 5, scale=0.5)
     states = [one_split(q, *part, None, None, problem) for part in zip(k.chunk(2, 1), v.chunk(2, 1), strict=True)]
     (m, _, _) = whole = merge(states)
     for row, state in zip([*splits, merged], [*states, whole], strict=True):
@@ -215,7 +215,7 @@ def test_the_numbers_of_tiles():
     n, block = 16, 64
     T = n * block
     for window, number in ((None, 136), (2, 31), (block + 1, 31)):
-        assert sum(found != EMPTY for found in looked(Problem(T, T, window=window), block, block).values()) == number
+        assert sum(found != EMPTY for found in looked(Problem.of(T, T, window=window), block, block).values()) == number
         assert str(number) in section("Masks, and the tiles they empty")
     assert "2 n - 1" in PAGE
 
@@ -280,7 +280,7 @@ def test_a_function_named_on_the_page_is_in_the_code(name):
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+)`", GPU))))
 def test_a_function_named_under_on_a_gpu_is_in_the_kernels(name):
-    assert f"\ndef {name}(" in FLASH + OP
+    assert f"\ndef {name}(" in FLASH + OP + LAUNCH
 
 
 def kernel_products() -> tuple[int, int]:
@@ -309,14 +309,14 @@ def test_the_tiles_that_the_backward_of_a_tile_loads():
 
 def test_the_tiles_that_a_causal_mask_leaves_whole():
     T = 16_384
-    tiling = Tiling(Problem(T, T), 128, 64)
+    tiling = Tiling(Problem.of(T, T), 128, 64)
     seen = [tiling.look(range(i, i + 128), range(j, j + 64)) for i in range(0, T, 128) for j in range(0, T, 64)]
     visited = f"of the {len(seen) - seen.count(EMPTY):,} tiles visited"
     assert f"{seen.count(PART)} {visited} need the mask" in GPU
 
 
 def test_the_tiles_of_keys_that_a_tile_of_queries_visits():
-    tiling = Tiling(Problem(512, 512), 128, 64)
+    tiling = Tiling(Problem.of(512, 512), 128, 64)
     seen = [tiling.look(range(256, 384), range(j, j + 64)) for j in range(0, 512, 64)]
     whole, cut = seen.count(WHOLE), seen.count(PART)
     assert seen == [WHOLE] * whole + [PART] * cut + [EMPTY] * (8 - whole - cut)
@@ -337,15 +337,11 @@ def test_what_overflows_without_the_maximum(row):
 
 def test_what_the_triton_forward_keeps_for_its_backward():
     """On tensors without memory: what autograd saves has its shapes all the same."""
-    pytest.importorskip("triton")
-    import kernels.op  # noqa: F401  (makes torch know the op)
-
-    q = torch.empty(1, 12, 65_536, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    seed = torch.empty((), dtype=torch.int64, device="meta")
-    problem = Problem(65_536, 65_536, scale=0.125, seed=seed, drop_threshold=26)
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda _: None):
-        torch.ops.tilegpt.flash_forward(q, q, q, *problem, False, "auto")
+    op, kept = pytest.importorskip("kernels.op"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes), lambda _: None), FakeTensorMode():
+        q = torch.empty(1, 12, 65_536, 64, dtype=torch.bfloat16, requires_grad=True)
+        seed = torch.empty((), dtype=torch.int64)
+        op.flash_attention(q, q, q, Problem.of(65_536, 65_536, scale=0.125, seed=seed, drop_threshold=26))
     assert sorted(kept) == [seed.nbytes, 3 * 2**20, *[96 * 2**20] * 4]
     assert "each of these four takes 96 MiB, and lse takes 3 MiB" in GPU
 
@@ -488,7 +484,7 @@ def test_exercise_5():
 def test_exercise_6():
     T, block, window = 65_536, 128, 4096
     by_row = [
-        [sum(1 for _ in visits) for _, visits in Tiling(Problem(T, T, window=w), block, block).by_rows()]
+        [sum(1 for _ in visits) for _, visits in Tiling(Problem.of(T, T, window=w), block, block).by_rows()]
         for w in (None, window)
     ]
     causal, near = map(sum, by_row)

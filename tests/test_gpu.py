@@ -235,10 +235,10 @@ def test_triton_drops_the_share_that_was_asked_for_everywhere():
 
 
 def test_the_triton_op_is_registered_as_torch_wants_it(sizes):
-    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16))
+    q, k, v = torch.randn(3, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16)
     seed = torch.tensor(SEED, device="cuda")
-    problem = Problem(100, 100, scale=0.125, window=51, seed=seed, drop_threshold=26)
-    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, (q, k, v, *problem, False, "auto"))
+    problem = Problem.of(100, 100, scale=0.125, window=51, seed=seed, drop_threshold=26)
+    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, (q, k, v, *problem.fields, False, "auto"))
 
 
 def test_gradients_side_by_side_have_the_bits_of_those_put_together():
@@ -248,7 +248,7 @@ def test_gradients_side_by_side_have_the_bits_of_those_put_together():
     config, seed = AttentionConfig("triton", dropout_p=0.2), torch.tensor(7, device="cuda")
 
     def attend(qkv, whole):
-        q, k, v = heads_of(qkv, 4, 2)
+        q, k, v = heads_of(qkv, (4, 2))
         return attention(q, k, v, config, seed=seed, qkv=qkv if whole else None)
 
     def both(function, whole):
@@ -358,7 +358,7 @@ def tiles_kept(config: AttentionConfig, documents: torch.Tensor | None, T: int) 
     """How many tiles of 64 x 64 the mask leaves to compute."""
     blocks = config.block_mask and torch.tensor([[block == "x" for block in row] for row in config.block_mask])
     tokens = {} if documents is None else {"documents_q": documents.cpu(), "documents_k": documents.cpu()}
-    problem = Problem(T, T, window=config.window, blocks=blocks, block_size=config.block_mask_size, **tokens)
+    problem = Problem.of(T, T, window=config.window, blocks=blocks, block_size=config.block_mask_size, **tokens)
     return sum(1 for _, visits in Tiling(problem, 64, 64).by_rows() for _ in visits)
 
 
@@ -1052,7 +1052,7 @@ def test_keys_past_two_to_the_31_numbers_are_found():
     q[..., 0], keys[-1, S - 2, 0], values[-1, S - 2, 3] = 1, 100, 7
     v[:, -1, :, 5] = 3
     tickets = torch.zeros(N, dtype=torch.int32, device="cuda")
-    o = decode(q, k, v, keys, values, torch.tensor([S - 1], device="cuda"), Problem(1, S), tickets)
+    o = decode(q, k, v, keys, values, torch.tensor([S - 1], device="cuda"), Problem.of(1, S), tickets)
     assert (o[0, -1, 0, 3], values[-1, S - 1, 5]) == (7, 3)
 
 

@@ -1,4 +1,4 @@
-"""kernels/hopper.py on a Hopper GPU: pytest -m gpu."""
+"""kernels/hopper/forward.py on a Hopper GPU: pytest -m gpu."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""kernels/hopper_backward.py on a Hopper GPU: pytest -m gpu. tests/test_gpu_hopper.py has its gradients in all shapes,
+"""kernels/hopper/backward.py on a Hopper GPU: pytest -m gpu. tests/test_gpu_hopper.py has its gradients in all shapes,
 and beside dominant keys: attention.kernel=hopper takes it there."""
 
 from dataclasses import replace
@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import op
+from kernels import hopper
+from kernels.launch import forward, gradients
+from kernels.problem import Problem
 from model.attention import AttentionConfig, backward_left_to_portable
 from model.break_it import BreakIt
 from model.dropout import drop_threshold
@@ -19,6 +21,12 @@ NAIVE = AttentionConfig("naive")
 HOPPER, PORTABLE, AUTO = (AttentionConfig("triton", kernel=kernel) for kernel in ("hopper", "portable", "auto"))
 
 
+def problem_for(case: Case) -> Problem:
+    dropout = {"seed": torch.tensor(SEED, device="cuda"), "drop_threshold": drop_threshold(case.dropout_p)}
+    of = case.T, case.T, case.D**-0.5, case.causal, case.window
+    return Problem.of(*of, **(dropout if case.dropout_p else {}))
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("D", [64, 128])
 def test_the_same_bits_a_thousand_times_beside_other_work(D, dropout_p):
@@ -26,11 +34,9 @@ def test_the_same_bits_a_thousand_times_beside_other_work(D, dropout_p):
     case = Case(1500, B=2, H=12, H_kv=4, D=D)
     inputs = case.inputs(torch.bfloat16, "cuda")
     q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
-    problem = op.Problem(1500, 1500, D**-0.5)
-    if dropout_p:
-        problem = problem._replace(seed=torch.tensor(SEED, device="cuda"), drop_threshold=drop_threshold(dropout_p))
-    o, _, lse2 = op.forward(q, k, v, *problem, False, "portable")
-    first = op.gradients(q, k, v, o, lse2, do, None, *problem, False, "hopper")
+    problem = problem_for(Case(1500, D=D, dropout_p=dropout_p))
+    o, _, lse2 = forward(q, k, v, problem, False, "portable")
+    first = gradients(q, k, v, o, lse2, do, None, problem, False, "hopper")
     beside, x = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     same = torch.ones((), dtype=torch.bool, device="cuda")
     for i in range(1000):
@@ -38,7 +44,7 @@ def test_the_same_bits_a_thousand_times_beside_other_work(D, dropout_p):
             with torch.cuda.stream(beside):
                 x = (x @ x).clamp(-1, 1)
         held = torch.empty(i % 7 * 2**20, device="cuda").fill_(torch.nan)  # so that the sums lie elsewhere
-        again = op.gradients(q, k, v, o, lse2, do, None, *problem, False, "hopper")
+        again = gradients(q, k, v, o, lse2, do, None, problem, False, "hopper")
         for a, b in zip(first, again, strict=True):
             same &= (a == b).all()
         del held, again
@@ -81,15 +87,11 @@ def test_forward_and_backward_drop_the_same_weights_as_the_portable_kernels(drop
 def test_auto_takes_the_backward_for_hopper_where_it_can(case, taken):
     inputs = case.inputs(torch.bfloat16, "cuda")
     q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
-    problem = op.Problem(300, 300, case.D**-0.5, case.causal, case.window)
-    if case.dropout_p:
-        problem = problem._replace(
-            seed=torch.tensor(SEED, device="cuda"), drop_threshold=drop_threshold(case.dropout_p)
-        )
-    o, _, lse2 = op.forward(q, k, v, *problem, False, "portable")
-    auto, found = (op.gradients(q, k, v, o, lse2, do, None, *problem, False, kernel) for kernel in ("auto", taken))
+    problem = problem_for(case)
+    o, _, lse2 = forward(q, k, v, problem, False, "portable")
+    auto, found = (gradients(q, k, v, o, lse2, do, None, problem, False, kernel) for kernel in ("auto", taken))
     assert all(torch.equal(a, b) for a, b in zip(auto, found, strict=True))
-    reason = op.backward_not_by_hopper(q, problem, False, "auto")
+    reason = hopper.backward_lacks(q, problem, False, "auto")
     assert bool(reason) == (taken == "portable")
 
 

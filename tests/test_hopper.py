@@ -1,4 +1,4 @@
-"""kernels/hopper.py on a CPU, by tests/gluon_on_cpu.py: what it computes, in many orders of its jobs and copies."""
+"""kernels/hopper/forward.py on a CPU, by tests/gluon_on_cpu.py: its results, in many orders of its jobs and copies."""
 
 from dataclasses import replace
 from itertools import product
@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is made for Linux")
 
-from kernels import op
+from kernels import hopper, op
 from kernels.problem import Problem
 from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, problem_of, resolve
 from model.break_it import UNBROKEN, BreakIt
@@ -23,13 +23,13 @@ WHOLE = on_cpu()
 
 
 def forward(
-    hopper, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None, **options
+    module, case: Case, seed: int, dtype=torch.bfloat16, inputs: dict | None = None, **options
 ) -> dict[str, Tensor]:
-    """o and lse by hopper. seed: of the order of its jobs, which run on one to three processors."""
+    """o and lse by module. seed: of the order of its jobs, which run on one to three processors."""
 
     def on_hopper(q, k, v, problem, *_):
         o, lse, lse2 = torch.full_like(q, torch.nan), *torch.full((2, *q.shape[:3]), torch.nan).unbind()
-        launch(hopper, seed, q, k, v, o, lse, lse2, problem, programs=1 + seed % 3)
+        launch(module, seed, q, k, v, o, lse, lse2, problem, programs=1 + seed % 3)
         torch.testing.assert_close(lse2 * torch.tensor(2.0).log(), lse)
         return o, lse
 
@@ -204,7 +204,7 @@ def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
 def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, slower, monkeypatch):
     """As it was timed (LOG.md)."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(op, "hopper_lacks", op.hopper_lacks.__wrapped__)  # not the cache, which other tests read
+    monkeypatch.setattr(hopper, "lacks", hopper.lacks.__wrapped__)  # not the cache, which other tests read
     config = AttentionConfig("triton", **changed)
     assert bool(left_to_portable(config, torch.device("cuda"))) == slower
     assert not left_to_portable(replace(config, kernel="hopper"), torch.device("cuda"))
@@ -231,22 +231,20 @@ def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, s
     ids=str,
 )
 def test_the_start_of_a_run_names_the_kernels_that_run(changed, monkeypatch):
-    """model/attention.py tells from a configuration which kernels run, and kernels/op.py decides from a problem."""
+    """model/attention.py tells from a configuration which kernels run, and kernels/launch.py decides from a problem."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    lacks = op.hopper_lacks.__wrapped__
-    monkeypatch.setattr(
-        op, "hopper_lacks", lambda dtype, D, device, *rest: lacks(dtype, D, torch.device("cuda"), *rest)
-    )
+    lacks = hopper.lacks.__wrapped__
+    monkeypatch.setattr(hopper, "lacks", lambda dtype, D, device, *rest: lacks(dtype, D, torch.device("cuda"), *rest))
     break_it = changed.get("break_it", UNBROKEN)
     config = AttentionConfig("triton", **{key: value for key, value in changed.items() if key != "break_it"})
     words = torch.zeros(1, 64, dtype=torch.int64)
     tokens = {"documents_q": words, "documents_k": words} if config.documents else {}
     for D, dtype in product((64, 80, 128), (torch.bfloat16, torch.float32)):
         q = torch.zeros(1, 2, 64, D, dtype=dtype)
-        problem = problem_of(q, q, config, tokens, True, None, words[0, 0], break_it)
+        problem = problem_of(q, q, config, tokens, seed=words[0, 0], break_it=break_it)
         options, asked = (q, problem, config.autotune, config.kernel), (config, q.device, break_it, D, dtype)
-        assert bool(op.not_by_hopper(*options)) == bool(left_to_portable(*asked))
-        assert bool(op.backward_not_by_hopper(*options)) == bool(backward_left_to_portable(*asked))
+        assert bool(hopper.forward_lacks(*options)) == bool(left_to_portable(*asked))
+        assert bool(hopper.backward_lacks(*options)) == bool(backward_left_to_portable(*asked))
 
 
 def test_the_op_has_the_kernels_of_a_direct_call(monkeypatch):
@@ -257,11 +255,11 @@ def test_the_op_has_the_kernels_of_a_direct_call(monkeypatch):
         seen.append(problem)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(op, "not_by_hopper", stop)
-    monkeypatch.setattr(op, "backward_not_by_hopper", stop)
-    description = *Problem(64, 64), False, "auto"
+    monkeypatch.setattr(hopper, "forward_lacks", stop)
+    monkeypatch.setattr(hopper, "backward_lacks", stop)
+    description = *Problem.of(64, 64).fields, False, "auto"
     with pytest.raises(KeyboardInterrupt):
         op.flash_forward(q, q, q, *description)
     with pytest.raises(KeyboardInterrupt):
-        op.flash_backward(q, q, q, q, lse, q, None, *description)
-    assert seen == [Problem(64, 64)] * 2
+        op.flash_backward([q, q, q], [2, 2], q, lse, q, None, *description)
+    assert seen == [Problem.of(64, 64)] * 2

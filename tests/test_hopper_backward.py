@@ -1,4 +1,4 @@
-"""kernels/hopper_backward.py on a CPU, by tests/gluon_backward_on_cpu.py: what it computes, in many orders of its jobs
+"""kernels/hopper/backward.py on a CPU, by tests/gluon_backward_on_cpu.py: what it computes, in many orders of its jobs
 and copies."""
 
 import math
@@ -32,10 +32,9 @@ def gradients(
     q, k, v, do, dlse = (inputs[name] for name in ("q", "k", "v", "do", "dlse"))
     o, lse = naive_forward(inputs, case, torch.float64)
     found = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    problem = Problem(q.shape[2], k.shape[2], case.softmax_scale or case.D**-0.5, case.causal)
-    if case.dropout_p:
-        problem = problem._replace(seed=torch.tensor(SEED), drop_threshold=drop_threshold(case.dropout_p))
-        problem = problem._replace(numbers=numbers)
+    dropout = {"seed": torch.tensor(SEED), "drop_threshold": drop_threshold(case.dropout_p), "numbers": numbers}
+    scale = case.softmax_scale or case.D**-0.5
+    problem = Problem.of(q.shape[2], k.shape[2], scale, case.causal, **(dropout if case.dropout_p else {}))
     lse2 = (lse / math.log(2)).float()
     args = q, k, v, o.to(dtype), lse2, do, dlse.contiguous(), found, problem
     launch_backward(module, seed, *args, programs=1 + seed % 4)
@@ -180,10 +179,10 @@ def test_a_run_says_why_it_has_the_portable_backward(changed, why):
 @pytest.mark.parametrize(
     ("forward", "backward", "said"),
     [
-        ("", "", ", forward of hopper.py, backward of hopper_backward.py"),
-        ("a", "a", ", portable kernels (not hopper.py: a)"),
-        ("", "b", ", forward of hopper.py, portable backward (not hopper_backward.py: b)"),
-        ("a", "", ", portable forward (not hopper.py: a), backward of hopper_backward.py"),
+        ("", "", ", forward of hopper/forward.py, backward of hopper/backward.py"),
+        ("a", "a", ", portable kernels (not hopper/forward.py: a)"),
+        ("", "b", ", forward of hopper/forward.py, portable backward (not hopper/backward.py: b)"),
+        ("a", "", ", portable forward (not hopper/forward.py: a), backward of hopper/backward.py"),
     ],
 )
 def test_the_start_of_a_run_names_the_kernels(forward, backward, said):

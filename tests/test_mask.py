@@ -53,7 +53,7 @@ def problem_of(case: Case) -> Problem:
         found |= {"documents_q": of_keys[:, T_k - case.T :], "documents_k": of_keys}
     if case.blocks is not None:
         found["blocks"] = torch.tensor([[c == "x" for c in row] for row in case.blocks])
-    return Problem(case.T, T_k, **found)
+    return Problem.of(case.T, T_k, **found)
 
 
 def looked(problem: Problem, block_m: int, block_n: int, kind: type = Tiling) -> dict[tuple[range, range], int]:
@@ -102,7 +102,7 @@ def test_tiles_visited_under_the_usual_masks():
 
     def visited(causal, window):
         return sum(
-            found != EMPTY for found in looked(Problem(T, T, causal=causal, window=window), block, block).values()
+            found != EMPTY for found in looked(Problem.of(T, T, causal=causal, window=window), block, block).values()
         )
 
     assert visited(causal=False, window=None) == n * n
@@ -270,7 +270,7 @@ def test_far_tiles_of_a_window_are_not_even_asked_for():
             asked.append(1)
             return super().look(rows, columns)
 
-    looked(Problem(1024, 1024, window=8), 8, 8, Counted)
+    looked(Problem.of(1024, 1024, window=8), 8, 8, Counted)
     assert len(asked) == 2 * (2 * 128 - 1)  # by rows and by columns: the diagonal and the tile before it
 
 

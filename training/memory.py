@@ -99,7 +99,7 @@ def bytes_of(
 ) -> int:
     """The peak memory of a step in bytes: weights, gradients, AdamW's state and activations. The arguments are those of
     settle(), with model.activation_checkpointing settled. norm_kernel: whether kernels/norm.py computes the backward of
-    norms, as on a GPU. hopper: whether kernels/hopper_backward.py computes that of attention."""
+    norms, as on a GPU. hopper: whether kernels/hopper/backward.py computes that of attention."""
     with without_numbers():
         whole = GPT(model, attention)
     C, H, L, V = model.n_embd, model.n_head, model.n_layer, whole.head.weight.shape[0]
@@ -143,7 +143,7 @@ def bytes_of(
         work = tokens * (max(project + qkv + 4 * C, rest + low * F) + gradients - shared)
     work += tokens * 17 * table  # four more in float32 and a mask, in naive's backward
     if hopper:
-        from kernels.hopper_backward import key_heads_at_once  # imported here: only Hopper needs Gluon
+        from kernels.hopper.backward import key_heads_at_once  # imported here: only Hopper needs Gluon
 
         at_once, sums = key_heads_at_once(batch_size, H, model.n_kv_head or H, model.context_length, model.head_size)
         work += at_once * sums

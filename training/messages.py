@@ -108,12 +108,12 @@ def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoin
 
 
 def kernels_of(forward: str, backward: str) -> str:
-    """Which kernels attention=triton runs. forward, backward: why it is not that of hopper.py and hopper_backward.py;
-    empty if it is."""
+    """Which kernels attention=triton runs. forward, backward: why it is not that of hopper/forward.py and
+    hopper/backward.py; empty if it is."""
     if forward and forward == backward:
-        return f", portable kernels (not hopper.py: {forward})"
-    first = f"portable forward (not hopper.py: {forward})" if forward else "forward of hopper.py"
-    second = f"portable backward (not hopper_backward.py: {backward})" if backward else "backward of hopper_backward.py"
+        return f", portable kernels (not hopper/forward.py: {forward})"
+    first = f"portable forward (not hopper/forward.py: {forward})" if forward else "forward of hopper/forward.py"
+    second = f"portable backward (not hopper/backward.py: {backward})" if backward else "backward of hopper/backward.py"
     return f", {first}, {second}"
 
 

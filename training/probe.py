@@ -79,7 +79,7 @@ class Call:
         if self.documents is not None:
             tokens = {"documents_q": self.documents[:, T_k - T :], "documents_k": self.documents}
         broken = self.break_it if break_it is None else break_it
-        return problem_of(self.q, self.k, self.config, tokens, True, None, self.seed, broken)
+        return problem_of(self.q, self.k, self.config, tokens, seed=self.seed, break_it=broken)
 
 
 def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:

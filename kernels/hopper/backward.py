@@ -1,4 +1,4 @@
-"""The backward of FlashAttention for Hopper GPUs (sm_90), in Gluon. Read kernels/hopper.py first, for its machinery.
+"""The backward of FlashAttention for Hopper GPUs (sm_90), in Gluon. Read forward.py first, for its machinery.
 
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size, n = b*H + h.
     q, o, do, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse2, terms: see launch_backward
@@ -27,12 +27,12 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
   which threads hold them: see in_thread_order(). All else stays in registers.
 - Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
-Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. kernels/op.py sends the rest to flash.py.
+Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. kernels/launch.py leaves the rest to
+flash.py.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -52,7 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper import (
+from kernels.hopper.forward import (
     all_threads,
     as_matrix,
     as_operand,
@@ -63,8 +63,8 @@ from kernels.hopper import (
     processors,
     shared_layout,
 )
+from kernels.launch import in_tiles, marks, run
 from kernels.problem import Problem
-from kernels.task import in_tiles
 
 
 @builtin
@@ -158,36 +158,38 @@ def launch_backward(
     contiguous. The caller has checked that this file can do it."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     dq, dk, dv = found
-    rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
-    keep_scale = 256 / (256 - problem.drop_threshold)
+    rows, G, dropout, causal = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.mask.at_most is not None
+    keep_scale = problem.keep_scale
     times = 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
     scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
-    row_terms_kernel[(B * H * tiles,)](
-        o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, times / keep_scale, rows, D, num_warps=4
-    )
+    strides = o.stride()[:3], do.stride()[:3], dq.stride()[:3]
+    args: tuple = o, do, dlse, lse2, terms, *strides[0], *strides[1], H, T, times / keep_scale, rows, D
+    key = strides, q.stride(), k.stride(), v.stride(), marks(dlse)
+    run(row_terms_kernel, (B * H * tiles,), args, {"num_warps": 4}, problem, key)
     inputs = [
         *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
         *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
         in_tiles(terms, 1, FLAT),
     ]
-    unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
+    unseeing = max(T - T_k, 0) if causal else 0  # the first rows see no key, and have no sums
     N, _ = key_heads_at_once(B, H, H_kv, T, D)
     sums = lse2.new_empty(1, N * G * tiles * 2, 16, 256)  # of dq: halves of tiles
     for begin in range(0, B * H_kv, N):
         N = min(N, B * H_kv - begin)
         items = -(-T_k // (2 * KEYS)) * N
         counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
-        backward_kernel[(min(items, processors(q.device)),)](
+        args = (
             *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, G, T, T_k,
-            problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms,
-            terms if problem.numbers is None else problem.numbers, problem.drop_threshold,
-            how(D, problem.causal, dropout, problem.numbers is not None), num_warps=4, maxnreg=168,
+            problem.score.scale2, scale, keep_scale, problem.seed if dropout else terms,
+            terms if problem.numbers is None else problem.numbers, problem.dropout.threshold,
+            how(D, causal, dropout, problem.numbers is not None),
         )  # fmt: skip
-        scaled_kernel[(N * G * tiles * 2,)](
-            sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
-        )
+        grid, options = (min(items, processors(q.device)),), {"num_warps": 4, "maxnreg": 168}
+        run(backward_kernel, grid, args, options, problem, (key, N))
+        args = sums, dq, *strides[2], begin * G, H, T, unseeing, scale, rows, D
+        run(scaled_kernel, (N * G * tiles * 2,), args, {"num_warps": 4}, problem, (key, N))
 
 
 def key_heads_at_once(B: int, H: int, H_kv: int, T: int, D: int) -> tuple[int, int]:

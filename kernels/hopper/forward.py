@@ -4,7 +4,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
     q, o (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)
 
 The steps have the numbers of model/attention.py; kernels/flash.py has the same forward without this page's machinery.
-kernels/op.py calls launch_forward.
+kernels/launch.py calls launch_forward.
 
 A group is CONSUMERS tiles of ROWS query rows each. Each processor runs one program, which computes one group after the
 other. Its warps have different jobs:
@@ -22,8 +22,8 @@ other. Its warps have different jobs:
 - A program takes its next group from a counter in memory, and copies its tiles while this group is still computed.
 - tests/gluon_on_cpu.py runs this file on a CPU, in many orders of its jobs and copies.
 
-Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout. kernels/op.py sends the rest to
-flash.py.
+Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout. kernels/launch.py leaves
+the rest to flash.py.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs of the warps and for the overlap; Triton's
 Gluon tutorials.
@@ -50,10 +50,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash import key_tiles as tiles_of_flash
 from kernels.flash import philox as philox_of_flash
-from kernels.problem import Problem
+from kernels.launch import LOWEST, how_for, in_tiles, run, task_of
+from kernels.problem import Mask, Problem, Visits
+from kernels.problem import Task as Portable
 from kernels.sizes import Tiles
-from kernels.task import LOWEST, Mask, Visits, how_for, in_tiles, mask_of, task_for
-from kernels.task import Task as Portable
 
 # Triton 3.7 renamed the barrier of a job's threads, 3.8 the copies, and 3.9 refuses the old names.
 all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -86,7 +86,7 @@ class How:
 
 
 class Task(NamedTuple):
-    """What to compute, in the words of kernels/task.py. A tensor that How says there is none of is any other."""
+    """What to compute, in the words of kernels/problem.py. A tensor that How says there is none of is any other."""
 
     N: int  # B * H
     section: int  # heads that are computed at the same time: group_at()
@@ -103,7 +103,7 @@ class Task(NamedTuple):
     threshold: int
     numbers: Tensor  # (N,)
     keep_scale: float  # 1 / (share kept)
-    zero: float  # 0.0: see Dropout of kernels/task.py
+    zero: float  # 0.0: see Dropout of kernels/problem.py
 
 
 class Shared(NamedTuple):
@@ -142,9 +142,9 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:
-    """Writes o, lse, and lse in base 2 for the backward. The caller has checked that kernels/hopper.py can do it."""
+    """Writes o, lse, and lse in base 2 for the backward. The caller has checked that forward_lacks() nothing."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
-    mask = mask_of(problem)
+    mask = problem.mask
     documents, dropout = mask.documents_q is not None, problem.seed is not None
     cut_once = mask.at_least is None and not documents and (mask.at_most is None or (T_k - T) % ROWS == 0)
     rules = mask.at_least is not None, mask.at_most is not None, documents
@@ -154,16 +154,18 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
     section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     visits = visits_of(q, k, problem, groups * consumers, block_n) if documents else lse
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    forward_kernel[(min(groups * B * H, processors(q.device)),)](
-        *(in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))),
+    tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
+    args = (
+        *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
         lse, lse2, taken, H // H_kv,
         B * H, min(max(1, section), B * H), H, T, T_k, mask.at_least or 0, mask.at_most or 0,
         mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
-        problem.scale * math.log2(math.e), problem.seed if dropout else lse, problem.drop_threshold,
-        lse if problem.numbers is None else problem.numbers, 256 / (256 - problem.drop_threshold), 0.0,
+        problem.score.scale2, problem.seed if dropout else lse, problem.dropout.threshold,
+        lse if problem.numbers is None else problem.numbers, problem.keep_scale, 0.0,
         how(D, *tiles, *rules, not cut_once, dropout, problem.numbers is not None),
-        num_warps=4, maxnreg=REGISTERS[consumers],
     )  # fmt: skip
+    grid, options = (min(groups * B * H, processors(q.device)),), {"num_warps": 4, "maxnreg": REGISTERS[consumers]}
+    run(forward_kernel, grid, args, options, problem, ("forward", q.stride(), k.stride(), v.stride()))
 
 
 @cache
@@ -177,8 +179,8 @@ def visits_of(q: Tensor, k: Tensor, problem: Problem, n: int, block_n: int) -> T
     """Which tiles of keys each of n tiles of queries visits: int32 (B, n, 4), as key_tiles() returns them."""
     visits = torch.empty(q.shape[0], n, 4, dtype=torch.int32, device=q.device)
     tile = Tiles(ROWS, block_n, 1, 1)
-    task = task_for(problem, mask_of(problem), q, k, tile)
-    visits_kernel[(n, q.shape[0])](visits, task, how_for(q, problem, tile), num_warps=1)
+    task, grid = task_of(problem, problem.mask, q, k, tile), (n, q.shape[0])
+    run(visits_kernel, grid, (visits, task, how_for(q, problem, tile)), {"num_warps": 1}, problem, "visits")
     return visits
 
 
@@ -186,7 +188,7 @@ def visits_of(q: Tensor, k: Tensor, problem: Problem, n: int, block_n: int) -> T
 def visits_kernel(visits, task, how: tl.constexpr):
     """Writes what key_tiles() of kernels/flash.py says for a tile of queries. Past the last: as for the last."""
     mask, edges = Mask(*task.mask), Visits(*task.visits)  # made here because of Triton 3.6: see forward_kernel there
-    task = Portable(mask, task.scoring, task.dropout, edges, task.keep_scale, task.H, task.G)
+    task = Portable(mask, task.score, task.dropout, edges, task.keep_scale, task.H, task.G)
     b = tl.program_id(1)
     where = tiles_of_flash(task, b, tl.minimum(tl.program_id(0), tl.cdiv(mask.T, how.BLOCK_M) - 1), how)
     at = visits + (b * tl.num_programs(0) + tl.program_id(0)) * 4
