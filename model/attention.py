@@ -339,11 +339,7 @@ def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> dict[str, Tensor]:
         )
     if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
-    documents = documents.contiguous()
-    return {
-        "documents_q": documents if T == T_k else documents[:, T_k - T :].contiguous(),
-        "documents_k": documents,
-    }
+    return {"documents_q": documents[:, T_k - T :], "documents_k": documents}
 
 
 def attend(
@@ -393,8 +389,8 @@ def problem_of(
     numbers: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Problem:
-    """The arguments of attention() as one Problem. tokens: documents_q, documents_k, positions of a Mask, contiguous.
-    What no call of a kind changes is checked and made once. Raises ValueError."""
+    """The arguments of attention() as one Problem. tokens: documents_q, documents_k, positions of a Mask. What no
+    call of a kind changes is checked and made once. Raises ValueError."""
     tokens = tokens or {}
     blocks, dropped = config.block_mask, seed is not None and config.dropout_p > 0
     if torch.compiler.is_compiling():
@@ -411,7 +407,7 @@ def problem_of(
         kind = KINDS[key]
     mask, score, dropout = kind.mask, kind.score, kind.dropout
     if tokens:
-        mask = mask._replace(**tokens)
+        mask = mask._replace(**{name: x.contiguous() for name, x in tokens.items()})
     if blocks is not None:
         picture = blocks_of(tuple(blocks), q.device)
         mask = mask._replace(blocks=picture, block_columns=picture.shape[1])

@@ -325,7 +325,7 @@ TABLE = [
     ("half of the heads have another slope", "2 ** (-8 * i / n)", "2 ** (-4 * i / n)", "attention"),
     ("a window sees one key more", "seen &= j >= i + mask.at_least", "seen &= j > i + mask.at_least - 2",
      "attention mask"),
-    ("a tile at a window's edge counts as whole", "last - left < window", "last - left <= window", "mask"),
+    ("a tile at a window's edge counts as whole", "whole &= left >= last", "whole &= left >= last - 1", "mask"),
     ("dropout's survivors are not scaled", "256 / (256 - drop_threshold(dropout_p))", "1.0", "attention"),
     ("the threshold is cut off, not rounded", "threshold = round(", "threshold = int(", "dropout"),
     ("the dropout bits have a round less", "ROUNDS = 7", "ROUNDS = 6", "dropout"),

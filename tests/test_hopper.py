@@ -218,7 +218,7 @@ def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, s
         {"autotune": True},
         {"window": 8},
         {"documents": True},
-        {"block_mask": ["x"]},
+        {"block_mask": ["x"], "block_mask_size": 300},
         {"softcap": 2.0},
         {"alibi": True},
         {"dropout_p": 0.1},
@@ -237,10 +237,10 @@ def test_the_start_of_a_run_names_the_kernels_that_run(changed, monkeypatch):
     monkeypatch.setattr(hopper, "lacks", lambda dtype, D, device, *rest: lacks(dtype, D, torch.device("cuda"), *rest))
     break_it = changed.get("break_it", UNBROKEN)
     config = AttentionConfig("triton", **{key: value for key, value in changed.items() if key != "break_it"})
-    words = torch.zeros(1, 64, dtype=torch.int64)
+    words = torch.zeros(1, 300, dtype=torch.int64)
     tokens = {"documents_q": words, "documents_k": words} if config.documents else {}
     for D, dtype in product((64, 80, 128), (torch.bfloat16, torch.float32)):
-        q = torch.zeros(1, 2, 64, D, dtype=dtype)
+        q = torch.zeros(1, 2, 300, D, dtype=dtype)
         problem = problem_of(q, q, config, tokens, seed=words[0, 0], break_it=break_it)
         options, asked = (q, problem, config.autotune, config.kernel), (config, q.device, break_it, D, dtype)
         assert bool(hopper.forward_lacks(*options)) == bool(left_to_portable(*asked))

@@ -102,10 +102,10 @@ def test_attention_over_keys_that_go_round_is_attention(impl, N, H, H_kv, more, 
 def test_all_processes_compute_as_many_scores_before_each_exchange(on_ranks, monkeypatch):
     scores, whole = {}, ring.attend
 
-    def attend(q, k, v, config, tokens, causal, *rest):
-        n, m = q.shape[2], k.shape[2]
+    def attend(q, k, v, problem, *rest, **more):
+        n, m, causal = q.shape[2], k.shape[2], problem.mask.at_most is not None
         scores.setdefault(threading.get_ident(), []).append(n * (n + 1) // 2 if causal else n * m)
-        return whole(q, k, v, config, tokens, causal, *rest)
+        return whole(q, k, v, problem, *rest, **more)
 
     monkeypatch.setattr(ring, "attend", attend)
     x = torch.randn(B, 1, T, D)
