@@ -6,16 +6,9 @@
         loss.png        training loss (line) and validation loss (points)
         wandb/          see training/wandb_run.py
 
-Four kinds of record, plain dicts of Python numbers:
-
-    {"step", "loss", "bits_per_byte", "lr", "grad_norm", "ms", "tokens_per_second", "mfu", "memory_gib", "eta_s",
-     and in fp16 "loss_scale"}
-    {"step", "val_loss", "val_bits_per_byte"}
-    {"step", "max_score", "headroom", "max_weight", "min_l", "attention_error", of every head "entropy.LAYER.HEAD", and
-     "probe_ms", what the look took}: with probe.every (training/probe.py), and of a broken run at its first step and a
-     few more, with "o_error", "whole_o_error", "gradient_error" and "whole_gradient_error" (training/awake.py)
-
-    {"step", "loss_at_LO_HI", "loss_given_N", ... "context_gain"}: with context_every or eval_only (training/context.py)
+A record is a plain dict of Python numbers with its "step". There are four kinds, each with a line on the screen
+(LINES): of a step, of an evaluation, of a look at attention (training/probe.py; of a broken run training/awake.py), and
+of what the context is worth (training/context.py).
 
 Losses are in nats per token, ms and eta_s are wall-clock times. mfu (model FLOPs utilization) is a fraction of the
 device's peak, memory_gib the peak so far; both may be None. A broken run's records also have "broken": its label.
@@ -54,6 +47,19 @@ from training.wandb_run import WandbConfig, WandbRun, wandb_mode
 # --- one line -------------------------------------------------------------------------------------------------------
 
 
+# What only one kind of record has: the parts of its line, in their order. A part whose field is missing is left out.
+LINES = {
+    "val_loss": "eval step {step}/{total} | val loss {val_loss:.4f} | val bpb {val_bits_per_byte:.4f} | "
+    "best {best[0]:.4f} at {best[1]}",
+    "context_gain": "context step {step}/{total} | {given} | context worth {worth} | {context_ms:.0f} ms",
+    "max_score": "probe step {step}/{total} | score {max_score:.2f} | headroom {headroom:.2f} nats to overflow | "
+    "error {attention_error:.1e} | entropy {entropies} | {probe_ms:.0f} ms",
+    # In fp16 a step with norm inf or nan was skipped, and the scale is then halved.
+    "loss": "step {step:>5}/{total} | loss {loss:.4f} | bpb {bits_per_byte:.4f} | lr {lr:.2e} | scale {loss_scale:g} | "
+    "norm {grad_norm:.2f} | {ms:.0f} ms | {speed} tok/s | mfu {mfu} | mem {memory} | eta {eta}",
+}
+
+
 def log_line(record: dict, total_steps: int) -> str:
     """One record as one line of ASCII for grep: fields separated by " | ", always in the same order.
 
@@ -65,53 +71,27 @@ def log_line(record: dict, total_steps: int) -> str:
     An evaluation record may have "best": (val_loss, step). The probe line shows the lowest entropy with its layer.head,
     and the highest.
     """
-    step = record["step"]
-    if "val_loss" in record:
-        fields = [
-            f"eval step {step}/{total_steps}",
-            f"val loss {record['val_loss']:.4f}",
-            f"val bpb {record['val_bits_per_byte']:.4f}",
-        ]
-        if record.get("best"):
-            fields.append("best {:.4f} at {}".format(*record["best"]))
-    elif "context_gain" in record:
-        given = sorted(key.removeprefix("loss_given_") for key in record if key.startswith("loss_given_"))
-        fields = [
-            f"context step {step}/{total_steps}",
-            *(f"given {tokens} {record[f'loss_given_{tokens}']:.4f}" for tokens in sorted({given[0], given[-1]})),
-            f"context worth {worth_of(record)}",
-            f"{record['context_ms']:.0f} ms",
-        ]
-    elif "max_score" in record:
-        entropy = {key.removeprefix("entropy."): x for key, x in record.items() if key.startswith("entropy.")}
-        least = min(entropy, key=entropy.__getitem__)
-        fields = [
-            f"probe step {step}/{total_steps}",
-            f"score {record['max_score']:.2f}",
-            f"headroom {record['headroom']:.2f} nats to overflow",
-            f"error {record['attention_error']:.1e}",
-            f"entropy {entropy[least]:.2f} ({least}) to {max(entropy.values()):.2f}",
-            f"{record['probe_ms']:.0f} ms",
-        ]
-    else:
+    kind = next(kind for kind in LINES if kind in record)
+    shown = {key: x for key, x in record.items() if x is not None} | {"total": total_steps}
+    if kind == "loss":
         mfu, memory = record["mfu"], record["memory_gib"]
         speed, eta = record["tokens_per_second"], round(record["eta_s"])
-        clock = f"{eta // 60}:{eta % 60:02}" if eta < 3600 else f"{eta // 3600}:{eta // 60 % 60:02}:{eta % 60:02}"
-        fields = [
-            f"step {step:>5}/{total_steps}",
-            f"loss {record['loss']:.4f}",
-            f"bpb {record['bits_per_byte']:.4f}",
-            f"lr {record['lr']:.2e}",
-            f"norm {record['grad_norm']:.2f}",
-            f"{record['ms']:.0f} ms",
-            f"{speed / 1000:.1f}k tok/s" if speed >= 1000 else f"{speed:.0f} tok/s",
-            "mfu n/a" if mfu is None else f"mfu {mfu:.1%}",
-            "mem n/a" if memory is None else f"mem {memory:.2f} GiB",
-            f"eta {clock}",
-        ]
-        if "loss_scale" in record:  # fp16: a step with norm inf or nan was skipped, and the scale is then halved
-            fields.insert(4, f"scale {record['loss_scale']:g}")
-    return stamp(record.get("broken")) + " | ".join(fields)
+        shown |= {
+            "speed": f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}",
+            "mfu": "n/a" if mfu is None else f"{mfu:.1%}",
+            "memory": "n/a" if memory is None else f"{memory:.2f} GiB",
+            "eta": f"{eta // 60}:{eta % 60:02}" if eta < 3600 else f"{eta // 3600}:{eta // 60 % 60:02}:{eta % 60:02}",
+        }
+    elif kind == "max_score":
+        entropy = {key.removeprefix("entropy."): x for key, x in record.items() if key.startswith("entropy.")}
+        least = min(entropy, key=entropy.__getitem__)
+        shown["entropies"] = f"{entropy[least]:.2f} ({least}) to {max(entropy.values()):.2f}"
+    elif kind == "context_gain":
+        given = sorted(key.removeprefix("loss_given_") for key in record if key.startswith("loss_given_"))
+        ends = [f"given {tokens} {record[f'loss_given_{tokens}']:.4f}" for tokens in sorted({given[0], given[-1]})]
+        shown |= {"given": " | ".join(ends), "worth": worth_of(record)}
+    parts = [part for part in LINES[kind].split(" | ") if re.findall(r"{(\w+)", part)[0] in shown]
+    return stamp(record.get("broken")) + " | ".join(parts).format(**shown)
 
 
 def stamp(broken: str | None) -> str:
@@ -133,12 +113,13 @@ def broken_name(name: str, broken: str) -> str:
 
 
 def printable(text: str) -> str:
-    """text without control characters: a byte model may write escape sequences, and the terminal would execute them."""
-    return encodable(harmless(text))
+    """harmless(text), with "?" for characters that the terminal's encoding lacks; print() would raise an error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return harmless(text).encode(encoding, "replace").decode(encoding)
 
 
 def harmless(text: str) -> str:
-    """printable(), whatever the terminal's encoding: for a file that somebody shows on another one."""
+    """text without control characters: a byte model may write escape sequences, and the terminal would execute them."""
     # str.isprintable() would also remove joiners and wide spaces, which Persian and emoji need.
     return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
@@ -148,12 +129,6 @@ def show(text: str) -> None:
     goes on, and its files have the measurements."""
     with reader_may_leave():
         print(f"{printable(text)}\n", end="", flush=True)  # in one piece, because a thread may print too
-
-
-def encodable(text: str) -> str:
-    """text with "?" for characters that the terminal's encoding lacks; print() would raise an error for them."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -268,14 +243,7 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
 
 
 class Metrics:
-    """train.py sends its measurements here. Call `close` at the end of the run, also after an error.
-
-        metrics = Metrics(folder, total_steps, config=asdict(cfg), wandb_config=cfg.wandb, resume_step=30)
-        metrics.log({"step": 31, "loss": 2.1, ...})
-        metrics.log({"step": 100, "val_loss": 1.9, "val_bits_per_byte": 2.7})
-        metrics.sample(100, text)
-        metrics.picture()
-        metrics.close(exit_code=0)
+    """Takes a run's measurements. Call `close` at the end of the run, also after an error.
 
     folder: runs/NAME, made if it is missing. NAME is the title of the picture and the name of the wandb run.
     broken: the label of the run's break_it settings. It is added to every record, line, sample, title and tag.
@@ -354,30 +322,30 @@ class Metrics:
     def still_there(self) -> None:
         """ValueError if the run's folder or metrics.jsonl was deleted or moved: what we write now would be lost."""
         file = self.folder / "metrics.jsonl"
-        if not file.exists():
-            if any(self.folder.glob("checkpoints/step_*")):
-                raise ValueError(
-                    f"{file} was deleted or moved while the run went on, with the measurements so far; the checkpoints "
-                    "are there: move it back if you can, and use resume=auto"
-                )
+        if file.exists():
+            return
+        if any(self.folder.glob("checkpoints/step_*")):
             raise ValueError(
-                f"the folder {self.folder} was deleted or moved while the run went on, with its metrics, samples and "
-                "checkpoints, and the steps since the last one are lost; run again, or move it back and use resume=auto"
+                f"{file} was deleted or moved while the run went on, with the measurements so far; the checkpoints "
+                "are there: move it back if you can, and use resume=auto"
             )
+        raise ValueError(
+            f"the folder {self.folder} was deleted or moved while the run went on, with its metrics, samples and "
+            "checkpoints, and the steps since the last one are lost; run again, or move it back and use resume=auto"
+        )
 
     def later(self, job: Callable[[], object]) -> None:
         """Have the thread do a job after those before it. Its error is raised by a later call of look() or wait()."""
         self.jobs.append(self.thread.submit(job))
 
-    def look(self) -> None:
+    def look(self, wait: bool = False) -> None:
         """Raise the error of a job that has failed, such as the OSError of a picture that cannot be written."""
-        while self.jobs and self.jobs[0].done():
+        while self.jobs and (wait or self.jobs[0].done()):
             self.jobs.popleft().result()
 
     def wait(self) -> None:
         """Until the thread has done all its jobs. Raises their errors as look() does."""
-        while self.jobs:
-            self.jobs.popleft().result()
+        self.look(wait=True)
 
     def log(self, record: dict) -> None:
         """Write a record to the file, then to the screen, then to wandb. Raises as look() does, and ValueError if the
@@ -444,6 +412,7 @@ class Metrics:
             self._send(step)
 
     def _send(self, step: int) -> None:
+        """Gives the picture of this step to wandb."""
         self.wandb.picture(step, self.folder / "loss.png")
         self.sent = step
 

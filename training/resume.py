@@ -7,6 +7,7 @@
     restore(resumed, ...)         restores weights, average, optimizers, loader, random numbers and scaler
     changed(theirs, ours)         lists the keys that differ from the checkpoint's, for the run's first lines
     edits(file, theirs, ours)     warns of edits in the run's config.yaml, which nothing reads
+    diff(theirs, ours)            the keys that differ, which these and the refusals say in their own words
     make_room(folder, held)       locks a new run's folder, and empties it of a run without a checkpoint
     again(cfg)                    the command that resumes a stopped run
 
@@ -18,6 +19,7 @@ nothing else.
 
 import shlex
 import shutil
+from collections.abc import Container
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import count
@@ -39,15 +41,17 @@ from training.help import typed
 from training.settings import Config
 from training.step import TrainStep
 
-# The keys of these groups that a resumed run may change. They change neither the weights' shapes nor what the model
-# computes from them (dropout does, but only in training). All other keys of these groups must stay the same.
-MAY_DIFFER = {
-    "model": {"vocab_size", "dropout_p", "activation_checkpointing", "chunk"},
-    "tokenizer": set(),
-    "attention": {"impl", "block_m", "block_n", "order", "autotune", "kernel", "dropout_p"},
+# The keys of model, tokenizer and attention that a resumed run may change. They change neither the weights' shapes nor
+# what the model computes from them (dropout does, but only in training). All others of these groups stay the same.
+MAY_DIFFER = {f"model.{key}" for key in ("vocab_size", "dropout_p", "activation_checkpointing", "chunk")} | {
+    f"attention.{key}" for key in ("impl", "block_m", "block_n", "order", "autotune", "kernel", "dropout_p")
 }
+# What a run that begins with other weights may change too: of learned positions the first ones stay, and rope can be
+# stretched over a longer context.
+MAY_DIFFER_FROM_A_PARENT = MAY_DIFFER | {"model.context_length", "attention.documents"}
+MAY_DIFFER_FROM_A_PARENT |= {f"model.{k}" for k in ("rope_base", "rope_base_local", "yarn_factor", "yarn_original")}
 
-ROPE = {"rope_base", "rope_base_local", "yarn_factor", "yarn_original"}  # which a longer context may change
+OF_A_RUN = ("name", "runs", "resume")  # each run has its own
 
 NOT_READ = "resume= reads the checkpoint's configuration; to change a key, type it on the command line"
 
@@ -76,8 +80,8 @@ def resumed_config(cfg: Any) -> dict | None:
         )
     if cfg.init_from is not None:
         parent = exchange.describe(place_of(cfg))
-        for group in ("model", "attention"):
-            parent[group] |= {key: cfg[group][key] for key in MAY_DIFFER[group] - {"vocab_size"}}
+        for group, key in (name.split(".") for name in sorted(MAY_DIFFER)):
+            parent[group][key] = cfg[group][key]
         parent["model"]["vocab_size"] = None  # the tokenizer's
         if cfg.model.yarn_factor > 1 and parent["model"].get("yarn_original") is None:
             parent["model"]["yarn_original"] = parent["model"]["context_length"]
@@ -119,36 +123,33 @@ def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:
 def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config) -> None:
     """ValueError if the checkpoint's model, tokenizer, optimizer, attention or break_it differ from this run's.
     eval_only may give a model without learned positions another context."""
-    theirs, ours, broken = config_of(resumed, type(cfg)), asdict(cfg), cfg.break_it.label
-    may_differ = dict(MAY_DIFFER)
+    free = set(MAY_DIFFER)
     if cfg.eval_only and cfg.model.position != "learned":
-        may_differ["model"] = MAY_DIFFER["model"] | {"context_length"}
-    different = {
-        group: [key for key in ours[group] if key not in free and ours[group][key] != theirs[group][key]]
-        for group, free in may_differ.items()
-    }
-    for group in ("model", "tokenizer"):
-        for key in different[group]:
-            other = theirs[group][key]
+        free.add("model.context_length")
+    begun_anew = "or start a new run without resume="
+    ours = {group: asdict(getattr(cfg, group)) for group in ("model", "tokenizer", "optimizer", "attention")}
+    for key, there, here in diff(config_of(resumed, type(cfg)), ours, free):
+        group = key.split(".")[0]
+        if group in ("model", "tokenizer"):
             raise ValueError(
-                f"{resumed.path} is of another model: {group}.{key} is {other} there and {ours[group][key]} here; "
-                f"use {group}.{key}={typed(other)}, or start a new run without resume="
+                f"{resumed.path} is of another model: {key} is {there} there and {here} here; "
+                f"use {key}={typed(there)}, {begun_anew}"
             )
-    kind = theirs["optimizer"]["kind"]
-    if kind != cfg.optimizer.kind:
+        if key == "optimizer.kind":
+            raise ValueError(
+                f"{resumed.path} has the state of {key}={there}, this run has {here}; use optimizer={there}, "
+                f"{begun_anew}"
+            )
+        if group == "attention":
+            raise ValueError(
+                f"{resumed.path} was trained with {key}={there}, this run has {here}; resume with the same, "
+                f"{begun_anew}"
+            )
+    there, here = resumed.state["broken"], cfg.break_it.label
+    if there != here:
         raise ValueError(
-            f"{resumed.path} has the state of optimizer.kind={kind}, this run has {cfg.optimizer.kind}; "
-            f"use optimizer={kind}, or start a new run without resume="
-        )
-    for key in different["attention"]:
-        raise ValueError(
-            f"{resumed.path} was trained with attention.{key}={theirs['attention'][key]}, this run has "
-            f"{ours['attention'][key]}; resume with the same, or start a new run without resume="
-        )
-    if resumed.state["broken"] != broken:
-        raise ValueError(
-            f"{resumed.path} was trained with break_it: {resumed.state['broken'] or 'none'}, this run has "
-            f"{broken or 'none'}; resume with the same, or start a new run without resume="
+            f"{resumed.path} was trained with break_it: {there or 'none'}, this run has {here or 'none'}; resume with "
+            f"the same, {begun_anew}"
         )
 
 
@@ -194,13 +195,11 @@ def refuse_another_parent(cfg: Config) -> None:
             f"for later tokens; only a model trained with model.position=rope can be extended; use "
             f"model.context_length={most} or less"
         )
-    for group, free in {"model": {"context_length", *ROPE}, "attention": {"documents"}}.items():
-        for key in ours[group]:
-            if key not in free | MAY_DIFFER[group] and ours[group][key] != theirs[group][key]:
-                raise ValueError(
-                    f"{group}.{key}={ours[group][key]} contradicts the weights of {cfg.init_from}, which have "
-                    f"{theirs[group][key]}: leave it out, and {group}= too if that sets it"
-                )
+    for key, there, here in diff(theirs, {group: ours[group] for group in theirs}, MAY_DIFFER_FROM_A_PARENT):
+        raise ValueError(
+            f"{key}={here} contradicts the weights of {cfg.init_from}, which have {there}: leave it out, and "
+            f"{key.split('.')[0]}= too if that sets it"
+        )
     if cfg.tokenizer.kind == "bpe":
         raise ValueError(f"tokenizer=bpe learns another tokenizer than that of {cfg.init_from}: leave it out")
 
@@ -250,16 +249,23 @@ def restore(resumed: checkpoint.Checkpoint, steps: int, train_step: TrainStep, l
     return resumed.step
 
 
-def changed(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
-    """The keys that differ from the checkpoint's, as "key old -> new", except name, runs and resume."""
-    changes = []
-    for key, value in ours.items():
-        old, path = theirs[key], prefix + key
-        if isinstance(value, dict):
-            changes += changed(old, value, f"{path}.")
-        elif value != old and path not in ("name", "runs", "resume"):
-            changes.append(f"{path} {old} -> {value}")
-    return changes
+def leaves(tree: Any, key: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one: {dotted key: value}."""
+    if not isinstance(tree, dict):
+        return {key: tree}
+    return {k: v for name, inner in tree.items() for k, v in leaves(inner, f"{key}.{name}".lstrip(".")).items()}
+
+
+def diff(theirs: dict, ours: dict, free: Container[str] = OF_A_RUN) -> list[tuple[str, Any, Any]]:
+    """(dotted key, their value, ours) for each key of ours that differs and is not in `free`; ... for a missing one."""
+    known = leaves(theirs)
+    found = ((key, known.get(key, ...), value) for key, value in leaves(ours).items() if key not in free)
+    return [(key, there, here) for key, there, here in found if there != here]
+
+
+def changed(theirs: dict, ours: dict) -> list[str]:
+    """The keys that differ from the checkpoint's, as "key old -> new"."""
+    return [f"{key} {there} -> {here}" for key, there, here in diff(theirs, ours)]
 
 
 def edits(file: Path, theirs: dict, ours: dict) -> str | None:
@@ -280,20 +286,9 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
         written = None
     if not isinstance(written, dict):
         return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
-    known, now = leaves(theirs), leaves(ours)
-    found = [
-        f"{key}={typed(value)}"
-        for key, value in leaves(written).items()
-        if key not in ("name", "runs", "resume") and value not in (known.get(key, ...), now.get(key, ...))
-    ]
+    now = leaves(ours)
+    found = [f"{key}={typed(value)}" for key, _, value in diff(theirs, written) if value != now.get(key, ...)]
     return f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}" if found else None
-
-
-def leaves(tree: Any, key: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one: {dotted key: value}."""
-    if not isinstance(tree, dict):
-        return {key: tree}
-    return {k: v for name, inner in tree.items() for k, v in leaves(inner, f"{key}.{name}".lstrip(".")).items()}
 
 
 def make_room(folder: Path, held: ExitStack) -> Path | None:
