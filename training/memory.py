@@ -121,8 +121,6 @@ def bytes_of(
     table = H * model.context_length if attention.impl == "naive" else 0  # a row of each head's weights
     o += (4 + low) * table  # kept in float32, and in the products' dtype
     project, rest = norm + qkv + turned, norm + hidden + masks
-    form, chunk = model.activation_checkpointing, min(model.chunk or tokens, tokens)
-    pieces = batch_size * chunk if model.chunk else 0
 
     # What a layer keeps for the backward, and what its own backward takes at most. There the gradients of q, k and v,
     # or of the hidden layer, come on top of what is computed again. A float32 stream is a norm's input itself.
@@ -150,8 +148,14 @@ def bytes_of(
 
     # The loss: the last norm, the gradient of its result, the logits of a chunk of tokens, and the head's gradient.
     loss = tokens * (norm + 4 * C + low * C) + min(tokens, KERNEL_CHUNK) * V * low + V * C * (4 + low)
-    weights = whole.parameter_count() * (16 + 4 * ema) // shards
-    if shards > 1:  # what is together for a while: the embedding and the head, a block and the one after it
-        block = sum(p.numel() for p in whole.blocks[0].parameters())
-        weights += 4 * (2 * (whole.parameter_count() - L * block) + 4 * block)
-    return weights + tokens * L * kept + max(work, loss)
+    return weights_of(whole, ema, shards) + tokens * L * kept + max(work, loss)
+
+
+def weights_of(model: GPT, ema: bool, shards: int) -> int:
+    """The bytes of the weights, the gradients, AdamW's state and the average, on one of `shards` GPUs."""
+    count = model.parameter_count()
+    if shards == 1:
+        return count * (16 + 4 * ema)
+    # What is together for a while: the embedding and the head, a block and the one after it.
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    return count * (16 + 4 * ema) // shards + 4 * (2 * (count - len(model.blocks) * block) + 4 * block)

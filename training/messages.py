@@ -2,7 +2,9 @@
 
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from data.loader import fingerprint
 from data.text import counted
@@ -18,93 +20,122 @@ from training.run import Run
 
 def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, way: str) -> None:
     """Prints the first lines of a run: folder, versions, device, attention, model and data. way: how a step is run."""
-    cfg, model, dataset, say = run.cfg, run.model, run.dataset, run.metrics.say
-    attention, broken = model.attention_config, cfg.break_it.label
-    say(f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else ""))
+    lines = [
+        *origin(run, resumed, parent),
+        " | ".join(f"{key} {value}" for key, value in run.facts.items()),
+        attention_line(run, way),
+        *data_lines(run),
+        *([parallel_line(run)] if run.ranks.size > 1 else []),
+        *schedule_lines(run.cfg),
+        *warnings(run),
+    ]
+    for line in lines:
+        run.metrics.say(line)
+
+
+def origin(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None) -> Iterator[str]:
+    """Where the run's weights come from, and what has changed since."""
+    cfg = run.cfg
+    yield f"run: {run.folder}" + (f", resumed from {resumed.path}" if resumed else "")
     if cfg.init_from:
-        say(f"begun with the weights of {cfg.init_from}")
-    if parent:
-        ours = {group: asdict(getattr(cfg, group)) for group in ("model", "attention")}
-        if changes := changed(config_of(parent, type(cfg)), ours):
-            say(f"changed since these weights: {', '.join(changes)}")
+        yield f"begun with the weights of {cfg.init_from}"
+    ours = asdict(cfg)
+    if parent and (
+        changes := changed(config_of(parent, type(cfg)), {key: ours[key] for key in ("model", "attention")})
+    ):
+        yield f"changed since these weights: {', '.join(changes)}"
     if parent and parent.state["broken"]:
-        say(f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose")
-    if resumed and (changes := changed(config_of(resumed, type(cfg)), asdict(cfg))):
-        say(f"changed since the checkpoint: {', '.join(changes)}")
-    if resumed and (other := resumed.other_attention(cfg.attention, model)):
-        say(other)
+        yield f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose"
+    if resumed and (changes := changed(config_of(resumed, type(cfg)), ours)):
+        yield f"changed since the checkpoint: {', '.join(changes)}"
+    if resumed and (other := resumed.other_attention(cfg.attention, run.model)):
+        yield other
     validated = resumed and resumed.state.get("validation")  # older checkpoints do not have it
-    if validated and validated != fingerprint(dataset.val, dataset.val_documents):
-        say("the validation text has changed since the checkpoint: do not compare the losses before and after")
-    say(" | ".join(f"{key} {value}" for key, value in run.facts.items()))
+    if validated and validated != fingerprint(run.dataset.val, run.dataset.val_documents):
+        yield "the validation text has changed since the checkpoint: do not compare the losses before and after"
+
+
+def attention_line(run: Run, way: str) -> str:
+    """Which attention runs, with which kernels and options."""
+    cfg, attention, dtype = run.cfg, run.model.attention_config, DTYPES[str(run.facts["dtype"])]
     detail = ""
     if attention.impl == "tiled":
         detail = f", tiles of {attention.block_m} x {attention.block_n}"
     elif attention.impl == "sdpa":
-        kernel = sdpa_kernel(cfg.model, DTYPES[str(run.facts["dtype"])], run.device, attention.dropout_p)
-        detail = f", PyTorch's {kernel} kernel"
+        detail = f", PyTorch's {sdpa_kernel(cfg.model, dtype, run.device, attention.dropout_p)} kernel"
     elif attention.impl == "triton":
-        dtype = DTYPES[str(run.facts["dtype"])]
         asked = attention, run.device, cfg.break_it, cfg.model.head_size, dtype
         positions = "it has no positions" if run.ranks.part.ring and (attention.window or attention.windows) else ""
         detail = kernels_of(positions or left_to_portable(*asked), backward_left_to_portable(*asked))
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n, kernel=attention.kernel)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
-    say(f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}")
-    say(
-        f"model: {model.parameter_count():,} parameters, {counted(cfg.model.n_layer, 'layer')}, "
+    return f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}"
+
+
+def data_lines(run: Run) -> Iterator[str]:
+    """The model's size, the data's, and how documents are packed."""
+    cfg, dataset = run.cfg, run.dataset
+    yield (
+        f"model: {run.model.parameter_count():,} parameters, {counted(cfg.model.n_layer, 'layer')}, "
         f"context {cfg.model.context_length}, V {cfg.model.vocab_size}"
     )
-    say(
+    yield (
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
         f"{run.tokens_per_step:,} tokens a step in {counted(run.accumulation, 'pass', 'passes')}, "
         f"{cfg.steps * run.tokens_per_step:,} in all"
     )
     if packing := run.batches.loader.packing:
         share = packing.repeated / (len(packing) * cfg.model.context_length)
-        say(
+        yield (
             f"packing: {counted(len(packing), 'window')}, {share:.2%} of their tokens are in two of them; a token sees "
             f"{packing.seen:,.0f} tokens of its document on average, without packing {packing.seen_cut:,.0f}"
         )
-    if run.ranks.size > 1:
-        N, width = cfg.parallel.context, DTYPES[str(run.facts["dtype"])].itemsize
-        gradients, exchanged = (
-            f"{size / 1e6:,.1f} MB"
-            for size in bytes_sent(run.ranks, model, run.tokens_per_step, width, run.accumulation // run.ranks.turns)
-        )
-        keeps = f"keeps 1/{run.ranks.size} of the weights, " if cfg.parallel.shard else ""
-        of_step = cfg.batch_size * run.accumulation
-        own = of_step // (run.ranks.turns * run.ranks.part.shares)
-        say(
-            f"parallel: {run.ranks.size} processes, each {keeps}takes {own} of a step's {counted(of_step, 'sequence')} "
-            f"and sends {gradients} of "
-            f"{'weights and ' if cfg.parallel.shard else ''}gradients a step"
-            + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
-            + (", and its keys and values go round" if run.ranks.part.ring else "")
-        )
+
+
+def parallel_line(run: Run) -> str:
+    """What each process takes and sends."""
+    cfg, ranks, N, width = run.cfg, run.ranks, run.cfg.parallel.context, DTYPES[str(run.facts["dtype"])].itemsize
+    sent = bytes_sent(ranks, run.model, run.tokens_per_step, width, run.accumulation // ranks.turns)
+    gradients, exchanged = (f"{size / 1e6:,.1f} MB" for size in sent)
+    of_step = cfg.batch_size * run.accumulation
+    return (
+        f"parallel: {ranks.size} processes, each {f'keeps 1/{ranks.size} of the weights, ' * cfg.parallel.shard}takes "
+        f"{of_step // (ranks.turns * ranks.part.shares)} of a step's {counted(of_step, 'sequence')} "
+        f"and sends {gradients} of {'weights and ' * cfg.parallel.shard}gradients a step"
+        + (f" and {exchanged} in attention; each sequence is on {N} of them" if N > 1 else "")
+        + (", and its keys and values go round" if ranks.part.ring else "")
+    )
+
+
+def schedule_lines(cfg: Any) -> Iterator[str]:
+    """The lengths of a length warm-up, and what the run is too short to reach. cfg: train.Config."""
     if cfg.length_warmup_steps:
         steps, (short, *longer) = cfg.length_warmup_steps, cfg.lengths
         begins = [1 - (-i * steps // len(longer)) for i in range(1, len(longer) + 1)]  # where length_at() rises
-        say(
-            f"length warm-up: sequences of {short} tokens, "
-            + ", ".join(f"{length} from step {step}" for length, step in zip(longer, begins, strict=True))
+        yield f"length warm-up: sequences of {short} tokens, " + ", ".join(
+            f"{length} from step {step}" for length, step in zip(longer, begins, strict=True)
         )
         if cfg.steps < begins[-1]:
-            say(
+            yield (
                 f"the sequences never reach model.context_length={cfg.model.context_length}: steps={cfg.steps} is not "
                 f"more than length_warmup_steps={steps}"
             )
     if cfg.steps < cfg.optimizer.warmup_steps:
-        say(
+        yield (
             f"the learning rate never reaches optimizer.lr={cfg.optimizer.lr:g}: steps={cfg.steps} is less than "
             f"optimizer.warmup_steps={cfg.optimizer.warmup_steps}"
         )
-    if attention.alibi and cfg.model.position != "none":
-        say(f"attention.alibi=true beside model.position={cfg.model.position}: the model has positions twice")
-    if not attention.alibi and cfg.model.position == "none":
-        say("model.position=none without attention.alibi=true: only the causal mask tells the model where a token is")
+
+
+def warnings(run: Run) -> Iterator[str]:
+    """What is allowed, and hardly wanted."""
+    alibi, position, broken = run.model.attention_config.alibi, run.cfg.model.position, run.cfg.break_it.label
+    if alibi and position != "none":
+        yield f"attention.alibi=true beside model.position={position}: the model has positions twice"
+    if not alibi and position == "none":
+        yield "model.position=none without attention.alibi=true: only the causal mask tells the model where a token is"
     if broken:
-        say(f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing")
+        yield f"{stamp(broken)}attention is broken on purpose ({broken}): this run's numbers and text are worth nothing"
 
 
 def kernels_of(forward: str, backward: str) -> str:
