@@ -78,6 +78,7 @@ from training.resume import (
 )
 from training.run import Run, Update, data_of, folder_of, make_model, new_name, passes, trainer_of
 from training.settings import Config
+from training.state import rng_state, set_rng_state
 from training.step import choose_way
 from training.sweep import sweep
 
@@ -238,7 +239,7 @@ def enqueue(run: Run) -> None:
     length = cfg.length_at(run.step + 1)
     if length < cfg.model.context_length:  # (passes, B, T) to (passes, B * T / length, length)
         batches = batches.each(lambda part: part.view(len(part), -1, length))
-    rng = checkpoint.rng_state() if cfg.probe.every or cfg.break_it.without else {}
+    rng = rng_state() if cfg.probe.every or cfg.break_it.without else {}
     lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
     # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
     # the random initial weights.
@@ -304,7 +305,7 @@ def stop_at_nan(run: Run, done: Update, numbers: Numbers) -> int:
     cfg = run.cfg
     run.step, run.val_loss = done.step, math.inf
     if run.enqueued and (rng := run.enqueued[0].rng):  # as if the later updates had drawn nothing
-        checkpoint.set_rng_state(rng)
+        set_rng_state(rng)
     run.enqueued.clear()
     try:
         run.writer.wait()

@@ -22,6 +22,7 @@ from model.loss import IGNORE
 from training import checkpoint, config
 from training.metrics import show, stamp
 from training.probe import find, gauges, record
+from training.state import set_rng_state
 
 
 class Model(NamedTuple):
@@ -83,7 +84,7 @@ def replay(path: Path, device: torch.device) -> None:
     for name, least in (("batch.x", 0), ("batch.y", IGNORE)):
         if not ((tensors[name] >= least) & (tensors[name] < V)).all():
             raise ValueError(f"replay={path}: {name} has numbers outside {least} to {V - 1}, which are no tokens")
-    checkpoint.set_rng_state(tensors)  # for the same dropout
+    set_rng_state(tensors)  # for the same dropout
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype)
     batch = Batch(tensors["batch.x"], tensors["batch.y"], tensors.get("batch.documents"))
     with torch.autocast(device.type, low) if low else nullcontext():

@@ -137,7 +137,7 @@ TABLE = [
     ("the weights are kept, not their average",
      "named_parameters()), run.averaged", "named_parameters()), run.model", "arithmetic"),
     ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
-    ("random numbers begin anew on resume", "checkpoint.set_rng_state(tensors)", "pass", RESUMED),
+    ("random numbers begin anew on resume", "set_rng_state(tensors)", "pass", RESUMED),
     ("the average is trained on after resume", 'p.copy_(as_in(tensors[f"{name}.trained"], p))', "pass", RESUMED),
     ("the scaler begins anew on resume", 'scaler.load_state_dict(resumed.state["scaler"])', "pass", RESUMED),
     # --- optimizer and rate ---

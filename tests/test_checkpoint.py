@@ -20,6 +20,8 @@ import torch
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
 from training import checkpoint, contents
+from training.state import load_optimizer_tensors, optimizer_tensors, rng_state, set_rng_state
+from training.writer import Writer
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +34,7 @@ def any_contents(monkeypatch):
 
 
 def save(folder, step, model=None, optimizer=None, keep_last=2, **state):
-    model, optimizer = model or {"w": torch.full((3,), float(step))}, optimizer or checkpoint.rng_state()
+    model, optimizer = model or {"w": torch.full((3,), float(step))}, optimizer or rng_state()
     return checkpoint.save(
         folder, step, model=model, optimizer=optimizer, state=state, tokenizer='{"kind": "byte"}', keep_last=keep_last
     )
@@ -67,7 +69,7 @@ def test_every_bit_comes_back(tmp_path):
         "count": torch.tensor(7),
         "empty": torch.zeros(0, 3),
     }
-    optimizer = {"f32.exp_avg": torch.randn(5), "f32.step": torch.tensor(30.0)} | checkpoint.rng_state()
+    optimizer = {"f32.exp_avg": torch.randn(5), "f32.step": torch.tensor(30.0)} | rng_state()
     state = {"val_loss": float("nan"), "lr": 0.1 + 0.2, "config": {"T": [1, 2], "name": "\u00e9"}, "none": None}
     path = save(tmp_path, 30, model, optimizer, **state)
     loaded = checkpoint.load(path)
@@ -128,16 +130,14 @@ def test_a_compiled_models_names_are_refused(tmp_path):
 
 @pytest.fixture
 def writer():
-    writer = checkpoint.Writer()
+    writer = Writer()
     yield writer
     writer.thread.shutdown()
 
 
 def write(writer, folder, step, weight, **more):
     model = {"w": weight, "tied": weight.view(3)} | more
-    return writer.save(
-        folder, step, model=model, optimizer=checkpoint.rng_state(), state={}, tokenizer="{}", keep_last=9
-    )
+    return writer.save(folder, step, model=model, optimizer=rng_state(), state={}, tokenizer="{}", keep_last=9)
 
 
 def test_a_checkpoint_has_the_weights_of_its_step_though_training_goes_on(writer, tmp_path, monkeypatch):
@@ -531,23 +531,23 @@ def test_training_goes_on_bit_for_bit(tmp_path, fused):
     """Six steps against three, a checkpoint, and three more in a new optimizer whose groups stand in another order."""
     model, optimizer = make(fused)
     train(model, optimizer, 3)
-    tensors = checkpoint.optimizer_tensors([optimizer], model.named_parameters())
+    tensors = optimizer_tensors([optimizer], model.named_parameters())
     assert {"0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.step", "2.bias.step"} <= tensors.keys()
-    path = save(tmp_path, 3, model.state_dict(), tensors | checkpoint.rng_state())
+    path = save(tmp_path, 3, model.state_dict(), tensors | rng_state())
     train(model, optimizer, 3)
 
     torch.manual_seed(99)
     again, optimizer_again = make(fused, order=-1)
     loaded = checkpoint.load(path)
     again.load_state_dict(loaded.model)
-    checkpoint.load_optimizer_tensors([optimizer_again], again.named_parameters(), loaded.optimizer())
-    checkpoint.set_rng_state(loaded.optimizer())
+    load_optimizer_tensors([optimizer_again], again.named_parameters(), loaded.optimizer())
+    set_rng_state(loaded.optimizer())
     train(again, optimizer_again, 3)
     for was, now in (
         (model.state_dict(), again.state_dict()),
         (
-            checkpoint.optimizer_tensors([optimizer], model.named_parameters()),
-            checkpoint.optimizer_tensors([optimizer_again], again.named_parameters()),
+            optimizer_tensors([optimizer], model.named_parameters()),
+            optimizer_tensors([optimizer_again], again.named_parameters()),
         ),
     ):
         assert was.keys() == now.keys()
@@ -560,25 +560,25 @@ def test_the_order_of_an_optimizers_tensors_is_not_that_in_which_they_were_loade
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    tensors = checkpoint.optimizer_tensors([optimizer], model.named_parameters())
+    tensors = optimizer_tensors([optimizer], model.named_parameters())
     again = torch.optim.AdamW(model.parameters())
-    checkpoint.load_optimizer_tensors([again], model.named_parameters(), dict(reversed(tensors.items())))
-    assert [*checkpoint.optimizer_tensors([again], model.named_parameters())] == [*tensors]
+    load_optimizer_tensors([again], model.named_parameters(), dict(reversed(tensors.items())))
+    assert [*optimizer_tensors([again], model.named_parameters())] == [*tensors]
 
 
 def test_the_optimizer_of_another_model_is_refused():
     model, optimizer = make(fused=False)
     train(model, optimizer, 1)
-    tensors = checkpoint.optimizer_tensors([optimizer], model.named_parameters())
+    tensors = optimizer_tensors([optimizer], model.named_parameters())
     other = torch.nn.Sequential(torch.nn.Linear(6, 7))
     theirs = torch.optim.AdamW(other.parameters())
     doubles = {name: tensor.double() for name, tensor in tensors.items()}
     with pytest.raises(ValueError, match=r"0\.weight\.exp_avg .*float64.*float32"):
-        checkpoint.load_optimizer_tensors([optimizer], model.named_parameters(), doubles)
+        load_optimizer_tensors([optimizer], model.named_parameters(), doubles)
     with pytest.raises(ValueError, match=r"0\.weight\.exp_avg \(5, 6\).*\(7, 6\)"):
-        checkpoint.load_optimizer_tensors([theirs], other.named_parameters(), tensors)
+        load_optimizer_tensors([theirs], other.named_parameters(), tensors)
     with pytest.raises(ValueError, match=r"2\.weight\.\w+ .*has no such weight"):
-        checkpoint.load_optimizer_tensors(
+        load_optimizer_tensors(
             [theirs], other.named_parameters(), {n: t for n, t in tensors.items() if n.startswith("2")}
         )
 
@@ -624,7 +624,7 @@ def test_neither_data_nor_checkpoints_need_what_only_unix_has(tmp_path):
 
 
 def test_a_writer_does_not_make_a_deleted_run_again(tmp_path):
-    run, writer = tmp_path / "run", checkpoint.Writer()
+    run, writer = tmp_path / "run", Writer()
     what = {"model": {"w": torch.zeros(1)}, "optimizer": {}, "state": {}, "tokenizer": "", "keep_last": 1}
     run.mkdir()
     writer.save(run / "checkpoints", 1, **what)

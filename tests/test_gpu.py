@@ -877,6 +877,7 @@ def plant_on_device(monkeypatch, at: int, *, loss: bool) -> None:
 def test_a_recorded_run_stops_before_the_update_that_is_bad(tmp_path, monkeypatch, capsys, kind, loss):
     import train
     from training import checkpoint
+    from training.state import optimizer_tensors
 
     plant_on_device(monkeypatch, 37, loss=loss)
     stopped, stop = [], train.stop_at_nan
@@ -887,7 +888,7 @@ def test_a_recorded_run_stops_before_the_update_that_is_bad(tmp_path, monkeypatc
     before = checkpoint.load(tmp_path / "x/checkpoints/step_000036")
     (run,) = stopped
     tensors = {f"{name}.trained": p for name, p in run.model.named_parameters()}
-    tensors |= checkpoint.optimizer_tensors(run.train_step.optimizers, run.model.named_parameters())
+    tensors |= optimizer_tensors(run.train_step.optimizers, run.model.named_parameters())
     kept = before.optimizer()
     assert not [name for name, x in tensors.items() if not torch.equal(x.detach().cpu(), kept[name])]
     averages = run.averaged.state_dict()

@@ -20,6 +20,7 @@ from sampling.generate import Sampler, generate
 from tests.test_train import OVERFLOW, OVERFLOW_NAME
 from training import checkpoint
 from training.metrics import printable
+from training.state import rng_state
 
 NAIVE = AttentionConfig("naive")
 END = 256  # end of text, in the byte tokenizer
@@ -91,7 +92,7 @@ def save(folder: Path, model: GPT, *, step: int = 1, val_loss: float | None = No
         folder,
         step,
         model=model.state_dict(),
-        optimizer=checkpoint.rng_state(),
+        optimizer=rng_state(),
         state={"config": asdict(trained), "broken": broken, "loader": loader, "val_loss": val_loss},
         tokenizer=to_json(byte_encoding()),
         keep_last=10,

@@ -26,6 +26,7 @@ from training import checkpoint
 from training.metrics import Metrics, read_metrics
 from training.optimizer import Muon, OptimizerConfig, build_optimizers
 from training.record import Graphs, Report
+from training.state import optimizer_tensors
 from training.step import TrainStep, choose_way
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -203,7 +204,7 @@ class Trained:
         """All that an update may change, copied."""
         names = [(f"model.{name}", p) for name, p in self.model.named_parameters()]
         found = dict(names) | {f"average.{name}": p for name, p in self.average.named_parameters()}
-        return deepcopy(found | checkpoint.optimizer_tensors(self.optimizers, names))
+        return deepcopy(found | optimizer_tensors(self.optimizers, names))
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

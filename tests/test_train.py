@@ -40,6 +40,7 @@ from training.machine import about, is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
 from training.resume import changed, edits, make_room, refuse_another_model
+from training.writer import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("model", "training", "data")
@@ -1227,7 +1228,7 @@ def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkp
         close(metrics, code)
 
     monkeypatch.setattr(checkpoint, "save", fails)
-    monkeypatch.setattr(checkpoint.Writer, "look", lambda writer: 1 / 0)
+    monkeypatch.setattr(Writer, "look", lambda writer: 1 / 0)
     monkeypatch.setattr(Metrics, "close", spy)
     with pytest.raises(Exception, match=r"division by zero|no memory"):
         call(train, *small, "steps=3", "checkpoint_every=1", f"runs={tmp_path}", "name=x")
@@ -1275,7 +1276,7 @@ def test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights(ca
 
 
 def test_a_checkpoint_that_its_thread_cannot_write_ends_the_run(call, small, tmp_path, monkeypatch):
-    save = checkpoint.Writer.save
+    save = Writer.save
 
     def fails(writer, *args, **kwargs):
         path = save(writer, *args, **kwargs)
@@ -1286,16 +1287,16 @@ def test_a_checkpoint_that_its_thread_cannot_write_ends_the_run(call, small, tmp
         raise OSError(f"checkpoint of step {step} could not be written")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    monkeypatch.setattr(checkpoint.Writer, "save", fails)
+    monkeypatch.setattr(Writer, "save", fails)
     ended = call(train, *small, "steps=9", "checkpoint_every=3", f"runs={tmp_path}", "name=x")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "train: checkpoint of step 3 could not be written")
     assert read_metrics(tmp_path / "x/metrics.jsonl")[-1]["step"] == 3
 
 
-@pytest.mark.parametrize("where", ["_on_host", "save"])
+@pytest.mark.parametrize("where", ["training.writer.on_host", "training.checkpoint.save"])
 def test_memory_that_a_checkpoint_lacks_is_not_the_batchs(call, small, tmp_path, monkeypatch, where):
     """The advice was a smaller batch_size."""
-    monkeypatch.setattr(checkpoint, where, lambda *_, **__: torch.empty(2**60))
+    monkeypatch.setattr(where, lambda *_, **__: torch.empty(2**60))
     ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=x")
     assert ended.code == 2
     assert ended.err.splitlines()[-1].startswith("train: the machine's memory ran out while a checkpoint was written")

@@ -31,6 +31,7 @@ from training.machine import DTYPES, Stopping
 from training.metrics import read_metrics, read_samples, stamp
 from training.probe import reading, record, search
 from training.run import Run, Writing, validation
+from training.state import optimizer_tensors, rng_state, set_rng_state
 
 T = TypeVar("T")
 
@@ -130,7 +131,7 @@ def looks_at_the_failure(run: Run) -> bool:
 def look_at_the_failure(run: Run, batches: Sequence[Batch] = ()) -> None:
     """Finds whether what is broken on purpose acts: on the batches' first sequence in which it does, or, with no
     batches, on that of look(). Says so if that has changed, and keeps the gauges. Changes nothing else."""
-    started, rng = time.perf_counter(), checkpoint.rng_state()
+    started, rng = time.perf_counter(), rng_state()
     one_by_one = (batch.each(itemgetter(slice(i, i + 1))) for batch in batches for i in range(len(batch.x)))
     try:
         with nullcontext() if batches else run.caught.at_once():
@@ -142,7 +143,7 @@ def look_at_the_failure(run: Run, batches: Sequence[Batch] = ()) -> None:
                     break
             gauges = reading(calls) | awake.record_of(found)
     finally:
-        checkpoint.set_rng_state(rng)
+        set_rng_state(rng)
     run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
     if acts != run.acts:
         said = awake.in_words(found, run.cfg, run.step, gauges["headroom"], stopped=bool(batches))
@@ -285,10 +286,10 @@ def write_checkpoint(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, t
     model, tensors = run.model, fault
     if tensors is None:
         parameters, model = dict(run.model.named_parameters()), run.averaged
-        tensors = checkpoint.optimizer_tensors(run.train_step.optimizers, parameters.items())
+        tensors = optimizer_tensors(run.train_step.optimizers, parameters.items())
         if run.averaged is not run.model:
             tensors |= {f"{name}.trained": p for name, p in parameters.items()}
-        tensors |= checkpoint.rng_state()
+        tensors |= rng_state()
     weights = model.state_dict(keep_vars=True)
     if not run.ranks.first:
         run.writer.give(weights, tensors)

@@ -30,11 +30,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +46,10 @@ from torch import Tensor
 from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
-from parallel.shard import as_in, gathered, is_shared, local, own_connection
+from parallel.shard import is_shared
 from training import config, contents, foreign
 from training.files import own, remove
-from training.machine import device_type, is_out_of_memory
+from training.machine import device_type
 from training.metrics import printable
 
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -120,107 +118,6 @@ class Checkpoint:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-class Writer:
-    """Writes checkpoints in a thread, one at a time, while training goes on. Where weights are shared among ranks, each
-    copies its parts, and its thread sends them to the first one's.
-
-    Every method raises OSError as save() does, and where memory runs out, once for a checkpoint that could not be
-    written.
-    """
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.written: Future[None] | None = None  # the last one
-        self.group: Any = None  # of all ranks' threads, where weights are shared
-        self.copies: dict[str, Tensor] = {}  # kept: new memory takes many times as long to fill
-
-    def save(self, folder: Path, step: int, *, model: dict[str, Tensor], optimizer: dict[str, Tensor], **rest) -> Path:
-        """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
-        are those of save()."""
-        self._begin(model, optimizer, partial(save, folder, step, parents=False, **rest))  # makes no deleted run again
-        return folder / folder_name(step)
-
-    def give(self, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-        """Copies this rank's parts of shared tensors, for the first one, which saves the same names."""
-        self._begin(model, optimizer, None)
-
-    def _begin(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], write: Callable[..., Any] | None) -> None:
-        self.wait()
-        groups = (model, optimizer)
-        if self.group is None and any(is_shared(x) for x in model.values()):
-            self.group = own_connection()
-        with _memory_enough():
-            copies = [_on_host(tensors, self.copies) for tensors in groups]
-        shapes = [{name: x.shape for name, x in tensors.items()} for tensors in groups]
-        self.written = self.thread.submit(_gather_and_write, copies, shapes, self.group, write)
-
-    def look(self) -> None:
-        """Raises the error of a checkpoint that could not be written, if that is known already."""
-        if self.written and self.written.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Until the last checkpoint is complete."""
-        written, self.written = self.written, None
-        if written:
-            with _memory_enough():
-                written.result()
-
-    def close(self) -> None:
-        """Waits, and ends the thread."""
-        self.thread.shutdown()
-        self.wait()
-
-
-@contextmanager
-def _memory_enough() -> Iterator[None]:
-    """Turns an error of missing memory into an OSError. Else train.py would advise a smaller batch, as for a step."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OSError(
-            "the machine's memory ran out while a checkpoint was written, which copies the weights and the optimizer's "
-            "state; free some memory, and resume the run or start it again"
-        ) from error
-
-
-def _on_host(tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors, of shared ones this rank's parts, in the CPU's memory. A tensor with two names stays one.
-    kept: earlier copies by name, which are overwritten; the new ones are added."""
-    copies: dict[tuple, Tensor] = {}
-    for name, tensor in tensors.items():
-        if _place(tensor) not in copies:
-            x = local(tensor.detach())
-            if name not in kept or (kept[name].shape, kept[name].dtype) != (x.shape, x.dtype):
-                kept[name] = torch.empty(x.shape, dtype=x.dtype)
-            copies[_place(tensor)] = kept[name].copy_(x)
-    return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
-
-
-def _gather_and_write(
-    copies: list[dict[str, Tensor]], shapes: list[dict[str, torch.Size]], group: Any, write: Callable[..., Any] | None
-) -> None:
-    """What a Writer's thread does. write: save() with all arguments but the tensors; None if another rank writes."""
-    for parts, whole_shapes in zip(copies, shapes, strict=True):
-        wholes: dict[int, Tensor] = {}  # by the identity of the part
-        for name, part in parts.items():
-            if id(part) not in wholes:
-                wholes[id(part)] = gathered(part, whole_shapes[name], group)
-        parts.update({name: wholes[id(part)] for name, part in parts.items()})
-    if write is not None:
-        model, optimizer = copies
-        write(model=model, optimizer=optimizer)
-
-
-def _place(tensor: Tensor) -> tuple:
-    """The same for two tensors if they are the same numbers in memory. All empty tensors have address 0."""
-    if is_shared(tensor):  # a rank's part may be empty
-        return (id(tensor),)
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
 def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
@@ -262,21 +159,11 @@ def save(
         remove(stale)
 
     weights, alias = _drop_aliases(model)
-    # Through JSON and back, so that we hash what will be read: JSON turns tuples into lists and integer keys into text.
-    header = json.loads(json.dumps({"step": step, "state": state, "alias": alias}))
     final = folder / folder_name(step)
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
         folder.mkdir(parents=parents, exist_ok=True)
-        temp.mkdir()
-        save_file(weights, temp / "model.safetensors")
-        save_file({name: t.contiguous() for name, t in optimizer.items()}, temp / "optimizer.safetensors")
-        (temp / "tokenizer.json").write_bytes(tokenizer.encode())
-        header["sha256"] = {name: _sha256_of(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
-        (temp / "state.json").write_text(json.dumps(header, indent=1), encoding="utf-8")
-        for file in temp.iterdir():
-            _fsync(file)
-        _fsync(temp)
+        _write(temp, {"step": step, "state": state, "alias": alias}, weights, optimizer, tokenizer)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk, for example
         shutil.rmtree(temp, ignore_errors=True)
         there = all_checkpoints(folder)
@@ -301,6 +188,20 @@ def save(
     return final
 
 
+def _write(temp: Path, header: dict, weights: dict[str, Tensor], optimizer: dict[str, Tensor], tokenizer: str) -> None:
+    """Writes a new folder, and flushes it to the disk."""
+    # Through JSON and back, so that we hash what will be read: JSON turns tuples into lists and integer keys into text.
+    header = json.loads(json.dumps(header))
+    temp.mkdir()
+    save_file(weights, temp / "model.safetensors")
+    save_file({name: t.contiguous() for name, t in optimizer.items()}, temp / "optimizer.safetensors")
+    (temp / "tokenizer.json").write_bytes(tokenizer.encode())
+    header["sha256"] = {name: _sha256_of(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
+    (temp / "state.json").write_text(json.dumps(header, indent=1), encoding="utf-8")
+    for file in [*temp.iterdir(), temp]:
+        _fsync(file)
+
+
 def _errno(error: OSError | SafetensorError) -> int:
     """The system's number of an error. Safetensors has it in its text: "os error 28", in older versions "code: 28"."""
     if isinstance(error, OSError):
@@ -309,12 +210,19 @@ def _errno(error: OSError | SafetensorError) -> int:
     return int(found[1]) if found else errno.EIO
 
 
+def place(tensor: Tensor) -> tuple:
+    """The same for two tensors if they are the same numbers in memory. All empty tensors have address 0."""
+    if is_shared(tensor):  # a rank's part may be empty
+        return (id(tensor),)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
 def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Stores a tensor with two names (a tied head) once. Returns ({name: contiguous tensor}, {alias: name})."""
     weights, alias = {}, {}
     owner: dict[tuple, str] = {}  # {place: the first name}
     for name, tensor in model.items():
-        first = owner.setdefault(_place(tensor), name) if tensor.numel() else name
+        first = owner.setdefault(place(tensor), name) if tensor.numel() else name
         if first == name:
             weights[name] = tensor.contiguous()
         else:
@@ -564,81 +472,3 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     if option == "resume" and not found and looked.is_dir() and looked.parent == runs:
         way_out = f"name={looked.name} without resume= begins it again; {way_out}"
     raise ValueError(f"{option}={named}: {problem} in {looked}; {way_out}")
-
-
-# --- what goes into optimizer.safetensors ---------------------------------------------------------------------------
-
-
-def optimizer_tensors(
-    optimizers: list[torch.optim.Optimizer], named_parameters: Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
-    """The optimizers' state as {"NAME.exp_avg": tensor, ...}, not copied. Each parameter belongs to one optimizer.
-
-    torch's own state_dict() numbers the parameters. A new parameter, or other groups, would silently shift all numbers
-    after it, so we use names. Learning rates and the like are not saved: the step and the configuration determine them.
-    The order is the same in every process, as Writer.save and give() need it. That of a state is not: safetensors gives
-    what it has loaded in an order that differs between processes.
-    """
-    return {
-        f"{name}.{key}": value
-        for name, parameter in named_parameters
-        for optimizer in optimizers
-        for key, value in sorted(optimizer.state.get(parameter, {}).items())
-    }
-
-
-def load_optimizer_tensors(
-    optimizers: list[torch.optim.Optimizer],
-    named_parameters: Iterable[tuple[str, Tensor]],
-    tensors: dict[str, Tensor],
-) -> None:
-    """Restore the state from optimizer_tensors, bit for bit. Skips NAME.trained and the entries of rng_state().
-
-    Raises ValueError if a tensor belongs to no parameter or has another shape: then it comes from another model.
-    """
-    owner = {p: (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
-    parameters = dict(named_parameters)
-    for optimizer in optimizers:
-        optimizer.state.clear()
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition(".")
-        if name == "rng" or key == "trained":
-            continue
-        p = parameters.get(name)
-        if p is None or (key != "step" and (tensor.shape, tensor.dtype) != (p.shape, p.dtype)):
-            ours = "has no such weight" if p is None else f"has {tuple(p.shape)} {p.dtype} there"
-            raise ValueError(
-                f"the checkpoint's optimizer has {full_name} {tuple(tensor.shape)} {tensor.dtype}, this model {ours}: "
-                "resume with the configuration that the checkpoint was made with"
-            )
-        optimizer, group = owner[p]
-        # The step count is on the CPU, unless a fused kernel reads it: reading it from the GPU would synchronise for
-        # every parameter. We clone because safetensors' tensors are views into one buffer, perhaps not aligned.
-        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        tensor = tensor.to("cpu" if on_host else p.device).clone()
-        optimizer.state[p][key] = tensor if key == "step" else as_in(tensor, p)
-
-
-def rng_state() -> dict[str, Tensor]:
-    """The states of torch's default generators: {"rng.cpu": uint8 (5056,), "rng.cuda": uint8 (16,)}. rng.cuda, of the
-    current device, is there only if CUDA is in use: reading it in a CPU run would take GPU memory."""
-    states = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["rng.cuda"] = torch.cuda.get_rng_state()
-    if torch.backends.mps.is_available():
-        states["rng.mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def set_rng_state(tensors: dict[str, Tensor]) -> None:
-    """Restore the states from rng_state. Skips other names, and CUDA's state if there is no CUDA."""
-    try:
-        torch.set_rng_state(tensors["rng.cpu"].clone())
-        if "rng.cuda" in tensors and torch.cuda.is_available():
-            torch.cuda.set_rng_state(tensors["rng.cuda"].clone())
-        if "rng.mps" in tensors and torch.backends.mps.is_available():
-            torch.mps.set_rng_state(tensors["rng.mps"].clone())
-    except RuntimeError as error:  # bytes that no generator has
-        raise ValueError(
-            f"the checkpoint's random state cannot be used ({error}): resume another checkpoint"
-        ) from error

@@ -9,6 +9,7 @@ allocator's slack: FITS leaves room for it.
 Shapes: B batch, T sequence length, C model width, H query heads, F hidden width of the MLP, L layers, V vocabulary.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -115,11 +116,11 @@ def bytes_of(
         norm += 4 * C  # and its result before the weight
     qkv = (C + 2 * K) * low
     turned = (C + K) * low if model.position == "rope" else 0  # q and k once more
-    o = C * low + (8 if attention.impl == "triton" else 4) * H  # and lse, which triton has twice
+    table = H * model.context_length if attention.impl == "naive" else 0  # a row of each head's weights, which are
+    # kept in float32 and in the products' dtype; and lse, which triton has twice
+    o = C * low + (8 if attention.impl == "triton" else 4) * H + (4 + low) * table
     hidden = (4 if model.mlp == "swiglu" else 2) * F * low  # what autograd keeps: swiglu's product has two factors
     masks = 2 * C if model.dropout_p else 0
-    table = H * model.context_length if attention.impl == "naive" else 0  # a row of each head's weights
-    o += (4 + low) * table  # kept in float32, and in the products' dtype
     project, rest = norm + qkv + turned, norm + hidden + masks
 
     # What a layer keeps for the backward, and what its own backward takes at most. There the gradients of q, k and v,
@@ -143,8 +144,7 @@ def bytes_of(
     if hopper:
         from kernels.hopper.backward import key_heads_at_once  # imported here: only Hopper needs Gluon
 
-        at_once, sums = key_heads_at_once(batch_size, H, model.n_kv_head or H, model.context_length, model.head_size)
-        work += at_once * sums
+        work += math.prod(key_heads_at_once(batch_size, H, model.n_kv_head or H, model.context_length, model.head_size))
 
     # The loss: the last norm, the gradient of its result, the logits of a chunk of tokens, and the head's gradient.
     loss = tokens * (norm + 4 * C + low * C) + min(tokens, KERNEL_CHUNK) * V * low + V * C * (4 + low)

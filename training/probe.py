@@ -26,7 +26,7 @@ from model.break_it import BreakIt
 from model.dropout import keep_mask, keep_scale
 from model.mask import distance, tiles, visible
 from model.tiled import INF, Loops, backward_tiles, by_key_head, forward_tiles
-from training import checkpoint
+from training.state import rng_state, set_rng_state
 
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overflows float32
 
@@ -235,14 +235,14 @@ def search(
 ) -> tuple[Place, dict[str, Tensor]] | None:
     """Runs the batches of one step again, uncompiled, and stops at the first batch with a tile that is not finite.
 
-    batches: from data.loader, in the order of the step. rng: checkpoint.rng_state() from before the step.
+    batches: from data.loader, in the order of the step. rng: rng_state() from before the step.
     Returns the tile and the tensors that replay it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and
     the random state from before the batch. None if find() finds no such tile. The gradients of the parameters stay as
     they are.
     """
-    checkpoint.set_rng_state(rng)  # so the dropout is that of the step
+    set_rng_state(rng)  # so the dropout is that of the step
     for batch in batches:
-        before = checkpoint.rng_state()
+        before = rng_state()
         batch = batch.to(device)
         with autocast:
             place = find(record(model, *batch))

@@ -39,6 +39,7 @@ from training.files import own
 from training.foreign import read_text
 from training.help import typed
 from training.settings import Config
+from training.state import load_optimizer_tensors, set_rng_state
 from training.step import TrainStep
 
 # The keys of model, tokenizer and attention that a resumed run may change. They change neither the weights' shapes nor
@@ -239,8 +240,8 @@ def restore(resumed: checkpoint.Checkpoint, steps: int, train_step: TrainStep, l
         for name, p in model.named_parameters():
             if f"{name}.trained" in tensors:  # the weights in resumed.model are then the moving average
                 p.copy_(as_in(tensors[f"{name}.trained"], p))
-    checkpoint.load_optimizer_tensors(train_step.optimizers, model.named_parameters(), tensors)
-    checkpoint.set_rng_state(tensors)
+    load_optimizer_tensors(train_step.optimizers, model.named_parameters(), tensors)
+    set_rng_state(tensors)
     loader.load_state_dict(resumed.state["loader"])
     if resumed.state.get("scaler"):  # empty if the checkpoint was trained in another dtype
         scaler.load_state_dict(resumed.state["scaler"])

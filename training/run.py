@@ -36,6 +36,7 @@ from training.resume import make_room, refuse_another_tokenizer, tokenizer_of
 from training.settings import Config
 from training.step import TrainStep, choose_way
 from training.wandb_run import wandb_mode
+from training.writer import Writer
 
 
 class Update(NamedTuple):
@@ -64,7 +65,7 @@ class Run:
     saved: Path | None  # the last checkpoint; complete after writer.wait()
     caught: Signals  # the signals that this process has received
     unfinished: bool  # whether something is left to do that was due after this step
-    writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
+    writer: Writer = field(default_factory=Writer)
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     enqueued: deque[Update] = field(default_factory=deque)  # updates whose numbers have not arrived, oldest first
     pace: float | None = None  # seconds a step, smoothed
