@@ -56,8 +56,8 @@ from training.machine import (
     Stopping,
     about,
     begin_collecting,
-    is_out_of_memory,
     keep_memory,
+    out_of_memory_as,
     pick_device,
     pick_dtype,
     stop_signals,
@@ -104,15 +104,8 @@ def main(cfg: Config) -> int:
             return 128 + caught[0]
         begin_collecting()
         try:
-            run.code = loop(run)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            where = "out of memory" if run.device.type == "cpu" else "out of GPU memory"
-            raise ValueError(
-                f"{where} with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
-                f"use {less_memory(run)}, which learns the same"
-            ) from error
+            with out_of_memory_as(lambda: ValueError(less_memory(run))):
+                run.code = loop(run)
         except OSError:
             run.metrics.still_there()  # says so if the folder is gone
             raise

@@ -235,7 +235,8 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     found = all_checkpoints(folder)
     past = [path for path in found if _step(path) <= step]
     # A checkpoint with a damaged state.json may be the best, so it is kept for repair.
-    keep = {*past[-keep_last:], _best(past), *(path for path in past if _damaged(path))}
+    damaged = (path for path in past if (path / "model.safetensors").is_file() and _loss(path) == -math.inf)
+    keep = {*past[-keep_last:], _best(past), *damaged}
     for path in found:
         if path not in keep:
             _delete(path)
@@ -390,10 +391,6 @@ def _best(paths: list[Path]) -> Path | None:
     return min(losses, key=losses.__getitem__, default=None)
 
 
-def _damaged(path: Path) -> bool:
-    return (path / "model.safetensors").is_file() and _loss(path) == -math.inf
-
-
 def _loss(path: Path) -> float:
     """A checkpoint's validation loss; inf if it has none, -inf if its state is damaged."""
     try:
@@ -453,16 +450,17 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     # One whose state is damaged may be the best, so it comes first.
     losses = {path: _loss(path) if which == "best" else math.inf for path in found}
     order = sorted(found, key=lambda path: (losses[path], _step(path) if math.isfinite(losses[path]) else -_step(path)))
-    damaged: list[str] = []
+    damaged, whole = [], None
     for path in order:
         if not (wrong := _wrong(path, FILES if option == "resume" else ("model.safetensors", "tokenizer.json"))):
-            instead = f": resuming from {path} instead" if option == "resume" and which == "last" else ""
-            for line in damaged:
-                print(printable(f"{line}{instead}"), file=sys.stderr)
-            return path
+            whole = path
+            break
         damaged.append(f"checkpoint {path} is damaged ({wrong})")
+    instead = f": resuming from {whole} instead" if whole and option == "resume" and which == "last" else ""
     for line in damaged:
-        print(printable(line), file=sys.stderr)
+        print(printable(f"{line}{instead}"), file=sys.stderr)
+    if whole:
+        return whole
     problem = "no complete checkpoint among those" if found else "no checkpoint"
     if looked.parent == runs:
         have.pop(looked.name, None)  # it has no complete one

@@ -39,7 +39,7 @@ from model.gpt import GPT
 from model.loss import loss_of_each
 from training import checkpoint
 from training.files import replacing
-from training.machine import is_out_of_memory, pick_device, pick_dtype, set_precision
+from training.machine import out_of_memory_as, pick_device, pick_dtype, set_precision
 from training.metrics import append, drawable, show, stamp, worth_of, writing
 from training.resume import open_checkpoint, tokenizer_of
 from training.settings import FEWEST, Config
@@ -330,15 +330,12 @@ def evaluate(cfg: Config) -> int:
     show(f"{stamp(broken)}{trained.path} on the validation text of {dataset.folder}")
     if other := trained.other_attention(cfg.attention, model):
         show(other)
-    try:
+    advice = (
+        f"out of memory with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
+        "use a smaller batch_size"
+    )
+    with out_of_memory_as(lambda: ValueError(advice)):
         record = {"step": trained.step, **measure(model, batches, dataset, cfg.data.source, autocast)}
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"out of memory with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "
-            "use a smaller batch_size"
-        ) from error
     append(folder / "metrics.jsonl", record | ({"broken": broken} if broken else {}))
     show(f"{stamp(broken)}{record['context_tokens']:,} tokens in {record['context_ms'] / 1e3:.1f} s\n{table(record)}")
     for path in draw(record, folder, f"{folder.name}, step {trained.step}, data={cfg.data.source}", broken):

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
@@ -96,6 +96,17 @@ def is_out_of_memory(error: Exception) -> bool:
     RuntimeError, and only the text tells. (The system may also kill the process without a message.)"""
     texts = ("DefaultCPUAllocator", "can't allocate memory", "CUDA error: out of memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
+@contextmanager
+def out_of_memory_as(answer: Callable[[], Exception]) -> Iterator[None]:
+    """Raises answer() instead of an error that means that memory ran out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise answer() from error
 
 
 def pick_device(device: str) -> torch.device:

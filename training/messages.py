@@ -149,15 +149,18 @@ def kernels_of(forward: str, backward: str) -> str:
 
 
 def less_memory(run: Run) -> str:
-    """The keys of a run that takes less memory and learns the same."""
+    """The message for a run whose memory ran out: the keys of one that takes less and learns the same."""
     cfg, model = run.cfg, run.model.config
-    if cfg.batch_size > 1:
-        return f"batch_size={cfg.batch_size // 2} tokens_per_step={run.tokens_per_step}"
+    form = "true" if run.model.attention_config.impl == "naive" else "selective"
+    use = f"model.chunk={max(32, (model.chunk or model.context_length) // 64 * 32)}"
     if model.activation_checkpointing == "false":
-        form = "true" if run.model.attention_config.impl == "naive" else "selective"
-        return f"model.activation_checkpointing={form}"
-    chunk = model.chunk or model.context_length
-    return f"model.chunk={max(32, chunk // 64 * 32)}"
+        use = f"model.activation_checkpointing={form}"
+    if cfg.batch_size > 1:
+        use = f"batch_size={cfg.batch_size // 2} tokens_per_step={run.tokens_per_step}"
+    return (
+        f"out of {'' if run.device.type == 'cpu' else 'GPU '}memory with batch_size={cfg.batch_size} sequences of "
+        f"{cfg.model.context_length} tokens; use {use}, which learns the same"
+    )
 
 
 def what_to_try(run: Run, numbers: Numbers) -> str:

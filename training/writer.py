@@ -1,8 +1,8 @@
 """Writes checkpoints (training/checkpoint.py) in a thread, while training goes on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel.shard import gathered, is_shared, local, own_connection
 from training import checkpoint
 from training.checkpoint import place
-from training.machine import is_out_of_memory
+from training.machine import out_of_memory_as
 
 
 class Writer:
@@ -70,18 +70,14 @@ class Writer:
         self.wait()
 
 
-@contextmanager
-def memory_enough() -> Iterator[None]:
+def memory_enough() -> AbstractContextManager:
     """Turns an error of missing memory into an OSError. Else train.py would advise a smaller batch, as for a step."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OSError(
+    return out_of_memory_as(
+        lambda: OSError(
             "the machine's memory ran out while a checkpoint was written, which copies the weights and the optimizer's "
             "state; free some memory, and resume the run or start it again"
-        ) from error
+        )
+    )
 
 
 def on_host(tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
