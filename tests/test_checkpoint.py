@@ -154,7 +154,7 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_training_goes_on(writer
 def test_a_checkpoint_has_the_parts_of_its_step_though_they_are_sent_later(writer, tmp_path, monkeypatch):
     """A tied weight is sent once."""
     go_on, sent = threading.Event(), []
-    monkeypatch.setattr(checkpoint, "gathered", lambda part, *_: sent.append(part) or (go_on.wait(60) and part))
+    monkeypatch.setattr("training.writer.gathered", lambda part, *_: sent.append(part) or (go_on.wait(60) and part))
     weight = torch.zeros(3)
     path = write(writer, tmp_path, 1, weight, other=torch.ones(2))
     weight += 1
@@ -166,7 +166,7 @@ def test_a_checkpoint_has_the_parts_of_its_step_though_they_are_sent_later(write
 
 def test_a_writer_copies_into_the_same_memory_again(writer, tmp_path, monkeypatch):
     places = []
-    monkeypatch.setattr(checkpoint, "gathered", lambda part, *_: places.append(part.data_ptr()) or part)
+    monkeypatch.setattr("training.writer.gathered", lambda part, *_: places.append(part.data_ptr()) or part)
     for step, weight in enumerate((torch.zeros(3), torch.ones(3), torch.ones(3).double()), start=1):
         path = write(writer, tmp_path, step, weight)
         writer.wait()
