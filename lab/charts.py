@@ -156,11 +156,9 @@ def label_ends(axes: Axes) -> None:
         x, words = line.get_xdata()[-1], {"color": line.get_color(), "size": 9, "textcoords": "offset points"}
         words["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.5}
         words["xycoords"] = axes.get_xaxis_transform()  # x in tokens, y as a part of the height
-        if x < longest and y < 0.7:
-            axes.annotate(line.get_label(), (x, y), (0, 7), ha="center", va="bottom", **words)
-        elif x < longest:
-            axes.annotate(line.get_label(), (x, y), (8, 0), va="center", **words)
-        else:
+        above = x < longest and y < 0.7
+        if x == longest:
             y = max(y, lowest)
-            axes.annotate(line.get_label(), (x, y), (8, 0), va="center", **words)
             lowest = y + needed
+        place = {"ha": "center", "va": "bottom"} if above else {"va": "center"}
+        axes.annotate(line.get_label(), (x, y), (0, 7) if above else (8, 0), **place, **words)

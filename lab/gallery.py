@@ -24,15 +24,9 @@ from training.probe import record
 
 
 def gallery(
-    script: Callable[[Any], int],
-    short: Any,
-    *,
-    failure: str | None,
-    run: str | None,
-    runs: Path,
-    device: torch.device,
-    out: Path,
-) -> None:
+    script: Callable[[Any], int], short: Any, *, failure: str | None, run: str | None, runs: Path,
+    device: torch.device, out: Path,
+) -> None:  # fmt: skip
     """Writes break-it.md to the folder `out`, and table.json and a NAME.png for each failure to out/break.
 
     script: train.main. short: the configuration from short_training(). failure: a name, or None for all. run: the run

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -194,6 +195,25 @@ class PeakBytes(TorchDispatchMode):
     def freed(self, key: int, size: int) -> None:
         self.made.remove(key)
         self.alive -= size
+
+
+class Operations(TorchDispatchMode):
+    """Counts the words of an algorithm without tiles: each operation reads its inputs from slow memory and writes its
+    result there. Views move nothing. seen(operation, its arguments, bytes, a function that repeats it): is called of
+    each."""
+
+    def __init__(self, seen: Callable[..., object] = lambda *_: None):
+        super().__init__()
+        self.seen, self.words = seen, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        again = partial(function, *args, **(kwargs or {}))
+        result = again()
+        if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view as well
+            tensors = [*tensors_in(args, kwargs, result)]
+            self.words += sum(x.numel() for x in tensors)
+            self.seen(function, args, sum(x.nbytes for x in tensors), again)
+        return result
 
 
 def tensors_in(*values) -> Iterator[Tensor]:

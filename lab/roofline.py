@@ -5,19 +5,18 @@ fewer FLOPs per byte than the ratio of the two waits for the memory. Both limits
 and by a copy.
 """
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
 from data.text import counted
 from lab.charts import LOOKS
 from lab.entrants import Case
 from lab.files import Results
-from lab.meter import median_ms, memory_for, tensors_in
+from lab.meter import Operations, median_ms, memory_for
 from lab.settings import Bench
 from model.attention import AttentionConfig, attention, triton_refusal
 from training.machine import DTYPES, pick_device
@@ -30,25 +29,6 @@ WHOLES = ("naive", "triton", "tiled", "sdpa")
 PART = {"bmm": "products", "exp2": "exp", "masked_fill": "mask", "amax": "maximum", "sum": "sum", "div": "divide"}
 PART |= {"mul": "scale", "sub": "subtract", "_to_copy": "casts"}
 SIDE = {"cuda": 8192}  # rows and columns of the product that measures the limit; elsewhere 1,024
-
-
-class Timed(TorchDispatchMode):
-    """Times each operation by itself. Its bytes are those of its inputs and results; views move nothing."""
-
-    def __init__(self, device: torch.device):
-        super().__init__()
-        self.device = device
-        self.rows: list[dict[str, Any]] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        again = partial(function, *args, **(kwargs or {}))
-        result = again()
-        if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view as well
-            moved = sum(x.nbytes for x in tensors_in(args, kwargs, result))
-            name = function.overloadpacket.__name__
-            flops = 2 * args[0].numel() * args[1].shape[-1] if name in PRODUCTS else 0
-            self.rows.append(row_of(name, PART.get(name, "rest"), flops, moved, median_ms(again, self.device)))
-        return result
 
 
 def row_of(name: str, part: str, flops: float, moved: int, ms: float) -> dict[str, Any]:
@@ -75,10 +55,17 @@ def roofline(case: Case, *, dtype: str, device: torch.device, out: Path) -> None
     q, k, v = torch.randn(3, case.B, case.H, case.T, case.D, dtype=DTYPES[dtype], device=device, generator=generator)
     with torch.no_grad():
         rows = [limit(name, DTYPES[dtype], device) for name in ("copy", "product")]
-        with Timed(device) as timed:
+        operations: list[dict[str, Any]] = []
+
+        def timed(function, args, moved: int, again: Callable[[], object]) -> None:
+            name = function.overloadpacket.__name__
+            flops = 2 * args[0].numel() * args[1].shape[-1] if name in PRODUCTS else 0
+            operations.append(row_of(name, PART.get(name, "rest"), flops, moved, median_ms(again, device)))
+
+        with Operations(timed):
             attention(q, k, v, AttentionConfig("naive"), causal=case.causal)
-        rows += timed.rows
-        moved = {"naive": sum(round(1e6 * row["mb"]) for row in timed.rows)}
+        rows += operations
+        moved = {"naive": sum(round(1e6 * row["mb"]) for row in operations)}
         ours = "tiled" if triton_refusal(device.type) else "triton"
         for impl in WHOLES:
             if impl in ("naive", ours, "sdpa"):
@@ -87,7 +74,7 @@ def roofline(case: Case, *, dtype: str, device: torch.device, out: Path) -> None
                 rows.append(row_of(impl, "whole", case.flops("forward"), moved.get(impl, once), ms))
     print(f"{'':16}{'part':10}" + "".join(f"{name:>10}" for name in ("GFLOP", "MB", "ms", "GB/s", "TFLOP/s")))
     for row in rows:
-        if row["mb"] > max(row["mb"] for row in timed.rows) / 100:  # the others are about rows, not tables
+        if row["mb"] > max(row["mb"] for row in operations) / 100:  # the others are about rows, not tables
             numbers = "".join(f"{row[key]:10.3g}" for key in ("gflop", "mb", "ms", "gb_per_s", "tflop_per_s"))
             print(f"{row['name']:16}{row['part']:10}{numbers}", flush=True)
     results.append([{key: float(f"{x:.6g}") if isinstance(x, float) else x for key, x in row.items()} for row in rows])

@@ -4,7 +4,6 @@ It counts both loop orders and both passes, with causal masks and windows. N tok
 """
 
 import csv
-import json
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -14,10 +13,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # as in lab/meter.py
 
 from lab.charts import LOOKS, label_ends, over_length
-from lab.meter import tensors_in
+from lab.files import Results
+from lab.meter import Operations
 from model.attention import AttentionConfig, attention, problem_of
 from model.tiled import Loops, gradients
 from training.machine import about
@@ -35,21 +34,6 @@ class Tiles(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function in (Tensor.__getitem__, Tensor.add_) and args[0].ndim == 4:
             self.words += result.numel()
-        return result
-
-
-class Operations(TorchDispatchMode):
-    """Counts the words of naive, which has no tiles. Each operation reads its inputs from slow memory and writes its
-    result there. Views move nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view as well
-            self.words += sum(x.numel() for x in tensors_in(args, kwargs, result))
         return result
 
 
@@ -128,12 +112,11 @@ def traffic(cfg: Any) -> None:
                 row = {"commit": commit, "pass": which, "causal": masked, "window": window, "order": name}
                 rows.append(row | {"N": N, "D": D, "M": M, "words": words, "predicted": expected})
                 print(f"{N:>8}{M:>9}  {name:16}{words / 1e6:>10.2f}{expected / 1e6:>11.2f}", flush=True)
-    with open(out / "traffic.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    (out / "traffic.csv").unlink(missing_ok=True)
+    results = Results(out, "traffic.csv", list(rows[0]))
+    results.append(rows)
     traffic_picture(rows, out / "traffic.png")
-    print(json.dumps({"results": str(out / "traffic.csv"), "picture": str(out / "traffic.png"), "rows": rows}))
+    results.end(picture=str(out / "traffic.png"))
 
 
 def redraw(out: Path) -> Path:
@@ -175,15 +158,8 @@ def traffic_picture(rows: list[dict], path: Path) -> None:
     flat = [row for row in rows if row["order"] == "queries_outside" and row["N"] == longest and row["M"] > 4 * D * D]
     if flat:  # because of the first paper's block_m = min(block_n, D)
         words = f"no fewer: a tile of queries has\nblock_m = min(M / 4D, D) rows,\nat most {D}, however much fits"
-        axes.annotate(
-            words,
-            (flat[-1]["M"], flat[-1]["words"]),
-            (0, -75),
-            ha="center",
-            size=9,
-            textcoords="offset points",
-            arrowprops={"arrowstyle": "->"},
-        )
+        place = {"ha": "center", "size": 9, "textcoords": "offset points", "arrowprops": {"arrowstyle": "->"}}
+        axes.annotate(words, (flat[-1]["M"], flat[-1]["words"]), (0, -75), **place)
     figure.suptitle(
         f"words moved between slow memory and chip, {mask}, one head of size {D}; dashed: predicted", size=11
     )
