@@ -9,7 +9,7 @@ Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_k
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,6 +36,11 @@ class Curve(NamedTuple):
     y: Sequence[float]
 
 
+def curve(name: str, y: Sequence[float]) -> Curve:
+    """A curve over 0, 1, 2, .."""
+    return Curve(name, range(len(y)), y)
+
+
 class Panel(NamedTuple):
     """Axes with curves, or with an image of rows and columns."""
 
@@ -52,28 +57,22 @@ class Panel(NamedTuple):
     legend: str = ""  # written in the upper right corner of the image
 
 
+RESCALE = ("no_rescale", "no_rescale_sum", "no_rescale_output")
+PANELS: dict[str, Callable[[Shown], list[Panel]]] = {  # of each failure
+    "no_max": lambda shown: [flat_rows(), where_it_breaks()],
+    **dict.fromkeys(RESCALE, lambda shown: [errors_by_tile(shown, "o"), states(shown)]),
+    "zero_init_max": lambda shown: [low_rows(), low_gradients()],
+    "local_mask": lambda shown: [weights_seen(shown), future_share(shown)],
+    "no_scale": lambda shown: [score_spread(shown), entropies(shown)],
+    "unguarded_mask": lambda shown: [hidden_rows(shown), nan_share(shown)],
+    **dict.fromkeys(("stale_seed", "unrestored_seed"), lambda shown: [errors_by_tile(shown, "dq", "o"), angles(shown)]),
+    "bf16_ties": lambda shown: [signed_errors(), bias_by_ties(), added_up()],
+}
+
+
 def panels(shown: Shown, curves: Curves | None) -> list[Panel]:
     """The panels of a failure. curves: its short training, or None if it has none."""
-    match shown.trial.failure:
-        case "no_max":
-            found = [flat_rows(), where_it_breaks()]
-        case "no_rescale" | "no_rescale_sum" | "no_rescale_output":
-            found = [errors_by_tile(shown, "o"), states(shown)]
-        case "zero_init_max":
-            found = [low_rows(), low_gradients()]
-        case "local_mask":
-            found = [weights_seen(shown), future_share(shown)]
-        case "no_scale":
-            found = [score_spread(shown), entropies(shown)]
-        case "unguarded_mask":
-            found = [hidden_rows(shown), nan_share(shown)]
-        case "stale_seed" | "unrestored_seed":
-            found = [errors_by_tile(shown, "dq", exact="o"), angles(shown)]
-        case "bf16_ties":
-            found = [signed_errors(), bias_by_ties(), added_up()]
-        case failure:
-            raise AssertionError(f"{failure} has no panels")
-    return [*found, *([] if curves is None else [losses(shown.trial.failure, curves)])]
+    return PANELS[shown.trial.failure](shown) + ([] if curves is None else [losses(shown.trial.failure, curves)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,8 +107,7 @@ def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
 
     results = {f"unbroken {name}": ("usual", name), f"broken {name}": ("found", name)}
     results |= {f"broken {exact}": ("found", exact)} if exact else {}
-    lines = {label: worst(which, of) for label, (which, of) in results.items()}
-    curves = [Curve(label, range(len(errors)), errors) for label, errors in lines.items()]
+    curves = [curve(label, worst(which, of)) for label, (which, of) in results.items()]
     return Panel(f"error of {name}, {shown.about}", "query tile", "relative error, worst row", curves, log_y=True)
 
 
@@ -261,7 +259,7 @@ def future_share(shown: Shown) -> Panel:
     curves = []
     for name, calls in unbroken_and_broken(shown).items():
         share = torch.stack([future_of(weights_of(call)).mean((0, 1)) for call in calls]).mean(0)
-        curves.append(Curve(name, range(len(share)), (100 * share).tolist()))
+        curves.append(curve(name, (100 * share).tolist()))
     return Panel("weight on keys of the future", "query row", "% of a row's weight", curves)
 
 
@@ -290,9 +288,8 @@ def nan_share(shown: Shown) -> Panel:
     curves = []
     for name in ("o", "dv"):
         lost = torch.stack([s.found[name].isnan().any(-1).double().mean((0, 1)) for s in shown.seen]).mean(0)
-        share = [100 * float(part.mean()) for part in lost.split(M)]
-        curves.append(Curve(name, range(len(share)), share))
-    curves.insert(0, Curve("unbroken", range(len(share)), [0.0] * len(share)))
+        curves.append(curve(name, [100 * float(part.mean()) for part in lost.split(M)]))
+    curves.insert(0, curve("unbroken", [0.0] * len(curves[0].y)))
     return Panel("rows that are NaN", "tile of rows", "% of the rows of a tile", curves, bottom=0)
 
 
@@ -333,7 +330,7 @@ def entropies(shown: Shown) -> Panel:
     curves, names = [], heads_of(shown)
     for name, calls in unbroken_and_broken(shown).items():
         entropy = torch.cat([torch.special.entr(scores_of(call).softmax(-1)).sum(-1).mean((0, 2)) for call in calls])
-        curves.append(Curve(name, range(len(names)), entropy.tolist()))
+        curves.append(curve(name, entropy.tolist()))
     return Panel("entropy of the weights: 0 is one key", "layer.head", "nats", curves, bottom=0, ticks=names)
 
 
@@ -344,7 +341,7 @@ def entropies(shown: Shown) -> Panel:
 def angles(shown: Shown) -> Panel:
     """The cosine between each head's gradient and the right one."""
     names = heads_of(shown)
-    curves = [Curve("unbroken", range(len(names)), [1.0] * len(names))]
+    curves = [curve("unbroken", [1.0] * len(names))]
     for name in ("dq", "dk", "dv"):
         found: list[float] = []
         for s in shown.seen:
