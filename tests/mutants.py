@@ -3,9 +3,9 @@
     make mutants                       every fault, one to a core at a time: about half an hour on two cores
     make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
 
-A fault is a text that stands exactly once in train.py, FOLDERS and SOURCES together, so it is found
-wherever its line has moved. Its tests are files of tests/, without what is marked slow, run until one fails. In
-the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
+A fault is a text that stands exactly once in train.py, FOLDERS and SOURCES together, so it is found wherever its line
+has moved, and however its line is broken. Its tests are files of tests/, without what is marked slow, run until one
+fails. In the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
 
 Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once. tests/test_mutants.py looks at
 the second at once.
@@ -395,9 +395,19 @@ def sources(tree: Path) -> list[Path]:
     return [tree / "train.py", *(tree / source for source in SOURCES), *folders]
 
 
+def pattern(text: str) -> str:
+    """What finds a fault's text with other breaks of its lines, as a formatter may choose them."""
+    inner = text.strip()
+    words = r"\s+".join(re.escape(word) for word in inner.split())
+    flexible = re.sub(r"(\\[(\[{])", r"\1\\s*", re.sub(r"(\\[)\]}])", r"(?:,?\\s*)\1", words))
+    before, after = text.partition(inner)[::2]
+    return re.escape(before) + flexible + re.escape(after)
+
+
 def places(fault: Fault, tree: Path) -> list[Path]:
     """The files with the fault's text, each as often as it stands there."""
-    return [file for file in sources(tree) for _ in range(file.read_text(encoding="utf-8").count(fault.old))]
+    wanted = re.compile(pattern(fault.old))
+    return [file for file in sources(tree) for _ in wanted.findall(file.read_text(encoding="utf-8"))]
 
 
 def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:
@@ -420,7 +430,7 @@ def plant(fault: Fault) -> Outcome:
             problem = f"its text stands {len(files)} times in the code"
         else:
             text = files[0].read_text(encoding="utf-8")
-            files[0].write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+            files[0].write_text(re.sub(pattern(fault.old), lambda _: fault.new, text), encoding="utf-8")
             # Code that cannot run would be noticed by anything: a fault has to be one that only a test can find.
             ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "E9,F821", str(files[0])]
             if subprocess.run(ruff, capture_output=True, check=False).returncode:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import FAULTS, ROOT, Fault, places
+from tests.mutants import FAULTS, ROOT, Fault, pattern, places
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
@@ -16,3 +16,9 @@ def test_a_fault_can_be_planted(fault: Fault):
         file, _, test = name.partition("::")
         text = Path(ROOT / f"tests/test_{file}.py").read_text(encoding="utf-8")
         assert not test or re.search(rf"^def {test}\(", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("found", ["f(a, b) + c", "f(\n    a,\n    b,\n) + c", "f(a,\n  b) +\n c"])
+def test_a_fault_is_found_however_its_line_is_broken(found):
+    assert re.search(pattern("f(a, b) + c"), found)
+    assert not re.search(pattern("f(a, b) + c"), found.replace("b", "d"))
