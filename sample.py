@@ -39,7 +39,7 @@ from data.text import counted
 from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
 from model.gpt import GPT
-from sampling.cache import PAGE, KVCache
+from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import PAST_CONTEXT, Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
@@ -118,9 +118,9 @@ class Config:
 
     def new_cache(self, model: GPT) -> KVCache | bool:
         """The cache for the samples; False: without one."""
-        if self.cache == "false" or model.cache_refusal() is not None:
+        if self.cache == "false" or refusal(model) is not None:
             return False
-        return model.new_cache(self.num_samples, page=PAGE if self.cache == "paged" else None)
+        return KVCache(model, self.num_samples, page=PAGE if self.cache == "paged" else None)
 
     def sampler(self) -> Sampler:
         return Sampler(**{field.name: getattr(self, field.name) for field in fields(Sampler)})
@@ -190,7 +190,7 @@ def main(cfg: Config) -> None:
     seen = tokens_seen(len(prompt), context, cfg.past_context)
     if seen < len(prompt) - 1:  # without the token that begins a text
         print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {seen}", file=sys.stderr)
-    if cfg.cache != "false" and (refused := model.cache_refusal()) is not None:
+    if cfg.cache != "false" and (refused := refusal(model)) is not None:
         print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
     writer = Writer(cfg, model, encoding, prompt, text, stamp(broken))
     try:
@@ -200,7 +200,7 @@ def main(cfg: Config) -> None:
             raise
         print()  # the error has a line of its own
         fewer = [f"num_samples={cfg.num_samples // 2}"] if cfg.num_samples > 1 else ["a smaller model"]
-        if cfg.cache == "contiguous" and model.cache_refusal() is None:
+        if cfg.cache == "contiguous" and refusal(model) is None:
             fewer.append("cache=paged")  # which grows with the text
         fewer += [] if model.embedding.weight.device.type == "cpu" else ["device=cpu"]
         tried = f"num_samples={cfg.num_samples} in one batch and cache={cfg.cache}"

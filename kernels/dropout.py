@@ -17,22 +17,21 @@ from kernels.launch import on
 PIECES = 128  # of 4 rows x 32 columns, in a program: a thread's
 
 
-def keep_table(seed: Tensor, numbers: range, rows: range, C: int, threshold: int) -> Tensor:
-    """bool (N, len(rows), C), True where an element is kept. seed: int64 scalar on the GPU. numbers: of the N masks,
-    step 1. rows: of the masks, from a multiple of 32 on, step 1. threshold: of drop_threshold()."""
-    assert rows.start % 32 == 0, rows
+def keep_table(seed: Tensor, numbers: Tensor, rows: Tensor, C: int, threshold: int) -> Tensor:
+    """bool (N, T, C), True where an element is kept. seed: int64 scalar on the GPU. numbers: of the masks, int64 (N,).
+    rows: int64 (T,), in runs of 32 as model/dropout.py has them. threshold: of drop_threshold()."""
     N, T = len(numbers), len(rows)
     keep = torch.empty(N, T, C, dtype=torch.bool, device=seed.device)
     pieces = N * -(-T // 32) * 8 * -(-C // 32)
     with on(seed.device):
         keep_kernel[(-(-pieces // PIECES),)](
-            seed, keep.view(torch.uint8), numbers.start, N, rows.start, T, C, threshold, PIECES
+            seed, keep.view(torch.uint8), numbers.contiguous(), rows.contiguous(), N, T, C, threshold, PIECES
         )
     return keep
 
 
 @triton.jit
-def keep_kernel(seed, keep, first_n, N, first, T, C, threshold, PIECES: tl.constexpr):
+def keep_kernel(seed, keep, numbers, rows, N, T, C, threshold, PIECES: tl.constexpr):
     """Rows 8 apart of a 32 x 32 square are one piece, of (4, 32): eight Philox calls, one for each low column."""
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)  # in 32 bits up to 2**38 elements
     squares, low_rows = tl.cdiv(C, 32), tl.cdiv(T, 32) * 8  # columns without bits 3 and 4, over 8; rows without them
@@ -42,8 +41,11 @@ def keep_kernel(seed, keep, first_n, N, first, T, C, threshold, PIECES: tl.const
     seed = tl.load(seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c1 = square[:, None] * 8 + tl.arange(0, 8)[None, :]
-    c0, c1, c2 = c0.to(tl.uint32)[:, None], c1.to(tl.uint32), (n + first_n).to(tl.uint32)[:, None]
-    words = philox(c0 + (first >> 5 << 3).to(tl.uint32), c1, c2, tl.zeros_like(c2), k0, k1)  # four of (PIECES, 8)
+    number = tl.load(numbers + n, mask=n < N, other=0)
+    first = tl.load(rows + (c0 >> 3 << 5), mask=n < N, other=0)  # of the square
+    c0, c1, c2 = c0.to(tl.uint32)[:, None], c1.to(tl.uint32), number.to(tl.uint32)[:, None]
+    high = (first >> 5 << 3).to(tl.uint32)[:, None] | (c0 & 7)  # the row in the whole sequence, without bits 3 and 4
+    words = philox(high, c1, c2, tl.zeros_like(c2), k0, k1)  # four of (PIECES, 8)
 
     row = ((c0 >> 3 << 5) | (c0 & 7)).to(tl.int32)
     column = square[:, None] * 32 + tl.arange(0, 32)[None, :]

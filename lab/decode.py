@@ -22,7 +22,7 @@ from lab.meter import median_ms
 from lab.settings import Bench
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
-from sampling.cache import PAGE, decode, has_decode_kernel
+from sampling.cache import PAGE, KVCache, decode, has_decode_kernel
 from sampling.generate import Sampler, generate, run_prompts
 from training.machine import DTYPES, pick_device, pick_dtype
 
@@ -127,15 +127,14 @@ def token_rows(case: str, T: int, dtype: torch.dtype, device: torch.device) -> I
 
 def recorded(model: GPT, prompt: Tensor, page: int | None = None) -> Iterator[int]:
     """New tokens, as sample.py makes them."""
-    yield from map(int, generate(model, prompt, WARM_UP + TOKENS, Sampler(), cache=model.new_cache(1, page=page)))
+    yield from map(int, generate(model, prompt, WARM_UP + TOKENS, Sampler(), cache=KVCache(model, 1, page=page)))
 
 
 @torch.inference_mode()
 def eager(model: GPT, prompt: Tensor) -> Iterator[int]:
     """New tokens without a kernel of ours and without a graph: Python launches every operation."""
-    cache = model.new_cache(1, kernel=False)
+    cache = KVCache(model, 1, kernel=False)
     token = Sampler().choose(run_prompts(model, list(prompt), cache))
     while True:
         yield int(token)
-        cache.advance()
-        token = Sampler().choose(model.next_logits(token[:, None], cache))
+        token = Sampler().choose(model.next_logits(token[:, None], cache.advance()))

@@ -32,6 +32,7 @@ from data.text import counted
 from lab.steps import FACTS, SIZES, Case, Side, begin, enter, gpt2, in_turn, measured, random_batch, step_of
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
+from model.recompute import RecomputingGPT
 from parallel.processes import ALONE, ParallelConfig, Ranks, bytes_sent, divide, join, launched, own_device
 from training.machine import pick_device
 
@@ -94,7 +95,7 @@ def race_ranks(names: list[str], ranks: Ranks, *, alone: bool, device: torch.dev
         if model is None or (model.config, model.attention_config) != (case.model, attention):
             model = None
             torch.manual_seed(0)
-            model = GPT(case.model, attention).to(device)
+            model = RecomputingGPT(case.model, attention).to(device)
         for row in rows_of(case, model, ranks, alone, autocast, device):
             results.append([{"case": name} | row])
             print(json.dumps(results.rows[-1]), flush=True)

@@ -32,6 +32,7 @@ from lab.meter import GpuPeak, memory_for, ms_of, peak_of, profiled, wait, where
 from lab.peer import LR, PlainGPT, load, plain, theirs
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
+from model.recompute import RecomputingGPT
 from parallel.processes import ALONE, Ranks
 from training.machine import is_out_of_memory, keep_memory, pick_device, pick_dtype, set_precision
 from training.optimizer import OptimizerConfig, build_optimizers
@@ -232,7 +233,7 @@ def ours(case: Case, impl: str, autocast: AbstractContextManager, device: torch.
     dtype = getattr(autocast, "fast_dtype", torch.float32)  # of the products
     asked = AttentionConfig(impl, dropout_p=case.attention_p)
     config = resolve(asked, device.type, model=case.model, dtype=dtype)
-    step, way = step_of(GPT(case.model, config).to(device), "auto", autocast, device)
+    step, way = step_of(RecomputingGPT(case.model, config).to(device), "auto", autocast, device)
     return lambda batch: step(batch.each(lambda part: part[None])), f"{way}, {config.impl}"
 
 

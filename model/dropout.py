@@ -81,27 +81,30 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: Tensor, n: int | range | Tensor, rows: range, columns: range, dropout_p: float) -> Tensor:
+def keep_mask(seed: Tensor, n: int | Tensor, rows: range | Tensor, columns: range, dropout_p: float) -> Tensor:
     """The keep-mask of one tile, for N batch-heads.
 
     seed: int64 scalar tensor, on the device where the mask is needed. It is a tensor so that a replayed CUDA graph or a
     compiled graph draws a new mask.
     n: N, or the numbers of the batch-heads, integers (N,), if they are not 0 to N - 1.
-    rows, columns: of the tile, in the whole sequence, step 1.
+    rows, columns: of the tile, in the whole sequence, step 1. rows may be a tensor (T,), as in keep_table().
     Returns bool (N, len(rows), len(columns)), True where the weight is kept.
     """
     # The Philox calls cover 32 x 32 squares. Draw whole squares, then cut the tile out of them.
-    row0, column0 = rows.start // 32, columns.start // 32
-    row1, column1 = -(-rows.stop // 32), -(-columns.stop // 32)
-    device = seed.device
+    column0, column1 = columns.start // 32, -(-columns.stop // 32)
+    device, T = seed.device, len(rows)
+    if isinstance(rows, range):
+        row0, row1 = rows.start // 32, -(-rows.stop // 32)
+        c0 = torch.arange(row0 * 8, row1 * 8, device=device)  # the row without bits 3 and 4
+    else:
+        row0, row1, rows = 0, -(-T // 32), rows[::32] // 32  # the squares
+        c0, rows = (rows[:, None] * 8 + torch.arange(8, device=device)).flatten(), range(T)
     # ^ (seed & 0) changes no value. Without it torch.compile multiplies an arange in 32 bits, as it does an index, and
     # that overflows on a GPU.
-    c0 = torch.arange(row0 * 8, row1 * 8, device=device).view(1, -1, 1) ^ (seed & 0)  # the row without bits 3 and 4
+    c0 = c0.view(1, -1, 1) ^ (seed & 0)
     c1 = torch.arange(column0 * 8, column1 * 8, device=device).view(1, 1, -1) ^ (seed & 0)
     if isinstance(n, int):
-        n = range(n)
-    if isinstance(n, range):
-        n = torch.arange(n.start, n.stop, device=device)
+        n = torch.arange(n, device=device)
     c2 = n.view(-1, 1, 1) ^ (seed & 0)
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 
@@ -124,11 +127,11 @@ def draw_seeds(n: int, device: torch.device) -> Tensor:
     return (seeds_op if torch.compiler.is_compiling() else random_seeds)(n, device)
 
 
-def keep_table(seed: Tensor, numbers: range, rows: range, C: int, dropout_p: float) -> Tensor:
-    """keep_mask() of whole rows: bool (N, len(rows), C) on the seed's device. numbers: of the N masks. rows begin at a
-    multiple of 32. Both have step 1. On a GPU with Triton a kernel writes it."""
-    compute = table_op if torch.compiler.is_compiling() else whole_rows
-    return compute(seed, numbers.start, numbers.stop, rows.start, rows.stop, C, dropout_p)
+def keep_table(seed: Tensor, numbers: Tensor, rows: Tensor, C: int, dropout_p: float) -> Tensor:
+    """keep_mask() of whole rows: bool (N, T, C) on the seed's device. numbers: of the N masks, int64 (N,). rows: int64
+    (T,), in runs of 32 neighbours that begin at multiples of 32; the last may be shorter. On a GPU with Triton a kernel
+    writes it."""
+    return (table_op if torch.compiler.is_compiling() else whole_rows)(seed, numbers, rows, C, dropout_p)
 
 
 def dropped(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
@@ -140,12 +143,12 @@ def random_seeds(n: int, device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (n,), device=device)
 
 
-def whole_rows(seed: Tensor, n0: int, n1: int, first: int, stop: int, C: int, dropout_p: float) -> Tensor:
+def whole_rows(seed: Tensor, numbers: Tensor, rows: Tensor, C: int, dropout_p: float) -> Tensor:
     if not runs_kernels(seed.device):
-        return keep_mask(seed, range(n0, n1), range(first, stop), range(C), dropout_p)
+        return keep_mask(seed, numbers, rows, range(C), dropout_p)
     from kernels.dropout import keep_table  # imported here: triton is not installed everywhere
 
-    return keep_table(seed, range(n0, n1), range(first, stop), C, drop_threshold(dropout_p))
+    return keep_table(seed, numbers, rows, C, drop_threshold(dropout_p))
 
 
 seeds_op = torch.library.custom_op(
@@ -154,5 +157,5 @@ seeds_op = torch.library.custom_op(
 seeds_op.register_fake(lambda n, device: torch.empty(n, dtype=torch.int64, device=device))
 table_op = torch.library.custom_op("tilegpt::keep_table", whole_rows, mutates_args=())
 table_op.register_fake(
-    lambda seed, n0, n1, first, stop, C, dropout_p: seed.new_empty((n1 - n0, stop - first, C), dtype=torch.bool)
+    lambda seed, numbers, rows, C, dropout_p: seed.new_empty((len(numbers), len(rows), C), dtype=torch.bool)
 )

@@ -7,27 +7,24 @@ A block projects to q, k and v, and calls attention() of model/attention.py.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from model import recompute
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
-from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
+from model.norm import Added, LayerNorm, Norm, RMSNorm, add_and_norm, last_norm
 from model.rope import rope_table, rotate
-from parallel.part import WHOLE, Part, to_heads, to_tokens
-from parallel.ring import ring_attention
-from sampling.cache import KVCache, LayerCache, has_decode_kernel
 
 CHOICES = {
     "position": ("learned", "rope", "none"),
@@ -141,7 +138,7 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
-def norm(config: GPTConfig) -> RMSNorm | LayerNorm:
+def norm(config: GPTConfig) -> Norm:
     """The norm that model.norm names, over the last axis, of size C."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -163,167 +160,186 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Context(NamedTuple):
-    """What a layer gets besides the residual stream."""
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes from outside a block: data and callables, never a branch.
 
-    rope: tuple[Tensor, Tensor] | None  # cos, sin of rope_table()
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,  # of the gate
+}
+
+
+def embed(embedding: nn.Embedding, positions: nn.Embedding | None, idx: Tensor, at: slice | Tensor) -> Tensor:
+    """The embeddings (B, T, C) of the tokens idx (B, T), with those of their positions `at` where these are learned."""
+    x = embedding(idx)
+    return x if positions is None else x + positions.weight[at]
+
+
+def read(
+    norm: Norm, x: Tensor, added: Added | None, layer: nn.Linear, gate: nn.Linear | None = None, act: str = "none"
+) -> tuple[Tensor, Tensor]:
+    """The stream x + added, (B, T, C), and of its norm y: act(layer(y)), or act(gate(y)) * layer(y)."""
+    x, y = add_and_norm(norm, x, added)
+    if gate is None:
+        return x, ACTIVATIONS[act](layer(y))
+    return x, ACTIVATIONS[act](gate(y)) * layer(y)
+
+
+def write(x: Tensor, layer: nn.Linear, y: Tensor, keep: Tensor | None, dropout_p: float) -> tuple[Tensor, Added | None]:
+    """layer(y) as what is to be added to the stream x. The next norm does that: one kernel makes their backward."""
+    return x, Added(layer(y), keep, dropout_p)
+
+
+def logits(norm: Norm, x: Tensor, added: Added | None, head: nn.Linear) -> Tensor:
+    """The stream after the blocks, x + added, to logits in the dtype of the products."""
+    return head(last_norm(norm, x, added))
+
+
+class Layers(NamedTuple):
+    """What computes the layers around attention. Their arguments are the modules, so sampling/linear.py can have other
+    ones for a few rows, with a kernel for each call."""
+
+    embed: Callable[..., Tensor] = embed
+    read: Callable[..., tuple[Tensor, Tensor]] = read
+    write: Callable[..., tuple[Tensor, Added | None]] = write
+    logits: Callable[..., Tensor] = logits
+
+
+LAYERS = Layers()
+
+
+class Setting(NamedTuple):
+    """Where the tokens of a forward are in the whole batch, and what computes their attention and their layers.
+
+    Without one, the batch is whole: T tokens at 0 to T - 1. parallel/processes.py has settings for a part of it, and
+    sampling/cache.py for tokens whose past is in a cache.
+    """
+
+    T: int  # tokens of the whole sequences
+    positions: slice | Tensor  # of the tokens here, an index of tables: slice, or int64 (T,) or (B, 1)
+    attend: Iterable[Callable[..., Tensor]] | None = None  # for each layer what is called like attention(); None: that
+    first: int = 0  # number of the first sequence here in the whole batch, and how many that has; None: these
+    batch: int | None = None
+    ropes: dict[bool, tuple[Tensor, Tensor]] | None = None  # as in GPT.ropes(), of all positions; None: to be made
+    layers: Layers = LAYERS
+
+
+class Context(NamedTuple):
+    """What a block gets besides the residual stream."""
+
+    rope: tuple[Tensor, Tensor] | None  # cos, sin of rope_table() at the tokens' positions, (1 or B, 1, T, D / 2)
     seed: Tensor | None  # seed of the layer's attention dropout, int64 scalar; None: no dropout
     stream_seed: Tensor | None  # the same for the dropout of what the layer adds to the stream
-    documents: Tensor | None  # (B, T) integers; None: one document
-    past: LayerCache | None = None  # the layer's keys and values, in sampling with a cache
-    part: Part = WHOLE  # which part of the batch this is
-    length: int = 0  # how many tokens of each sequence the part has
+    documents: Tensor | None  # (B, T) integers, of the whole sequences; None: one document
+    rows: Tensor | None = None  # int64 (T,), the tokens' positions; int64 (2 B,), the numbers of the two dropout masks
+    numbers: Tensor | None = None  # of the stream for each sequence, counted in the whole batch; both None: no dropout
+    attend: Callable[..., Tensor] = attention
+    layers: Layers = LAYERS
 
 
-class CausalSelfAttention(nn.Module):
-    """The projections before and after attention; model/attention.py computes the attention itself."""
-
-    def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
-        super().__init__()
-        self.head_size = config.head_size
-        kv_heads = config.n_kv_head or config.n_head
-        self.widths = [heads * config.head_size for heads in (config.n_head, kv_heads, kv_heads)]
-        self.attention_config, self.break_it = attention_config, break_it
-        self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
-        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, C) to (B, T, C)."""
-        qkv = self.qkv(x)
-        # With a rotary embedding q and k are tensors of their own, with a cache longer than x, and of several processes
-        # each has other heads.
-        whole = qkv if context.rope is None and context.past is None and context.part.ranks == 1 else None
-        return self.merge(self.attend(*self.heads(qkv, context.rope), context, whole))
-
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) to q (B, T, H, D) and k, v (B, T, H_kv, D)."""
-        return self.heads(self.qkv(x), rope)
-
-    def heads(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits the fused qkv into heads and applies rope: q (B, H, T, D), k and v (B, H_kv, T, D)."""
-        # Split into q, k, v, then into heads. The other order costs the backward a copy.
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in qkv.split(self.widths, dim=-1))
-        if rope is not None:
-            q, k = (rotate(y.transpose(1, 2), *rope).transpose(1, 2) for y in (q, k))
-        return q, k, v
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, qkv: Tensor | None = None) -> Tensor:
-        """q (B, T, H, D); k, v (B, T, H_kv, D) to o (B, T, H, D). qkv: as in attention()."""
-        part, past = context.part, context.past
-        if part.ring:
-            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-            return ring_attention(q, k, v, self.attention_config, part, context.documents).transpose(1, 2)
-        if part.ranks > 1:
-            q, k, v = (to_heads(y, part) for y in (q, k, v))  # the whole T, and H / N or H_kv / N heads
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
-        if past is not None and past.step is not None:
-            o = past.attend(q, k, v)  # one token, which sees what the cache holds
-        else:
-            if past is not None:
-                k, v = past.fill(q, k, v)
-            o = attention(
-                q, k, v, self.attention_config,
-                seed=context.seed, documents=context.documents, break_it=self.break_it, qkv=qkv,
-                numbers=None if context.seed is None else part.numbers(len(q), q.shape[1], q.device),
-                slopes=part.slopes(q.shape[1], q.device) if self.attention_config.alibi else None,
-            )  # fmt: skip
-        o = o.transpose(1, 2)
-        return to_tokens(o, part) if part.ranks > 1 else o
-
-    def merge(self, o: Tensor) -> Tensor:
-        """o (B, T, H, D) to (B, T, C)."""
-        return self.out(o.flatten(2))
-
-
-class MLP(nn.Module):
-    """(B, T, C) to (B, T, C) with hidden width model.mlp_hidden: GELU, or SwiGLU with a gate (arXiv 2002.05202)."""
+class Attention(nn.Module):
+    """The weights before and after attention; model/attention.py computes the attention itself."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.gated = config.mlp == "swiglu"
-        self.approximate = "tanh" if config.mlp == "gelu_tanh" else "none"
-        hidden = config.mlp_hidden
+        kv_heads = config.n_kv_head or config.n_head
+        self.widths = [heads * config.head_size for heads in (config.n_head, kv_heads, kv_heads)]
+        self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+
+class MLP(nn.Module):
+    """The weights of an MLP with hidden width model.mlp_hidden: GELU, or SwiGLU with a gate (arXiv 2002.05202)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        gated, hidden = config.mlp == "swiglu", config.mlp_hidden
         if hidden is None:  # the gate is a third matrix, so a width of 8/3 C has as many parameters as 4 C without it
-            hidden = -(-config.n_embd * 8 // (3 * 64)) * 64 if self.gated else 4 * config.n_embd
+            hidden = -(-config.n_embd * 8 // (3 * 64)) * 64 if gated else 4 * config.n_embd
         self.up = nn.Linear(config.n_embd, hidden, bias=config.bias)
-        if self.gated:
-            self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
         self.down = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gated:
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
-
-class Unit(nn.Module):
-    """A part of the model whose weights come and go together where ranks share them (parallel/shard.py)."""
-
-    def within(self, compute: Callable, *inputs, **more):
-        """compute(*inputs, **more). It may read the weights; outside of this and of a call of the module they may be
-        away. All tensors with a gradient are to be handed in."""
-        return compute(*inputs, **more)
-
-
-class Block(Unit):
+class Block(nn.Module):
     """Adds attention, then the MLP, to the residual stream. The input of each is a norm of the stream (pre-norm)."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()
+        self.config, self.attention_config, self.break_it = config, attention_config, break_it
         self.attention_norm = norm(config)
-        self.attention = CausalSelfAttention(config, attention_config, break_it)
+        self.attention = Attention(config)
         self.mlp_norm = norm(config)
         self.mlp = MLP(config)
-        self.dropout_p = config.dropout_p
 
-    def forward(self, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added]:
+    def forward(
+        self, x: Tensor, added: Added | None, context: Context, layer: Callable | None = None
+    ) -> tuple[Tensor, Added | None]:
         """The residual stream x (B, T, C), and what the block before it still has to add (None: nothing). Returns the
-        same for the block after it. An addition waits for the next norm, because one kernel makes their backward."""
-        B, T, _ = x.shape
-        for_attention, for_mlp = self.kept(context, B, range(T))
-        x, y = add_and_norm(self.attention_norm, x, added)
-        added = Added(self.attention(y, context), for_attention, self.dropout_p)
-        x, y = add_and_norm(self.mlp_norm, x, added)
-        return x, Added(self.mlp(y), for_mlp, self.dropout_p)
+        same for the block after it. layer(block, x, added, context): computes it in another way, such as compiled. It
+        is called in here, where all of the weights are, also when ranks share them (parallel/shard.py)."""
+        if layer is not None:
+            return layer(self, x, added, context)
+        x, q, k, v, qkv = self.before(x, added, context)
+        return self.after(x, self.attend(q, k, v, context, qkv), context)
 
-    def kept(self, context: Context, B: int, tokens: range) -> Sequence[Tensor | None]:
-        """What dropout keeps, of what attention adds and of what the MLP adds: bool (B, tokens, C); None: all."""
-        if context.stream_seed is None:
-            return None, None
-        rows = context.part.tokens(context.length, tokens)
-        C, (b, batch) = self.attention.out.out_features, context.part.sequences(B)
-        if B == batch:
-            return kept_rows(context.stream_seed, range(2 * B), rows, C, self.dropout_p).split(B)
-        both = b, range(batch + b.start, batch + b.stop)
-        return [kept_rows(context.stream_seed, n, rows, C, self.dropout_p) for n in both]
+    def before(
+        self, x: Tensor, added: Added | None, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The stream with what was to be added, and of its norm q (B, T, H, D) and k, v (B, T, H_kv, D); last, what
+        these are views of, side by side; None if they are not."""
+        x, qkv = context.layers.read(self.attention_norm, x, added, self.attention.qkv)
+        # Split into q, k, v, then into heads. The other order costs the backward a copy.
+        q, k, v = (y.unflatten(-1, (-1, self.config.head_size)) for y in qkv.split(self.attention.widths, dim=-1))
+        if context.rope is None:
+            return x, q, k, v, qkv
+        q, k = (rotate(y.transpose(1, 2), *context.rope).transpose(1, 2) for y in (q, k))
+        return x, q, k, v, None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, qkv: Tensor | None = None) -> Tensor:
+        """q, k, v and qkv of before() to o (B, T, H, D)."""
+        o = context.attend(
+            *(y.transpose(1, 2) for y in (q, k, v)), self.attention_config,
+            seed=context.seed, documents=context.documents, break_it=self.break_it, qkv=qkv,
+        )  # fmt: skip
+        return o.transpose(1, 2)
+
+    def after(self, x: Tensor, o: Tensor, context: Context) -> tuple[Tensor, Added | None]:
+        """The stream and attention's o (B, T, H, D), to what forward() returns."""
+        p = self.config.dropout_p
+        keep: Sequence[Tensor | None] = (None, None)
+        if context.stream_seed is not None:
+            assert context.numbers is not None
+            assert context.rows is not None
+            keep = keep_table(context.stream_seed, context.numbers, context.rows, x.shape[-1], p).chunk(2)
+        x, added = context.layers.write(x, self.attention.out, o.flatten(2), keep[0], p)
+        mlp = self.mlp
+        x, y = context.layers.read(self.mlp_norm, x, added, mlp.up, mlp.gate, self.config.mlp)
+        return context.layers.write(x, mlp.down, y, keep[1], p)
 
 
-def kept_rows(seed: Tensor, numbers: range, pieces: list[range], C: int, dropout_p: float) -> Tensor:
-    """keep_table() of the rows of all pieces, one after the other."""
-    tables = [keep_table(seed, numbers, rows, C, dropout_p) for rows in pieces]
-    return tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
+class Stages(NamedTuple):
+    """What a forward calls: the methods of GPT with these names, or what compiles them."""
+
+    embed: Callable
+    layer: Callable
+    loss: Callable
 
 
-class GPT(Unit):
+class GPT(nn.Module):
     """config: the architecture, with vocab_size set. attention_config: a resolved AttentionConfig (not auto)."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt = UNBROKEN):
         super().__init__()
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         attention_config.check_length(config.context_length)
-        self.draw_and_run = None
-        if not break_it.restore_seed:
-            if config.activation_checkpointing != "true":
-                raise ValueError(
-                    f"break_it={break_it.label}: no block is computed again; use model.activation_checkpointing=true"
-                )
-            # A compiled graph would keep the seed instead of drawing it again.
-            self.draw_and_run = torch.compiler.disable(recompute.draw_and_run)
         self.config, self.attention_config, self.break_it = config, attention_config, break_it
         rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
         self.embedding = nn.Embedding(rows, config.n_embd)
-        if config.position == "learned":
-            self.positions = nn.Embedding(config.context_length, config.n_embd)
+        learned = config.position == "learned"
+        self.positions = nn.Embedding(config.context_length, config.n_embd) if learned else None
         self.blocks = nn.ModuleList(Block(config, attention_config.layer(i), break_it) for i in range(config.n_layer))
         windows = [attention_config.layer(i).window for i in range(config.n_layer)]
         has_two = config.position == "rope" and config.rope_base_local is not None
@@ -349,103 +365,100 @@ class GPT(Unit):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def hidden(
-        self, idx: Tensor, documents: Tensor | None = None, cache: KVCache | None = None, part: Part = WHOLE
-    ) -> Tensor:
-        """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C).
-
-        documents: integers (B, T), from the loader; used if attention.documents is on. None: one document.
-        cache: as in next_logits().
-        part: which part of the batch idx is. documents are those of its whole sequences.
-        """
-        return last_norm(self.norm, *self.through_blocks(idx, documents, cache, part))
-
-    def through_blocks(
+    def forward(
         self,
         idx: Tensor,
-        documents: Tensor | None,
-        cache: KVCache | None = None,
-        part: Part = WHOLE,
-        embed: Callable | None = None,
-        layer: Callable | None = None,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        z_loss: float = 0.0,
+        setting: Setting | None = None,
+        stages: Stages | None = None,
+    ) -> Tensor:
+        """Token ids int64 (B, T) to logits (B, T, V); with targets int64 (B, T), to the mean loss in nats per token.
+
+        documents, setting, stages: as in through_blocks(). z_loss: as in model/loss.py; it changes the gradient, not
+        the returned loss.
+        """
+        if targets is None:
+            return self.logits(self.hidden(idx, documents, setting))
+        x, added = self.through_blocks(idx, documents, setting, stages)
+        return (self.stages if stages is None else stages).loss(x, added, targets, z_loss)
+
+    def hidden(self, idx: Tensor, documents: Tensor | None = None, setting: Setting | None = None) -> Tensor:
+        """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C)."""
+        return last_norm(self.norm, *self.through_blocks(idx, documents, setting))
+
+    def next_logits(self, idx: Tensor, setting: Setting | None = None) -> Tensor:
+        """Token ids int64 (B, T) to the logits (B, V) of the next token. The head runs on the last position only."""
+        x, added = self.through_blocks(idx, None, setting)
+        if added is not None:
+            added = added._replace(value=added.value[:, -1])
+        y = (LAYERS if setting is None else setting.layers).logits(self.norm, x[:, -1], added, self.head)
+        return y[..., : self.config.vocab_size]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The residual stream (..., C), after the last norm, to the logits (..., V)."""
+        return self.head(x)[..., : self.config.vocab_size]  # without the rows that vocab_multiple added
+
+    def through_blocks(
+        self, idx: Tensor, documents: Tensor | None, setting: Setting | None = None, stages: Stages | None = None
     ) -> tuple[Tensor, Added | None]:
         """The residual stream (B, T, C) after the blocks, and what the last of them still has to add.
 
-        idx, documents, cache, part: as in hidden(). embed, layer: self.embed and self.layer, or what compiles them.
+        documents: integers (B, T), from the loader, of the whole sequences; used if attention.documents is on. None:
+        one document. stages: self.stages, or what compiles them.
         """
-        length = idx.shape[1]
-        if length * part.ranks > self.config.context_length:
-            raise ValueError(
-                f"{length * part.ranks} tokens are more than model.context_length={self.config.context_length}"
-            )
+        if setting is None:
+            setting = Setting(idx.shape[1], slice(idx.shape[1]))
+        if setting.T > self.config.context_length:
+            raise ValueError(f"{setting.T} tokens are more than model.context_length={self.config.context_length}")
         if not self.attention_config.documents:
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
+        embed, layer, _ = self.stages if stages is None else stages
         seeds, stream_seeds = self.seeds(idx.device)
-        x, ropes = (embed or self.embed)(idx, stream_seeds[-1], cache, part)
+        x, ropes, rows, numbers = embed(idx, stream_seeds[-1], setting)
         added: Added | None = None  # to x, before anything reads it
-        layers: Sequence[LayerCache | None] = [None] * self.config.n_layer if cache is None else cache.layers
-        parts = zip(self.blocks, self.local_ropes, seeds, stream_seeds[:-1], layers, strict=True)
-        for block, local, seed, stream_seed, past in parts:
-            context = Context(ropes.get(local), seed, stream_seed, documents, past, part, length)
-            x, added = cast(Unit, block).within(layer or self.layer, block, x, added, context)
+        attends = repeat(attention) if setting.attend is None else setting.attend
+        by_layer = zip(self.blocks, self.local_ropes, seeds, stream_seeds, attends, strict=False)
+        for block, local, seed, stream_seed, attend in by_layer:
+            context = Context(ropes.get(local), seed, stream_seed, documents, rows, numbers, attend, setting.layers)
+            x, added = block(x, added, context, layer)
         return x, added
 
+    @property
+    def stages(self) -> Stages:
+        return Stages(self.embed, self.layer, self.loss)
+
     def embed(
-        self, idx: Tensor, seed: Tensor | None, cache: KVCache | None, part: Part
-    ) -> tuple[Tensor, dict[bool, tuple[Tensor, Tensor]]]:
-        """The residual stream (B, T, C) before the blocks, and ropes() of the tokens' positions. seed: of dropout."""
-        length = idx.shape[1]
-        T = length * part.ranks  # of the whole sequence
-        positions = part.positions(length, idx.device) if cache is None else cache.positions
-        x = self.embedding(idx)  # (B, T, C)
-        ropes = self.ropes(T, idx.device) if cache is None else cache.ropes
-        if part.ranks > 1:
-            ropes = {local: (cos[positions], sin[positions]) for local, (cos, sin) in ropes.items()}
-        if self.config.position == "learned":
-            x = x + self.positions.weight[positions]
-        if cache is not None:
-            ropes = {
-                local: (cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3))  # (1 or B, 1, T, D / 2)
-                for local, (cos, sin) in ropes.items()
-            }
+        self, idx: Tensor, seed: Tensor | None, setting: Setting
+    ) -> tuple[Tensor, dict[bool, tuple[Tensor, Tensor]], Tensor | None, Tensor | None]:
+        """The residual stream (B, T, C) before the blocks, and rope, rows and numbers of their Context. seed: of the
+        embedding's dropout, or None."""
+        at = setting.positions
+        x = setting.layers.embed(self.embedding, self.positions, idx, at)  # (B, T, C)
+        ropes = self.ropes(setting.T, idx.device) if setting.ropes is None else setting.ropes
+        ropes = {local: (cos[at].unsqueeze(-3), sin[at].unsqueeze(-3)) for local, (cos, sin) in ropes.items()}
+        rows = numbers = None
         if seed is not None:
-            rows = part.tokens(length, range(length))
-            keep = kept_rows(seed, part.sequences(len(x))[0], rows, x.shape[2], self.config.dropout_p)
-            x = dropped(x, keep, self.config.dropout_p)
+            (B, _, C), p = x.shape, self.config.dropout_p
+            rows = torch.arange(at.start or 0, at.stop, device=idx.device) if isinstance(at, slice) else at
+            numbers = torch.arange(setting.first, setting.first + B, device=idx.device)
+            x = dropped(x, keep_table(seed, numbers, rows, C, p), p)
+            numbers = torch.cat((numbers, numbers + (setting.batch or B)))
         device = x.device.type
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        return x, ropes
+        return x, ropes, rows, numbers
 
-    def layer(self, block: nn.Module, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added | None]:
-        """The block. In training it computes activations again, if the configuration says so."""
-        form, chunk = self.config.activation_checkpointing, self.config.chunk
-        if self.training and (form != "false" or chunk):
-            return recompute.in_less_memory(cast(Block, block), x, context, form, chunk, self.draw_and_run), None
+    def layer(self, block: Block, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added | None]:
+        """What Block.forward() returns. model/recompute.py computes it in another way."""
         return block.forward(x, added, context)
 
     def loss(self, x: Tensor, added: Added | None, targets: Tensor, z_loss: float) -> Tensor:
         """What through_blocks() returns, to the mean loss. targets and z_loss: as in forward()."""
         x = last_norm(self.norm, x, added)
         return next_token_loss(x.flatten(0, 1), self.head.weight, targets.flatten(), z_loss, self.config.vocab_size)
-
-    def compiled(self, compile: Callable[[Callable], Callable]) -> Callable[..., Tensor]:
-        """forward() with targets, compiled in parts: the embedding, a block, the loss. Blocks that are alike are
-        compiled once. So compiling takes a fraction of the time that it takes for the whole model. The kernels are as
-        many, because a block leaves its last addition to the next norm."""
-        # There are as many kinds of blocks as windows, at most; beyond 8 torch would run them uncompiled.
-        config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, 2 + self.config.n_layer)
-        embed, layer, loss = (compile(part) for part in (self.embed, self.layer, self.loss))
-
-        def forward(
-            idx: Tensor, targets: Tensor, documents: Tensor | None = None, z_loss: float = 0.0, part: Part = WHOLE
-        ) -> Tensor:
-            x, added = self.through_blocks(idx, documents, part=part, embed=embed, layer=layer)
-            return loss(x, added, targets, z_loss)
-
-        return partial(self.within, forward)
 
     def ropes(self, length: int, device: torch.device) -> dict[bool, tuple[Tensor, Tensor]]:
         """rope_table() with model.rope_base and YaRN (False) and with model.rope_base_local (True), each if a layer
@@ -473,58 +486,6 @@ class GPT(Unit):
         drawn = draw_seeds(attention + stream, device).unbind() if attention + stream else ()
         return drawn[:attention] or [None] * L, drawn[attention:] or [None] * (L + 1)
 
-    def forward(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        documents: Tensor | None = None,
-        z_loss: float = 0.0,
-        part: Part = WHOLE,
-    ) -> Tensor:
-        """Token ids int64 (B, T) to logits (B, T, V); with targets int64 (B, T), to the mean loss in nats per token.
-
-        documents and part: as in hidden(). z_loss: as in model/loss.py; it changes the gradient, not the returned loss.
-        """
-        if targets is None:
-            return self.logits(self.hidden(idx, documents, part=part))
-        return self.loss(*self.through_blocks(idx, documents, part=part), targets, z_loss)
-
-    def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Token ids int64 (B, T) to the logits (B, V) of the next token. The head runs on the last position only.
-
-        cache: keeps the keys and values of idx. After cache.begin() idx are prompts; after cache.advance() idx is one
-        token of each sequence, (B, 1), which follows what the cache holds.
-        """
-        return self.logits(self.hidden(idx, cache=cache)[:, -1])
-
-    def new_cache(self, B: int, splits: int | None = None, kernel: bool = True, page: int | None = None) -> KVCache:
-        """An empty cache for B sequences. splits: into how many parts the keys are cut; None: as suits the device.
-        kernel: compute the tokens with sampling/decode.py where it can run. page: keep keys and values in pages of so
-        many tokens, a power of 2; None: in one buffer. Raises ValueError as cache_refusal() says.
-        """
-        if (refused := self.cache_refusal()) is not None:
-            raise ValueError(refused)
-        config, weight = self.config, self.embedding.weight
-        device = weight.device
-        layers = [self.attention_config.layer(i) for i in range(config.n_layer)]
-        kernel = kernel and has_decode_kernel(self.attention_config, weight.dtype, config.head_size, device)
-        cache = KVCache(layers, B, config.context_length, device, splits, kernel, page)
-        cache.ropes = self.ropes(config.context_length, device)
-        return cache
-
-    def cache_refusal(self) -> str | None:
-        """Why this model samples without a cache; None if it has one. decode() reads no switch of break_it: it would
-        compute whole attention."""
-        if self.break_it.label:
-            return f"break_it={self.break_it.label}: a cache would compute whole attention, not the broken one"
-        if self.attention_config.block_mask is not None:
-            return "attention.block_mask: the cache has no block masks"
-        return None
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The residual stream (..., C), after the last norm, to the logits (..., V)."""
-        return self.head(x)[..., : self.config.vocab_size]  # without the rows that vocab_multiple added
-
     def parameter_count(self) -> int:
         """The number of weights; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
@@ -539,7 +500,7 @@ class GPT(Unit):
         they skip depends on the text and on the tiles.
         """
         tables = 0 if self.config.tie_head else self.embedding.weight.numel()
-        if self.config.position == "learned":
+        if self.positions is not None:
             tables += self.positions.weight.numel()
         keys = 0.0
         for i in range(self.config.n_layer):

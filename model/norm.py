@@ -36,6 +36,9 @@ class LayerNorm(nn.LayerNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+Norm = RMSNorm | LayerNorm
+
+
 class Added(NamedTuple):
     """What a layer adds to the residual stream."""
 
@@ -48,7 +51,7 @@ class Added(NamedTuple):
         return x + dropped(self.value, self.keep, self.dropout_p)
 
 
-def add_and_norm(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None) -> tuple[Tensor, Tensor]:
+def add_and_norm(norm: Norm, x: Tensor, added: Added | None) -> tuple[Tensor, Tensor]:
     """The stream x + added, and its norm, both (B, T, C).
 
     The norm has its weight's dtype. Before the kernel's backward it has autocast's dtype, if autocast is on: the next
@@ -60,20 +63,20 @@ def add_and_norm(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None) -> t
     return by_function(norm, x, added, True)
 
 
-def last_norm(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None) -> Tensor:
+def last_norm(norm: Norm, x: Tensor, added: Added | None) -> Tensor:
     """The second result of add_and_norm(), where nothing reads the stream any more."""
     if not runs_kernel(norm, x):
         return add_and_norm(norm, x, added)[1]
     return by_function(norm, x, added, False)
 
 
-def runs_kernel(norm: RMSNorm | LayerNorm, x: Tensor) -> bool:
+def runs_kernel(norm: Norm, x: Tensor) -> bool:
     """Whether kernels/norm.py can make the backward, and there will be one."""
     fits = x.shape[-1] <= WIDEST and torch.float64 not in (x.dtype, norm.weight.dtype)
     return runs_kernels(x.device) and torch.is_grad_enabled() and fits
 
 
-def by_function(norm: RMSNorm | LayerNorm, x: Tensor, added: Added | None, stream: bool):
+def by_function(norm: Norm, x: Tensor, added: Added | None, stream: bool):
     """add_and_norm() with the kernel's backward; without `stream`, only the norm."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else norm.weight.dtype

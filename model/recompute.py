@@ -1,4 +1,4 @@
-"""Blocks that compute activations again in the backward: less memory, a longer step.
+"""A GPT that computes activations again in the backward: less memory, a longer step.
 
 Shapes: B batch, T sequence length, n tokens of a piece, C model width, H heads, H_kv key/value heads, D head size.
 
@@ -6,98 +6,101 @@ Shapes: B batch, T sequence length, n tokens of a piece, C model width, H heads,
     model.activation_checkpointing=selective   it also stores attention's result, and does not compute attention again
     model.chunk=N                              all but attention is computed in pieces of N tokens, each again
 
-The results are those of Block.forward(): the same bits with the same seeds, but for the gradients of the weights with
-model.chunk, which are then sums over pieces.
+The results are those of GPT: the same bits with the same seeds, but for the gradients of the weights with model.chunk,
+which are then sums over pieces.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from model.attention import draws_itself
-from model.norm import Added, add_and_norm, last_norm
+from model.attention import AttentionConfig, draws_itself
+from model.break_it import UNBROKEN, BreakIt
+from model.gpt import GPT, Block, Context, GPTConfig
+from model.norm import Added
 
-if TYPE_CHECKING:
-    from model.gpt import Block, Context
-
-# The ops whose results a selective checkpoint keeps: those of attention, of all implementations but naive.
-KEPT = ("tilegpt::flash_forward", "tilegpt::tiled_forward", "tilegpt::ring_forward", "aten::_scaled_dot_product_")
+# The ops whose results a selective checkpoint stores: those of attention, of all implementations but naive.
+STORED = ("tilegpt::flash_forward", "tilegpt::tiled_forward", "tilegpt::ring_forward", "aten::_scaled_dot_product_")
 
 
-def in_less_memory(
-    block: "Block",
-    x: Tensor,
-    context: "Context",
-    form: str,
-    chunk: int | None,
-    run: Callable[..., Tensor] | None = None,
-) -> Tensor:
+class RecomputingGPT(GPT):
+    """A GPT for training: its blocks run as model.activation_checkpointing and model.chunk say."""
+
+    def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt = UNBROKEN):
+        if not break_it.restore_seed and config.activation_checkpointing != "true":
+            raise ValueError(
+                f"break_it={break_it.label}: no block is computed again; use model.activation_checkpointing=true"
+            )
+        super().__init__(config, attention_config, break_it)
+
+    def layer(self, block: Block, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added | None]:
+        form, chunk = self.config.activation_checkpointing, self.config.chunk
+        if not self.training or (form == "false" and not chunk):
+            return block.forward(x, added, context)
+        return in_less_memory(block, x, context, form, chunk), None
+
+
+def in_less_memory(block: Block, x: Tensor, context: Context, form: str, chunk: int | None) -> Tensor:
     """The block's output for the stream x (B, T, C), with the residuals added.
 
-    form: model.activation_checkpointing, not auto. chunk: model.chunk. run(block, x, context): instead of the block,
-    for break_it.restore_seed=false, which draws its own random numbers, also when it is run again.
+    form: model.activation_checkpointing, not auto. chunk: model.chunk.
     """
-    restore = run is None and draws_itself(block.attention.attention_config)
+    if form == "false":
+        return in_pieces(block, x, context, chunk)
+    run: Callable[..., Any] = in_pieces
+    restore = draws_itself(block.attention_config)
+    if not block.break_it.restore_seed:  # a compiled graph would keep the seed instead of drawing it again
+        run, restore = torch.compiler.disable(redrawn), False
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=restore)
     if form == "true":
-        return again(run or (in_pieces if chunk else whole), block, x, context, *([chunk] if chunk else []))
-    if form == "selective":
-        keep = partial(create_selective_checkpoint_contexts, keep_attention)
-        x, o = again(up_to_attention, block, x, context, chunk, context_fn=keep)
-        return each_piece(partial(after_attention, block, context), chunk or x.shape[1], x, o)[0]
-    return in_pieces(block, x, context, chunk)
+        return again(run, block, x, context, chunk)
+    store = partial(create_selective_checkpoint_contexts, store_attention)
+    x, o = again(up_to_attention, block, x, context, chunk, context_fn=store)
+    return each_piece(partial(after_attention, block), chunk or x.shape[1], context, x, o)[0]
 
 
-def whole(block: "Block", x: Tensor, context: "Context") -> Tensor:
-    """The block's result (B, T, C)."""
-    x, added = block.forward(x, None, context)
-    return added.to(x)
-
-
-def draw_and_run(block: "Block", x: Tensor, context: "Context") -> Tensor:
+def redrawn(block: Block, x: Tensor, context: Context, chunk: int | None) -> Tensor:
     """For break_it.restore_seed=false: draws the seed here, so a block that is computed again gets another one."""
-    return whole(block, x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)))
+    return in_pieces(block, x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)), None)
 
 
-def in_pieces(block: "Block", x: Tensor, context: "Context", chunk: int | None) -> Tensor:
-    """whole(), all but attention in pieces of `chunk` tokens."""
+def in_pieces(block: Block, x: Tensor, context: Context, chunk: int | None) -> Tensor:
+    """The block's output (B, T, C), all but attention in pieces of `chunk` tokens."""
+    if not chunk:
+        x, added = block.forward(x, None, context)
+        return x if added is None else added.to(x)
     x, o = up_to_attention(block, x, context, chunk)
-    return each_piece(partial(after_attention, block, context), chunk or x.shape[1], x, o)[0]
+    return each_piece(partial(after_attention, block), chunk, context, x, o)[0]
 
 
-def up_to_attention(block: "Block", x: Tensor, context: "Context", chunk: int | None) -> tuple[Tensor, Tensor]:
+def up_to_attention(block: Block, x: Tensor, context: Context, chunk: int | None) -> tuple[Tensor, Tensor]:
     """The stream x (B, T, C) to itself and attention's o (B, T, H, D)."""
     if chunk:
-        q, k, v = each_piece(partial(project, block, context), chunk, x)
+        q, k, v = each_piece(partial(before_attention, block), chunk, context, x)
     else:
-        x, y = add_and_norm(block.attention_norm, x, None)
-        q, k, v = block.attention.project(y, context.rope)
-    return x, block.attention.attend(q, k, v, context)
+        x, q, k, v, _ = block.before(x, None, context)
+    return x, block.attend(q, k, v, context)
 
 
-def project(block: "Block", context: "Context", first: int, x: Tensor) -> tuple[Tensor, ...]:
-    """The stream x (B, n, C) of the tokens from `first` on to q (B, n, H, D) and k, v (B, n, H_kv, D)."""
-    rope = context.rope
-    if rope is not None:
-        rope = rope[0][first : first + x.shape[1]], rope[1][first : first + x.shape[1]]
-    return block.attention.project(last_norm(block.attention_norm, x, None), rope)
+def before_attention(block: Block, context: Context, x: Tensor) -> tuple[Tensor, ...]:
+    """The stream x (B, n, C) to q (B, n, H, D) and k, v (B, n, H_kv, D)."""
+    return block.before(x, None, context)[1:4]
 
 
-def after_attention(block: "Block", context: "Context", first: int, x: Tensor, o: Tensor) -> tuple[Tensor]:
-    """Adds attention and the MLP to the stream of the tokens from `first` on: x (B, n, C) and o (B, n, H, D) to (B, n,
-    C)."""
-    B, n, _ = x.shape
-    for_attention, for_mlp = block.kept(context, B, range(first, first + n))
-    x, y = add_and_norm(block.mlp_norm, x, Added(block.attention.merge(o), for_attention, block.dropout_p))
-    return (Added(block.mlp(y), for_mlp, block.dropout_p).to(x),)
+def after_attention(block: Block, context: Context, x: Tensor, o: Tensor) -> tuple[Tensor]:
+    """Adds attention and the MLP to the stream: x (B, n, C) and o (B, n, H, D) to (B, n, C)."""
+    x, added = block.after(x, o, context)
+    return (x if added is None else added.to(x),)
 
 
-def each_piece(compute: Callable[..., tuple[Tensor, ...]], chunk: int, *wholes: Tensor) -> tuple[Tensor, ...]:
-    """compute(first, *pieces) of every piece of `chunk` tokens, each in a checkpoint. `first` is its first token.
+def each_piece(
+    compute: Callable[..., tuple[Tensor, ...]], chunk: int, context: Context, *wholes: Tensor
+) -> tuple[Tensor, ...]:
+    """compute(context, *pieces) of every piece of `chunk` tokens, each in a checkpoint, with the context of its tokens.
 
     wholes: (B, T, ...), and so are the results, put together again. compute treats each token by itself.
     """
@@ -106,12 +109,19 @@ def each_piece(compute: Callable[..., tuple[Tensor, ...]], chunk: int, *wholes: 
     low, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     with torch.autocast(device, dtype, enabled=low, cache_enabled=chunk >= T):
         parts = [
-            checkpoint(compute, i * chunk, *piece, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(compute, some(context, i * chunk, chunk), *piece, use_reentrant=False, preserve_rng_state=False)
             for i, piece in enumerate(zip(*(x.split(chunk, dim=1) for x in wholes), strict=True))
         ]
     return tuple(torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
 
-def keep_attention(context: Any, op: Any, *args, **kwargs) -> CheckpointPolicy:
-    """What a selective checkpoint does with an op's result: attention's is kept, everything else is computed again."""
-    return CheckpointPolicy.MUST_SAVE if op.name().startswith(KEPT) else CheckpointPolicy.PREFER_RECOMPUTE
+def some(context: Context, first: int, n: int) -> Context:
+    """The context of n tokens, for what treats each token by itself."""
+    tokens = slice(first, first + n)
+    rope = None if context.rope is None else (context.rope[0][..., tokens, :], context.rope[1][..., tokens, :])
+    return context._replace(rope=rope, rows=None if context.rows is None else context.rows[tokens])
+
+
+def store_attention(context: Any, op: Any, *args, **kwargs) -> CheckpointPolicy:
+    """What a selective checkpoint does with an op's result: attention's is stored, everything else computed again."""
+    return CheckpointPolicy.MUST_SAVE if op.name().startswith(STORED) else CheckpointPolicy.PREFER_RECOMPUTE

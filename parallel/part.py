@@ -11,12 +11,12 @@ Where N does not divide the heads, a process keeps its tokens in attention too, 
 (parallel/ring.py). The part is then two pieces of the sequence, so that all have the same work.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from model.attention import alibi_slopes
+from model.attention import AttentionConfig, alibi_slopes, attention
 
 
 class Part(NamedTuple):
@@ -38,26 +38,13 @@ class Part(NamedTuple):
         pieces = x.chunk(2 * self.ranks, dim=1)
         return torch.cat((pieces[self.rank], pieces[-1 - self.rank]), dim=1)
 
-    def tokens(self, length: int, some: range) -> list[range]:
-        """Where `some` of the part's `length` tokens are in the whole sequence: one range for each piece."""
+    def positions(self, n: int, device: torch.device) -> slice | Tensor:
+        """Where the part's n tokens are in the whole sequence, an index of a table of positions."""
         if not self.ring:
-            return [range(self.rank * length + some.start, self.rank * length + some.stop)]
-        half = length // 2
-        early = range(self.rank * half + some.start, self.rank * half + min(some.stop, half))
-        skipped = (2 * self.ranks - 2 - self.rank) * half
-        late = range(skipped + max(some.start, half), skipped + some.stop)
-        return [piece for piece in (early, late) if len(piece)]
-
-    def positions(self, length: int, device: torch.device) -> slice | Tensor:
-        """An index of the part's `length` tokens in a table of the whole sequence."""
-        pieces = self.tokens(length, range(length))
-        if len(pieces) == 1:
-            return slice(pieces[0].start, pieces[0].stop)
-        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
-
-    def sequences(self, B: int) -> tuple[range, int]:
-        """The part's B sequences, counted in the whole batch, and how many that has."""
-        return range(self.share * B, (self.share + 1) * B), self.shares * B
+            return slice(self.rank * n, (self.rank + 1) * n)
+        half = n // 2
+        firsts = (self.rank * half, (2 * self.ranks - 1 - self.rank) * half)
+        return torch.cat([torch.arange(first, first + half, device=device) for first in firsts])
 
     def numbers(self, B: int, H: int, device: torch.device) -> Tensor | None:
         """b*H + h in the whole batch, of the part's B sequences and H heads, int64 (B * H,); None: 0, 1, ..."""
@@ -75,6 +62,19 @@ class Part(NamedTuple):
 
 
 WHOLE = Part()
+
+
+def exchanged(part: Part, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **options: Any) -> Tensor:
+    """attention() of the part's tokens, q, k, v and o (B, H or H_kv, T / N, D), over the whole sequences."""
+    if part.ranks > 1:
+        q, k, v = (to_heads(y.transpose(1, 2), part).transpose(1, 2) for y in (q, k, v))  # (B, H / N, T, D)
+        options["qkv"] = None  # it has the heads of before
+    H, device = q.shape[1], q.device
+    numbers = None if options["seed"] is None else part.numbers(len(q), H, device)
+    o = attention(
+        q, k, v, config, numbers=numbers, slopes=part.slopes(H, device) if config.alibi else None, **options
+    )  # fmt: skip
+    return to_tokens(o.transpose(1, 2), part).transpose(1, 2) if part.ranks > 1 else o
 
 
 def to_heads(x: Tensor, part: Part) -> Tensor:

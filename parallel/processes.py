@@ -26,6 +26,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +39,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from data.text import counted
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig
-from parallel.part import WHOLE, Part
-from parallel.ring import refused
+from model.gpt import GPT, GPTConfig, Setting
+from parallel.part import WHOLE, Part, exchanged
+from parallel.ring import refused, ring_attention
 
 
 @dataclass
@@ -95,6 +97,15 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def setting(self, idx: Tensor) -> Setting | None:
+        """Of a forward of this rank's tokens, (B, T / N). None: the batch is whole."""
+        part, (B, n) = self.part, idx.shape
+        if part == WHOLE:
+            return None
+        attend = repeat(partial(ring_attention if part.ring else exchanged, part))
+        positions = part.positions(n, idx.device)
+        return Setting(n * part.ranks, positions, attend, first=part.share * B, batch=part.shares * B)
 
     def of_memory(self, model: GPTConfig) -> GPTConfig:
         """The model with as many tokens a sequence as a rank has, to count its memory by."""

@@ -43,11 +43,12 @@ from sampling.cache import merge
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, part: Part, documents: Tensor | None = None
+    part: Part, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, documents: Tensor | None = None, **_: Any
 ) -> Tensor:
     """o of the part's queries over the whole sequence, causal. All processes of part.group have to call it.
 
-    config: resolved, and without what refused() names. documents: integers (B, T), of the whole sequences.
+    config: resolved, and without what refused() names. documents: integers (B, T), of the whole sequences. The other
+    options of attention() are those of whole attention without dropout.
     """
     # Not compiled: the processes wait for each other, part by part, in Python.
     apply = torch.compiler.disable(Ring.apply) if torch.compiler.is_compiling() else Ring.apply

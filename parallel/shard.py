@@ -26,7 +26,7 @@ def shard(model: GPT, size: int, device: torch.device) -> None:
     """Shares the weights among all `size` ranks, in place. They move to `device` block by block, so that the model may
     be larger than that has memory for. Gradients become sums over the ranks."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     # The stream, which blocks hand on, is never changed in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -34,7 +34,6 @@ def shard(model: GPT, size: int, device: torch.device) -> None:
     for unit in (*model.blocks, model):
         # By default the last group's weights stay after a forward. Then an average's would be old ones the next time.
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-        register_fsdp_forward_method(unit, "within")
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # else gloo would be asked for a scaled sum

@@ -20,13 +20,14 @@ A layer with a window keeps its buffer, which is as small as the window.
 Sources: Dao et al. 2023, https://pytorch.org/blog/flash-decoding; pages: Kwon et al. 2023, arXiv 2309.06180.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.problem import HAS_TRITON, Problem
-from model.attention import AttentionConfig, problem_of
+from model.attention import AttentionConfig, attention, problem_of
+from model.gpt import GPT, LAYERS, Layers, Setting
 from model.mask import WHOLE, Tile
 from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
 
@@ -34,8 +35,11 @@ PAGE = 64  # tokens in a page of sample.py; sampling/decode.py wants a multiple 
 ANY = Tile(range(0), range(0), WHOLE)  # scores() uses a tile's place for alibi alone
 
 
-class Step(NamedTuple):
-    """Where the next token's key goes, and what the token sees. Layers with as many slots share a Step."""
+Rope = tuple[Tensor, Tensor] | None  # cos, sin of every position, float32 (positions, D / 2)
+
+
+class Place(NamedTuple):
+    """Where the next token's key goes, and what the token sees. Layers with as many slots share a Place."""
 
     slots: int | Tensor  # the slot of the new key; int64 (B,) if the sequences differ
     T_k: int  # slots 0 to T_k - 1 are looked at
@@ -150,16 +154,26 @@ class LayerCache:
     problem: Problem  # the scale, softcap and slopes of the layer
     tickets: Tensor  # for the kernel
 
-    def __init__(self, config: AttentionConfig, B: int, context_length: int, splits: int | None, pages: Pages | None):
-        """config: the layer's own. pages: for a layer whose window is no shorter than the context."""
-        self.config, self.B, self.splits = config, B, splits
+    def __init__(
+        self, config: AttentionConfig, B: int, context_length: int, splits: int | None, pages: Pages | None, rope: Rope
+    ):
+        """config: the layer's own. pages: for a layer whose window is no shorter than the context. rope: for the
+        kernel, cos and sin of every position."""
+        self.config, self.B, self.splits, self.rope = config, B, splits, rope
         # Under a window a new key takes the slot of the one that has just left the window.
         self.size = min(config.window or context_length, context_length)
         self.pages = pages if self.size == context_length else None
         self.rows = slice(B)  # the sequences whose prompts run now
         self.past = 0  # how many tokens of these are in the cache already
         # None: prompts run now. With the kernel: the position of each sequence's token, int64 (B,) on the device.
-        self.step: Step | Tensor | None = None
+        self.place: Place | Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **options: Any) -> Tensor:
+        """What attention() computes: of prompts, or of one token of every sequence over all that the cache holds."""
+        if self.place is None:
+            k, v = self.fill(q, k, v)
+            return attention(q, k, v, config, **options | {"qkv": None})  # qkv would be without earlier tokens
+        return self.of_token(q, k, v)
 
     def fill(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps the last S keys and values of prompts, and returns all that their queries see: after earlier tokens
@@ -186,19 +200,17 @@ class LayerCache:
                 pages.write(kept, of, positions[None], x)
         return seen[0], seen[1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Keeps the key and value of one new token of every sequence, and returns its o. All are (B, heads, 1, D).
-
-        rope: cos and sin of every position, if q and k are not yet rotated; only with the kernel.
-        """
-        assert self.step is not None
-        if isinstance(self.step, Tensor):
+    def of_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keeps the key and value of one new token of every sequence, and returns its o. All are (B, heads, 1, D). With
+        the kernel, q and k are not yet rotated."""
+        assert self.place is not None
+        if isinstance(self.place, Tensor):
             from sampling import decode as kernel  # imported here: triton is not installed everywhere
 
-            at = self.k, self.v, self.step
+            at = self.k, self.v, self.place
             table = None if self.pages is None else (self.pages.table, self.size)
-            return kernel.decode(q, k, v, *at, self.problem, self.tickets, self.splits, rope, table)
-        slots, T_k, back, hidden = self.step
+            return kernel.decode(q, k, v, *at, self.problem, self.tickets, self.splits, self.rope, table)
+        slots, T_k, back, hidden = self.place
         seen = []
         for kept, x in ((self.k, k), (self.v, v)):
             if self.pages is not None:
@@ -217,43 +229,45 @@ class LayerCache:
 class KVCache:
     """The keys and values of all layers for B sequences of up to context_length tokens, each at its own position.
 
-    model.new_cache(B) makes one. Before each model.next_logits(idx, cache), begin() or advance() says what idx is.
+    begin(), extend() and advance() say which tokens run next, and return the Setting for the model to run them in.
     """
 
-    ropes: dict[bool, tuple[Tensor, Tensor]]  # cos, sin of every position, as in GPT.ropes(); the model sets it
-    positions: slice | Tensor  # of the tokens that run now: the same for all sequences, or int64 (B, 1)
-
-    def __init__(
-        self,
-        configs: list[AttentionConfig],
-        B: int,
-        context_length: int,
-        device: torch.device,
-        splits: int | None,
-        kernel: bool,
-        page: int | None,
-    ):
-        """configs: one per layer. splits: into how many parts the keys are cut; None: as suits the device. kernel:
-        whether sampling/decode.py computes the tokens after the prompts. page: tokens in a page; None: no pages."""
+    def __init__(self, model: GPT, B: int, splits: int | None = None, kernel: bool = True, page: int | None = None):
+        """An empty cache. splits: into how many parts the keys are cut; None: as suits the device. kernel: compute the
+        tokens after the prompts with sampling/decode.py where it can run. page: keep keys and values in pages of so
+        many tokens, a power of 2; None: in one buffer. Raises ValueError as refusal() says."""
+        if (refused := refusal(model)) is not None:
+            raise ValueError(refused)
+        config, weight = model.attention_config, model.embedding.weight
+        context_length, device = model.config.context_length, weight.device
         self.pages = None if page is None else Pages(B, context_length, page, device)
-        self.layers = [LayerCache(config, B, context_length, splits, self.pages) for config in configs]
+        self.ropes = model.ropes(context_length, device)  # cos, sin of every position
+        self.layers = [
+            LayerCache(config.layer(i), B, context_length, splits, self.pages, self.ropes.get(local))
+            for i, local in enumerate(model.local_ropes)
+        ]
         self.lengths = [0] * B  # the number of tokens of each sequence
-        self.context_length, self.device = context_length, device
-        self.alibi = configs[0].alibi
+        self.context_length, self.device, self.alibi = context_length, device, config.alibi
         # With the kernel: the position of each sequence's last token. It stays at one place in memory, because a
         # recorded token has its address.
+        kernel = kernel and has_decode_kernel(config, weight.dtype, model.config.head_size, device)
         self.at = torch.zeros(B, dtype=torch.int64, device=device) if kernel else None
+
+    def setting(self, positions: slice | Tensor, ropes: dict | None = None, layers: Layers = LAYERS) -> Setting:
+        """For tokens at these positions. ropes: {} if attention's kernel rotates; None: self.ropes."""
+        attend = [layer.attend for layer in self.layers]
+        ropes = self.ropes if ropes is None else ropes
+        return Setting(self.context_length, positions, attend, ropes=ropes, layers=layers)
 
     @property
     def moved(self) -> int:
         """How often the keys and values have moved in memory. A recorded token would read the old place."""
         return 0 if self.pages is None else self.pages.moved
 
-    def begin(self, T: int, rows: slice, shared: bool = False) -> None:
+    def begin(self, T: int, rows: slice, shared: bool = False) -> Setting:
         """Next, the model runs the prompts of the sequences `rows`, of T tokens each. What they had is forgotten.
         shared: they have the same prompt, and the model runs it once."""
         self.lengths[rows] = [T] * len(self.lengths[rows])
-        self.positions = slice(T)
         if self.at is not None:
             self.at[rows] = T - 1
         if self.pages is not None:
@@ -266,19 +280,21 @@ class KVCache:
                 self.pages.share(every)
             self.pages.settle(self.layers)
         for layer in self.layers:
-            layer.rows, layer.past, layer.step = rows, 0, None
+            layer.rows, layer.past, layer.place = rows, 0, None
+        return self.setting(slice(T))
 
-    def extend(self, T: int) -> None:
+    def extend(self, T: int) -> Setting:
         """Next, the model runs T more tokens of every sequence. All sequences have as many tokens."""
         past, B = self.lengths[0], len(self.lengths)
         assert self.lengths == [past] * B, "sequences of different lengths"
         assert past + T <= self.context_length, "more tokens than the context has"
-        self.lengths, self.positions = [past + T] * B, slice(past, past + T)
+        self.lengths = [past + T] * B
         if self.at is not None:
             self.at.fill_(past + T - 1)
         self.own([past] * B)
         for layer in self.layers:
-            layer.rows, layer.past, layer.step = slice(B), past, None
+            layer.rows, layer.past, layer.place = slice(B), past, None
+        return self.setting(slice(past, past + T))
 
     def cut(self, T: int) -> bool:
         """Forgets all but the first T tokens of every sequence, and returns True. Returns False, and forgets nothing,
@@ -294,10 +310,10 @@ class KVCache:
                 self.pages.settle(self.layers)
         return possible
 
-    def advance(self) -> None:
-        """Next, the model runs one token of every sequence."""
+    def advance(self) -> Setting:
+        """Next, the model runs one token of every sequence, idx (B, 1)."""
         self.grow()
-        self.step_on()
+        return self.move()
 
     def grow(self) -> None:
         """The part of advance() that a recorded token leaves to the host: lengths and pages."""
@@ -312,40 +328,50 @@ class KVCache:
                 self.pages.own(b, start, self.lengths[b])
             self.pages.settle(self.layers)
 
-    def step_on(self) -> None:
-        """The other part of advance(): what the token's position is. With the kernel the device counts it."""
+    def move(self, layers: Layers = LAYERS) -> Setting:
+        """The other part of advance(): what the token's position is. With the kernel the device counts it. layers: what
+        computes the token's layers."""
         if self.at is not None:
             self.at += 1
-            self.positions = self.at[:, None]
             for layer in self.layers:
-                layer.step = self.at
-            return
+                layer.place = self.at
+            return self.setting(self.at[:, None], {}, layers)
         at = [length - 1 for length in self.lengths]
         together = len(set(at)) == 1
-        self.positions = slice(at[0], at[0] + 1) if together else torch.tensor(at, device=self.device)[:, None]
-        steps = {size: self.step(at, together, size) for size in {layer.size for layer in self.layers}}
+        places = {size: self.place(at, together, size) for size in {layer.size for layer in self.layers}}
         for layer in self.layers:
-            layer.step = steps[layer.size]
+            layer.place = places[layer.size]
+        return self.setting(slice(at[0], at[0] + 1) if together else torch.tensor(at, device=self.device)[:, None])
 
-    def step(self, at: list[int], together: bool, size: int) -> Step:
+    def place(self, at: list[int], together: bool, size: int) -> Place:
         """For tokens at the positions `at`, in buffers of `size` slots."""
         T_k = min(max(at) + 1, size)
         if together and not self.alibi:
-            return Step(at[0] % size, T_k)
+            return Place(at[0] % size, T_k)
         position = torch.tensor(at[:1] if together else at, device=self.device)[:, None]
         back = (position - torch.arange(T_k, device=self.device)) % size
         if together:
-            return Step(at[0] % size, T_k, back)
-        return Step(position[:, 0] % size, T_k, back, back > position)
+            return Place(at[0] % size, T_k, back)
+        return Place(position[:, 0] % size, T_k, back, back > position)
+
+
+def refusal(model: GPT) -> str | None:
+    """Why a model samples without a cache; None if it has one. decode() reads no switch of break_it: it would compute
+    whole attention."""
+    if model.break_it.label:
+        return f"break_it={model.break_it.label}: a cache would compute whole attention, not the broken one"
+    if model.attention_config.block_mask is not None:
+        return "attention.block_mask: the cache has no block masks"
+    return None
 
 
 def has_decode_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
     """Whether sampling/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
     if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or not HAS_TRITON:
         return False
-    from kernels.op import refusal  # imported here: triton is not installed everywhere
+    from kernels.op import refusal as of_kernels  # imported here: triton is not installed everywhere
 
-    return refusal(dtype, D, device) is None
+    return of_kernels(dtype, D, device) is None
 
 
 def decode(

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kernels.problem import runs_kernels
 from model.gpt import GPT
-from sampling.cache import KVCache
-from sampling.token import Generators, NextToken, next_logits
+from sampling.cache import KVCache, refusal
+from sampling.token import Generators, NextToken
 
 PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
 SPOILT = "the logits are NaN or infinite: the weights of this checkpoint are spoilt; use an earlier one"
@@ -161,102 +161,144 @@ def generate(
     sampler: Sampler,
     generator: Generators = None,
     *,
-    cache: "bool | KVCache | Kept" = True,
+    cache: bool | KVCache = True,
     past_context: str = "slide",
 ) -> Iterator[Tensor]:
-    """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen. On a CUDA
-    GPU the tensors are on the host, and each comes when the next token has been enqueued. So a cache may hold one token
-    more than was yielded.
+    """Session.generate() with a session of its own, whose arguments these are."""
+    session = Session(model, sampler, generator, B=len(prompts), cache=cache, past_context=past_context)
+    return session.generate(prompts, max_new_tokens)
 
-    prompts: int64 (B, T), or B tensors (T,) of different lengths, at least 1. The model sees the last context_length
-    tokens of a prompt. The caller puts the model in eval mode: an iterator that is abandoned half-way could not restore
-    it.
-    cache: keep keys and values, where model.cache_refusal() is None. It changes the time, and logits by rounding. It
-    may be a KVCache that holds all that the model sees of the prompts but their last tokens, or nothing. It may be
-    what a Session keeps: then that has the sampler and the generator, and knows which tokens a penalty counts.
-    past_context: what the model sees of a text longer than its context.
-        slide   the last context_length tokens. Each then has another position, so all of them run again at every token.
-        half    when the context is full, its last half. That runs again as a new prompt, and the context fills up.
-                A longer prompt is seen as if its tokens had come one by one.
-        stop    nothing is yielded after the first sequence has filled its context.
+
+class Session:
+    """Generates texts, one after the other, with one model, sampler and generator. What takes time to make stays from
+    text to text: the cache, and on a CUDA GPU the CUDA graph of a token. So a chat runs only the tokens that are new.
     """
-    assert not model.training, "call model.eval() first: dropout would garble the text"
-    assert past_context in PAST_CONTEXT
-    if not isinstance(cache, Kept):
-        kept = Kept(model, len(prompts), sampler, generator, cache)
-        kept.count(prompts)
-    else:
-        kept = cache
-    made = each_token(kept, prompts, max_new_tokens, past_context)
-    return to_host(made) if kept.cuda else made
 
+    def __init__(
+        self,
+        model: GPT,
+        sampler: Sampler,
+        generator: Generators = None,
+        *,
+        B: int = 1,
+        cache: bool | KVCache = True,
+        past_context: str = "slide",
+    ):
+        """The caller puts the model in eval mode: an iterator that is abandoned half-way could not restore it.
 
-class Kept:
-    """What generate() keeps from token to token, and a Session from answer to answer."""
-
-    def __init__(self, model: GPT, B: int, sampler: Sampler, generator: Generators, cache: bool | KVCache):
-        """For B sequences; the rest are arguments of generate()."""
-        self.model, self.sampler = model, sampler
-        self.cuda = model.embedding.weight.is_cuda
+        B: sequences at a time.
+        cache: keep keys and values, where refusal() of sampling/cache.py is None; or a KVCache that holds nothing. It
+        changes the time, and logits by rounding.
+        past_context: what the model sees of a text longer than its context.
+            slide   the last context_length tokens. Each then has another position, so all run again at every token.
+            half    when the context is full, its last half. That runs again as a new prompt, and the context fills up.
+                    A longer prompt is seen as if its tokens had come one by one.
+            stop    nothing is yielded after the first sequence has filled its context.
+        """
+        assert not model.training, "call model.eval() first: dropout would garble the text"
+        assert past_context in PAST_CONTEXT
+        self.model, self.sampler, self.generator, self.past_context = model, sampler, generator, past_context
+        self.context, self.vocab_size = model.config.context_length, model.config.vocab_size or 0
         self.cache = cache if isinstance(cache, KVCache) else None
-        if cache is True and model.cache_refusal() is None:
-            self.cache = model.new_cache(B)
-        nothing = torch.zeros(B, 0, dtype=torch.int64, device=model.embedding.weight.device)
+        if cache is True and refusal(model) is None:
+            self.cache = KVCache(model, B)
+        weight = model.embedding.weight
+        self.cuda = weight.is_cuda
         # It stays at one place in memory, because a recorded token has its address.
-        self.used = self.tokens_used(nothing)
+        no_tokens = torch.zeros(B, 0, dtype=torch.int64, device=weight.device)
+        self.used = sampler.tokens_used(list(no_tokens), self.vocab_size)
         choose = sampler.choose_unseen if self.cuda else sampler.choose
         self.choose = partial(choose, generator=generator, used=self.used)
         self.recorded: NextToken | None = None
         if self.cuda and self.cache is not None and self.cache.at is not None:
-            assert model.config.vocab_size is not None
-            logits = self.cache.at.new_empty(B, model.config.vocab_size, dtype=torch.float32)
+            logits = weight.new_empty(B, self.vocab_size, dtype=torch.float32)
             draw = partial(sampler.draw_ahead, logits, generator, self.used)
             self.recorded = NextToken(model, self.cache, self.choose, generator, draw)
+        self.ran: list[int] = []  # in a chat: what the model has seen, and the last token, which it has not
 
-    def tokens_used(self, texts: Tensor | Sequence[Tensor]) -> Tensor | None:
-        assert self.model.config.vocab_size is not None
-        return self.sampler.tokens_used(list(texts), self.model.config.vocab_size)
+    def generate(self, prompts: Tensor | Sequence[Tensor], max_new_tokens: int) -> Iterator[Tensor]:
+        """Yields the next token of each sequence, int64 (B,), max_new_tokens times, each as soon as it is chosen. On a
+        CUDA GPU the tensors are on the host, and each comes when the next token has been enqueued. So the cache may
+        hold one token more than was yielded.
+
+        prompts: int64 (B, T), or B tensors (T,) of different lengths, at least 1. The model sees the last
+        context_length tokens of a prompt.
+        """
+        self.count(prompts)
+        return self.go_on(prompts, max_new_tokens)
 
     def count(self, texts: Tensor | Sequence[Tensor]) -> None:
         """A penalty applies to the tokens of these B texts, int64 (T,), and to those that are chosen from now on."""
-        used = self.tokens_used(texts)
-        if self.used is not None and used is not None:
+        if self.used is not None and (used := self.sampler.tokens_used(list(texts), self.vocab_size)) is not None:
             self.used.copy_(used)
 
+    def go_on(self, prompts: Tensor | Sequence[Tensor], max_new_tokens: int) -> Iterator[Tensor]:
+        """generate() without count(). The cache holds all that the model sees of the prompts but their last tokens, or
+        is begun anew."""
+        made = self.enqueued(prompts, max_new_tokens)
+        return to_host(made) if self.cuda else made
 
-@torch.inference_mode()
-def each_token(
-    keep: Kept, prompts: Tensor | Sequence[Tensor], max_new_tokens: int, past_context: str
-) -> Iterator[Tensor]:
-    """generate(), as the device makes the tokens. On a CUDA GPU it yields what choose_unseen() returns."""
-    model, kept = keep.model, keep.cache
-    context = model.config.context_length
-    lengths = [len(prompt) for prompt in prompts]
-    texts = [prompt[-context:] for prompt in prompts]  # what the model may see: never more than the context
-    if past_context == "stop":
-        max_new_tokens = min(max_new_tokens, context - min(context, max(lengths)) + 1)
-    # What the last token's choice gave.
-    found = torch.stack([text[-1] for text in texts]) if kept is not None and any(kept.lengths) else None
-    tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet
-    for made in range(max_new_tokens):
-        sees = [tokens_seen(length + made, context, past_context) for length in lengths]
-        if kept is None or found is None or sees != [length + 1 for length in kept.lengths]:
-            if tokens:
-                new = torch.stack(tokens, dim=1)  # (B, T)
-                texts = [torch.cat((text, row))[-context:] for text, row in zip(texts, new, strict=True)]
-                tokens.clear()
-            found = keep.choose(run_prompts(model, [text[-n:] for text, n in zip(texts, sees, strict=True)], kept))
-        elif keep.recorded is not None:
-            found = keep.recorded(found[: len(texts)])
-        else:
-            kept.advance()
-            token = found[: len(texts)]
-            # Interpreted kernels would be slower than the modules.
-            logits = next_logits(model, token, kept) if kept.at is None else model.next_logits(token[:, None], kept)
-            found = keep.choose(logits)
-        yield found
-        if kept is None or max(lengths) + max_new_tokens > context:  # or the texts are not needed again
-            tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at the same place
+    @torch.inference_mode()
+    def enqueued(self, prompts: Tensor | Sequence[Tensor], max_new_tokens: int) -> Iterator[Tensor]:
+        """go_on(), as the device makes the tokens. On a CUDA GPU it yields what choose_unseen() returns."""
+        model, cache, context = self.model, self.cache, self.context
+        lengths = [len(prompt) for prompt in prompts]
+        texts = [prompt[-context:] for prompt in prompts]  # what the model may see: never more than the context
+        if self.past_context == "stop":
+            max_new_tokens = min(max_new_tokens, context - min(context, max(lengths)) + 1)
+        # What the last token's choice gave.
+        found = torch.stack([text[-1] for text in texts]) if cache is not None and any(cache.lengths) else None
+        tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet
+        for made in range(max_new_tokens):
+            sees = [tokens_seen(length + made, context, self.past_context) for length in lengths]
+            if cache is None or found is None or sees != [length + 1 for length in cache.lengths]:
+                if tokens:
+                    new = torch.stack(tokens, dim=1)  # (B, T)
+                    texts = [torch.cat((text, row))[-context:] for text, row in zip(texts, new, strict=True)]
+                    tokens.clear()
+                seen = [text[-n:] for text, n in zip(texts, sees, strict=True)]
+                found = self.choose(run_prompts(model, seen, cache))
+            elif self.recorded is not None:
+                found = self.recorded(found[: len(texts)])
+            else:
+                found = self.choose(model.next_logits(found[: len(texts), None], cache.advance()))
+            yield found
+            if cache is None or max(lengths) + max_new_tokens > context:  # or the texts are not needed again
+                tokens.append(found[: len(texts)].clone())  # cloned, because a recorded token is always at one place
+
+    def answer(self, text: list[int], max_new_tokens: int) -> Iterator[int]:
+        """Yields the tokens that follow `text`, the whole of it. With past_context=stop, none if the text is too long.
+
+        The answers are those that generate() gives without a cache, up to rounding, to the last tokens of the text: as
+        many as past_context lets the model see. repetition_penalty counts the whole text.
+        """
+        if self.past_context == "stop" and len(text) > self.context:
+            return
+        idx = torch.tensor([text], device=self.model.embedding.weight.device)
+        self.count(idx)
+        n = tokens_seen(len(text), self.context, self.past_context)
+        if self.cache is not None:
+            self.catch_up(self.cache, text[-n:-1])
+        self.ran = text[-n:]
+        for token in self.go_on(idx[:, -n:], max_new_tokens):
+            self.ran.append(int(token))
+            yield self.ran[-1]
+
+    @torch.inference_mode()
+    def catch_up(self, cache: KVCache, text: list[int]) -> None:
+        """Makes the cache hold `text`. What it holds of it already does not run again."""
+        # The cache ends before the last token of `ran`, or after it if go_on() was a token ahead of what it yielded.
+        # Its length tells which. In a text that slides both have the same length, but there no key can be kept.
+        n, T = cache.lengths[0], len(self.ran)
+        ends = [end for end in (T - 1, T) if n > 0 and tokens_seen(end, self.context, self.past_context) == n]
+        held: list[int] = self.ran[ends[0] - n : ends[0]] if len(ends) == 1 else []
+        differ = (i for i, (new, old) in enumerate(zip(text, held, strict=False)) if new != old)
+        same = next(differ, min(len(text), len(held)))
+        if not cache.cut(same):
+            cache.cut(same := 0)
+        if text[same:]:
+            setting = cache.extend(len(text) - same)
+            self.model.hidden(torch.tensor([text[same:]], device=cache.device), setting=setting)
 
 
 def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -293,72 +335,12 @@ def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tenso
     """The logits (B, V) of the token after each text. If all texts are the same, one of them runs. Texts of different
     lengths run one by one, so that each gives what it gives alone."""
     if all(torch.equal(text, texts[0]) for text in texts[1:]):
-        if cache is not None:
-            cache.begin(len(texts[0]), slice(len(texts)), shared=True)
-        return model.next_logits(texts[0][None], cache).expand(len(texts), -1)
+        setting = None if cache is None else cache.begin(len(texts[0]), slice(len(texts)), shared=True)
+        return model.next_logits(texts[0][None], setting).expand(len(texts), -1)
     together = len({len(text) for text in texts}) == 1
     logits = []
     for start, stop in [(0, len(texts))] if together else [(b, b + 1) for b in range(len(texts))]:
         idx = torch.stack(texts[start:stop])  # (B or 1, T)
-        if cache is not None:
-            cache.begin(idx.shape[1], slice(start, stop))
-        logits.append(model.next_logits(idx, cache))
+        setting = None if cache is None else cache.begin(idx.shape[1], slice(start, stop))
+        logits.append(model.next_logits(idx, setting))
     return torch.cat(logits)
-
-
-class Session:
-    """A chat session: continues a text, to which the caller may add between turns. It keeps the cache between turns, so
-    that only new tokens run, and on a CUDA GPU the CUDA graph of a token too."""
-
-    def __init__(
-        self,
-        model: GPT,
-        sampler: Sampler,
-        generator: torch.Generator,
-        *,
-        cache: bool | KVCache = True,
-        past_context: str = "slide",
-    ):
-        """The arguments of generate(). cache: an empty one, if it is a KVCache. generator: all answers are drawn from
-        it, one after the other."""
-        self.model, self.sampler, self.generator, self.past_context = model, sampler, generator, past_context
-        self.keep = Kept(model, 1, sampler, generator, cache)
-        self.ran: list[int] = []  # what the model has seen, and the last token, which it has not
-
-    def answer(self, text: list[int], max_new_tokens: int) -> Iterator[int]:
-        """Yields the tokens that follow `text`, the whole of it. With past_context=stop, none if the text is too long.
-
-        The answers are those that generate() gives without a cache, up to rounding, to the last tokens of the text: as
-        many as past_context lets the model see. repetition_penalty counts the whole text.
-        """
-        context = self.model.config.context_length
-        if self.past_context == "stop" and len(text) > context:
-            return
-        idx = torch.tensor([text], device=self.model.embedding.weight.device)
-        self.keep.count(idx)
-        n = tokens_seen(len(text), context, self.past_context)
-        if self.keep.cache is not None:
-            self.catch_up(self.keep.cache, text[-n:-1])
-        self.ran = text[-n:]
-        sampler, generator, past_context = self.sampler, self.generator, self.past_context
-        for token in generate(
-            self.model, idx[:, -n:], max_new_tokens, sampler, generator, cache=self.keep, past_context=past_context
-        ):
-            self.ran.append(int(token))
-            yield self.ran[-1]
-
-    @torch.inference_mode()
-    def catch_up(self, cache: KVCache, text: list[int]) -> None:
-        """Makes the cache hold `text`. What it holds of it already does not run again."""
-        # The cache ends before the last token of `ran`, or after it if generate() was a token ahead of what it yielded.
-        # Its length tells which. In a text that slides both have the same length, but there no key can be kept.
-        n, context, T = cache.lengths[0], self.model.config.context_length, len(self.ran)
-        ends = [end for end in (T - 1, T) if n > 0 and tokens_seen(end, context, self.past_context) == n]
-        held: list[int] = self.ran[ends[0] - n : ends[0]] if len(ends) == 1 else []
-        differ = (i for i, (new, old) in enumerate(zip(text, held, strict=False)) if new != old)
-        same = next(differ, min(len(text), len(held)))
-        if not cache.cut(same):
-            cache.cut(same := 0)
-        if text[same:]:
-            cache.extend(len(text) - same)
-            self.model.hidden(torch.tensor([text[same:]], device=cache.device), cache=cache)

@@ -2,9 +2,10 @@
 
     y = linear(x, layer, norm=norm, activation="gelu_tanh")      y = gelu(layer(norm(x)))
     x = linear(y, layer, add=x)                                  x = x + layer(y)
+    model.next_logits(idx, cache.move(FUSED))                    a token of each sequence with these layers
 
 Shapes: B rows, at most 16; K elements of a row, N elements of the result.
-    x (B, K)    weight (N, K)    y (B, N)
+    x (B, K)    weight (N, K)    y (B, N); x and y may be (B, 1, K) and (B, 1, N)
 
 In sampling a layer has one row for each sequence. Then reading the weights takes all of the time, and a kernel takes
 1 to 3 us to begin and to end. So norm, bias, activation and residual have no kernels of their own.
@@ -29,6 +30,8 @@ from torch import Tensor, nn
 from kernels import sizes
 from kernels.flash import LOG2E, tanh
 from kernels.launch import on, precision
+from model.gpt import Layers
+from model.norm import Norm
 
 ROWS = 16  # B is at most this
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
@@ -46,20 +49,19 @@ def linear(
     activation: str = "none",
     gate: nn.Linear | None = None,
     add: Tensor | None = None,
-    outputs: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """activation(layer(norm(x))); with gate, activation(gate(norm(x))) * layer(norm(x)); with add, that + add.
 
     x (B, K), contiguous, B at most ROWS, any float dtype. layer, gate: float32, float16 or bfloat16. norm: LayerNorm or
-    RMSNorm. activation: of ACTIVATIONS. add (B, N), contiguous. outputs: N, if the layer has more.
+    RMSNorm. activation: of ACTIVATIONS. add (B, N), contiguous.
     Returns y (B, N) in `dtype`; None: that of the weights.
     """
-    (B, K), N, weight = x.shape, outputs or layer.weight.shape[0], layer.weight
+    B, (N, K), weight = len(x), layer.weight.shape, layer.weight
     assert B <= ROWS, B
     assert activation in ACTIVATIONS, activation
     assert norm is None or isinstance(norm, (nn.LayerNorm, nn.RMSNorm)), norm
-    y = x.new_empty(B, N, dtype=dtype or weight.dtype)
+    y = x.new_empty(*x.shape[:-1], N, dtype=dtype or weight.dtype)
     BLOCK_N, BLOCK_K, num_warps = tile_for(B, K, N)
     tiles = triton.cdiv(N, BLOCK_N)
     programs = min(tiles, MOST) if B == 1 else tiles
@@ -89,16 +91,35 @@ def tile_for(B: int, K: int, N: int) -> tuple[int, int, int]:
     return BLOCK_N, BLOCK_K, 8 if BLOCK_N * BLOCK_K > 8192 else 4
 
 
-def embed(token: Tensor, weight: Tensor, positions: Tensor | None, at: Tensor) -> Tensor:
-    """The embeddings of the tokens int64 (B,), with those of their positions at, int64 (B,), added: float32 (B, C).
+# The functions of model.gpt.Layers, for one token of each sequence. The residual stream and the logits are float32.
 
-    weight (V, C), positions (context_length, C), contiguous, any float dtype.
-    """
-    C = weight.shape[1]
-    x = weight.new_empty(len(token), C, dtype=torch.float32)
+
+def embed(embedding: nn.Embedding, positions: nn.Embedding | None, token: Tensor, at: Tensor) -> Tensor:
+    """The embeddings of the tokens int64 (B, 1), with those of their positions at, int64 (B, 1), added: float32 (B, 1,
+    C). Weights of any float dtype."""
+    weight, of_position = embedding.weight, None if positions is None else positions.weight
+    B, C = len(token), weight.shape[1]
+    x = weight.new_empty(B, 1, C, dtype=torch.float32)
     with on(weight.device):
-        embed_kernel[(len(token),)](token.contiguous(), weight, positions, at, x, C, triton.next_power_of_2(C))
+        embed_kernel[(B,)](token.contiguous(), weight, of_position, at, x, C, triton.next_power_of_2(C))
     return x
+
+
+def read(
+    norm: Norm, x: Tensor, added: None, layer: nn.Linear, gate: nn.Linear | None = None, activation: str = "none"
+) -> tuple[Tensor, Tensor]:
+    return x, linear(x, layer, norm=norm, gate=gate, activation="silu" if gate is not None else activation)
+
+
+def write(x: Tensor, layer: nn.Linear, y: Tensor, keep: None, dropout_p: float) -> tuple[Tensor, None]:
+    return linear(y, layer, add=x, dtype=x.dtype), None
+
+
+def logits(norm: Norm, x: Tensor, added: None, head: nn.Linear) -> Tensor:
+    return linear(x, head, norm=norm, dtype=x.dtype)
+
+
+FUSED = Layers(embed, read, write, logits)
 
 
 @triton.jit

@@ -1,30 +1,21 @@
-"""One token of every sequence: the model in few calls, on a GPU in few kernels and recorded as a CUDA graph.
+"""One token of every sequence, recorded as a CUDA graph.
 
     next_token = NextToken(model, cache, choose, generator)
     made = next_token(token)                 enqueues the next token of every sequence; nothing waits for the device
-    logits = next_logits(model, token, cache)             the model's part of it; on a CPU all of it
 
-Shapes: B sequences, C model width, V vocabulary, H query heads, H_kv key/value heads, D head size.
+Shapes: B sequences, V vocabulary.
 
 A token is little work for a GPU: it reads GPT-2's weights in 60 us. Launching a token's operations from Python takes
 ten times as long. Recorded once, they are launched all together. After that the number of kernels matters, because each
-takes 1 to 3 us to begin and to end. next_logits() has five kernels a block; the modules of model/gpt.py have 13.
-On a CPU a small model's token is little work, too: calls from Python take most of its time. next_logits() makes fewer
-than the modules, with the same bits and 14 to 25 % more tokens a second (LOG.md).
-
-So a block's forward is written twice, in Block of model/gpt.py and here. tests/test_decode.py compares them with
-kernels, tests/test_cache.py without.
+takes 1 to 3 us to begin and to end. With the layers of sampling/linear.py a block has five, with torch's 13.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.gpt import GPT, Block
-from model.rope import rotate
+from model.gpt import GPT, LAYERS, Layers
 from sampling.cache import KVCache
 
 Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all rows, or one for each; None: torch's own
@@ -88,81 +79,13 @@ class NextToken:
     def run(self) -> None:
         """Everything that the device does for a token, after cache.grow()."""
         draws = self.draw()  # first, because choose() then begins while the logits are computed
-        self.cache.step_on()
-        # Nobody reads the last token any more when the next one is written.
-        self.choose(next_logits(self.model, self.made[:-1], self.cache), draws=draws, made=self.made)
+        token = self.made[:-1, None]
+        logits = self.model.next_logits(token, self.cache.move(layers_for(token)))
+        self.choose(logits, draws=draws, made=self.made)  # nobody reads the last token any more
 
 
-def next_logits(model: GPT, token: Tensor, cache: KVCache) -> Tensor:
-    """What model.next_logits() computes after cache.advance(), in few kernels where sampling/linear.py can: the logits
-    (B, V) after the tokens int64 (B,).
+def layers_for(token: Tensor) -> Layers:
+    """The layers of sampling/linear.py, if there are few enough rows for them. Not under autocast: they do not cast."""
+    from sampling.linear import FUSED, ROWS  # imported here: triton is not installed everywhere
 
-    With kernels and in 16 bits it is more exact than the modules: the residual stream and the logits are float32.
-    Without kernels it has the modules' bits.
-    """
-    if torch.is_autocast_enabled(token.device.type):
-        return model.next_logits(token[:, None], cache)
-    weight = model.embedding.weight
-    positions = model.positions.weight if model.config.position == "learned" else None
-    if cache.at is None:
-        x, linear = plain_embed(token, weight, positions, cache.positions), plain_linear  # x (B, C)
-        at = cache.positions
-        ropes = {local: (cos[at].unsqueeze(-3), sin[at].unsqueeze(-3)) for local, (cos, sin) in cache.ropes.items()}
-    else:
-        from sampling.linear import ROWS, embed, linear  # imported here: triton is not installed everywhere
-
-        if len(token) > ROWS:
-            return model.next_logits(token[:, None], cache)
-        x, ropes = embed(token, weight, positions, cache.at), cache.ropes
-    for block, local, past in zip(model.blocks, model.local_ropes, cache.layers, strict=True):
-        assert isinstance(block, Block)
-        attention, mlp, rope = block.attention, block.mlp, ropes.get(local)
-        qkv = linear(x, attention.qkv, norm=block.attention_norm).split(attention.widths, dim=-1)
-        q, k, v = (y.unflatten(-1, (-1, 1, attention.head_size)) for y in qkv)  # (B, heads, 1, D)
-        if rope is not None and cache.at is None:
-            q, k, rope = rotate(q, *rope), rotate(k, *rope), None
-        x = linear(past.attend(q, k, v, rope).flatten(1), attention.out, add=x, dtype=x.dtype)
-        if mlp.gated:
-            y = linear(x, mlp.up, norm=block.mlp_norm, gate=mlp.gate, activation="silu")
-        else:
-            y = linear(x, mlp.up, norm=block.mlp_norm, activation=model.config.mlp)
-        x = linear(y, mlp.down, add=x, dtype=x.dtype)
-    return linear(x, model.head, norm=model.norm, outputs=model.config.vocab_size, dtype=x.dtype)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-}
-
-
-def plain_linear(
-    x: Tensor,
-    layer: nn.Linear,
-    *,
-    norm: nn.Module | None = None,
-    activation: str = "none",
-    gate: nn.Linear | None = None,
-    add: Tensor | None = None,
-    outputs: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """linear() of sampling/linear.py in plain PyTorch, for any number of rows."""
-    if norm is not None:
-        x = norm.forward(x)
-    y = F.linear(x, layer.weight, layer.bias)
-    if gate is None:
-        y = ACTIVATIONS[activation](y)
-    else:
-        y = ACTIVATIONS[activation](F.linear(x, gate.weight, gate.bias)) * y
-    if add is not None:
-        y = add + y
-    return y[:, :outputs].to(dtype or y.dtype)
-
-
-def plain_embed(token: Tensor, weight: Tensor, positions: Tensor | None, at: slice | Tensor) -> Tensor:
-    """embed() of sampling/linear.py in plain PyTorch. at: cache.positions."""
-    x = weight[token]
-    return x if positions is None else x + positions[at].view(-1, x.shape[1])
+    return LAYERS if len(token) > ROWS or torch.is_autocast_enabled(token.device.type) else FUSED

@@ -154,7 +154,7 @@ for dtype, D, dropout in CASES:
         linear(torch.empty(D, width), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
         continue
     if dropout == "table":
-        keep_table(torch.tensor(1), range(128), range(256), D, 51)
+        keep_table(torch.tensor(1), torch.arange(128), torch.arange(256), D, 51)
         continue
     if dropout == "norm":  # all that one can have
         dy, x, weight, stats = torch.empty(2, D, dtype=getattr(torch, dtype)), torch.empty(2, D), *torch.empty(2, D)

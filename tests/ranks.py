@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 import training.run
-from model.gpt import GPT
+from model.recompute import RecomputingGPT
 from parallel.shard import local
 from training import config
 from training.step import TrainStep
@@ -61,7 +61,7 @@ def work(job: dict, rank: int, port: int) -> None:
             "TORCHELASTIC_MAX_RESTARTS": "0",
         }
     if job.get("float64"):
-        training.run.GPT = lambda *options: GPT(*options).double()
+        training.run.RecomputingGPT = lambda *options: RecomputingGPT(*options).double()
     update, counts, last = TrainStep.update, [], {}
 
     def counted(step, batches):

@@ -14,6 +14,7 @@ from lab.panels import tied_errors
 from model.attention import AttentionConfig, attention, attention_varlen, check_switches
 from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
+from model.recompute import RecomputingGPT
 from tests.reference import (
     SEED,
     Case,
@@ -378,7 +379,7 @@ def gpt(impl: str, checkpointing: bool, broken: BreakIt = UNBROKEN, backend: str
     torch.manual_seed(0)
     fields = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 40, "vocab_size": 50, "tie_head": False}
     config = GPTConfig(**fields, activation_checkpointing=checkpointing)
-    model = GPT(config, AttentionConfig(impl, 16, 16, dropout_p=0.3), broken)
+    model = RecomputingGPT(config, AttentionConfig(impl, 16, 16, dropout_p=0.3), broken)
     idx, targets = torch.randint(50, (2, 2, 40))
     loss = (torch.compile(model, backend=backend) if backend else model)(idx, targets)
     loss.backward()

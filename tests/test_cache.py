@@ -13,9 +13,8 @@ from model.attention import AttentionConfig, alibi_slopes, attention
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from model.tiled import LOG2E
-from sampling.cache import PAGE, decode, merge
+from sampling.cache import PAGE, KVCache, decode, merge, refusal
 from sampling.generate import Sampler, Session, generate, run_prompts, tokens_seen
-from sampling.token import next_logits
 from tests.reference import CASES, DTYPES, Case, case_name, error, largest, oracle, run, visible
 
 CONTEXT = 24
@@ -78,8 +77,7 @@ def logits_of(model: GPT, prompts: list[torch.Tensor], follow: torch.Tensor, cac
             grown = [torch.cat((text, row[: i + 1])) for text, row in zip(prompts, follow, strict=True)]
             found.append(torch.cat([model.next_logits(text[None]) for text in grown]))
         else:
-            cache.advance()
-            found.append(next_logits(model, follow[:, i], cache))
+            found.append(model.next_logits(follow[:, i : i + 1], cache.advance()))
     return torch.stack(found)
 
 
@@ -90,7 +88,7 @@ def assert_same_logits(changes: dict, lengths=(3, 9, 6), steps=CONTEXT - 9, spli
     right = logits_of(made(**naive), prompts, follow)
     uncached = logits_of(made(torch.float32, **naive), prompts, follow)
     model = made(torch.float32, **changes)
-    found = logits_of(model, prompts, follow, model.new_cache(len(prompts), splits))
+    found = logits_of(model, prompts, follow, KVCache(model, len(prompts), splits))
     budget = 2 * (error(uncached, right) + torch.finfo(torch.float32).eps * largest(right))
     assert error(found, right) <= budget
 
@@ -163,22 +161,6 @@ def test_what_the_model_sees_of_a_long_text():
     assert [tokens_seen(n, 1, "half") for n in range(1, 5)] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
-@torch.no_grad()
-def test_a_token_has_the_bits_of_the_modules(changes, dtype):
-    """A block's forward is written twice. Texts of different lengths, past the end of a window of 3."""
-    found = []
-    for logits in (next_logits, lambda model, token, cache: model.next_logits(token[:, None], cache)):
-        model = made(dtype, **changes)
-        cache = model.new_cache(2)
-        run_prompts(model, texts(3, 6), cache)
-        for token in texts(2, 2, 2):
-            cache.advance()
-            found.append(logits(model, token, cache))
-    assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
-
-
 def test_a_seed_draws_the_same_tokens_with_and_without_a_cache():
     draws = [
         torch.stack(list(generate(made(), texts(4, 7), 60, Sampler(), torch.Generator().manual_seed(5), cache=cache)))
@@ -189,12 +171,8 @@ def test_a_seed_draws_the_same_tokens_with_and_without_a_cache():
 
 def watch(monkeypatch, model: GPT, seen) -> None:
     """Calls seen() with the shape (B, T) of all that generate() runs: prompts by the modules, and tokens."""
-    prompts, tokens = model.next_logits, next_logits
-    monkeypatch.setattr(model, "next_logits", lambda idx, cache: seen(idx.shape) or prompts(idx, cache))
-    monkeypatch.setattr(
-        "sampling.generate.next_logits",
-        lambda model, token, cache: seen((len(token), 1)) or tokens(model, token, cache),
-    )
+    run = model.next_logits
+    monkeypatch.setattr(model, "next_logits", lambda idx, setting: seen(idx.shape) or run(idx, setting))
 
 
 def test_each_token_runs_alone(monkeypatch):
@@ -207,7 +185,7 @@ def test_each_token_runs_alone(monkeypatch):
 
 def test_a_windows_buffer_is_as_long_as_the_window():
     model = made(windows=[3, None], n_kv_head=2)
-    cache = model.new_cache(5)
+    cache = KVCache(model, 5)
     run_prompts(model, texts(*[7] * 5), cache)
     assert [layer.k.shape for layer in cache.layers] == [(5 * 2, 3, 8), (5 * 2, CONTEXT, 8)]
 
@@ -219,7 +197,7 @@ def test_autocast_rounds_the_cache_and_not_the_sums():
     model = made(torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         plain = model.next_logits(prompt[None])
-        cache = model.new_cache(1)
+        cache = KVCache(model, 1)
         found = logits_of(model, [prompt[:6]], prompt[None, 6:], cache)[-1]
     assert cache.layers[0].k.dtype == torch.bfloat16
     assert error(found, right) <= 2 * (error(plain, right) + torch.finfo(torch.bfloat16).eps * largest(right))
@@ -238,7 +216,7 @@ def test_what_has_no_cache_is_sampled_without(changes, said):
     """A broken model writes what it writes without a cache: nothing is repaired."""
     model = made(**changes)
     with pytest.raises(ValueError, match=said):
-        model.new_cache(1)
+        KVCache(model, 1)
     with_cache, without = (list(generate(model, texts(4), 12, Sampler(0), cache=cache)) for cache in (True, False))
     assert with_cache == without
 
@@ -254,7 +232,7 @@ def test_pages_change_no_bit(changes, lengths):
     model = made(torch.float32, **changes)
     for splits in (1, 3):
         buffers, pages = (
-            logits_of(model, prompts, follow, model.new_cache(len(lengths), splits, page=page)) for page in (None, 4)
+            logits_of(model, prompts, follow, KVCache(model, len(lengths), splits, page=page)) for page in (None, 4)
         )
         assert torch.equal(buffers, pages)
 
@@ -269,7 +247,7 @@ def test_pages_change_no_token_past_the_context(changes, past_context):
             torch.stack(
                 list(
                     generate(
-                        model, prompts, 30, Sampler(2.0), one_generator(3), cache=model.new_cache(4, page=page),
+                        model, prompts, 30, Sampler(2.0), one_generator(3), cache=KVCache(model, 4, page=page),
                         past_context=past_context,
                     )
                 )
@@ -295,7 +273,7 @@ def pages_in_use(pages) -> int:
 def test_samples_of_one_prompt_share_its_full_pages():
     """Eight samples of 1,000 tokens take the 15 full pages once, and one or two pages each for what they write."""
     model = made(torch.float32, context_length=2048, n_kv_head=1, n_layer=1)
-    cache, (prompt,) = model.new_cache(8, page=PAGE), texts(1000)
+    cache, (prompt,) = KVCache(model, 8, page=PAGE), texts(1000)
     in_use = [0]
     for _ in generate(model, prompt.expand(8, -1), 42, Sampler(), one_generator(0), cache=cache):
         if (now := pages_in_use(cache.pages)) != in_use[-1]:
@@ -303,14 +281,14 @@ def test_samples_of_one_prompt_share_its_full_pages():
     assert in_use == [0, 16, 15 + 8, 15 + 16]  # the prompt; the first token after it; from position 1,024 on
     (layer,) = cache.layers
     assert in_use[-1] < len(layer.k) < 1.5 * in_use[-1] + 2
-    buffers = model.new_cache(8)
+    buffers = KVCache(model, 8)
     run_prompts(model, list(prompt.expand(8, -1)), buffers)
     assert layer.k.nbytes * 5 < buffers.layers[0].k.nbytes
 
 
 def test_memory_follows_the_lengths():
     model = made(windows=[3, None])
-    cache = model.new_cache(3, page=4)
+    cache = KVCache(model, 3, page=4)
     run_prompts(model, texts(3, 9, 16), cache)
     assert pages_in_use(cache.pages) == 1 + 3 + 4
     assert [layer.pages is None for layer in cache.layers] == [True, False]  # a window's buffer is small already
@@ -326,12 +304,11 @@ def test_pages_of_a_text_that_is_cut_and_goes_on():
     model, (text,) = made(torch.float32), texts(CONTEXT)
     found = []
     for page in (None, 4):
-        cache = model.new_cache(2, page=page)
+        cache = KVCache(model, 2, page=page)
         run_prompts(model, [text[:6], text[:6]], cache)  # shared
         for T in (5, 1, 9):
-            cache.extend(T)
-            past = cache.lengths[0] - T
-            found.append(model.next_logits(torch.stack((text[past:][:T], text[:T])), cache))
+            setting, past = cache.extend(T), cache.lengths[0] - T
+            found.append(model.next_logits(torch.stack((text[past:][:T], text[:T])), setting))
             assert page is None or pages_in_use(cache.pages) == 1 + 2 * (-(-cache.lengths[0] // 4) - 1)
             if T == 1:
                 assert cache.cut(7)
@@ -342,7 +319,7 @@ def test_pages_of_a_text_that_is_cut_and_goes_on():
 
 def test_a_page_has_a_power_of_two_tokens():
     with pytest.raises(AssertionError, match="pages of 12 tokens"):
-        made().new_cache(1, page=12)
+        KVCache(made(), 1, page=12)
 
 
 # --- several samples of one prompt; a text that grows by turns -------------------------------------------------------
@@ -407,10 +384,9 @@ def test_several_tokens_after_a_prompt_see_what_the_cache_holds(changes):
     right = made(**changes | {"impl": "naive"})
     naive = made(torch.float32, **changes | {"impl": "naive"})
     model = made(torch.float32, **changes)
-    cache, at = model.new_cache(2), 0
+    cache, at = KVCache(model, 2), 0
     for T in (4, 6, 1, 8):
-        cache.extend(T)
-        found = model.next_logits(idx[:, at : at + T], cache)
+        found = model.next_logits(idx[:, at : at + T], cache.extend(T))
         at += T
         expected = right.next_logits(idx[:, :at])
         budget = 2 * (
@@ -418,8 +394,8 @@ def test_several_tokens_after_a_prompt_see_what_the_cache_holds(changes):
         )
         assert error(found, expected) <= budget
         if at == 10:  # a token alone, as after a prompt
-            cache.advance()
-            assert error(model.next_logits(idx[:, at : at + 1], cache), right.next_logits(idx[:, : at + 1])) <= budget
+            found = model.next_logits(idx[:, at : at + 1], cache.advance())
+            assert error(found, right.next_logits(idx[:, : at + 1])) <= budget
             at += 1
 
 
@@ -430,13 +406,13 @@ def test_every_implementation_extends_the_cache(impl):
     if impl == "triton":
         pytest.importorskip("triton")
     text, model = texts(17)[0], made(torch.float32, impl=impl, n_kv_head=2, position="rope")
-    cache, at = model.new_cache(1), 0
+    cache, at = KVCache(model, 1), 0
     for T in (6, 9, 1, 1):
         if (T, at) == (1, 15):
             at = 13
             assert cache.cut(at)
-        cache.extend(T) if T > 1 else cache.advance()
-        found, at = model.next_logits(text[None, at : at + T], cache), at + T
+        setting = cache.extend(T) if T > 1 else cache.advance()
+        found, at = model.next_logits(text[None, at : at + T], setting), at + T
         torch.testing.assert_close(found, model.next_logits(text[None, :at]), rtol=1e-4, atol=1e-4)
 
 
@@ -444,14 +420,12 @@ def test_every_implementation_extends_the_cache(impl):
 def test_a_cut_forgets_the_end_and_refuses_where_a_window_has_lost_keys():
     (text, other), model = texts(12, 5), made(windows=[8, None])
     for length, possible in ((7, True), (12, False)):
-        cache = model.new_cache(1)
-        cache.extend(length)
-        model.next_logits(text[None, :length], cache)
+        cache = KVCache(model, 1)
+        model.next_logits(text[None, :length], cache.extend(length))
         assert cache.cut(5) == possible
         if possible:
-            cache.extend(5)
             expected = model.next_logits(torch.cat((text[:5], other))[None])
-            torch.testing.assert_close(model.next_logits(other[None], cache), expected)
+            torch.testing.assert_close(model.next_logits(other[None], cache.extend(5)), expected)
         assert cache.cut(0)
         assert cache.lengths == [0]
 
@@ -465,7 +439,7 @@ def test_a_session_answers_as_the_whole_text_does(changes, past_context):
     """Turns of several lengths, one cut short and one whose end is taken back, to beyond the context. In pages, if
     there is a cache."""
     model, text, found, sampler = made(**changes), [7], set(), Sampler(2.0)
-    cache = model.new_cache(1, page=4) if model.cache_refusal() is None else True
+    cache = KVCache(model, 1, page=4) if refusal(model) is None else True
     session = Session(model, sampler, one_generator(0), cache=cache, past_context=past_context)
     draws = one_generator(0)
     turns = [(0, 3, 3), (4, 4, 2), (1, 1, 1), (3, 6, 4), (0, 2, 2), (9, 8, 8), (2, 20, 20), (5, 3, 3)]
@@ -485,16 +459,17 @@ def test_a_session_answers_as_the_whole_text_does(changes, past_context):
 @pytest.mark.parametrize("past_context", ["slide", "half"])
 def test_a_session_may_be_a_token_ahead(past_context, monkeypatch):
     """As on a GPU, where the model runs on a token before it is read. Answers are left after each length."""
+    go_on = Session.go_on
 
-    def ahead(*arguments, **options):
-        made = generate(*arguments, **options)
+    def ahead(*arguments):
+        made = go_on(*arguments)
         last = next(made)
         for token in made:
             yield last
             last = token
         yield last
 
-    monkeypatch.setattr("sampling.generate.generate", ahead)
+    monkeypatch.setattr(Session, "go_on", ahead)
     model, text, sampler = made(), [7], Sampler(0)
     session = Session(model, sampler, one_generator(0), past_context=past_context)
     for count in (1, 3, 2, 5, 8, 1, 9, 4):
@@ -514,9 +489,8 @@ def test_a_session_may_be_a_token_ahead(past_context, monkeypatch):
 
 def test_a_turn_runs_only_what_is_new(monkeypatch):
     model, ran = made(), []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda idx, **more: ran.append(idx.shape[1]) or hidden(idx, **more))
-    monkeypatch.setattr("sampling.generate.next_logits", lambda *given: ran.append(1) or next_logits(*given))
+    run = model.through_blocks
+    monkeypatch.setattr(model, "through_blocks", lambda idx, *rest: ran.append(idx.shape[1]) or run(idx, *rest))
     session = Session(model, Sampler(0), one_generator(0), past_context="half")
     text = texts(6)[0].tolist()
     text += session.answer(text, 3)

@@ -17,15 +17,15 @@ import bench
 from kernels.problem import Problem
 from lab import decode as race
 from model.attention import AttentionConfig, alibi_slopes
-from model.gpt import CHOICES, GPTConfig
+from model.gpt import CHOICES, LAYERS, GPTConfig
 from model.rope import rope_table, rotate
 from sampling import linear as of_linear
-from sampling.cache import has_decode_kernel
+from sampling.cache import KVCache, has_decode_kernel
 from sampling.choose import choose
 from sampling.decode import DecodeTiles, decode
 from sampling.generate import Sampler, run_prompts
-from sampling.linear import linear
-from sampling.token import NextToken, next_logits
+from sampling.linear import FUSED, linear
+from sampling.token import NextToken
 from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
 from tests.test_cache import OPTIONS, SIZE, logits_of, made, texts
 
@@ -286,7 +286,7 @@ NOT_IN_A_TOKEN |= {
 
 
 def test_the_cases_of_a_token_have_every_option():
-    """A block's forward is written twice. An option that only model/gpt.py reads would be ignored on a GPU."""
+    """The layers of sampling/linear.py have to know what those of model/gpt.py know."""
     known = {field.name for field in (*fields(GPTConfig), *fields(AttentionConfig))}
     sizes = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
     assert known - NOT_IN_A_TOKEN - sizes == {name for changes in TOKENS.values() for name in changes}
@@ -302,12 +302,12 @@ def test_a_token_has_the_logits_of_the_whole_text(changes, dtype, lengths):
     prompts, follow = texts(*lengths), torch.stack(texts(*[2] * len(lengths)))
     right, naive = (logits_of(made(kind, **changes), prompts, follow) for kind in (torch.float64, dtype))
     model = made(dtype, **{**changes, "impl": "triton"})
-    cache, found = model.new_cache(len(prompts)), []
+    cache, found = KVCache(model, len(prompts)), []
     with torch.no_grad():
         run_prompts(model, prompts, cache)
         for token in follow.T:
-            cache.advance()
-            found.append(next_logits(model, token, cache))
+            cache.grow()
+            found.append(model.next_logits(token[:, None], cache.move(FUSED)))
     found, naive, right = torch.stack(found), naive[1:], right[1:]
     assert found.dtype == torch.float32
     assert error(found, right) <= 2 * (error(naive, right) + torch.finfo(dtype).eps * largest(right))
@@ -326,7 +326,7 @@ def test_a_token_has_the_same_bits_in_pages(name):
     """Of 16 tokens, as many as a tile has here. The second text goes from one page into the next."""
     prompts, follow = texts(12, 15), torch.stack(texts(2, 2))
     model = made(torch.float32, **{**TOKENS[name], "impl": "triton"})
-    found = [logits_of(model, prompts, follow, model.new_cache(2, page=page)) for page in (None, 16)]
+    found = [logits_of(model, prompts, follow, KVCache(model, 2, page=page)) for page in (None, 16)]
     assert torch.equal(*found)
 
 
@@ -347,12 +347,10 @@ def test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves(monkeypatc
 
     monkeypatch.setattr(NextToken, "record", record)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(
-        "sampling.token.next_logits", lambda model, token, cache: model.next_logits(token[:, None], cache)
-    )
+    monkeypatch.setattr("sampling.token.layers_for", lambda token: LAYERS)
     found = []
     for page in (None, 16):
-        cache = model.new_cache(1, page=page)
+        cache = KVCache(model, 1, page=page)
         next_token = NextToken(model, cache, Sampler(0).choose_unseen, None)
         token = Sampler(0).choose(run_prompts(model, [prompt], cache))
         for _ in range(7):
@@ -379,8 +377,8 @@ def test_the_kernel_runs_where_triton_does():
         assert not has_decode_kernel(AttentionConfig(impl), torch.bfloat16, 64, gpu)
     assert not has_decode_kernel(AttentionConfig("triton"), torch.float64, 64, cpu)
     assert not has_decode_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
-    assert made(torch.float32, impl="triton").new_cache(1).at is not None
-    assert made(torch.float32, impl="triton").new_cache(1, kernel=False).at is None
+    assert KVCache(made(torch.float32, impl="triton"), 1).at is not None
+    assert KVCache(made(torch.float32, impl="triton"), 1, kernel=False).at is None
 
 
 # --- the bench --------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_the_kernel_writes_the_definition(N, rows, C, monkeypatch):
     seed = torch.tensor(-(2**62) - 12345)
     definition = keep_mask(seed, N, rows, range(C), 0.3)
     monkeypatch.setattr(dropout, "runs_kernels", lambda device: True)
-    assert torch.equal(keep_table(seed, range(N), rows, C, 0.3), definition)
+    assert torch.equal(keep_table(seed, torch.arange(N), torch.tensor(rows), C, 0.3), definition)
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile wants a C++ compiler")
@@ -116,7 +116,7 @@ def test_a_compiled_model_draws_the_seeds_and_masks_of_a_plain_one():
 
     def draw():
         seeds = draw_seeds(3, torch.device("cpu"))
-        return seeds + 0, keep_table(seeds[1], range(2), range(40), 70, 0.3), torch.rand(2)
+        return seeds + 0, keep_table(seeds[1], torch.arange(2), torch.arange(40), 70, 0.3), torch.rand(2)
 
     found = []
     for run in (draw, torch.compile(draw, fullgraph=True)):
@@ -128,7 +128,7 @@ def test_a_compiled_model_draws_the_seeds_and_masks_of_a_plain_one():
 def test_the_ops_are_registered_as_torch_wants_them():
     for op, arguments in (
         (dropout.seeds_op, (3, torch.device("cpu"))),
-        (dropout.table_op, (torch.tensor(1), 1, 3, 32, 70, 70, 0.3)),
+        (dropout.table_op, (torch.tensor(1), torch.arange(1, 3), torch.arange(32, 70), 70, 0.3)),
     ):
         checks = ["test_schema", "test_faketensor"] if op is dropout.seeds_op else None
         torch.library.opcheck(op, arguments, **({"test_utils": checks} if checks else {}))

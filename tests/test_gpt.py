@@ -17,9 +17,11 @@ from model import recompute
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
 from model.dropout import keep_mask
-from model.gpt import GPT, Block, Context, GPTConfig
+from model.gpt import GPT, LAYERS, Block, Context, GPTConfig
+from model.recompute import RecomputingGPT
 from model.rope import rope_table, rotate
 from tests.reference import error
+from training.record import compiled
 
 MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2}
 FAMILIES = {"gpt2": {}, "modern": MODERN}
@@ -30,7 +32,7 @@ def gpt(impl: str = "naive", dropout_p: float = 0.0, stream_p: float = 0.0, **fi
     torch.manual_seed(0)
     fields = {"n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": 64, "vocab_size": 50} | fields
     fields["dropout_p"] = stream_p
-    return GPT(GPTConfig(**fields), AttentionConfig(impl, 16, 16, dropout_p=dropout_p))
+    return RecomputingGPT(GPTConfig(**fields), AttentionConfig(impl, 16, 16, dropout_p=dropout_p))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,24 +110,22 @@ def test_positions_past_8192_stay_apart():
 
 
 @pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": True}], ids=str)
-def test_windowed_layers_have_a_rope_base_of_their_own(fields, monkeypatch):
+def test_windowed_layers_have_a_rope_base_of_their_own(fields):
     """Two local layers to one full. Without model.rope_base_local all have one base. YaRN stretches that one alone."""
     attention = AttentionConfig("naive", windows=[4, 4, None])
     size = {"n_layer": 4, "n_head": 2, "n_embd": 16, "context_length": 8, "vocab_size": 50, "rope_base": 1e6}
-    yarn, given, forward = (4.0, 2), {}, Block.forward
-
-    def keep(block, x, added, context):
-        given[block] = context
-        return forward(block, x, added, context)
-
-    monkeypatch.setattr(Block, "forward", keep)
+    yarn, given = (4.0, 2), {}
     for local, bases in ((7.0, (7.0, 7.0, 1e6, 7.0)), (None, (1e6,) * 4)):
         stretched = {"yarn_factor": yarn[0], "yarn_original": yarn[1]}
-        model = GPT(GPTConfig(**size, position="rope", rope_base_local=local, **stretched, **fields), attention)
+        model = RecomputingGPT(
+            GPTConfig(**size, position="rope", rope_base_local=local, **stretched, **fields), attention
+        )
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda block, inputs: given.update({block: inputs[2]}))
         model(torch.randint(50, (2, 8)))
         for block, base in zip(model.blocks, bases, strict=True):
             table = rope_table(8, 8, base, "cpu", yarn if base == 1e6 else None)
-            assert all(torch.equal(a, b) for a, b in zip(given[block].rope, table, strict=True))
+            assert all(torch.equal(a[0], b) for a, b in zip(given[block].rope, table, strict=True))
 
 
 def test_a_local_base_that_no_layer_reads_is_refused():
@@ -167,8 +167,11 @@ def test_the_stream_drops_what_the_definition_says(dropout_p):
 
     x = (model.embedding(idx) + model.positions.weight[:40]) * factor(of_stream[2], 0)
     for block, seed, stream_seed in zip(model.blocks, of_attention, of_stream, strict=False):
-        x = x + block.attention(block.attention_norm(x), Context(None, seed, None, None)) * factor(stream_seed, 0)
-        x = x + block.mlp(block.mlp_norm(x)) * factor(stream_seed, 3)
+        context = Context(None, seed, None, None)
+        _, q, k, v, _ = block.before(x, None, context)
+        x = x + block.attention.out(block.attend(q, k, v, context).flatten(2)) * factor(stream_seed, 0)
+        _, y = LAYERS.read(block.mlp_norm, x, None, block.mlp.up, act="gelu_tanh")
+        x = x + block.mlp.down(y) * factor(stream_seed, 3)
     assert torch.equal(found, model.norm(x))
 
 
@@ -185,7 +188,7 @@ def test_activation_checkpointing_changes_no_bit_with_dropout_in_attention_and_b
     found = []
     for form in FORMS[:2] if backend else FORMS:
         model = gpt(impl, 0.3, 0.1, n_layer=2, activation_checkpointing=form, **MODERN)
-        step = model.compiled(partial(torch.compile, backend=backend)) if backend else model
+        step = compiled(model, partial(torch.compile, backend=backend)) if backend else model
         torch.manual_seed(7)
         losses = [step(idx, targets) for _ in range(2)]
         sum(losses).backward()
@@ -207,7 +210,7 @@ def gradients_of(
     if low:
         fields["residual_dtype"] = "autocast"
     config = GPTConfig(activation_checkpointing=form, chunk=chunk, **fields)
-    model = GPT(config, AttentionConfig(dropout_p=0.3, **attention))
+    model = RecomputingGPT(config, AttentionConfig(dropout_p=0.3, **attention))
     model = model.double() if dtype == torch.float64 else model
     idx, targets = torch.randint(50, (2, 2, T), generator=torch.Generator().manual_seed(1))
     documents = torch.arange(T).expand(2, T) // 15
@@ -255,7 +258,7 @@ def test_gradients_of_pieces_add_up_in_float32():
     block = Block(config, AttentionConfig("sdpa"), UNBROKEN)
     with torch.autocast("cpu", torch.bfloat16):
         context = Context(None, None, None, None)
-        recompute.in_less_memory(block, torch.randn(1, 9600, 4), context, "false", 32, None).sum().backward()
+        recompute.in_less_memory(block, torch.randn(1, 9600, 4), context, "false", 32).sum().backward()
     assert block.mlp.down.bias.grad.tolist() == [9600] * 4
 
 
@@ -303,7 +306,7 @@ def test_blocks_that_are_alike_are_compiled_once_and_none_is_left_out(windows, g
     torch.manual_seed(0)
     config = GPTConfig(n_layer=12, n_head=2, n_embd=16, context_length=40, vocab_size=50)
     model = GPT(config, AttentionConfig("naive", windows=windows))
-    loss = model.compiled(partial(torch.compile, backend=keep, fullgraph=True))(*idx)
+    loss = compiled(model, partial(torch.compile, backend=keep, fullgraph=True))(*idx)
     assert len(found) == graphs
     assert torch.equal(loss, model(*idx))
 
@@ -320,10 +323,10 @@ def test_a_compiled_selective_checkpoint_computes_attention_once_and_changes_no_
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     found, idx = [], torch.randint(50, (2, 2, 64))
-    for compiled in (False, True):
+    for by_dynamo in (False, True):
         model = gpt("sdpa", 0.0, 0.1, n_layer=1, activation_checkpointing="selective", chunk=32, **MODERN)
         torch.manual_seed(7)
-        loss = (torch.compile(model, backend=backend) if compiled else model)(*idx)
+        loss = (torch.compile(model, backend=backend) if by_dynamo else model)(*idx)
         loss.backward()
         found.append([loss, *(p.grad for p in model.parameters())])
     forwards = [sum(name == "aten._scaled_dot_product_flash_attention_for_cpu.default" for name in g) for g in graphs]

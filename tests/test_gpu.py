@@ -21,6 +21,8 @@ from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, next_token_loss
 from model.mask import Tiling
+from model.recompute import RecomputingGPT
+from sampling.cache import KVCache
 from tests.reference import (
     CASES,
     DTYPES,
@@ -103,7 +105,7 @@ def test_the_kernel_of_whole_rows_writes_the_bits_of_a_cpu(N, rows, C):
     definition = keep_mask(seed, N, rows, range(C), 0.2)
 
     def table(seed):
-        return keep_table(seed, range(N), rows, C, 0.2)
+        return keep_table(seed, torch.arange(N, device="cuda"), torch.tensor(rows, device="cuda"), C, 0.2)
 
     assert torch.equal(table(seed.cuda()).cpu(), definition)
     assert torch.equal(torch.compile(table, fullgraph=True, dynamic=False)(seed.cuda()).cpu(), definition)
@@ -111,7 +113,7 @@ def test_the_kernel_of_whole_rows_writes_the_bits_of_a_cpu(N, rows, C):
 
 def test_whole_masks_past_two_to_the_31_elements_are_found():
     seed = torch.tensor(7)
-    keep = keep_table(seed.cuda(), range(2), range(2**15 + 64), 2**15 + 64, 0.2)
+    keep = keep_table(seed.cuda(), *(torch.arange(n, device="cuda") for n in (2, 2**15 + 64)), 2**15 + 64, 0.2)
     for n, i, j in ((0, 0, 0), (0, 2**15, 2**15), (1, 0, 2**15), (1, 2**15, 2**15)):
         tile = keep_mask(seed, 2, range(i, i + 64), range(j, j + 64), 0.2)[n]
         assert torch.equal(keep[n, i : i + 64, j : j + 64].cpu(), tile)
@@ -770,7 +772,7 @@ def test_a_selective_checkpoint_changes_no_bit_and_runs_attention_once(impl, com
         torch.manual_seed(0)
         size = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 256, "context_length": 512, "vocab_size": 64}
         config = GPTConfig(**size, position="rope", dropout_p=0.1, activation_checkpointing=form)
-        model = GPT(config, AttentionConfig(impl, dropout_p=0.1 if impl == "triton" else 0.0)).cuda()
+        model = RecomputingGPT(config, AttentionConfig(impl, dropout_p=0.1 if impl == "triton" else 0.0)).cuda()
         step = torch.compile(model) if compiled else model
         idx = torch.randint(64, (2, 2, 512), device="cuda")
         torch.manual_seed(7)
@@ -803,7 +805,7 @@ def test_a_step_takes_no_more_memory_than_is_counted(form, chunk, compiled):
     )  # fmt: skip
     attention = AttentionConfig("triton", window=1024)
     before = torch.cuda.memory_allocated()
-    model = GPT(config, attention).cuda()
+    model = RecomputingGPT(config, attention).cuda()
     step = torch.compile(model) if compiled else model
     idx = torch.randint(50257, (2, 1, 2**17), device="cuda")
     for _ in range(2):
@@ -830,7 +832,7 @@ def test_a_model_of_a_million_tokens_is_right_at_its_end():
     for chunk in (None, 2**16):
         torch.manual_seed(0)
         config = GPTConfig(**size, activation_checkpointing="selective", chunk=chunk)
-        model = GPT(config, AttentionConfig("triton", window=window)).cuda()
+        model = RecomputingGPT(config, AttentionConfig("triton", window=window)).cuda()
         idx = torch.randint(256, (1, T), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
         with torch.autocast("cuda", torch.bfloat16):
             x = model.hidden(idx)
@@ -1120,7 +1122,7 @@ def test_recorded_tokens_in_pages_are_those_in_buffers_bit_for_bit(changes, leng
     monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
     for page in (None, 64):
         generators = [torch.Generator("cuda").manual_seed(seed) for seed in range(len(lengths))]
-        cache = model.new_cache(len(lengths), page=page)
+        cache = KVCache(model, len(lengths), page=page)
         tokens = generate(model, prompts, 400, Sampler(**sampler), generators, cache=cache, past_context="half")
         found.append(torch.stack(list(tokens)))
     assert torch.equal(*found)
@@ -1132,7 +1134,7 @@ def test_pages_that_come_do_not_wait_for_the_device():
 
     model = sampled_model({})
     prompt = torch.randint(1000, (1, 60), device="cuda").expand(4, -1)
-    cache = model.new_cache(4, page=64)
+    cache = KVCache(model, 4, page=64)
     tokens = generate(model, prompt, 190, Sampler(), torch.Generator("cuda").manual_seed(0), cache=cache)
     for _ in range(10):
         next(tokens)
@@ -1151,18 +1153,19 @@ def test_pages_that_come_do_not_wait_for_the_device():
 def test_logits_of_single_tokens_are_within_twice_the_models_error(changes, rows, dtype):
     """Of the fused kernels (up to 16 sequences) and of the modules with the decode kernel."""
     from sampling.generate import run_prompts
-    from sampling.token import next_logits
+    from sampling.token import layers_for
 
     text = torch.randint(1000, (rows, 120), device="cuda")
     with torch.no_grad():
         naive = sampled_model({**changes, "impl": "naive"}, dtype).next_logits(text)
         right = sampled_model({**changes, "impl": "naive"}, torch.float64).next_logits(text)
         model = sampled_model(changes, dtype)
-        cache = model.new_cache(rows)
+        cache = KVCache(model, rows)
         run_prompts(model, list(text[:, :100]), cache)
         for t in range(100, 120):
-            cache.advance()
-            found = next_logits(model, text[:, t], cache)
+            cache.grow()
+            token = text[:, t : t + 1]
+            found = model.next_logits(token, cache.move(layers_for(token)))
     right = right.cpu()
     difference, allowed = ((x.cpu().double() - right).abs().max() for x in (found, naive))
     assert difference <= 2 * (allowed + torch.finfo(dtype).eps * right.abs().max())

@@ -8,7 +8,8 @@ import torch
 import train
 from lab.meter import PeakBytes
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPTConfig
+from model.recompute import RecomputingGPT
 from training.memory import COMPILED, FITS, PIECE, bytes_of, fastest, settle
 
 GPT2 = GPTConfig(n_embd=48, n_layer=3, n_head=3, vocab_size=16, context_length=4096, position="none")
@@ -22,7 +23,7 @@ FAMILIES = {
 def measured(model: GPTConfig, impl: str, batch_size: int, low: bool) -> int:
     """The peak of a forward and backward, with the weights and AdamW's state, in bytes."""
     torch.manual_seed(0)
-    network = GPT(model, AttentionConfig(impl))
+    network = RecomputingGPT(model, AttentionConfig(impl))
     idx = torch.randint(16, (2, batch_size, model.context_length))
     with PeakBytes() as counted:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):

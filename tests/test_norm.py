@@ -13,8 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from model import norm as norm_module
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPTConfig
 from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
+from model.recompute import RecomputingGPT
 from tests.reference import assert_within_budget
 
 N = 61  # tokens: not a multiple of any block of rows, and several blocks for a program
@@ -117,7 +118,7 @@ def of_model(backend: str | Callable | None = None, recomputed: bool = False, **
     torch._dynamo.reset()  # or a model of another size is compiled for any size
     torch.manual_seed(0)
     fields = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 64, "vocab_size": 50} | fields
-    model = GPT(GPTConfig(activation_checkpointing=recomputed, **fields), AttentionConfig("naive"))
+    model = RecomputingGPT(GPTConfig(activation_checkpointing=recomputed, **fields), AttentionConfig("naive"))
     step = model.compiled(partial(torch.compile, backend=backend, fullgraph=True)) if backend else model
     with torch.autocast("cpu", torch.bfloat16):
         loss = step(*torch.randint(50, (2, 2, 40)))

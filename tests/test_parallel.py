@@ -27,11 +27,13 @@ from model import gpt as gpt_module
 from model.attention import AttentionConfig, attention
 from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
+from parallel import part as part_module
 from parallel import processes
 from parallel.part import Part
 from parallel.processes import Ranks, bytes_sent, join
 from tests.processes import HANGS
 from training.metrics import read_metrics
+from training.record import compiled
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024", "eval_tokens=1024"]
@@ -252,7 +254,8 @@ def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
         monkeypatch.setattr(dropout, "runs_kernels", lambda device: True)
     seed = torch.tensor(-5)
     whole = keep_mask(seed, 6, range(96), range(40), 0.3)
-    assert torch.equal(keep_table(seed, range(3, 5), range(32, 80), 40, 0.3), whole[3:5, 32:80])
+    some = keep_table(seed, torch.tensor([4, 2]), torch.cat((torch.arange(64, 96), torch.arange(20))), 40, 0.3)
+    assert torch.equal(some, torch.cat((whole[[4, 2], 64:], whole[[4, 2], :20]), dim=1))
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
@@ -496,28 +499,30 @@ def test_two_agents_are_two_machines(small, tmp_path):
 def alone_with_a_part(monkeypatch):
     """A model, and tokens of the second half of a sequence. Nothing is exchanged with the process of the first half."""
     for exchange in ("to_heads", "to_tokens"):
-        monkeypatch.setattr(gpt_module, exchange, lambda x, part: x)
+        monkeypatch.setattr(part_module, exchange, lambda x, part: x)
     torch.manual_seed(0)
     config = GPTConfig(n_layer=1, n_head=2, n_embd=32, context_length=8, vocab_size=16, position="learned")
-    return GPT(config, AttentionConfig("naive")), torch.randint(16, (1, 4)), Part(rank=1, ranks=2)
+    net, idx = GPT(config, AttentionConfig("naive")), torch.randint(16, (1, 4))
+    return net, idx, Ranks(size=2, part=Part(rank=1, ranks=2)).setting(idx)
 
 
 def test_heads_that_were_exchanged_do_not_come_with_those_before(alone_with_a_part, monkeypatch):
     """From qkv attention() would compute the heads of before."""
-    net, idx, part = alone_with_a_part
+    net, idx, setting = alone_with_a_part
     seen, whole = [], gpt_module.attention
 
     def attention(*inputs, qkv, **options):
         seen.append(qkv)
         return whole(*inputs, qkv=qkv, **options)
 
-    monkeypatch.setattr(gpt_module, "attention", attention)
+    for module in (gpt_module, part_module):
+        monkeypatch.setattr(module, "attention", attention)
     net.hidden(idx)
-    net.hidden(idx, part=part)
+    net.hidden(idx, setting=setting)
     assert [qkv is None for qkv in seen] == [False, True]
 
 
 def test_a_model_in_parts_counts_the_tokens_of_a_part_as_the_whole_model_does(alone_with_a_part):
-    net, idx, part = alone_with_a_part
-    in_parts = net.compiled(lambda function: function)
-    assert in_parts(idx, idx, part=part) == net(idx, idx, part=part) != net(idx, idx)
+    net, idx, setting = alone_with_a_part
+    in_parts = compiled(net, lambda function: function)
+    assert in_parts(idx, idx, setting=setting) == net(idx, idx, setting=setting) != net(idx, idx)

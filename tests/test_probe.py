@@ -16,6 +16,7 @@ import train
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from model.recompute import RecomputingGPT
 from tests.reference import FLAT_ROWS, Case, assert_flat_row, assert_float64_right, flat_row, oracle, sees
 from tests.test_contents import forge_tensor
 from training import checkpoint
@@ -35,7 +36,7 @@ TRITON_HERE = pytest.mark.skipif(
 def model_and_batch(config: AttentionConfig = TILED, break_it: BreakIt = UNBROKEN, **size):
     torch.manual_seed(0)
     idx = torch.randint(50, (2, 65))
-    return GPT(replace(SIZE, **size), config, break_it), idx[:, :-1], idx[:, 1:]
+    return RecomputingGPT(replace(SIZE, **size), config, break_it), idx[:, :-1], idx[:, 1:]
 
 
 def call_of(inputs: dict, config: AttentionConfig = TILED, break_it: BreakIt = UNBROKEN) -> Call:

@@ -335,8 +335,8 @@ def test_a_block_mask_is_sampled_without_a_cache(call, tmp_path):
 
 def test_a_cache_in_pages_writes_the_same(write, monkeypatch):
     """And it has pages: several samples of one prompt, past the context of 32."""
-    made, new_cache = [], GPT.new_cache
-    monkeypatch.setattr(GPT, "new_cache", lambda *given, **more: made.append(more) or new_cache(*given, **more))
+    made, cache = [], sample.KVCache
+    monkeypatch.setattr(sample, "KVCache", lambda *given, **more: made.append(more) or cache(*given, **more))
     arguments = ["prompt=abc", "num_samples=2", "max_new_tokens=50", "past_context=half"]
     assert write(*arguments, "cache=paged") == write(*arguments) == write(*arguments, "cache=contiguous")
     assert made == [{"page": 64}, {"page": None}, {"page": None}]

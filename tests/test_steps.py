@@ -80,7 +80,7 @@ def test_both_sides_make_the_same_update(monkeypatch):
     """Rate, decay, clipping and moments alike: after three steps the weights are the same. Without biases, because the
     gradient of a key's bias is 0, and AdamW divides its rounding error by 1e-8."""
     own, plain = both(bias=False)
-    monkeypatch.setattr(steps, "GPT", lambda *_: own)
+    monkeypatch.setattr(steps, "RecomputingGPT", lambda *_: own)
     before = copy.deepcopy(own)
     sides = [peer.plain(plain, nullcontext(), CPU), steps.ours(TINY, "naive", nullcontext(), CPU)]
     for step, how in sides:

@@ -32,6 +32,7 @@ from data.dataset import open_data, open_dataset
 from data.loader import Loader, validation_batches
 from model.attention import AttentionConfig, attention, resolve
 from model.gpt import GPT
+from model.recompute import RecomputingGPT
 from sampling.generate import Sampler, generate
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
@@ -78,7 +79,7 @@ def curve(call, small, tmp_path_factory):
         if key not in known:
             with pytest.MonkeyPatch.context() as patch:
                 # There is no such switch, float64 is for tests. The initial weights are the float32 ones.
-                patch.setattr("training.run.GPT", lambda *options: GPT(*options).to(dtype))
+                patch.setattr("training.run.RecomputingGPT", lambda *options: RecomputingGPT(*options).to(dtype))
                 name = f"name={len(known)}"
                 assert call(train, *small, *CURVE, f"runs={runs}", f"steps={steps}", name, *arguments).code == 0
             (run,) = runs.glob(f"{len(known)}*")
@@ -482,11 +483,11 @@ def test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones(call, 
 
 def test_an_infinite_gradient_stops_the_run_once_no_scale_is_left_to_blame(call, small, tmp_path, monkeypatch):
     def with_an_infinite_gradient(*options):
-        model = GPT(*options)
+        model = RecomputingGPT(*options)
         model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
         return model
 
-    monkeypatch.setattr("training.run.GPT", with_an_infinite_gradient)
+    monkeypatch.setattr("training.run.RecomputingGPT", with_an_infinite_gradient)
     ended = call(train, *small, "dtype=fp16", "steps=30", f"runs={tmp_path}", "name=x")
     assert ended.code == 1
     assert [row["loss_scale"] for row in records(tmp_path / "x")] == [2.0 ** (16 - i) for i in range(17)]
@@ -1261,10 +1262,10 @@ def test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights(ca
 
     def twice(run):
         """By what is kept, as where steps are recorded, and by what is made anew."""
-        kept, run.train_step.way = run.writing, "recorded"
-        text, run.writing, kept = write(run), None, kept or run.writing
+        kept, run.train_step.way = run.session, "recorded"
+        text, run.session, kept = write(run), None, kept or run.session
         texts.append((text, write(run)))
-        run.writing, run.train_step.way = kept, "eager"
+        run.session, run.train_step.way = kept, "eager"
         return text
 
     monkeypatch.setattr(activities, "write_sample", twice)
@@ -1399,7 +1400,7 @@ def test_documents_are_numbered_only_for_an_attention_that_looks_at_them(call, s
             handed.append(documents is not None)
             return super().forward(idx, targets, documents, **rest)
 
-    monkeypatch.setattr("training.run.GPT", Spy)
+    monkeypatch.setattr("training.run.RecomputingGPT", Spy)
     there = ["steps=2", f"attention.documents={wanted}", f"runs={tmp_path}", "name=x"]
     assert call(train, *small, *there).code == 0
     assert handed == [wanted] * (2 + 4)  # two steps, and 512 tokens of validation

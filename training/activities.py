@@ -25,12 +25,12 @@ from data.loader import Batch, fingerprint
 from data.tokenizer import END_OF_TEXT, TextStream, to_json
 from model.gpt import GPT
 from parallel.shard import copy_of
-from sampling.generate import Kept, NotFinite, Sampler, generate
+from sampling.generate import NotFinite, Sampler, Session
 from training import awake, checkpoint, context
 from training.machine import DTYPES, Stopping
 from training.metrics import read_metrics, read_samples, stamp
 from training.probe import reading, record, search
-from training.run import Run, Writing, validation
+from training.run import Run, validation
 from training.state import optimizer_tensors, rng_state, set_rng_state
 
 T = TypeVar("T")
@@ -243,26 +243,29 @@ def write_sample(run: Run) -> str:
     end = encoding.encode_single_token(END_OF_TEXT)
     idx = torch.tensor([[end]], device=run.device)
     stream = TextStream(encoding)
-    model, generator, keep = writing_of(run)
-    generator.manual_seed(run.cfg.seed)
-    made = generate(model, idx, run.cfg.sample_tokens, keep.sampler, generator, cache=keep)
+    session = session_of(run)
+    assert isinstance(session.generator, torch.Generator)
+    session.generator.manual_seed(run.cfg.seed)
+    made = session.generate(idx, run.cfg.sample_tokens)
     tokens = map(int, together(run, made) if run.ranks.shards > 1 else made)
     # Stops at the end of the document: with attention.documents, the model has not learned to write past it.
     return "".join(stream.feed(token) for token in takewhile(end.__ne__, tokens)) + stream.flush()
 
 
 @torch.no_grad()
-def writing_of(run: Run) -> Writing:
-    """What writes samples, with the weights of today. In a run whose steps are recorded it stays from sample to sample,
-    because it takes most of a sample's time. It takes no memory from such steps: theirs is never given back."""
-    if run.writing is not None:
-        torch._foreach_copy_(list(run.writing.model.parameters()), list(run.averaged.parameters()))
-        return run.writing
+def session_of(run: Run) -> Session:
+    """What writes samples: the averaged model, with the weights of today in the dtype of the products, which no token
+    has to cast. Its generator is its own: training's random numbers stay as they are. In a run whose steps are recorded
+    it stays from sample to sample, because it takes most of a sample's time. It takes no memory from such steps: theirs
+    is never given back."""
+    if run.session is not None:
+        torch._foreach_copy_(list(run.session.model.parameters()), list(run.averaged.parameters()))
+        return run.session
     model, generator = copy_of(run.averaged, DTYPES[str(run.facts["dtype"])]).eval(), torch.Generator(run.device)
-    writing = Writing(model, generator, Kept(model, 1, Sampler(), generator, cache=True))
+    session = Session(model, Sampler(), generator)
     if run.train_step.way == "recorded":
-        run.writing = writing
-    return writing
+        run.session = session
+    return session
 
 
 # --- save ------------------------------------------------------------------------------------------------------------

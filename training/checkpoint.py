@@ -46,6 +46,7 @@ from torch import Tensor
 from model.attention import AttentionConfig, resolve, triton_refusal
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from model.recompute import RecomputingGPT
 from parallel.shard import is_shared
 from training import config, contents, foreign
 from training.files import own, remove
@@ -82,7 +83,7 @@ class Checkpoint:
         break_it = config.from_dict(BreakIt, trained["break_it"])
         attention = self.attention_on(device, attention, break_it)
         sizes = trained["model"] | ({"context_length": context_length} if context_length else {})
-        network = GPT(config.from_dict(GPTConfig, sizes), attention, break_it)
+        network = RecomputingGPT(config.from_dict(GPTConfig, sizes), attention, break_it)
         network.load_state_dict(self.model)
         return network.to(device)
 

@@ -23,9 +23,10 @@ from data.loader import Batch, Loader, Prefetch, validation_batches
 from data.made import SHORTEST
 from model.attention import AttentionConfig
 from model.gpt import GPT
+from model.recompute import RecomputingGPT
 from parallel.processes import Ranks, sends_from_python
 from parallel.shard import shard
-from sampling.generate import Kept
+from sampling.generate import Session
 from training import checkpoint
 from training.machine import Signals, memory_gib, peak_flops, set_precision
 from training.memory import settle
@@ -71,7 +72,7 @@ class Run:
     pace: float | None = None  # seconds a step, smoothed
     left: float = math.inf  # seconds until max_minutes are over
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
-    writing: "Writing | None" = None  # what writes samples, if it stays from sample to sample
+    session: Session | None = None  # what writes samples, if it stays from sample to sample
     code: int = 1  # exit code; loop() sets it when it returns
 
     def __post_init__(self) -> None:
@@ -119,14 +120,6 @@ class Run:
             **({"sequence_length": length} if self.cfg.length_warmup_steps else {}),
             **({"loss_scale": numbers.scale} if self.train_step.scaler.is_enabled() else {}),
         }
-
-
-class Writing(NamedTuple):
-    """What writes samples: the averaged model with weights in the dtype of the products, which no token has to cast."""
-
-    model: GPT
-    generator: torch.Generator  # of its own: training's random numbers stay as they are
-    keep: Kept  # on a GPU the recorded token
 
 
 def passes(cfg: Config) -> int:
@@ -181,7 +174,7 @@ def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) ->
     """The model with its initial weights, which depend on the seed. ValueError if it is too large."""
     torch.manual_seed(cfg.seed)
     try:
-        return GPT(cfg.model, attention, cfg.break_it).to(device)
+        return RecomputingGPT(cfg.model, attention, cfg.break_it).to(device)
     except (RuntimeError, TypeError) as error:  # TypeError: a size above 2**63; torch's other errors are RuntimeErrors
         raise ValueError(
             f"a model of model.n_embd={cfg.model.n_embd}, n_layer={cfg.model.n_layer}, "

@@ -164,7 +164,7 @@ class TrainStep:
                     self.model.seeds(self.device)  # another rank's pass: its random numbers are drawn and not used
                     continue
                 with self.autocast:
-                    share = self.loss_of(x, y, documents, z_loss=self.z_loss, part=ranks.part)
+                    share = self.loss_of(x, y, documents, z_loss=self.z_loss, setting=ranks.setting(x))
                     share = share / (len(batches.x) * ranks.size)
                 self.scaler.scale(share).backward()
                 loss += share.detach()
@@ -211,10 +211,9 @@ class TrainStep:
 
     def forward(self, batch: Batch) -> Tensor:
         """loss_of_windows() of a batch on the device, from Python."""
-        part = self.ranks.part
-        x, y = part.cut(batch.x), part.cut(batch.y)
+        x, y = self.ranks.part.cut(batch.x), self.ranks.part.cut(batch.y)
         with self.autocast:
-            return self.averaged(x, y, batch.documents, part=part._replace(share=0, shares=1))
+            return self.averaged(x, y, batch.documents, setting=self.ranks.setting(x))
 
     def restart_clock(self) -> None:
         """The time of the next step begins now, and not at the end of the last one."""
