@@ -125,7 +125,7 @@ def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
 
     if call.break_it.restore_seed:
         o, lse = forward(q, k, v)
-    else:  # as draw_and_run in model/recompute.py: the backward computes the call again and draws another seed
+    else:  # as redrawn() in model/recompute.py: the backward computes the call again and draws another seed
         o, lse = checkpoint(forward, q, k, v, use_reentrant=False, preserve_rng_state=False)
     found = o, *torch.autograd.grad(o, (q, k, v), do)
     return {name: x.detach() for name, x in zip(RESULTS, found, strict=True)} | {"lse": lse.detach()}

@@ -19,7 +19,7 @@ from model.attention import AttentionConfig, alibi_slopes, attention, attention_
 from model.break_it import BreakIt
 from model.dropout import keep_mask
 from model.mask import packed
-from model.recompute import keep_attention
+from model.recompute import store_attention
 from tests.reference import (
     BLOCK,
     CASES,
@@ -525,7 +525,7 @@ def side_by_side(D: int, whole: bool, through=lambda f: f) -> tuple[torch.Tensor
     return o.detach(), *torch.autograd.grad(o.sin().sum(), qkv)
 
 
-KEEP = partial(create_selective_checkpoint_contexts, keep_attention)
+KEEP = partial(create_selective_checkpoint_contexts, store_attention)
 THROUGH = {
     "eager": lambda f: f,
     "compiled": partial(torch.compile, fullgraph=True, backend="aot_eager"),
@@ -579,7 +579,7 @@ def test_a_selective_checkpoint_keeps_o_and_lse_and_changes_no_bit():
     q, k, v = (case.inputs(torch.float32)[name].requires_grad_() for name in "qkv")
     config, seed = replace(TRITON, dropout_p=0.3), torch.tensor(SEED)
     plain = attention(q, k, v, config, seed=seed)
-    keep = partial(create_selective_checkpoint_contexts, keep_attention)
+    keep = partial(create_selective_checkpoint_contexts, store_attention)
     with patch.object(launch, "forward", wraps=launch.forward) as forwards:
         again = checkpoint(
             lambda q, k, v: attention(2 * q - q, k, v, config, seed=seed), q, k, v, use_reentrant=False, context_fn=keep

@@ -40,6 +40,7 @@ from tests.reference import (
 from tests.test_norm import assert_kernel_is_right
 from tests.test_norm import inputs as norm_inputs
 from tests.test_norm import results as norm_results
+from training.record import compiled as in_stages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -553,7 +554,7 @@ def test_a_compiled_model_learns_as_the_plain_one_does(impl, dropout_p):
         torch.manual_seed(0)
         config = GPTConfig(n_layer=2, n_head=4, n_embd=128, context_length=256, vocab_size=257)
         model = GPT(config, AttentionConfig(impl, dropout_p=dropout_p)).cuda()
-        step = model.compiled(torch.compile) if compiled else model
+        step = in_stages(model, torch.compile) if compiled else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         idx = torch.randint(257, (8, 257), device="cuda")
         losses.append([])

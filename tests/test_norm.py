@@ -17,6 +17,7 @@ from model.gpt import GPTConfig
 from model.norm import Added, LayerNorm, RMSNorm, add_and_norm, last_norm
 from model.recompute import RecomputingGPT
 from tests.reference import assert_within_budget
+from training.record import compiled
 
 N = 61  # tokens: not a multiple of any block of rows, and several blocks for a program
 MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "residual_dtype": "autocast"}
@@ -119,7 +120,7 @@ def of_model(backend: str | Callable | None = None, recomputed: bool = False, **
     torch.manual_seed(0)
     fields = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 64, "vocab_size": 50} | fields
     model = RecomputingGPT(GPTConfig(activation_checkpointing=recomputed, **fields), AttentionConfig("naive"))
-    step = model.compiled(partial(torch.compile, backend=backend, fullgraph=True)) if backend else model
+    step = compiled(model, partial(torch.compile, backend=backend, fullgraph=True)) if backend else model
     with torch.autocast("cpu", torch.bfloat16):
         loss = step(*torch.randint(50, (2, 2, 40)))
     loss.backward()

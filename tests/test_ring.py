@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model.attention import AttentionConfig, attention
-from model.recompute import keep_attention
+from model.recompute import store_attention
 from parallel import ring
 from parallel.part import Part
 from parallel.ring import ring_attention
@@ -88,7 +88,7 @@ def test_attention_over_keys_that_go_round_is_attention(impl, N, H, H_kv, more, 
 
     def compute(part):
         mine = [own(x.detach(), part).requires_grad_() for x in (q, k, v)]
-        o = ring_attention(*mine, config, part, documents)
+        o = ring_attention(part, *mine, config, documents)
         return o.detach(), *torch.autograd.grad(o, mine, own(do, part))
 
     o = attention(q, k, v, config, documents=documents)
@@ -109,7 +109,7 @@ def test_all_processes_compute_as_many_scores_before_each_exchange(on_ranks, mon
 
     monkeypatch.setattr(ring, "attend", attend)
     x = torch.randn(B, 1, T, D)
-    on_ranks(4, lambda part: ring_attention(*[own(x, part)] * 3, AttentionConfig("naive"), part))
+    on_ranks(4, lambda part: ring_attention(part, *[own(x, part)] * 3, AttentionConfig("naive")))
     n = T // 4
     assert list(scores.values()) == [[n * (n + 1) // 2, *[n * n // 2] * 3]] * 4
 
@@ -123,7 +123,7 @@ def test_a_process_saves_its_own_tokens_alone(on_ranks):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
             mine = own(x, part)
             sizes.clear()
-            return ring_attention(mine, mine, mine, AttentionConfig("tiled"), part)
+            return ring_attention(part, mine, mine, mine, AttentionConfig("tiled"))
 
     on_ranks(4, compute)
     assert all(sorted(sizes) == [B * T // 4, *[B * T // 4 * D] * 4] for sizes in saved.values())
@@ -133,11 +133,11 @@ def test_a_selective_checkpoint_does_not_send_the_keys_again(on_ranks, monkeypat
     calls, whole = [], ring.forward
     monkeypatch.setattr(ring, "forward", lambda *inputs: calls.append(1) or whole(*inputs))
     x = torch.randn(B, 1, T, D)
-    keep = partial(create_selective_checkpoint_contexts, keep_attention)
+    keep = partial(create_selective_checkpoint_contexts, store_attention)
 
     def compute(part):
         mine = own(x, part).requires_grad_()
-        function = partial(ring_attention, config=AttentionConfig("tiled"), part=part)
+        function = partial(ring_attention, part, config=AttentionConfig("tiled"))
         again = checkpoint(lambda x: function(2 * x, x, x), mine, use_reentrant=False, context_fn=keep)
         once = function(2 * mine, mine, mine)
         return torch.equal(*(torch.autograd.grad(o.sum(), mine)[0] for o in (again, once)))
@@ -166,7 +166,5 @@ def test_pieces_are_where_their_tokens_are():
         part = Part(rank=rank, ranks=3, ring=True)
         tokens = part.cut(whole)[0]
         assert torch.equal(whole[0, part.positions(T // 3, whole.device)], tokens)
-        for some in (range(T // 3), range(5), range(10, 25), range(20, 32)):
-            assert [i for piece in part.tokens(T // 3, some) for i in piece] == tokens[some.start : some.stop].tolist()
         seen += tokens.tolist()
     assert sorted(seen) == whole[0].tolist()
