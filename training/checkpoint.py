@@ -14,9 +14,8 @@ file destroys the only checkpoint. Here a step is hashed, written under a tempor
 renamed. So a visible checkpoint is complete, and the hashes detect a file that the disk has damaged later.
 
 The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
-per GB for SHA-256, for which each file is read back once. (Where weights are shared, the first rank has a second copy
-while it saves.) With a copy, the bytes verified are the bytes loaded. Training waits for the first copy only: a Writer
-does the rest in a thread.
+per GB for SHA-256. (Where weights are shared, the first rank has a second copy while it saves.) Training waits for the
+first copy only: training/writer.py does the rest in a thread.
 
 Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
 """
@@ -62,8 +61,7 @@ NAMED = 5  # a message lists at most so many runs
 
 @dataclass
 class Checkpoint:
-    """A loaded checkpoint. The optimizer state is twice the size of the model. It is read only by optimizer(), because
-    sampling does not need it."""
+    """A loaded checkpoint. The optimizer's state, twice the size of the model, is read only by optimizer()."""
 
     path: Path
     step: int
@@ -134,18 +132,15 @@ def save(
     keep_last: int,
     parents: bool = True,
 ) -> Path:
-    """Write folder/step_000030, completely or not at all, and delete old checkpoints.
+    """Writes folder/step_000030, completely or not at all, and deletes old checkpoints.
 
     Keeps the newest `keep_last` checkpoints and the one with the lowest finite state["val_loss"]. Deletes checkpoints
     of later steps: a run that was resumed from an earlier step still has them, and `resume=auto` would continue from
     them.
 
-    model: a state dict of any dtypes on any device, with the plain model's names (not those of a compiled or wrapped
-        model).
-    optimizer: `optimizer_tensors(...) | rng_state()`.
-    state: JSON's types only. Python's json can write and read NaN and infinity too.
-    keep_last: at least 1.
-    parents: make the folder's parents too, if they are missing.
+    model: a state dict of any dtypes on any device, with the plain model's names. optimizer: `optimizer_tensors(...) |
+    rng_state()`. state: JSON's types only; Python's json has NaN and infinity too. parents: make the folder's parents
+    too, if they are missing.
 
     Returns the new folder. Raises ValueError for keep_last < 1, and OSError with one clear line if the disk is full or
     cannot be written. In that case the earlier checkpoints are unchanged.
@@ -348,11 +343,9 @@ def _header_hash(header: dict) -> str:
 
 
 def lock(run: Path) -> ExitStack:
-    """Lock the folder `run` until the returned object is closed. Two processes in one run would delete each other's
-    checkpoints and mix their metrics. The system releases the lock when the process ends, in whatever way. The lock is
-    a file in the folder, which is made if it is missing. The file stays.
-
-    Raises ValueError if another process holds the lock, or if something else is in the file's place.
+    """Locks the folder `run`, which is made if it is missing, until the returned object is closed. Two processes in one
+    run would delete each other's checkpoints and mix their metrics. The system releases the lock when the process ends,
+    in whatever way. ValueError if another process holds the lock, or if something else is in its file's place.
     """
     run.mkdir(parents=True, exist_ok=True)
     own(run / LOCK)
@@ -417,16 +410,14 @@ def folder_of(inside: Path) -> Path:
 
 
 def find(named: str, runs: Path, *, option: str, name: str | None = None, which: str = "last") -> Path:
-    """The checkpoint that resume=, run= or init_from= names.
+    """The checkpoint that resume=, run= or init_from= (the option) names. ValueError, one line, if there is none.
 
     named: the path of a checkpoint or of a run, the name of a run in `runs`, or "auto" ("latest" for run=): the run
-        `name`, and if that is None, the run that saved last.
-    option: the key, for the messages.
-    which: of a run's checkpoints the last one; the best one, with the lowest validation loss, or the last one if none
-        has a loss; or step_000010.
+    `name`, and if that is None, the run that saved last. which: of a run's checkpoints the last one; the best one, with
+    the lowest validation loss, or the last one if none has a loss; or step_000010.
 
     Passes over a damaged checkpoint, and names it on stderr. One that is given by its path or step is returned: load()
-    says what is wrong. Raises ValueError, one line, if there is none.
+    says what is wrong.
     """
     have = {}  # run name: when it last saved
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:

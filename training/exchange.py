@@ -19,7 +19,8 @@ import json
 import os
 import re
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,10 @@ from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.families import Part, configuration, huggingface_config, layout
 from model.gpt import GPTConfig
-from training import checkpoint, config, foreign
-from training.foreign import inside, open_file
+from training import checkpoint, config
+from training.foreign import inside, open_file, read_json, read_text
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
-LIMIT = {CONFIG: 1 << 20, "merges.txt": 1 << 25}  # bytes of a file that is parsed; OTHERS for the rest
-OTHERS = 1 << 27  # the largest tokenizer.json in use has 35 MB
 DTYPES = ("F32", "BF16", "F16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -121,27 +120,25 @@ def describe(place: Path) -> dict[str, dict]:
     if not (place / CONFIG).exists():
         theirs = checkpoint.load_state(place)["config"]
         return {key: theirs[key] for key in ("model", "attention", "break_it")}
-    model, attention = understood(place, read_json(place, CONFIG))
+    theirs = read_json(place, CONFIG, limit(CONFIG))
+    with naming(place):
+        model, attention = configuration(theirs)
     model.vocab_size = None
     return {"model": asdict(model), "attention": asdict(attention), "break_it": asdict(BreakIt())}
 
 
 def read(place: Path, source: str) -> checkpoint.Checkpoint:
-    """The weights in `place`, verified, as a Checkpoint; those of Hugging Face as float32, with step 0.
-
-    source: what the user named, for a download. state["begin"] is the token that begins a text there.
-    Raises ValueError, one line, for whatever cannot be used.
-    """
+    """The weights in `place`, verified, as a Checkpoint; those of Hugging Face as float32, with step 0. source: what
+    the user named, for a download. state["begin"] is the token that begins a text there. ValueError, one line, for
+    whatever cannot be used."""
     if not (place / CONFIG).exists():
         return checkpoint.load(place)
     if place.parent.name == "snapshots" and not Path(os.path.expanduser(source)).exists():
         fetch_the_rest(source, place)
-    theirs = read_json(place, CONFIG)
-    ours, attention = understood(place, theirs)
-    try:
+    theirs = read_json(place, CONFIG, limit(CONFIG))
+    with naming(place):
+        ours, attention = configuration(theirs)
         encoding = from_huggingface(read_tokenizer(place), token(theirs, "eos_token_id"))
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
     rows = ours.vocab_size or 0
     if encoding.n_vocab > rows:
         raise ValueError(f"{place}: the tokenizer has {encoding.n_vocab} tokens, {CONFIG} has vocab_size={rows}")
@@ -160,10 +157,11 @@ def read(place: Path, source: str) -> checkpoint.Checkpoint:
     return checkpoint.Checkpoint(place, 0, model, state, to_json(encoding))
 
 
-def understood(place: Path, theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
-    """configuration(theirs). Its ValueError names the folder."""
+@contextmanager
+def naming(place: Path) -> Iterator[None]:
+    """Names the folder in a ValueError."""
     try:
-        return configuration(theirs)
+        yield
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -175,25 +173,22 @@ def token(theirs: dict, key: str) -> int | None:
     return first if type(first) is int else None
 
 
-def read_text(folder: Path, name: str) -> str:
-    return foreign.read_text(folder, name, LIMIT.get(name, OTHERS))
-
-
-def read_json(folder: Path, name: str) -> dict:
-    return foreign.read_json(folder, name, LIMIT.get(name, OTHERS))
+def limit(name: str) -> int:
+    """Bytes of a file that is parsed. The largest tokenizer.json in use has 35 MB."""
+    return {CONFIG: 1 << 20, "merges.txt": 1 << 25}.get(name, 1 << 27)
 
 
 def read_tokenizer(folder: Path) -> dict:
     """tokenizer.json, or GPT-2's older two files in the same form."""
     if (folder / TOKENIZER).exists():
-        return read_json(folder, TOKENIZER)
+        return read_json(folder, TOKENIZER, limit(TOKENIZER))
     if not (folder / "vocab.json").exists():
         raise ValueError(
             f"it has no {TOKENIZER}, nor vocab.json and merges.txt: put the model's own there; if that is byte "
             "or gpt2, `python sample.py run=NAME export=FOLDER` writes it, of a run that has that tokenizer"
         )
-    vocab = read_json(folder, "vocab.json")
-    lines = read_text(folder, "merges.txt").split("\n")
+    vocab = read_json(folder, "vocab.json", limit("vocab.json"))
+    lines = read_text(folder, "merges.txt", limit("merges.txt")).split("\n")
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     made = {"".join(merge) for merge in merges}
     special = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
@@ -218,7 +213,7 @@ def shards(folder: Path) -> list[str]:
     if not (folder / INDEX).exists():
         refuse_pickles(folder)
         raise ValueError(f"{folder} has no {WEIGHTS}: give a folder with weights")
-    files = read_json(folder, INDEX).get("weight_map")
+    files = read_json(folder, INDEX, limit(INDEX)).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map: the file is damaged")
     for file in files.values():

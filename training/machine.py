@@ -51,7 +51,6 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """The same for a device's name."""
     return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
 
 

@@ -17,8 +17,8 @@ from training.machine import out_of_memory_as
 
 
 class Writer:
-    """Writes checkpoints in a thread, one at a time, while training goes on. Where weights are shared among ranks, each
-    copies its parts, and its thread sends them to the first one's.
+    """Writes checkpoints in a thread, one at a time. Where weights are shared among ranks, each copies its parts, and
+    its thread sends them to the first one's.
 
     Every method raises OSError as save() does, and where memory runs out, once for a checkpoint that could not be
     written.
