@@ -49,7 +49,6 @@ from parallel.processes import (
 )
 from training import checkpoint, config, context
 from training.activities import ACTIVITIES, between_steps, find_the_fault, look_at_the_failure
-from training.files import replacing
 from training.machine import (
     DTYPES,
     Signals,
@@ -63,7 +62,7 @@ from training.machine import (
     stop_signals,
 )
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
-from training.metrics import broken_name, stamp, writing
+from training.metrics import broken_name, rewrite, stamp
 from training.optimizer import learning_rate
 from training.record import Numbers
 from training.resume import (
@@ -166,8 +165,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
         metrics.say(unread)
     if ranks.first:
-        with writing(folder / "config.yaml"), replacing(folder / "config.yaml") as file:
-            file.write(config.to_yaml(cfg).encode())
+        rewrite(folder / "config.yaml", config.to_yaml(cfg))
     introduce(run, resumed, parent, way)
     if chosen:
         metrics.say(chosen)

@@ -1,4 +1,4 @@
-"""training/contents.py and foreign.py: a checkpoint counts as a stranger's until it holds what a run writes."""
+"""training/contents.py and files.py: a checkpoint counts as a stranger's until it holds what a run writes."""
 
 import json
 import os

@@ -47,10 +47,9 @@ from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from parallel.shard import is_shared
-from training import config, contents, foreign
-from training.files import own, remove
+from training import config, contents, files
+from training.files import own, printable, remove
 from training.machine import device_type
-from training.metrics import printable
 
 FOLDER = "checkpoints"  # inside runs/NAME
 LOCK = ".lock"  # beside it
@@ -299,7 +298,7 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
     """As _read(), but the ValueError says only what is wrong."""
     found: dict[str, Any] = {}
     try:
-        header = foreign.read_json(path, "state.json", MOST["state.json"])
+        header = files.read_json(path, "state.json", MOST["state.json"])
         expected = header.pop("sha256", None)
         if not isinstance(expected, dict) or _header_hash(header) != expected.get("state.json"):
             raise ValueError("state.json is not as it was written")
@@ -309,9 +308,9 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
         found["state.json"] = header
         for name in names:
             if name != "tokenizer.json":
-                size = foreign.inside(path, name).stat().st_size
-                contents.check_tensors(name, header, foreign.described(path, name), size)
-            found[name] = foreign.read_bytes(path, name, MOST.get(name, sys.maxsize))
+                size = files.inside(path, name).stat().st_size
+                contents.check_tensors(name, header, files.described(path, name), size)
+            found[name] = files.read_bytes(path, name, MOST.get(name, sys.maxsize))
             if hashlib.sha256(found[name]).hexdigest() != expected.get(name):
                 raise ValueError(f"{name} is not as it was written")
             if name == "tokenizer.json":

@@ -18,7 +18,7 @@ from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig, without_numbers
 from training import config
-from training.metrics import printable
+from training.files import printable
 
 Described = dict[str, tuple[str, tuple[int, ...]]]  # {tensor: (dtype as safetensors calls it, shape)}
 
@@ -83,18 +83,16 @@ def check_header(header: dict) -> None:
 def check_tensors(file: str, header: dict, found: Described, size: int) -> None:
     """ValueError if the tensors of this file, `size` bytes long, are not those that a run of this configuration
     writes."""
-    (check_model if file == "model.safetensors" else check_optimizer)(header, found, size)
-
-
-def check_model(header: dict, found: Described, size: int) -> None:
-    """ValueError if the tensors of model.safetensors, `size` bytes long, are not those of the configuration's model."""
+    if file == "optimizer.safetensors":
+        check_optimizer(header, found, size)
+        return
     refuse_too_large(header, found, size, "model.safetensors")
     tensors, _ = network(json.dumps(header["state"]["config"]))
-    expected = {name: what for name, (_, what) in tensors.items()}
     for name, first in header["alias"].items():
         if first not in found or name in found or tensors.get(name, 0) != tensors.get(first, 1):
             raise ValueError(f"state.json: alias has {shown(name)} for {shown(first)}, which are not one weight")
-    compare("model.safetensors", found | {name: found[first] for name, first in header["alias"].items()}, expected)
+    there = found | {name: found[first] for name, first in header["alias"].items()}
+    compare("model.safetensors", there, {name: what for name, (_, what) in tensors.items()})
 
 
 def refuse_too_large(header: dict, found: Described, size: int, file: str) -> None:

@@ -38,9 +38,8 @@ from data.tokenizer import encode, same
 from model.gpt import GPT
 from model.loss import loss_of_each
 from training import checkpoint
-from training.files import replacing
 from training.machine import out_of_memory_as, pick_device, pick_dtype, set_precision
-from training.metrics import append, drawable, show, stamp, worth_of, writing
+from training.metrics import append, drawable, rewrite, show, stamp, worth_of
 from training.resume import open_checkpoint, tokenizer_of
 from training.settings import FEWEST, Config
 
@@ -239,8 +238,7 @@ def draw(
         figures["passkey.png"] = heat_map(record)
     for name, figure in figures.items():
         figure.suptitle(title, color="red" if broken else "black", parse_math=False)
-        with writing(folder / name), replacing(folder / name) as file:
-            figure.savefig(file, dpi=120, format="png")
+        rewrite(folder / name, figure)
     return [folder / name for name in figures]
 
 

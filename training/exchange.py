@@ -37,7 +37,7 @@ from model.break_it import BreakIt
 from model.families import Part, configuration, huggingface_config, layout
 from model.gpt import GPTConfig
 from training import checkpoint, config
-from training.foreign import inside, open_file, read_json, read_text
+from training.files import inside, open_file, read_json, read_text
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 DTYPES = ("F32", "BF16", "F16")

@@ -16,9 +16,6 @@ device's peak, memory_gib the peak so far; both may be None. A broken run's reco
 JSON has no NaN, and broken runs have many. A float that is not finite is written as the string "nan", "inf" or "-inf",
 and `read_metrics` turns it into a float again.
 
-wandb gets each record after the file and the screen, and sometimes loss.png and a table of the samples so far. In a run
-of several processes only rank 0 makes a Metrics.
-
 A thread draws loss.png and calls wandb, because importing matplotlib and wandb takes seconds. It begins at the first
 record: before that torch.compile keeps Python busy, and later a GPU's steps leave it time.
 """
@@ -29,18 +26,18 @@ import os
 import re
 import sys
 import time
-import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from data.text import counted
-from training.files import appending, own, read, replacing
+from training.files import appending, harmless, own, printable, read, replacing
 from training.machine import reader_may_leave
 from training.wandb_run import WandbConfig, WandbRun, wandb_mode
 
@@ -110,18 +107,6 @@ def broken_name(name: str, broken: str) -> str:
     """The name of a broken run, like "mine-BROKEN-no_max". `name` itself if it has that already, or if broken is ""."""
     fault = f"-BROKEN-{broken}"
     return f"{name}{fault}" if broken and fault not in name else name
-
-
-def printable(text: str) -> str:
-    """harmless(text), with "?" for characters that the terminal's encoding lacks; print() would raise an error."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return harmless(text).encode(encoding, "replace").decode(encoding)
-
-
-def harmless(text: str) -> str:
-    """text without control characters: a byte model may write escape sequences, and the terminal would execute them."""
-    # str.isprintable() would also remove joiners and wide spaces, which Persian and emoji need.
-    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def show(text: str) -> None:
@@ -198,10 +183,13 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def rewrite(path: Path, text: str) -> None:
-    """Writes a new file and renames it: a kill during a resume must not lose the run's history."""
+def rewrite(path: Path, content: Any) -> None:
+    """Writes a new file of text, or of a matplotlib Figure, and renames it: a kill must lose nothing."""
     with writing(path), replacing(path) as file:
-        file.write(text.encode())
+        if isinstance(content, str):
+            file.write(content.encode())
+        else:
+            content.savefig(file, dpi=120, format="png")
 
 
 def drawable(text: str) -> str:
@@ -404,8 +392,7 @@ class Metrics:
     def _draw(self, step: int) -> None:
         started = time.perf_counter()
         figure = loss_figure(read_metrics(self.folder / "metrics.jsonl"), self.folder.name, self.broken)
-        with writing(self.folder / "loss.png"), replacing(self.folder / "loss.png") as file:
-            figure.savefig(file, dpi=120, format="png")
+        rewrite(self.folder / "loss.png", figure)
         now = time.perf_counter()
         self.draw_again = now + (now - started) / DRAWING
         if step - self.sent >= self.total_steps / PICTURES:

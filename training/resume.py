@@ -35,8 +35,7 @@ from data.tokenizer import from_json, same
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
 from training import checkpoint, config, exchange
-from training.files import own
-from training.foreign import read_text
+from training.files import own, read_text
 from training.help import typed
 from training.settings import Config
 from training.state import load_optimizer_tensors, set_rng_state

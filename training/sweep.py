@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from data.text import counted
-from training.files import replacing
-from training.metrics import broken_name, drawable, printable, read_metrics, rewrite, show, stamp, writing
+from training.metrics import broken_name, drawable, printable, read_metrics, rewrite, show, stamp
 
 
 def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> int:
@@ -64,8 +63,7 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
         # Also after a bug in the script: the table of the finished jobs is still useful.
         write_table(folder / "table.csv", rows)
         if curves:
-            with writing(folder / "losses.png"), replacing(folder / "losses.png") as file:
-                losses_figure(curves, folder.name).savefig(file, dpi=120, format="png")
+            rewrite(folder / "losses.png", losses_figure(curves, folder.name))
         failed = sum(not row["status"].endswith("done") for row in rows)  # a broken run's status begins with its stamp
         trouble = f", {failed} of them failed or stopped" if failed else ""
         show(f"sweep: {len(rows)} of {counted(len(jobs), 'job')}{trouble}: {folder}")
