@@ -218,7 +218,7 @@ def loop(run: Run) -> int:
             if signals and (run.unfinished or run.step < cfg.steps):
                 return stop_at_signal(run, signals[0])
             run.train_step.restart_clock()
-        run.writer.look()
+        run.writer.raise_error()
     run.writer.wait()
     return 0
 

@@ -13,7 +13,7 @@ their order and the dropout masks are those of one process: a rank draws the see
 sequences and heads in the whole batch. Only sums over ranks may round in another order.
 
 parallel.context=N gives each sequence to N ranks, which exchange tokens against heads in attention (parallel/part.py).
-Where N does not divide the heads, keys and values go round instead (parallel/ring.py).
+Where N does not divide the heads, keys and values rotate between them instead: ring attention (parallel/ring.py).
 
 Rank 0 alone prints, writes and samples; sharded ranks compute a sample and gather a checkpoint with it. A rank that
 fails ends the others: torchrun sees to it.
@@ -226,7 +226,7 @@ def divide(ranks: Ranks, cfg: Any, passes: int) -> tuple[Ranks, int, int]:
 
 
 def in_a_ring(cfg: Any) -> bool:
-    """Whether keys and values go round: the processes of a sequence do not divide the heads. cfg: train.Config."""
+    """Whether keys and values rotate: the processes of a sequence do not divide the heads. cfg: train.Config."""
     return bool(cfg.model.n_head % cfg.parallel.context or cfg.model.n_kv_head % cfg.parallel.context)
 
 
@@ -371,23 +371,23 @@ def name_this_start(store: dist.Store, rank: int, size: int) -> str:
     """A name that all processes have agreed on, and that no earlier start of theirs has had.
 
     torchrun keeps its store when it starts the processes again, with the addresses of those that ended. A connection to
-    them would wait for minutes. And it counts the starts on each machine by itself. So every process leaves a word that
-    only this start of it knows, and rank 0 answers them until all have heard.
+    them would wait for minutes. And it counts the starts on each machine by itself. So every process sends a nonce of
+    this start, and rank 0 answers them until all have acknowledged its own.
     """
-    word = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"word of {rank}", word)
-        name = store.get(f"answer to {word}").decode()  # waits for it
-        store.set(f"{rank} has heard {name}", "")
+        store.set(f"nonce of {rank}", nonce)
+        name = store.get(f"answer to {nonce}").decode()  # waits for it
+        store.set(f"{rank} has {name}", "")
         return name
     missing = [*range(1, size)]
     while missing:
         for other in missing:
-            if store.check([f"word of {other}"]):  # may be left over from an earlier start
-                store.set(f"answer to {store.get(f'word of {other}').decode()}", word)
-        missing = [other for other in missing if not store.check([f"{other} has heard {word}"])]
+            if store.check([f"nonce of {other}"]):  # may be left over from an earlier start
+                store.set(f"answer to {store.get(f'nonce of {other}').decode()}", nonce)
+        missing = [other for other in missing if not store.check([f"{other} has {nonce}"])]
         time.sleep(0.02)
-    return word
+    return nonce
 
 
 def own_device(device: str) -> str:

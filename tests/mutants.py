@@ -160,7 +160,7 @@ TABLE = [
     ("the oldest checkpoints are kept", "past[-keep_last:]", "past[:keep_last]", "checkpoint"),
     ("done names the worst evaluation", "loss < self.best[0]", "loss > self.best[0]", "metrics"),
     ("steps wait for a picture", "self.later(partial(self._draw, self.step))", "self._draw(self.step)", "metrics"),
-    ("a picture that cannot be written is not told", "self.still_there()\n        self.look()\n",
+    ("a picture that cannot be written is not told", "self.still_there()\n        self.raise_errors()\n",
      "self.still_there()\n", "metrics"),
     ("the resumed step's record is lost", 'record["step"] <= step]', 'record["step"] < step]', "metrics"),
     # --- the model ---

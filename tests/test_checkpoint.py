@@ -199,14 +199,14 @@ def test_a_checkpoint_waits_for_the_one_before(writer, tmp_path, monkeypatch):
     assert steps(tmp_path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("ask", ["look", "wait", "close", "save"])
+@pytest.mark.parametrize("ask", ["raise_error", "wait", "close", "save"])
 def test_a_checkpoint_that_could_not_be_written_is_told_once(writer, tmp_path, ask):
     (tmp_path / "file").touch()
     write(writer, tmp_path / "file", 1, torch.zeros(3))
     futures.wait([writer.written])
     with pytest.raises(OSError, match="checkpoint of step 1 could not be written"):
         write(writer, tmp_path, 2, torch.zeros(3)) if ask == "save" else getattr(writer, ask)()
-    writer.look()
+    writer.raise_error()
     writer.close()
 
 

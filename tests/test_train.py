@@ -1229,7 +1229,7 @@ def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkp
         close(metrics, code)
 
     monkeypatch.setattr(checkpoint, "save", fails)
-    monkeypatch.setattr(Writer, "look", lambda writer: 1 / 0)
+    monkeypatch.setattr(Writer, "raise_error", lambda writer: 1 / 0)
     monkeypatch.setattr(Metrics, "close", spy)
     with pytest.raises(Exception, match=r"division by zero|no memory"):
         call(train, *small, "steps=3", "checkpoint_every=1", f"runs={tmp_path}", "name=x")

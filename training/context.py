@@ -8,7 +8,7 @@
     context_gain       the second: the loss given the fewest minus that given all
     context_gain_error its standard error, over the windows: each has both losses
     recall_accuracy    data=recall: the share of the second string that the model gets right; recall_loss: its loss
-    passkey_L_depth_D  data=passkey: the share of pass keys that it finds, in texts of L tokens, told at D % of them
+    passkey_L_depth_D  data=passkey: the share of pass keys that it finds, in texts of L tokens, given at D % of them
 
 loss_at compares different tokens. loss_given compares the same ones, so its differences are due to the context alone.
 For that, each window is cut into pieces of N tokens that overlap by half. The second half of each piece is measured:
@@ -172,12 +172,12 @@ def retrieval(model: GPT, dataset: Dataset, autocast: AbstractContextManager) ->
             texts = [passkey(length, depth / 100, generator) for _ in range(PROMPTS)]
             tokens = np.stack([[end, *encode(dataset.encoding, text)] for text in texts])  # (PROMPTS, length)
             x, y = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:, :-1], tokens[:, 1:]))
-            told = 0
+            found = 0
             for i in range(0, PROMPTS, rows := max(1, T * PROMPTS // (4 * length))):
                 numbers = torch.zeros_like(x[i : i + rows], dtype=torch.int32)  # one document
                 _, right = each_token(model, Batch(x[i : i + rows], y[i : i + rows], numbers), autocast)
-                told += int(right[:, answer(length)].all(1).sum())
-            record[f"passkey_{length:0{digits}}_depth_{depth:03}"] = told / PROMPTS
+                found += int(right[:, answer(length)].all(1).sum())
+            record[f"passkey_{length:0{digits}}_depth_{depth:03}"] = found / PROMPTS
     return record | {"passkey_accuracy": float(np.mean(list(record.values())))}
 
 
@@ -315,9 +315,9 @@ def evaluate(cfg: Config) -> int:
         raise ValueError(
             f"resume={trained.path} lies in no run's folder, and the measurement is written there; name a run"
         )
-    kept = tokenizer_of(trained)
-    dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length)
-    if kept is None or not same(dataset.encoding, kept):
+    theirs = tokenizer_of(trained)
+    dataset = open_data(cfg.data, cfg.tokenizer, theirs, cfg.model.context_length)
+    if theirs is None or not same(dataset.encoding, theirs):
         raise ValueError(
             f"{dataset.folder} has tokens of another tokenizer than {trained.path}: name a text of the same"
         )

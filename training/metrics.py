@@ -323,23 +323,23 @@ class Metrics:
         )
 
     def later(self, job: Callable[[], object]) -> None:
-        """Have the thread do a job after those before it. Its error is raised by a later call of look() or wait()."""
+        """Have the thread do a job after those before it. raise_errors() or wait() raise its error later."""
         self.jobs.append(self.thread.submit(job))
 
-    def look(self, wait: bool = False) -> None:
+    def raise_errors(self, wait: bool = False) -> None:
         """Raise the error of a job that has failed, such as the OSError of a picture that cannot be written."""
         while self.jobs and (wait or self.jobs[0].done()):
             self.jobs.popleft().result()
 
     def wait(self) -> None:
-        """Until the thread has done all its jobs. Raises their errors as look() does."""
-        self.look(wait=True)
+        """Until the thread has done all its jobs. Raises their errors as raise_errors() does."""
+        self.raise_errors(wait=True)
 
     def log(self, record: dict) -> None:
-        """Write a record to the file, then to the screen, then to wandb. Raises as look() does, and ValueError if the
-        run's folder is gone."""
+        """Write a record to the file, then to the screen, then to wandb. Raises as raise_errors() does, and ValueError
+        if the run's folder is gone."""
         self.still_there()
-        self.look()
+        self.raise_errors()
         if self.broken:
             record = {**record, "broken": self.broken}
         self.drawn = False

@@ -52,7 +52,7 @@ class Writer:
         shapes = [{name: x.shape for name, x in tensors.items()} for tensors in groups]
         self.written = self.thread.submit(gather_and_write, copies, shapes, self.group, write)
 
-    def look(self) -> None:
+    def raise_error(self) -> None:
         """Raises the error of a checkpoint that could not be written, if that is known already."""
         if self.written and self.written.done():
             self.wait()
