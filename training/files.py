@@ -23,6 +23,9 @@ from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 
+# Everything that a run writes into its folder, beside the lock.
+FILES = ("config.yaml", "metrics.jsonl", "samples.txt", "loss.png", "context.png", "passkey.png", "wandb_id.txt")
+FOLDERS = ("checkpoints", "faults", "wandb")
 LARGEST = 1 << 30  # bytes of a metrics.jsonl or samples.txt that are read
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 

@@ -37,7 +37,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data.text import counted
-from training.files import appending, harmless, own, printable, read, replacing
+from training.files import FILES, FOLDERS, appending, harmless, own, printable, read, replacing
 from training.machine import reader_may_leave
 from training.wandb_run import WandbConfig, WandbRun, wandb_mode
 
@@ -259,10 +259,8 @@ class Metrics:
         self.jobs: deque[Future] = deque()  # of the thread, oldest first
         self.mode = wandb_mode(wandb_config)  # may raise, so it comes before any change to files
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("config.yaml", "metrics.jsonl", "samples.txt", "loss.png", "context.png", "wandb_id.txt"):
-            own(folder / name)  # before anything is written
-        for name in ("checkpoints", "faults", "wandb"):
-            own(folder / name, folder=True)
+        for name in (*FILES, *FOLDERS):
+            own(folder / name, folder=name in FOLDERS)  # before anything is written
         self._keep_until(resume_step)
         self.file = appending(folder / "metrics.jsonl")
 

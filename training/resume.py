@@ -35,7 +35,7 @@ from data.tokenizer import from_json, same
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
 from training import checkpoint, config, exchange
-from training.files import own, read_text
+from training.files import FILES, FOLDERS, own, read_text
 from training.help import typed
 from training.settings import Config
 from training.state import load_optimizer_tensors, set_rng_state
@@ -56,10 +56,6 @@ OF_A_RUN = ("name", "runs", "resume")  # each run has its own
 NOT_READ = "resume= reads the checkpoint's configuration; to change a key, type it on the command line"
 
 LARGEST_CONFIG = 1 << 16  # bytes of a config.yaml that are read, in about 2 s; a run writes about 2,000
-
-# Everything that a run writes into its folder.
-RUNS_FILES = {"config.yaml", "metrics.jsonl", "loss.png", "samples.txt", "wandb_id.txt", "wandb", "faults"}
-RUNS_FILES |= {checkpoint.FOLDER, checkpoint.LOCK, "context.png", "passkey.png"}
 
 
 def resumed_config(cfg: Any) -> dict | None:
@@ -299,7 +295,9 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
     file that no run writes, or if another process holds the lock.
     """
     found = [path.name for path in folder.iterdir()] if folder.exists() else []
-    foreign = sorted(name for name in found if name not in RUNS_FILES and not name.startswith(".tmp-"))
+    foreign = sorted(
+        name for name in found if name not in (*FILES, *FOLDERS, checkpoint.LOCK) and not name.startswith(".tmp-")
+    )
     if foreign and not checkpoint.all_checkpoints(folder / checkpoint.FOLDER):  # no lock is left in a foreign folder
         raise ValueError(f"the folder {folder} has {foreign[0]}, which no run writes: use another name=")
     held.enter_context(checkpoint.lock(folder))
