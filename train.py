@@ -209,11 +209,11 @@ def loop(run: Run) -> int:
     while not run.ending:
         enqueue(run)
         signals = agree(run, until - time.perf_counter())
-        pause = bool(signals) or any(activity.due(run) for activity in ACTIVITIES)
-        while run.enqueued and (pause or oldest_is_done(run)):
+        due = any(activity.due(run) for activity in ACTIVITIES)
+        while run.enqueued and (due or signals or oldest_is_done(run)):  # a signal may come meanwhile
             if bad := log_oldest(run):
                 return stop_at_nan(run, *bad)
-        if pause:
+        if (due or signals) and not run.enqueued:
             signals = between_steps(run, signals)
             if signals and (run.unfinished or run.step < cfg.steps):
                 return stop_at_signal(run, signals[0])

@@ -72,7 +72,7 @@ TABLE = [
     ("training goes on in a checkpoint's tensors", "= kept[name].copy_(x)", "= x", "checkpoint"),
     ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
     # --- the loop ---
-    ("evaluated before all updates are done", "run.enqueued and (pause or oldest_is_done(run))",
+    ("evaluated before all updates are done", "run.enqueued and (due or signals or oldest_is_done(run))",
      "run.enqueued and oldest_is_done(run)", "step"),
     ("the step at which the run stopped is the last one sent", "run.step, run.val_loss = done.step, math.inf",
      "run.val_loss = math.inf", "step"),
