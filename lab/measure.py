@@ -74,13 +74,14 @@ def measure(
     if missing := sorted({*failures} & FAILURES.keys() - last.keys()):
         raise ValueError(f"failure={missing[0]} has no trial: add one to TRIALS of lab/trials.py (CONTRIBUTING.md)")
     for trial, dtype in product((trial for trial in TRIALS if trial.failure in failures), DTYPES):
+        able = [impl for impl in impls if not lacks(trial, impl, dtype, calls[0])]
+        if not able:
+            continue
         gain = gain_of(trial, dtype, calls)
         prepared = [call_of(trial, dtype, gain, call) for call in calls]
         measured = [gauges(call) for call in prepared]
         right = None
-        for impl in impls:
-            if lacks(trial, impl, dtype, calls[0]):
-                continue
+        for impl in able:
             tried = [replace(call, config=config_of(impl, call, trial)) for call in prepared]
             right = right or [right_for(call) for call in tried]
             guess = predicted(trial, impl, tried, measured, right)
