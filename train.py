@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from data.loader import Prefetch
-from model.attention import resolve
+from model.abilities import resolve
 from model.gpt import without_numbers
 from parallel.processes import (
     Ranks,
@@ -91,7 +91,7 @@ def main(cfg: Config) -> int:
     """
     if cfg.eval_only:
         begin_collecting()
-        refuse_several("eval_only=true", "measures in one process")
+        refuse_several("eval_only=true measures in one process")
         return context.evaluate(copy.deepcopy(cfg))
     with ExitStack() as stack:
         ranks = stack.enter_context(join(cfg))
@@ -177,7 +177,7 @@ def check(cfg: Config) -> None:
     need no data and no memory. A sweep makes them for every job before the first one starts."""
     if cfg.eval_only:
         raise ValueError("eval_only=true measures one run: leave out -m, and type the command once for each run")
-    refuse_several("-m", "makes one run after the other")
+    refuse_several("-m makes one run after the other")
     device = pick_device(cfg.device)
     dtype = DTYPES[pick_dtype(cfg.dtype, device)]
     attention = resolve(cfg.attention, device.type, cfg.break_it, model=cfg.model, dtype=dtype)

@@ -45,7 +45,7 @@ def forward(
     if q.numel() == 0:
         return o, lse, lse2
     q, k, v = aligned(q), aligned(k), aligned(v)
-    if not hopper.forward_lacks(q, problem, autotune, kernel):
+    if not hopper.left_to_portable("forward", q, problem, autotune, kernel):
         from kernels.hopper.forward import launch_forward  # imported here: other GPUs need no Gluon
 
         with on(q.device):
@@ -78,7 +78,7 @@ def gradients(
         return found
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dlse = None if dlse is None else dlse.contiguous()
-    if not hopper.backward_lacks(q, problem, autotune, kernel):
+    if not hopper.left_to_portable("backward", q, problem, autotune, kernel):
         from kernels.hopper.backward import launch_backward
 
         with on(q.device):

@@ -46,7 +46,7 @@ def flash_attention(
         raise ValueError(refused)
     if autotune and "global_mask" in problem.without:
         raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
-    if kernel == "hopper" and (refused := hopper.forward_lacks(q, problem, autotune, kernel)):
+    if kernel == "hopper" and (refused := hopper.left_to_portable("forward", q, problem, autotune, kernel)):
         raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
     inputs: tuple[Tensor, ...] = (q, k, v)
     if qkv is not None and qkv.is_contiguous() and q.shape[-1] * q.itemsize % 16 == 0:  # else no descriptor writes it

@@ -20,9 +20,10 @@ from kernels.problem import Problem
 from lab.files import Results
 from lab.meter import median_ms
 from lab.settings import Bench
-from model.attention import AttentionConfig, resolve
+from model.abilities import resolve, why_not
+from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from sampling.cache import PAGE, KVCache, decode, has_decode_kernel
+from sampling.cache import PAGE, KVCache, decode
 from sampling.generate import Sampler, generate, run_prompts
 from training.machine import DTYPES, pick_device, pick_dtype
 
@@ -77,7 +78,7 @@ def attention_rows(
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=H != H_kv),
         "plain": lambda: decode(q, keys, values, problem),
     }
-    if has_decode_kernel(AttentionConfig("sdpa"), dtype, D, device):
+    if not why_not("decode", {"attention=sdpa": "attention=sdpa"}, device, dtype, D):
         from sampling.decode import decode as kernel  # imported here: triton is not installed everywhere
 
         last = k[:, :, -1:].clone(), v[:, :, -1:].clone()  # the new token has the last slot

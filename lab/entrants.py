@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.text import counted
 from kernels.problem import Problem
-from model.attention import AttentionConfig, attention, blocks_of, resolve
+from model.abilities import resolve
+from model.attention import AttentionConfig, attention, blocks_of
 from model.mask import WHOLE, Tiling, visible
 
 PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # FLOPs, in those of a forward

@@ -30,7 +30,8 @@ import torch
 
 from data.text import counted
 from lab.steps import FACTS, SIZES, Case, Side, begin, enter, gpt2, in_turn, measured, random_batch, step_of
-from model.attention import AttentionConfig, resolve
+from model.abilities import resolve
+from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from parallel.processes import ALONE, ParallelConfig, Ranks, bytes_sent, divide, join, launched, own_device

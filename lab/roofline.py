@@ -18,7 +18,8 @@ from lab.entrants import Case
 from lab.files import Results
 from lab.meter import Operations, median_ms, memory_for
 from lab.settings import Bench
-from model.attention import AttentionConfig, attention, triton_refusal
+from model.abilities import why_not
+from model.attention import AttentionConfig, attention
 from training.machine import DTYPES, pick_device
 
 # A row is one operation of naive in the order of its calls, or a whole: a copy, a product, naive, tiled, triton, sdpa.
@@ -66,7 +67,7 @@ def roofline(case: Case, *, dtype: str, device: torch.device, out: Path) -> None
             attention(q, k, v, AttentionConfig("naive"), causal=case.causal)
         rows += operations
         moved = {"naive": sum(round(1e6 * row["mb"]) for row in operations)}
-        ours = "tiled" if triton_refusal(device.type) else "triton"
+        ours = "tiled" if why_not("triton", {}, device) else "triton"
         for impl in WHOLES:
             if impl in ("naive", ours, "sdpa"):
                 ms = median_ms(lambda: attention(q, k, v, AttentionConfig(impl), causal=case.causal), device)  # noqa: B023

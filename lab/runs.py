@@ -16,7 +16,8 @@ from data.loader import Batch
 from data.prepare import DataConfig
 from data.text import counted
 from data.tokenizer import TokenizerConfig, from_json
-from model.attention import AttentionConfig, beyond_sdpa, triton_refusal
+from model.abilities import OF_MASK, OF_SCORE, wanted, why_not
+from model.attention import AttentionConfig
 from model.gpt import GPT
 from model.loss import IGNORE
 from training import checkpoint, config
@@ -46,8 +47,8 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     found = checkpoint.load(path)
     trained = found.state["config"]
     attention = config.from_dict(AttentionConfig, trained["attention"])
-    if beyond_sdpa(attention):
-        raise ValueError(f"run={run} has {beyond_sdpa(attention)}: breakit.py knows the causal mask alone")
+    if beyond := [typed for name, typed in wanted(attention).items() if name in (*OF_MASK, *OF_SCORE)]:
+        raise ValueError(f"run={run} has {', '.join(beyond)}: breakit.py knows the causal mask alone")
     # auto, so that a run from a GPU can be loaded on any machine
     attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)
     net = found.network(attention, device).eval()
@@ -73,7 +74,7 @@ def replay(path: Path, device: torch.device) -> None:
         )
     attention = config.from_dict(AttentionConfig, kept.state["config"]["attention"])
     impl = kept.state["about"]["attention"]
-    if impl == "triton" and (why := triton_refusal(device.type)):
+    if impl == "triton" and (why := why_not("triton", {}, device)):
         show(f"{why}: using tiled instead")
         impl = "tiled"
     attention = replace(attention, impl=impl)

@@ -30,7 +30,8 @@ from data.text import counted
 from lab.files import Results
 from lab.meter import GpuPeak, memory_for, ms_of, peak_of, profiled, wait, where
 from lab.peer import LR, PlainGPT, load, plain, theirs
-from model.attention import AttentionConfig, resolve
+from model.abilities import resolve
+from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from parallel.processes import ALONE, Ranks

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention import AttentionConfig, attention, check_switches, triton_refusal
-from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
+from model.abilities import ABILITIES, check_switches, why_not
+from model.attention import AttentionConfig, attention
+from model.break_it import FAILURES, UNBROKEN, BreakIt
 from training.machine import DTYPES
 from training.probe import LIMIT, Call, Gauges, gauges
 
@@ -70,7 +71,7 @@ def broken(failure: str, gain: float) -> BreakIt:
 
 def available(device: torch.device) -> list[str]:
     """The implementations that can be broken on this device."""
-    return ["naive", "tiled"] + ([] if triton_refusal(device.type) else ["triton"])
+    return ["naive", "tiled"] + ([] if why_not("triton", {}, device) else ["triton"])
 
 
 def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
@@ -83,8 +84,8 @@ def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
         return lacks(trial._replace(one_tile=False), impl, dtype, call)
     config = AttentionConfig(impl, softmax_scale=call.config.softmax_scale, dropout_p=trial.dropout_p)
     for switch in broken(trial.failure, 1.0).without:
-        if switch in LACKS.get(impl, ()):
-            return f"{trial.failure}: {LACKS[impl][switch]}; left out"
+        if why := ABILITIES[impl].lacks.get(switch):
+            return f"{trial.failure}: {why}; left out"
     try:
         check_switches(config, broken(trial.failure, 1.0))
     except ValueError as error:  # for example a run with its own softmax_scale, which has no 1 / sqrt(D) to leave out

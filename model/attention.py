@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.problem import Problem
-from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
+from model.abilities import check_switches, wanted, why_not
+from model.break_it import UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
 from model.mask import distance, packed, visible
 from model.tiled import INF, LOG2E, Loops, sum_dtype, tiled_attention
@@ -107,153 +108,6 @@ class AttentionConfig:
                     f"attention.block_mask covers {covered} tokens of {T}: draw more blocks, "
                     f"or use attention.block_mask_size={-(-T * self.block_mask_size // covered)}"
                 )
-
-
-# Head size: the context from which, on a Hopper GPU, a training step is faster with triton than with sdpa
-# (docs/results.md).
-HOPPER_FROM = {64: 1024, 128: 8192}
-
-
-def resolve(
-    config: AttentionConfig,
-    device: str,
-    break_it: BreakIt = UNBROKEN,
-    lse: bool = False,
-    model: Any = None,
-    dtype: torch.dtype = torch.float32,
-) -> AttentionConfig:
-    """Turns impl=auto into the implementation that will run, and refuses one that cannot run, before any work is done.
-
-    auto chooses
-    - tiled without a GPU, so that the code to read is the code that runs (sdpa is faster there: docs/training.md), and
-      for order=keys_outside;
-    - triton on a GPU for windows, documents, block masks, softcap, ALiBi, dropout or a broken switch, or tiled if
-      triton cannot run there;
-    - triton on a Hopper GPU where it was measured to be faster in training: HOPPER_FROM;
-    - sdpa on a GPU for everything else. It returns no lse; with lse=True triton or tiled are chosen there too.
-
-    model: GPTConfig of a training run; None where one does not train. dtype: of q, k and v.
-
-    triton refuses head sizes above 256 and float64 only at its first call, and kernel=hopper those that it lacks.
-    Raises ValueError with the reason and the way out.
-    """
-    if config.impl == "auto":
-        special = beyond_sdpa(config) or config.dropout_p > 0 or break_it.without or lse
-        if not device.startswith("cuda") or config.order != "queries_outside":
-            config = replace(config, impl="tiled")
-        elif special:
-            config = replace(config, impl="tiled" if triton_refusal(device) else "triton")
-        else:
-            config = replace(config, impl="triton" if hopper_is_faster(config, device, model, dtype) else "sdpa")
-    if config.impl == "triton" and (refused := triton_refusal(device)):
-        raise ValueError(refused)
-    if config.impl == "sdpa" and beyond_sdpa(config):
-        raise ValueError(f"{beyond_sdpa(config)}: sdpa has nothing of the kind; use attention=tiled{or_triton(device)}")
-    if config.impl != "tiled" and config.order != "queries_outside":
-        raise ValueError(f"attention.order={config.order}: {config.impl} has no such loops; use attention=tiled")
-    if config.impl != "triton" and config.autotune:
-        raise ValueError(f"attention.autotune=true: {config.impl} has nothing to tune; leave it out{or_triton(device)}")
-    if config.impl != "triton" and config.kernel != "auto":
-        raise ValueError(
-            f"attention.kernel={config.kernel}: {config.impl} has no such kernel; leave it out{or_triton(device)}"
-        )
-    check_switches(config, break_it)
-    if config.kernel == "hopper" and (refused := left_to_portable(config, torch.device(device), break_it)):
-        raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
-    return config
-
-
-def or_triton(device: str) -> str:
-    """The end of a way out, where triton may run."""
-    return " or use attention=triton" if device.startswith("cuda") else ""
-
-
-def triton_refusal(device: str) -> str | None:
-    """Why triton cannot run on this device, or None. An unsupported head size or dtype is refused at the first call."""
-    try:
-        from kernels.op import refusal
-    except ModuleNotFoundError as error:  # triton exists for Linux only
-        return f"attention.impl=triton: {error}; pip install triton (Linux), or use attention=tiled or attention=sdpa"
-    return refusal(torch.float32, 64, torch.device(device))
-
-
-def hopper_is_faster(config: AttentionConfig, device: str, model: Any, dtype: torch.dtype) -> bool:
-    """Whether a step of this model (GPTConfig or None) is faster with triton's kernels for Hopper than with sdpa."""
-    if model is None or model.context_length < HOPPER_FROM.get(model.head_size, INF) or triton_refusal(device):
-        return False
-    return not left_to_portable(config, torch.device(device), D=model.head_size, dtype=dtype)
-
-
-def left_to_portable(
-    config: AttentionConfig, device: torch.device, break_it: BreakIt = UNBROKEN, D: int = 128, dtype=torch.bfloat16
-) -> str:
-    """Why the forward of a training run's attention is left to kernels/flash.py; empty if kernels/hopper/ has it.
-    D: head size; dtype: of q, k and v."""
-    from kernels.hopper import NARROW, lacks
-
-    if config.autotune:
-        return "attention.autotune=true tunes the portable kernels"
-    if options := given(config, "block_mask", "softcap", "alibi"):
-        return f"it has no {options}"
-    if break_it.without:
-        return f"it has no break_it={break_it.label}"
-    narrow = any(window is not None and window < NARROW for window in (config.window, *(config.windows or ())))
-    return lacks(dtype, D, device, config.kernel, config.dropout_p > 0 and narrow)
-
-
-def backward_left_to_portable(
-    config: AttentionConfig, device: torch.device, break_it: BreakIt = UNBROKEN, D: int = 128, dtype=torch.bfloat16
-) -> str:
-    """left_to_portable() for the backward, which kernels/hopper/ has or not."""
-    from kernels.hopper import lacks
-
-    if config.autotune:
-        return "attention.autotune=true tunes the portable kernels"
-    if options := beyond_sdpa(config):
-        return f"it has no {options}"
-    if break_it.without:
-        return f"it has no break_it={break_it.label}"
-    return lacks(dtype, D, device, config.kernel)
-
-
-def beyond_sdpa(config: AttentionConfig) -> str:
-    """The options that PyTorch's function has no argument for, as key=value; empty if there are none."""
-    return given(config, "window", "windows", "documents", "block_mask", "softcap", "alibi")
-
-
-def given(config: AttentionConfig, *names: str) -> str:
-    """Those of the options that are set, as key=value."""
-    return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
-
-
-def check_switches(
-    config: AttentionConfig,
-    break_it: BreakIt,
-    causal: bool = True,
-    documents: bool = False,
-    softmax_scale: float | None = None,
-) -> None:
-    """Raises ValueError if a switch is off that has nothing to remove from this implementation or problem."""
-    if not break_it.without:
-        return
-    scale = config.softmax_scale if softmax_scale is None else softmax_scale
-    elsewhere = config.window or config.windows or config.documents or config.block_mask or documents
-    idle = {
-        "scale_scores": scale is not None and f"softmax_scale={scale} is no 1 / sqrt(D); leave it out",
-        "global_mask": (not causal and "there is no causal mask to break; use causal=True")
-        or (elsewhere and "only the causal mask can be broken; leave out window, windows, documents and block_mask"),
-        **{
-            switch: config.dropout_p == 0 and f"there is no dropout to draw; use {FAILURES[FAULTS[switch]].wakes}"
-            for switch in ("same_seed", "restore_seed")
-        },
-    }
-    for switch in break_it.without:
-        why = idle.get(switch)
-        if switch in LACKS.get(config.impl, ()):
-            able = [f"attention={impl}" for impl in ("tiled", "triton") if switch not in LACKS.get(impl, ())]
-            why = f"{LACKS[config.impl][switch]}; use {' or '.join(able)}"
-        if why:
-            raise ValueError(f"break_it={break_it.label}: {why}")
 
 
 def attention(
@@ -363,8 +217,9 @@ def attend(
             case "tiled":
                 o, lse = tiled_attention(q, k, v, problem, Loops(config.block_m, config.block_n, config.order))
             case "sdpa":
-                if beyond_sdpa(config) or problem.mask.documents_q is not None or return_lse:
-                    raise ValueError("sdpa has no windows, documents and the like, and no lse; use impl=tiled")
+                documents = {} if problem.mask.documents_q is None else {"documents": "documents"}
+                if why := why_not("sdpa", wanted(config) | documents | ({"lse": "return_lse"} if return_lse else {})):
+                    raise ValueError(why)
                 return sdpa(q, k, v, problem, 0.0 if problem.seed is None else config.dropout_p)
             case _:
                 raise ValueError(f"attention.impl={config.impl} cannot run here; resolve() it at start-up")

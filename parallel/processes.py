@@ -38,10 +38,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from data.text import counted
+from model.abilities import wanted, why_not
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, Setting
 from parallel.part import WHOLE, Part, exchanged
-from parallel.ring import refused, ring_attention
+from parallel.ring import ring_attention
 
 
 @dataclass
@@ -243,10 +244,10 @@ def sends_from_python(cfg: Any) -> str:
 def check_ring(cfg: Any) -> None:
     """ValueError for attention that a ring does not have. cfg: train.Config."""
     attention = cfg.attention
-    lacks = "attention=sdpa, which returns no lse" if attention.impl == "sdpa" else refused(attention)
+    options = wanted(attention)
     if attention.kernel == "hopper" and (attention.window or attention.windows or attention.alibi):
-        lacks = "attention.kernel=hopper with positions, which a window needs here"
-    if lacks:
+        options["positions"] = "attention.kernel=hopper"
+    if lacks := why_not("ring", options):
         raise ValueError(
             f"parallel.context={cfg.parallel.context} does not divide both model.n_head={cfg.model.n_head} and "
             f"model.n_kv_head={cfg.model.n_kv_head}, so keys and values go round the processes; that has no {lacks}: "
@@ -261,18 +262,15 @@ def check_shard(ranks: Ranks, cfg: Any) -> None:
             "parallel.shard=true cuts the weights into a part for each process, and there is 1 process: start "
             "several with torchrun, or use parallel.shard=false"
         )
+    shard, options = "parallel.shard=true", {}
     if cfg.optimizer.kind == "muon":
-        raise ValueError(
-            "parallel.shard=true: Muon needs whole matrices, and a process has some of their rows; "
-            "use optimizer=adamw, or parallel.shard=false"
-        )
+        options["muon"] = shard
     if cfg.dtype == "fp16":
-        raise ValueError("parallel.shard=true does not scale the loss, as dtype=fp16 needs; use dtype=bf16 or float32")
+        options["fp16"] = shard
     if cfg.context_every:
-        raise ValueError(
-            f"context_every={cfg.context_every} measures in one process, and parallel.shard=true leaves none with all "
-            "weights; use context_every=0, and eval_only=true without torchrun later"
-        )
+        options["context_every"] = f"context_every={cfg.context_every}"
+    if why := why_not("shard", options):
+        raise ValueError(why)
 
 
 def bytes_sent(ranks: Ranks, model: GPT, tokens: int, width: int, passes: int) -> tuple[int, int]:
@@ -298,20 +296,19 @@ def bytes_sent(ranks: Ranks, model: GPT, tokens: int, width: int, passes: int) -
 
 def refuse_what_is_for_one(cfg: Any, attention: AttentionConfig) -> None:
     """ValueError for options of a run that several processes do not have. cfg: train.Config. attention: resolved."""
+    options = wanted(attention, cfg.break_it)
     if cfg.probe.every:
-        refuse_several(f"probe.every={cfg.probe.every}", "looks at the batches of one process")
-    if cfg.break_it.label:
-        refuse_several(f"break_it={cfg.break_it.label}", "is looked at in one process")
+        options["probe"] = f"probe.every={cfg.probe.every}"
     if attention.impl == "sdpa" and attention.dropout_p:
-        refuse_several(
-            "attention=sdpa", "draws PyTorch's dropout, the same on all; attention=tiled and triton have ours"
-        )
+        options["sdpa dropout"] = "attention=sdpa"
+    if why := why_not("several", options):
+        refuse_several(why)
 
 
-def refuse_several(option: str, why: str) -> None:
+def refuse_several(why: str) -> None:
     """ValueError if torchrun has started several processes."""
     if launched() > 1:
-        raise ValueError(f"{option} {why}: leave it out with torchrun, or use python train.py")
+        raise ValueError(f"{why}: leave it out with torchrun, or use python train.py")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

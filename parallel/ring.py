@@ -47,19 +47,12 @@ def ring_attention(
 ) -> Tensor:
     """o of the part's queries over the whole sequence, causal. All processes of part.group have to call it.
 
-    config: resolved, and without what refused() names. documents: integers (B, T), of the whole sequences. The other
-    options of attention() are those of whole attention without dropout.
+    config: resolved, and without what the ring lacks (model/abilities.py). documents: integers (B, T), of the whole
+    sequences. The other options of attention() are those of whole attention without dropout.
     """
     # Not compiled: the processes wait for each other, part by part, in Python.
     apply = torch.compiler.disable(Ring.apply) if torch.compiler.is_compiling() else Ring.apply
     return apply(q, k, v, documents, config, part)
-
-
-def refused(config: AttentionConfig) -> str:
-    """The options that a ring does not have, as key=value; empty if there are none. They count rows and columns of the
-    whole sequence, and attention of two parts counts its own."""
-    names = ("dropout_p", "block_mask")
-    return ", ".join(f"attention.{name}={getattr(config, name)}" for name in names if getattr(config, name))
 
 
 class Ring(torch.autograd.Function):

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.problem import HAS_TRITON, Problem
+from kernels.problem import Problem
+from model.abilities import wanted, why_not
 from model.attention import AttentionConfig, attention, problem_of
 from model.gpt import GPT, LAYERS, Layers, Setting
 from model.mask import WHOLE, Tile
@@ -250,7 +251,7 @@ class KVCache:
         self.context_length, self.device, self.alibi = context_length, device, config.alibi
         # With the kernel: the position of each sequence's last token. It stays at one place in memory, because a
         # recorded token has its address.
-        kernel = kernel and has_decode_kernel(config, weight.dtype, model.config.head_size, device)
+        kernel = kernel and not why_not("decode", wanted(config), device, weight.dtype, model.config.head_size)
         self.at = torch.zeros(B, dtype=torch.int64, device=device) if kernel else None
 
     def setting(self, positions: slice | Tensor, ropes: dict | None = None, layers: Layers = LAYERS) -> Setting:
@@ -358,20 +359,7 @@ class KVCache:
 def refusal(model: GPT) -> str | None:
     """Why a model samples without a cache; None if it has one. decode() reads no switch of break_it: it would compute
     whole attention."""
-    if model.break_it.label:
-        return f"break_it={model.break_it.label}: a cache would compute whole attention, not the broken one"
-    if model.attention_config.block_mask is not None:
-        return "attention.block_mask: the cache has no block masks"
-    return None
-
-
-def has_decode_kernel(config: AttentionConfig, dtype: torch.dtype, D: int, device: torch.device) -> bool:
-    """Whether sampling/decode.py can compute tokens: with triton, and with sdpa on a GPU, where Triton runs."""
-    if config.impl not in ("triton", "sdpa" if device.type == "cuda" else "triton") or not HAS_TRITON:
-        return False
-    from kernels.op import refusal as of_kernels  # imported here: triton is not installed everywhere
-
-    return of_kernels(dtype, D, device) is None
+    return why_not("cache", wanted(model.attention_config, model.break_it)) or None
 
 
 def decode(

@@ -16,7 +16,8 @@ from torch import Tensor
 import train
 from data.dataset import open_data
 from data.loader import Loader
-from model.attention import AttentionConfig, resolve
+from model.abilities import resolve
+from model.attention import AttentionConfig
 from model.gpt import GPT, MLP, GPTConfig, norm
 from model.rope import rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget

@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from lab.panels import tied_errors
-from model.attention import AttentionConfig, attention, attention_varlen, check_switches
+from model.abilities import check_switches
+from model.attention import AttentionConfig, attention, attention_varlen
 from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT

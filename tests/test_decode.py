@@ -16,11 +16,12 @@ pytest.importorskip("triton", reason="triton is made for Linux")
 import bench
 from kernels.problem import Problem
 from lab import decode as race
+from model.abilities import wanted, why_not
 from model.attention import AttentionConfig, alibi_slopes
 from model.gpt import CHOICES, LAYERS, GPTConfig
 from model.rope import rope_table, rotate
 from sampling import linear as of_linear
-from sampling.cache import KVCache, has_decode_kernel
+from sampling.cache import KVCache
 from sampling.choose import choose
 from sampling.decode import DecodeTiles, decode
 from sampling.generate import Sampler, run_prompts
@@ -369,14 +370,14 @@ def test_a_page_has_no_less_than_a_tile():
 
 
 def test_the_kernel_runs_where_triton_does():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert has_decode_kernel(AttentionConfig("triton"), torch.bfloat16, 64, cpu)  # in the interpreter, as here
-    for impl in ("naive", "tiled", "sdpa"):
-        assert not has_decode_kernel(AttentionConfig(impl), torch.bfloat16, 64, cpu)
-    for impl in ("naive", "tiled"):
-        assert not has_decode_kernel(AttentionConfig(impl), torch.bfloat16, 64, gpu)
-    assert not has_decode_kernel(AttentionConfig("triton"), torch.float64, 64, cpu)
-    assert not has_decode_kernel(AttentionConfig("triton"), torch.bfloat16, 257, cpu)
+    def lacks(impl: str, *others) -> str:
+        return why_not("decode", wanted(AttentionConfig(impl)), *others)
+
+    assert not lacks("triton", "cpu", torch.bfloat16, 64)  # in the interpreter, as here
+    assert all(lacks(impl, "cpu", torch.bfloat16, 64) for impl in ("naive", "tiled", "sdpa"))
+    assert all(lacks(impl, "cuda", torch.bfloat16, 64) for impl in ("naive", "tiled"))
+    assert lacks("triton", "cpu", torch.float64, 64)
+    assert lacks("triton", "cpu", torch.bfloat16, 257)
     assert KVCache(made(torch.float32, impl="triton"), 1).at is not None
     assert KVCache(made(torch.float32, impl="triton"), 1, kernel=False).at is None
 

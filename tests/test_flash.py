@@ -545,9 +545,8 @@ def test_the_kernels_are_chosen_by_the_same_problem(through, monkeypatch):
     """An op turns tuples into lists, and then a compiled step had the portable backward where eager had Hopper's. Here
     the GPU is all that either lacks."""
     reasons = []
-    for name in ("forward_lacks", "backward_lacks"):
-        decide = getattr(hopper, name)
-        monkeypatch.setattr(hopper, name, lambda *args, decide=decide: reasons.append(decide(*args)) or reasons[-1])
+    decide = hopper.left_to_portable
+    monkeypatch.setattr(hopper, "left_to_portable", lambda *args: reasons.append(decide(*args)) or reasons[-1])
     q = torch.randn(1, 1, 8, 64, requires_grad=True, dtype=torch.float16)
     THROUGH[through](lambda q: attention(q, q, q, TRITON))(q).sum().backward()
     assert set(reasons) == {"it runs on Hopper GPUs (sm_90), not on cpu"}

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.attention import AttentionConfig, attention, left_to_portable
+from model.abilities import wanted, why_not
+from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run
 
@@ -191,11 +192,14 @@ def test_hopper_refuses_what_it_cannot_do_in_one_line(changed, options, why):
 
 def test_the_start_of_a_run_names_the_kernel():
     device = torch.device("cuda")
-    assert left_to_portable(AUTO, device) == left_to_portable(AUTO, device, D=64) == ""
-    assert left_to_portable(replace(AUTO, window=8), device) == ""
+    assert (
+        why_not("hopper forward", wanted(AUTO), device) == why_not("hopper forward", wanted(AUTO), device, D=64) == ""
+    )
+    assert why_not("hopper forward", wanted(replace(AUTO, window=8)), device) == ""
     narrow = {"dropout_p": 0.1, "window": 100}
-    assert "slower with dropout in a window of fewer than 512 keys" in left_to_portable(replace(AUTO, **narrow), device)
-    assert left_to_portable(replace(HOPPER, **narrow), device) == ""
-    assert "attention.softcap=8" in left_to_portable(replace(AUTO, softcap=8.0), device)
-    assert "head sizes" in left_to_portable(AUTO, device, D=80)
-    assert left_to_portable(PORTABLE, device) == "attention.kernel=portable"
+    slower = why_not("hopper forward", wanted(replace(AUTO, **narrow)), device)
+    assert "slower with dropout in a window of fewer than 512 keys" in slower
+    assert why_not("hopper forward", wanted(replace(HOPPER, **narrow)), device) == ""
+    assert "attention.softcap=8" in why_not("hopper forward", wanted(replace(AUTO, softcap=8.0)), device)
+    assert "head sizes" in why_not("hopper forward", wanted(AUTO), device, D=80)
+    assert why_not("hopper forward", wanted(PORTABLE), device) == "attention.kernel=portable"

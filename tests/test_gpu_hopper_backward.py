@@ -9,7 +9,8 @@ import torch
 from kernels import hopper
 from kernels.launch import forward, gradients
 from kernels.problem import Problem
-from model.attention import AttentionConfig, backward_left_to_portable
+from model.abilities import wanted, why_not
+from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.dropout import drop_threshold
 from tests.reference import SEED, Case, assert_within_budget, case_name, drawn, run
@@ -91,15 +92,18 @@ def test_auto_takes_the_backward_for_hopper_where_it_can(case, taken):
     o, _, lse2 = forward(q, k, v, problem, False, "portable")
     auto, found = (gradients(q, k, v, o, lse2, do, None, problem, False, kernel) for kernel in ("auto", taken))
     assert all(torch.equal(a, b) for a, b in zip(auto, found, strict=True))
-    reason = hopper.backward_lacks(q, problem, False, "auto")
+    reason = hopper.left_to_portable("backward", q, problem, False, "auto")
     assert bool(reason) == (taken == "portable")
 
 
 def test_the_start_of_a_run_names_the_backward():
     device = torch.device("cuda")
-    assert backward_left_to_portable(HOPPER, device) == ""
-    assert backward_left_to_portable(replace(HOPPER, window=8), device) == "it has no attention.window=8"
-    assert backward_left_to_portable(replace(AUTO, dropout_p=0.1), device) == ""
-    assert "break_it" in backward_left_to_portable(AUTO, device, BreakIt(rescale_sum=False))
-    assert "head sizes" in backward_left_to_portable(HOPPER, device, D=80)
-    assert backward_left_to_portable(PORTABLE, device) == "attention.kernel=portable"
+
+    def lacks(config, *more, **others):
+        return why_not("hopper backward", wanted(config, *more), device, **others)
+
+    assert lacks(HOPPER) == lacks(replace(AUTO, dropout_p=0.1)) == ""
+    assert lacks(replace(HOPPER, window=8)) == "it has no attention.window=8"
+    assert "break_it" in lacks(AUTO, BreakIt(rescale_sum=False))
+    assert "head sizes" in lacks(HOPPER, D=80)
+    assert lacks(PORTABLE) == "attention.kernel=portable"

@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels import hopper, op
 from kernels.problem import Problem
-from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, problem_of, resolve
+from model.abilities import resolve, wanted, why_not
+from model.attention import AttentionConfig, problem_of
 from model.break_it import UNBROKEN, BreakIt
 from tests.gluon_on_cpu import launch, on_cpu
 from tests.reference import PLACES, Case, assert_within_budget, case_name, dominated, run_forward
@@ -180,7 +181,7 @@ def test_some_order_shows_a_wait_that_is_missing(line, instead):
 )
 def test_a_run_says_why_it_has_the_portable_forward(changed, why):
     config = AttentionConfig(**{"impl": "triton", **changed})
-    assert left_to_portable(config, torch.device("cpu")) == why
+    assert why_not("hopper forward", wanted(config)) == why
 
 
 def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
@@ -204,10 +205,10 @@ def test_a_run_that_asks_for_hopper_in_vain_does_not_start():
 def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, slower, monkeypatch):
     """As it was timed (LOG.md)."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(hopper, "lacks", hopper.lacks.__wrapped__)  # not the cache, which other tests read
+    monkeypatch.setattr(hopper, "lacks_here", hopper.lacks_here.__wrapped__)  # not the cache, which other tests read
     config = AttentionConfig("triton", **changed)
-    assert bool(left_to_portable(config, torch.device("cuda"))) == slower
-    assert not left_to_portable(replace(config, kernel="hopper"), torch.device("cuda"))
+    assert bool(why_not("hopper forward", wanted(config), torch.device("cuda"))) == slower
+    assert not why_not("hopper forward", wanted(replace(config, kernel="hopper")), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +232,10 @@ def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, s
     ids=str,
 )
 def test_the_start_of_a_run_names_the_kernels_that_run(changed, monkeypatch):
-    """model/attention.py tells from a configuration which kernels run, and kernels/launch.py decides from a problem."""
+    """model/abilities.py tells from a configuration which kernels run, and kernels/launch.py decides from a problem."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    lacks = hopper.lacks.__wrapped__
-    monkeypatch.setattr(hopper, "lacks", lambda dtype, D, device, *rest: lacks(dtype, D, torch.device("cuda"), *rest))
+    lacks = hopper.lacks_here.__wrapped__
+    monkeypatch.setattr(hopper, "lacks_here", lambda dtype, D, device: lacks(dtype, D, torch.device("cuda")))
     break_it = changed.get("break_it", UNBROKEN)
     config = AttentionConfig("triton", **{key: value for key, value in changed.items() if key != "break_it"})
     words = torch.zeros(1, 300, dtype=torch.int64)
@@ -242,21 +243,20 @@ def test_the_start_of_a_run_names_the_kernels_that_run(changed, monkeypatch):
     for D, dtype in product((64, 80, 128), (torch.bfloat16, torch.float32)):
         q = torch.zeros(1, 2, 300, D, dtype=dtype)
         problem = problem_of(q, q, config, tokens, seed=words[0, 0], break_it=break_it)
-        options, asked = (q, problem, config.autotune, config.kernel), (config, q.device, break_it, D, dtype)
-        assert bool(hopper.forward_lacks(*options)) == bool(left_to_portable(*asked))
-        assert bool(hopper.backward_lacks(*options)) == bool(backward_left_to_portable(*asked))
+        for which in ("forward", "backward"):
+            taken = hopper.left_to_portable(which, q, problem._replace(kind=None), config.autotune, config.kernel)
+            assert bool(taken) == bool(why_not(f"hopper {which}", wanted(config, break_it), q.device, dtype, D))
 
 
 def test_the_op_has_the_kernels_of_a_direct_call(monkeypatch):
     """Compiled steps had the portable backward: through the op `without` was [], and [] != ()."""
     seen, q, lse = [], torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64)
 
-    def stop(q, problem, autotune, kernel):
+    def stop(which, q, problem, autotune, kernel):
         seen.append(problem)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hopper, "forward_lacks", stop)
-    monkeypatch.setattr(hopper, "backward_lacks", stop)
+    monkeypatch.setattr(hopper, "left_to_portable", stop)
     description = *Problem.of(64, 64).fields, False, "auto"
     with pytest.raises(KeyboardInterrupt):
         op.flash_forward(q, q, q, *description)

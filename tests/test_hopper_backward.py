@@ -11,7 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels.problem import Problem
-from model.attention import AttentionConfig, backward_left_to_portable
+from model.abilities import wanted, why_not
+from model.attention import AttentionConfig
 from model.dropout import drop_threshold
 from tests.gluon_backward_on_cpu import backward_on_cpu, launch_backward
 from tests.reference import SEED, Case, assert_within_budget, case_name, run_forward
@@ -173,7 +174,7 @@ def test_some_order_shows_a_wait_that_is_missing(number, line, instead):
 )
 def test_a_run_says_why_it_has_the_portable_backward(changed, why):
     config = AttentionConfig(**{"impl": "triton", **changed})
-    assert backward_left_to_portable(config, torch.device("cpu")) == why
+    assert why_not("hopper backward", wanted(config)) == why
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_block_mask_is_sampled_without_a_cache(call, tmp_path):
     save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], attention=blocks)
     ended = call(sample, f"runs={tmp_path}")
     assert ended.out == "text\n"
-    assert ended.err.count("sampling without a cache, attention.block_mask: the cache has no block masks\n") == 1
+    assert ended.err.count("sampling without a cache, attention.block_mask=['x']: the cache has no block masks\n") == 1
     assert "without a cache" not in call(sample, f"runs={tmp_path}", "cache=false").err
 
 

@@ -30,7 +30,8 @@ import training.record
 import training.step
 from data.dataset import open_data, open_dataset
 from data.loader import Loader, validation_batches
-from model.attention import AttentionConfig, attention, resolve
+from model.abilities import resolve
+from model.attention import AttentionConfig, attention
 from model.gpt import GPT
 from model.recompute import RecomputingGPT
 from sampling.generate import Sampler, generate

@@ -42,7 +42,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.attention import AttentionConfig, resolve, triton_refusal
+from model.abilities import resolve, why_not
+from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
@@ -89,7 +90,7 @@ class Checkpoint:
         in a training step is known in training alone. So the numbers measured after a training are those measured in
         it, and options of triton's are not refused."""
         had_triton = self.state.get("about", {}).get("attention") == "triton"
-        on_gpu = device.type == "cuda" and not triton_refusal(device.type)
+        on_gpu = device.type == "cuda" and not why_not("triton", {}, device)
         if attention.impl == "auto" and had_triton and on_gpu and attention.order == AttentionConfig.order:
             attention = replace(attention, impl="triton")
         return resolve(attention, device.type, break_it)

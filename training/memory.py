@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from model.attention import AttentionConfig, backward_left_to_portable
-from model.break_it import UNBROKEN
+from model.abilities import wanted, why_not
+from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, without_numbers
 from model.loss import KERNEL_CHUNK
 from training.machine import DTYPES
@@ -49,8 +49,8 @@ def settle(
         why = f"activation checkpointing: false (auto counts the memory of a CUDA GPU, not of {device.type})"
         return replace(model, activation_checkpointing="false"), why
     free, _ = torch.cuda.mem_get_info(device)
-    asked = attention, device, UNBROKEN, model.head_size, DTYPES[dtype]
-    hopper = attention.impl == "triton" and not backward_left_to_portable(*asked)
+    asked = wanted(attention), device, DTYPES[dtype], model.head_size
+    hopper = attention.impl == "triton" and not why_not("hopper backward", *asked)
     return fastest(free, model, attention, batch_size, dtype, ema, shards, hopper)
 
 

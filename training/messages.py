@@ -8,7 +8,8 @@ from typing import Any
 
 from data.loader import fingerprint
 from data.text import counted
-from model.attention import AttentionConfig, backward_left_to_portable, left_to_portable, sdpa_kernel
+from model.abilities import wanted, why_not
+from model.attention import AttentionConfig, sdpa_kernel
 from parallel.processes import bytes_sent
 from training import checkpoint
 from training.machine import DTYPES
@@ -64,9 +65,9 @@ def attention_line(run: Run, way: str) -> str:
     elif attention.impl == "sdpa":
         detail = f", PyTorch's {sdpa_kernel(cfg.model, dtype, run.device, attention.dropout_p)} kernel"
     elif attention.impl == "triton":
-        asked = attention, run.device, cfg.break_it, cfg.model.head_size, dtype
+        asked = wanted(attention, cfg.break_it), run.device, dtype, cfg.model.head_size
         positions = "it has no positions" if run.ranks.part.ring and (attention.window or attention.windows) else ""
-        detail = kernels_of(positions or left_to_portable(*asked), backward_left_to_portable(*asked))
+        detail = kernels_of(positions or why_not("hopper forward", *asked), why_not("hopper backward", *asked))
     usual = AttentionConfig(attention.impl, attention.block_m, attention.block_n, kernel=attention.kernel)
     special = "".join(f", {key} {value}" for key, value in asdict(attention).items() if value != getattr(usual, key))
     return f"attention: {attention.impl}{detail}{special} (asked for: {cfg.attention.impl}) | step: {way}"

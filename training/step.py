@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
+from model.abilities import wanted as options_of
+from model.abilities import why_not
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
@@ -49,22 +51,13 @@ def choose_way(
     sends between processes in the middle of a step (parallel.sends_from_python), or "". ValueError for graph where a
     step cannot be recorded, and for a checkpoint that attention does not have.
     """
-    if attention.impl == "naive" and model.activation_checkpointing == "selective":
-        raise ValueError(
-            "model.activation_checkpointing=selective: from o and lse attention=naive cannot compute its gradients; "
-            "use true, or another attention"
-        )
-    obstacle = ""
-    if device.type != "cuda":
-        obstacle = f"CUDA graphs need a CUDA GPU, not {device.type}"
-    elif sends:
-        obstacle = sends
-    elif attention.impl == "tiled":
-        obstacle = "attention=tiled chooses its tiles in Python"
-    elif model.activation_checkpointing == "true" and (attention.impl == "sdpa" or not break_it.restore_seed):
-        # PyTorch keeps the random state for any sdpa that is computed again, also for one that drops nothing.
-        who = f"attention={attention.impl}" if break_it.restore_seed else f"break_it={break_it.label}"
-        obstacle = f"{who} with model.activation_checkpointing=true reads the random state in Python"
+    options = options_of(attention, break_it, **({"sends": sends} if sends else {}))
+    form = f"model.activation_checkpointing={model.activation_checkpointing}"
+    if model.activation_checkpointing == "selective" and (why := why_not("selective", options)):
+        raise ValueError(f"{form}: {why}; use true, or another attention")
+    if model.activation_checkpointing == "true":
+        options["recomputed"] = form
+    obstacle = why_not("recorded", options, device)
     if wanted == "graph" and obstacle:
         raise ValueError(f"compile=graph: {obstacle}; use compile=auto")
     if wanted in ("true", "false"):
