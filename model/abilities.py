@@ -48,9 +48,9 @@ def of_triton(options: Mapping[str, str], device: torch.device, dtype: torch.dty
 
 
 def of_decode(options: Mapping[str, str], device: torch.device, dtype: torch.dtype, D: int) -> str:
-    """Beside sdpa the kernel runs where Triton's interpreter need not."""
-    if "attention=sdpa" in options and device.type != "cuda":
-        return f"attention=sdpa has it on a GPU, not on {device.type}"
+    """The kernel computes a token's attention with triton, and with sdpa on a GPU."""
+    if "attention=triton" not in options and ("attention=sdpa" not in options or device.type != "cuda"):
+        return f"it is for attention=triton, and for attention=sdpa on a GPU, not on {device.type}"
     return of_triton(options, device, dtype, D) if HAS_TRITON else "triton is not installed"
 
 
@@ -76,7 +76,7 @@ ABILITIES = {
     "sdpa": Ability(NOT_SDPA | LOOPS | TRITONS | dict(LACKS["sdpa"]) | {"lse": "sdpa returns none"}),
     "hopper forward": Ability(where=partial(lacks, "forward")),  # kernels/hopper/ has their limits
     "hopper backward": Ability(where=partial(lacks, "backward")),
-    "decode": Ability(dict.fromkeys(("attention=naive", "attention=tiled"), "{} decodes in PyTorch"), of_decode),
+    "decode": Ability(where=of_decode),
     "cache": Ability(
         {"block_mask": "the cache has no block masks"}
         | dict.fromkeys((*FAULTS, "score_gain"), "a cache would compute whole attention, not the broken one")
