@@ -34,13 +34,14 @@ from typing import NamedTuple
 import torch
 from tiktoken import Encoding
 
+from conf.keys import check, key
 from data.prepare import DataConfig
 from data.text import counted
 from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
 from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
-from sampling.generate import PAST_CONTEXT, Sampler, Session, generate, tokens_seen
+from sampling.generate import Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp
@@ -54,40 +55,48 @@ IN_WORDS = {  # what past_context= has done, said at the end of a text longer th
 
 
 @dataclass
-class Config:
-    """Every key of the command line, with its default. Raises ValueError for a value that is not allowed."""
+class Config(Sampler):
+    """Every key of the command line: how the next token is chosen, and these. Raises ValueError for a value that is not
+    allowed."""
 
-    run: str = "latest"  # name or folder of the run; latest: the run with the newest checkpoint
-    checkpoint: str = "best"  # best (lowest validation loss) | last | a name like step_000100 | a path
-    runs: str = "runs"  # folder of all runs
-    # weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors
-    init_from: str | None = None
-    export: str | None = None  # write the model into this folder, for transformers to load; None: write text
-    prompt: str = ""  # text to continue; empty: start a new document
-    prompt_file: str | None = None  # UTF-8 file with the prompt, - for standard input; None: use prompt=
-    # continue each line that you type, and keep the cache; Enter alone: write more, Ctrl-D: end
-    interactive: bool = False
-    num_samples: int = 1  # number of samples, computed as one batch, each with its own seed
-    max_new_tokens: int = 300  # maximum length of a sample in tokens; it ends earlier if the model ends the document
-    stop: str | None = None  # a sample ends before this text, or before the first of a list: ["\n\n", "User:"]
-    temperature: float = 0.8  # divides the logits; lower is less random, 0 always takes the most likely token
-    top_k: int | None = None  # sample from the k most likely tokens only; None: from all
-    top_p: float = 1.0  # sample from the most likely tokens that add up to this probability; 1: from all
-    min_p: float = 0.0  # sample from tokens with at least this share of the largest probability; 0: from all
-    repetition_penalty: float = 1.0  # above 1: tokens that are in the text already become less likely; 1: off
-    seed: int = 1337  # random seed of the first sample; each further sample adds 1 to it
-    device: str = "auto"  # auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps
-    dtype: str = "auto"  # of the weights: auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16
-    impl: str | None = None  # attention: naive | tiled | triton | sdpa; None: attention.impl of the training
-    # past keys and values: contiguous (a context) | paged (the text alone) | false (none: slow)
-    cache: str = "contiguous"
-    # at a full context: slide (run it again for each token) | half (fast: forget half) | stop
-    past_context: str = "slide"
+    run: str = key("latest", "name or folder of the run; latest: the run with the newest checkpoint")
+    checkpoint: str = key("best", "best (lowest validation loss) | last | a name like step_000100 | a path")
+    runs: str = key("runs", "folder of all runs")
+    init_from: str | None = key(
+        None, "weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors", filled=True
+    )
+    export: str | None = key(
+        None, "write the model into this folder, for transformers to load; null: write text", filled=True
+    )
+    prompt: str = key("", "text to continue; empty: start a new document")
+    prompt_file: str | None = key(None, "UTF-8 file with the prompt, - for standard input; null: use prompt=")
+    interactive: bool = key(
+        False, "continue each line that you type, and keep the cache; Enter alone: write more, Ctrl-D: end"
+    )
+    num_samples: int = key(1, "number of samples, computed as one batch, each with its own seed", least=1)
+    max_new_tokens: int = key(
+        300, "maximum length of a sample in tokens; it ends earlier if the model ends the document", least=1
+    )
+    stop: str | None = key(None, r'a sample ends before this text, or before the first of a list: ["\n\n", "User:"]')
+    seed: int = key(1337, "random seed of the first sample; each further sample adds 1 to it", least=0, below=2**63)
+    device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
+    dtype: str = key(
+        "auto", "of the weights", among="auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16"
+    )
+    impl: str | None = key(None, "attention: naive | tiled | triton | sdpa; null: attention.impl of the training")
+    cache: str = key(
+        "contiguous",
+        "past keys and values",
+        among="contiguous (a context) | paged (the text alone) | false (none: slow)",
+    )
+    past_context: str = key(
+        "slide",
+        "at a full context",
+        among="slide (run it again for each token) | half (fast: forget half) | stop",
+    )
 
     def __post_init__(self):
-        for name in ("num_samples", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check(self)
         if self.num_samples > MOST_SAMPLES:
             more = f"num_samples={MOST_SAMPLES} with another seed= for more"
             raise ValueError(f"num_samples={self.num_samples} is more than one batch of {MOST_SAMPLES:,}; use {more}")
@@ -95,26 +104,15 @@ class Config:
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
             raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
-        for name in ("init_from", "export"):
-            if getattr(self, name) == "":
-                raise ValueError(f"{name}= is empty; give it a value or leave it out")
         weights = ("run", "checkpoint", "runs", "init_from", "export")
         unused = [f.name for f in fields(self) if f.name not in weights and getattr(self, f.name) != f.default]
         if self.export is not None and unused:
             raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
-        if self.cache not in ("contiguous", "paged", "false"):
-            raise ValueError(f"cache={self.cache} is not known; choose contiguous, paged or false")
-        if self.past_context not in PAST_CONTEXT:
-            raise ValueError(f"past_context={self.past_context} is not known; choose slide, half or stop")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype={self.dtype} is not known; choose auto or {', '.join(DTYPES)}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} is outside [0, 2**63)")
         if self.interactive and self.num_samples > 1:
             raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
         if self.interactive and self.prompt_file == "-":
             raise ValueError("interactive=true and prompt_file=- both read standard input; leave one out")
-        self.sampler(), self.stops()  # check their fields before the first job of a sweep starts
+        self.stops()  # checked before the first job of a sweep starts
 
     def new_cache(self, model: GPT) -> KVCache | bool:
         """The cache for the samples; False: without one."""

@@ -31,6 +31,8 @@ import numpy as np
 import tiktoken
 from filelock import FileLock
 
+from conf import keys
+from conf.keys import key
 from data.corpus import REPEATED, SPLITS, Corpus, Piece, scan
 from data.download import shakespeare
 from data.made import Made
@@ -69,14 +71,21 @@ TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
 class DataConfig:
     """Which text, and how much of it is for validation. READS has the keys of each source."""
 
-    # pystdlib | text | bin | shakespeare | fineweb | recall | passkey. data=NAME sets the related keys too.
-    source: str = "pystdlib"
-    path: str | None = None  # data=text or bin: a file, a folder or a glob; data=text also: - (standard input)
-    field: str = "text"  # data=text: field of a .jsonl line that holds the text
-    val_fraction: float = 0.05  # fraction of the text for validation; data=bin: only if no file is named *val*
-    shards: int | None = None  # data=fineweb: number of training files, 1 to 103, of 100 M tokens each; None: 1
-    url: str | None = None  # data=shakespeare: address of another folder to download input.txt from
-    cache: str = "data/cache"  # folder for prepared tokens and downloads (Hugging Face's are in HF_HOME)
+    # data=NAME sets the related keys too.
+    source: str = key("pystdlib", among=" | ".join(READS))
+    path: str | None = key(
+        None, "data=text or bin: a file, a folder or a glob; data=text also: - (standard input)", filled=True
+    )
+    field: str = key("text", "data=text: field of a .jsonl line that holds the text", filled=True)
+    val_fraction: float = key(
+        0.05, "fraction of the text for validation; data=bin: only if no file is named *val*", above=0, most=0.5
+    )
+    shards: int | None = key(None, "data=fineweb: number of training files, 1 to 103, of 100 M tokens each; null: 1")
+    url: str | None = key(None, "data=shakespeare: address of another folder to download input.txt from")
+    cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", filled=True)
+
+    def __post_init__(self):
+        keys.check(self, "data.")
 
 
 def prepare(
@@ -165,22 +174,14 @@ def make(
 
 
 def check(data: DataConfig) -> None:
-    """ValueError for an unknown source, for a key that this source does not read, and for a wrong value."""
-    if data.source not in READS:
-        raise ValueError(f"data.source={data.source} is unknown: choose data={', '.join(READS)}")
-    for key in ("path", "field", "url", "shards"):
-        value = getattr(data, key)
-        if value != getattr(DataConfig, key) and key not in READS[data.source]:
-            readers = " or ".join(f"data={source}" for source, keys in READS.items() if key in keys)
-            raise ValueError(f"data.{key}={value} is read with {readers} only: choose that, or leave it out")
-    if not data.field:
-        raise ValueError("data.field= is empty: give the name of a field, or leave it out")
-    if not data.cache:
-        raise ValueError("data.cache= is empty: give a folder, or leave it out")
+    """ValueError for a key that this source does not read, and for a key that it needs."""
+    for name in ("path", "field", "url", "shards"):
+        value = getattr(data, name)
+        if value != getattr(DataConfig, name) and name not in READS[data.source]:
+            readers = " or ".join(f"data={source}" for source, read in READS.items() if name in read)
+            raise ValueError(f"data.{name}={value} is read with {readers} only: choose that, or leave it out")
     if data.source == "fineweb" and data.val_fraction != DataConfig.val_fraction:
         raise ValueError(f"data.val_fraction={data.val_fraction}: data=fineweb has a validation shard; leave it out")
-    if not 0 < data.val_fraction <= 0.5:
-        raise ValueError(f"data.val_fraction={data.val_fraction} is outside (0, 0.5]: 0.05 is a usual choice")
     if data.path is None and "path" in READS[data.source]:
         what = "text" if data.source == "text" else "tokens"
         raise ValueError(f"data={data.source} has no {what}: say which with data.path=FILE, a folder or a glob")

@@ -28,6 +28,8 @@ import rustbpe
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
+from conf.keys import check, key
+
 END_OF_TEXT = "<|endoftext|>"
 BPE_SYMBOLS = 4096  # vocabulary size of tokenizer=bpe if tokenizer.vocab_size is None
 MOST_IDS = 1 << 24  # maximum size of a vocabulary; the largest in use are 64 times smaller
@@ -42,16 +44,19 @@ GPT2_URLS = [
 class TokenizerConfig:
     """Which tokenizer. Raises ValueError if vocab_size is set for another kind than bpe."""
 
-    kind: str = "byte"  # byte | bpe (learned from the text) | gpt2 | kept (the tokenizer.json beside data=bin)
-    vocab_size: int | None = None  # vocabulary size of bpe, with the end-of-text token; None: 4096
+    kind: str = key(
+        "byte", among="byte | bpe (learned from the text) | gpt2 | kept (the tokenizer.json beside data=bin)"
+    )
+    vocab_size: int | None = key(None, f"vocabulary size of bpe, with the end-of-text token; null: {BPE_SYMBOLS}")
 
     def __post_init__(self):
+        check(self, "tokenizer.")
         if self.vocab_size is not None and self.kind != "bpe":
             raise ValueError(f"tokenizer.vocab_size={self.vocab_size}: tokenizer={self.kind} has its own; leave it out")
 
 
 def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
-    """The tokenizer that `config` names. Only bpe reads `texts`, once. Raises ValueError for an unknown kind."""
+    """The tokenizer that `config` names. Only bpe reads `texts`, once. Raises ValueError for kept."""
     match config.kind:
         case "byte":
             return byte_encoding()
@@ -59,10 +64,8 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
             return train_bpe(texts, BPE_SYMBOLS if config.vocab_size is None else config.vocab_size)
         case "gpt2":
             return gpt2_encoding()
-        case "kept":
-            raise ValueError("tokenizer=kept is the tokenizer.json beside data=bin: choose tokenizer=byte, bpe or gpt2")
         case _:
-            raise ValueError(f"tokenizer.kind={config.kind} is unknown: choose tokenizer=byte, bpe or gpt2")
+            raise ValueError("tokenizer=kept is the tokenizer.json beside data=bin: choose tokenizer=byte, bpe or gpt2")
 
 
 def byte_encoding() -> tiktoken.Encoding:

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conf.keys import check, key
 from kernels.problem import Problem
 from model.abilities import check_switches, wanted, why_not
 from model.break_it import UNBROKEN, BreakIt
@@ -48,44 +49,40 @@ Output = Any
 class AttentionConfig:
     """What attention computes, and with which implementation. Raises ValueError for invalid options."""
 
-    impl: str = "auto"  # auto (chosen once, at start-up, by resolve()) | naive | tiled | triton | sdpa
-    block_m: int = 96  # query rows per tile (tiled); 96: the fastest for short contexts on a CPU (LOG.md)
-    block_n: int = 96  # key rows per tile (tiled)
-    order: str = "queries_outside"  # tiled: queries_outside (FlashAttention-2) | keys_outside (FlashAttention-1)
-    softmax_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head size)
-    softcap: float | None = None  # limits the scores to (-softcap, softcap) by a tanh; Gemma 2 uses 50
-    alibi: bool = False  # subtracts slope * distance from the scores; meant for model.position=none
-    window: int | None = None  # how many keys a query sees, its own included; None: all past keys
-    windows: list[int | None] | None = None  # one window per layer, repeated over the layers: [128,128,128,null]
-    documents: bool = False  # a token sees only its own document (a sequence may hold several)
-    block_mask: list[str] | None = None  # which blocks of the score matrix to compute: rows of x (compute) and . (skip)
-    block_mask_size: int = 64  # tokens along each side of a block of block_mask
-    dropout_p: float = 0.0  # share of the attention weights dropped in training
-    autotune: bool = False  # triton: time several tile sizes at the first call, and use the fastest
-    kernel: str = "auto"  # of triton: hopper | portable | auto, the faster one
+    impl: str = key("auto", among="auto (chosen once, at start-up, by resolve()) | naive | tiled | triton | sdpa")
+    # 96: the fastest for short contexts on a CPU (LOG.md)
+    block_m: int = key(96, "query rows per tile (tiled)", least=1, usual="64 to 128 are usual")
+    block_n: int = key(96, "key rows per tile (tiled)", least=1, usual="64 to 128 are usual")
+    order: str = key(
+        "queries_outside", "tiled", among="queries_outside (FlashAttention-2) | keys_outside (FlashAttention-1)"
+    )
+    softmax_scale: float | None = key(None, "multiplies q k^T", above=0, usual="null: 1 / sqrt(head size)")
+    softcap: float | None = key(
+        None, "limits the scores to (-softcap, softcap) by a tanh", above=0, usual="null: off; Gemma 2 uses 50"
+    )
+    alibi: bool = key(False, "subtracts slope * distance from the scores; meant for model.position=none")
+    window: int | None = key(None, "how many keys a query sees, its own included", least=1, usual="null: all past keys")
+    windows: list[int | None] | None = key(
+        None, "one window per layer, repeated over the layers: [128,128,128,null]", least=1
+    )
+    documents: bool = key(False, "a token sees only its own document (a sequence may hold several)")
+    block_mask: list[str] | None = key(
+        None, "which blocks of the score matrix to compute: rows of x (compute) and . (skip)"
+    )
+    block_mask_size: int = key(
+        64, "tokens along each side of a block of block_mask", least=1, usual="64 or 128 are usual"
+    )
+    dropout_p: float = key(0.0, "share of the attention weights dropped in training")
+    autotune: bool = key(False, "triton: time several tile sizes at the first call, and use the fastest")
+    kernel: str = key("auto", "of triton", among="hopper | portable | auto, the faster one")
 
     def __post_init__(self):
-        if self.impl not in ("auto", "naive", "tiled", "sdpa", "triton"):
-            raise ValueError(f"attention.impl={self.impl} is not known; choose auto, naive, tiled, sdpa or triton")
-        if self.order not in ("queries_outside", "keys_outside"):
-            raise ValueError(f"attention.order={self.order} is not known; choose queries_outside or keys_outside")
-        if self.kernel not in ("auto", "portable", "hopper"):
-            raise ValueError(f"attention.kernel={self.kernel} is not known; choose auto, portable or hopper")
-        for name in ("block_m", "block_n", "block_mask_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"attention.{name}={getattr(self, name)} must be at least 1; 64 or 128 are usual")
-        for name in ("softmax_scale", "softcap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < INF:
-                raise ValueError(f"attention.{name}={value} must be above 0 and finite; null for the usual")
+        check(self, "attention.")
         if self.windows is not None and (self.window is not None or not self.windows):
             raise ValueError(
                 f"attention.windows={self.windows} attention.window={self.window}: give one window, "
                 "or a list of at least one, by layer"
             )
-        for window in self.windows or [self.window]:
-            if window is not None and window < 1:
-                raise ValueError(f"attention.window={window} must be at least 1 (a query sees itself); null for none")
         if self.block_mask is not None:
             widths = {len(row) for row in self.block_mask}
             if len(widths) != 1 or not "".join(self.block_mask) or set("".join(self.block_mask)) - {"x", "."}:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from conf.keys import check, key
+
 
 @dataclass
 class BreakIt:
@@ -19,54 +21,55 @@ class BreakIt:
     # weight overflows at a score of 88.7. If |v| is above 1, acc may overflow while l does not, and o is infinite.
     # Below the limits nothing changes, so the failure can sleep for weeks. In naive (which has no acc), tiled and
     # triton.
-    subtract_max: bool = True  # false: exp(s) without subtracting the row's maximum
+    subtract_max: bool = key(True, "false: exp(s) without subtracting the row's maximum")
     # The running maximum starts at 0 and never falls below it. The result is right while each row has a score well
     # above -87. Near -87 exp(s) passes the smallest normal float32, and exp(s) v loses digits, earlier for a smaller v.
     # Once l is below this number, tiled's o shrinks, because step 6 divides by no less. From -104 down every exp(s) is
     # 0, so o is 0 and the row learns nothing; triton on a GPU takes exp(s) as 0 from -87 down. In tiled and triton
     # (naive has no running maximum).
-    start_low: bool = True  # false: the running maximum starts at 0, not at the lowest number
+    start_low: bool = key(True, "false: the running maximum starts at 0, not at the lowest number")
     # Without alpha the earlier tiles keep the scale of an older, smaller maximum and weigh too much. The output is
     # finite but wrong. The error grows with the scores, and training makes the scores larger. The output is right if
     # one tile holds all keys. In tiled and triton.
-    rescale_sum: bool = True  # false: the sum of earlier tiles keeps the scale of an older maximum
-    rescale_output: bool = True  # false: the output of earlier tiles keeps the scale of an older maximum
+    rescale_sum: bool = key(True, "false: the sum of earlier tiles keeps the scale of an older maximum")
+    rescale_output: bool = key(True, "false: the output of earlier tiles keeps the scale of an older maximum")
     # Without 1 / sqrt(D) the scores of normally distributed q and k have a standard deviation of sqrt(D), not 1.
     # Softmax then puts nearly all weight of most rows on one key, and passes on hardly any gradient there. In the other
     # rows dq and dk are too large, because the factor is missing in the backward too. Nothing is NaN. The loss falls
     # more slowly; in 100 steps you see that only with a larger score_gain. In all implementations.
-    scale_scores: bool = True  # false: scores without 1 / sqrt(D), D the head size
+    scale_scores: bool = key(True, "false: scores without 1 / sqrt(D), D the head size")
     # Without the tile's position the causal mask compares row and column numbers within each tile. A row then sees keys
     # of the future and misses keys of the past. Only the first tile is right, so all is right if one tile holds
     # everything. The training loss falls below what the text allows, and samples are rubbish. With block_m above
     # block_n more rows see the future. The gradients belong to the wrong mask. In tiled and triton (naive has no
     # tiles).
-    global_mask: bool = True  # false: row and column are compared within their tile, and the future leaks
+    global_mask: bool = key(True, "false: row and column are compared within their tile, and the future leaks")
     # Without the guards a row that sees no key has m = -inf, and exp(-inf - -inf) is NaN. With tiles this also happens
     # to a row that sees no key of its first tile, as under a window. The NaN spreads to dk and dv of every key in that
     # row's tiles. Harmless if each row sees a key of its first tile, as with a causal mask alone and T = T_k. In
     # naive, tiled and triton.
-    guard_empty_rows: bool = True  # false: a row that sees nothing computes exp(-inf - -inf), which is NaN
+    guard_empty_rows: bool = key(True, "false: a row that sees nothing computes exp(-inf - -inf), which is NaN")
     # Without the same seed the backward drops other weights than the forward did. The first loss is right to the last
     # bit, but its gradients are wrong. Training is slow or diverges. In tiled and triton (naive keeps its
     # mask).
-    same_seed: bool = True  # false: the backward drops other weights than the forward did
+    same_seed: bool = key(True, "false: the backward drops other weights than the forward did")
     # With activation checkpointing the backward computes each block again (model/gpt.py). If the old seed is
     # not restored, the block draws a new dropout mask. The first loss is right, but its gradients belong to another
     # network. In all implementations.
-    restore_seed: bool = True  # false: a block that is computed again draws another dropout mask
+    restore_seed: bool = key(True, "false: a block that is computed again draws another dropout mask")
     # Without wide sums each tile's p v is rounded to 16 bits before it is added. Keys that tie at the maximum have a
     # weight of exactly 1. If their values have one sign, the sum of two or more often lies halfway between two 16-bit
     # numbers, and the small weights of the other keys always push the rounding the same way. With three ties o is off
     # by 0.16 of its last digit on average. delta carries the error into dq and dk, and over thousands of steps the bias
     # adds up (Qiu and Yao 2025, arXiv 2510.04212). No effect in float32. In tiled and triton (naive rounds once, at
     # the end).
-    wide_output: bool = True  # false: each tile's p v is rounded to 16 bits before it is added
-    score_gain: float = 1.0  # multiplies the scores, so that a failure shows sooner; 1 leaves attention as it is
+    wide_output: bool = key(True, "false: each tile's p v is rounded to 16 bits before it is added")
+    score_gain: float = key(
+        1.0, "multiplies the scores, so that a failure shows sooner", above=0, most=1e30, usual="1: as it is"
+    )
 
     def __post_init__(self):
-        if not 0 < self.score_gain <= 1e30:
-            raise ValueError(f"break_it.score_gain={self.score_gain} is outside (0, 1e30]; 1 changes nothing")
+        check(self, "break_it.")
         # The switches that are off, for Problem.without. Computed here, so that torch.compile does not trace the loop.
         self.without = tuple(switch for switch in FAULTS if not getattr(self, switch))
 

@@ -19,20 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from conf.keys import check, key
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
 from model.loss import next_token_loss
 from model.norm import Added, LayerNorm, Norm, RMSNorm, add_and_norm, last_norm
 from model.rope import rope_table, rotate
-
-CHOICES = {
-    "position": ("learned", "rope", "none"),
-    "norm": ("layernorm", "rmsnorm"),
-    "mlp": ("gelu_tanh", "gelu", "swiglu"),
-    "residual_dtype": ("float32", "autocast"),
-    "activation_checkpointing": ("false", "true", "selective", "auto"),
-}
 
 
 @dataclass
@@ -51,45 +44,54 @@ class GPTConfig:
     which then add up in another order. On a GPU a product of fewer rows may be rounded in another way, too.
     """
 
-    n_layer: int = 12  # number of blocks, each attention and an MLP
-    n_head: int = 12  # query heads; the head size is n_embd / n_head
-    n_kv_head: int | None = None  # key/value heads; None: as many as n_head; fewer: grouped-query attention
-    n_embd: int = 768  # width of the residual stream
-    context_length: int = 1024  # the longest sequence, in tokens
-    vocab_size: int | None = None  # size of the vocabulary; None: the tokenizer's (train.py sets it)
-    vocab_multiple: int = 1  # rounds the embedding's rows up; on a GPU 50,304 rows run faster than 50,257
-    position: str = "learned"  # learned | rope | none (no positions, or attention.alibi)
-    norm: str = "layernorm"  # layernorm | rmsnorm
-    mlp: str = "gelu_tanh"  # gelu_tanh (GPT-2's approximation) | gelu (exact, faster on a CPU) | swiglu
-    mlp_hidden: int | None = None  # hidden width; None: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64
-    bias: bool = True  # biases in the linear layers and in layernorm
-    tie_head: bool = True  # the head uses the embedding's weight
-    # dtype of the residual stream: float32 | autocast, which is bf16 with dtype=bf16. It moves less and rounds more.
-    residual_dtype: str = "float32"
-    dropout_p: float = 0.0  # dropout in training, of the embedding and what a block adds; in steps of 1/256
-    rope_base: float = 10000.0  # base of rope's frequencies; the slowest is about 1 / rope_base radians a token
-    rope_base_local: float | None = None  # the base in layers with an attention window; None: as in the other layers
-    # YaRN stretches rope by this factor, for a longer context than trained; 1: off. It makes slow frequencies slower.
-    # Layers that have rope_base_local stay as they are.
-    yarn_factor: float = 1.0
-    yarn_original: int | None = None  # the context_length before YaRN; None: that of the weights in init_from=
-    norm_eps: float = 1e-5  # epsilon that a norm adds under its square root
-    # recompute to save memory: false | true | selective (not attention) | auto
-    activation_checkpointing: str = "false"
-    chunk: int | None = None  # compute all but attention in pieces of so many tokens, each again; None: at once
+    n_layer: int = key(12, "number of blocks, each attention and an MLP", least=1)
+    n_head: int = key(12, "query heads; the head size is n_embd / n_head", least=1)
+    n_kv_head: int | None = key(
+        None, "key/value heads; fewer: grouped-query attention", least=1, usual="null: as many as n_head"
+    )
+    n_embd: int = key(768, "width of the residual stream", least=1)
+    context_length: int = key(1024, "the longest sequence, in tokens", least=1)
+    vocab_size: int | None = key(None, "size of the vocabulary; null: the tokenizer's (train.py sets it)")
+    vocab_multiple: int = key(1, "rounds the embedding's rows up; on a GPU 50,304 rows run faster than 50,257", least=1)
+    position: str = key("learned", among="learned | rope | none (no positions, or attention.alibi)")
+    norm: str = key("layernorm", among="layernorm | rmsnorm")
+    mlp: str = key("gelu_tanh", among="gelu_tanh (GPT-2's approximation) | gelu (exact, faster on a CPU) | swiglu")
+    mlp_hidden: int | None = key(
+        None, "hidden width; null: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64", least=1
+    )
+    bias: bool = key(True, "biases in the linear layers and in layernorm")
+    tie_head: bool = key(True, "the head uses the embedding's weight")
+    # autocast moves less and rounds more
+    residual_dtype: str = key(
+        "float32", "dtype of the residual stream", among="float32 | autocast, which is bf16 with dtype=bf16"
+    )
+    dropout_p: float = key(0.0, "dropout in training, of the embedding and what a block adds; in steps of 1/256")
+    rope_base: float = key(
+        10000.0,
+        "base of rope's frequencies, of which the slowest is 1 / base",
+        above=1,
+        usual="10000 is usual",
+    )
+    rope_base_local: float | None = key(
+        None, "the base in layers with an attention window", above=1, usual="null: as in the other layers"
+    )
+    # YaRN makes slow frequencies slower. Layers that have rope_base_local stay as they are.
+    yarn_factor: float = key(
+        1.0, "YaRN stretches rope by this factor, for a longer context than trained", least=1, usual="1: off"
+    )
+    yarn_original: int | None = key(None, "the context_length before YaRN; null: that of the weights in init_from=")
+    norm_eps: float = key(1e-5, "epsilon that a norm adds under its square root", least=0, usual="1e-5 is usual")
+    activation_checkpointing: str = key(
+        "false", "recompute to save memory", among="false | true | selective (not attention) | auto"
+    )
+    chunk: int | None = key(None, "compute all but attention in pieces of so many tokens, each again; null: at once")
 
     def __post_init__(self):
+        # The key is a string, and people type True. In older checkpoints it is a bool.
+        self.activation_checkpointing = str(self.activation_checkpointing).lower()
+        check(self, "model.")
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
-        if not 0 <= self.norm_eps < math.inf:
-            raise ValueError(f"model.norm_eps={self.norm_eps} must be at least 0 and finite; 1e-5 is usual")
-        for name in ("rope_base", "rope_base_local"):
-            base = getattr(self, name)
-            if base is not None and not 1 < base < math.inf:
-                raise ValueError(f"model.{name}={base} must be above 1 and finite; 10000 is usual")
-        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "context_length", "vocab_multiple", "mlp_hidden"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
         self.check_yarn()
         if self.n_embd % self.n_head:
             raise ValueError(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}")
@@ -100,11 +102,6 @@ class GPTConfig:
             )
         if self.chunk is not None and (not 1 <= self.chunk < 2**63 or self.chunk % 32):
             raise ValueError(f"model.chunk={self.chunk} must be a multiple of 32 below 2**63; null for no pieces")
-        # The key is a string, and people type True. In older checkpoints it is a bool.
-        self.activation_checkpointing = str(self.activation_checkpointing).lower()
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"model.{name}={getattr(self, name)} is not known; choose {' or '.join(known)}")
         if self.position == "rope" and self.head_size % 2:
             raise ValueError(f"model.n_embd / model.n_head = {self.head_size} is odd; rope turns pairs: make it even")
         drop_threshold(self.dropout_p, "model.dropout_p")
@@ -113,8 +110,6 @@ class GPTConfig:
         """Fills in yarn_original: without weights in init_from= it is context_length / yarn_factor. Raises ValueError
         for values of YaRN that do not fit together."""
         factor, before = self.yarn_factor, self.yarn_original
-        if not 1 <= factor < math.inf:
-            raise ValueError(f"model.yarn_factor={factor} must be at least 1 and finite; 1 leaves YaRN out")
         if factor == 1:
             if before is not None:
                 raise ValueError(f"model.yarn_original={before} needs model.yarn_factor= above 1; or leave it out")

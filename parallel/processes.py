@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from conf.keys import check, key
 from data.text import counted
 from model.abilities import wanted, why_not
 from model.attention import AttentionConfig
@@ -49,12 +50,11 @@ from parallel.ring import ring_attention
 class ParallelConfig:
     """How the processes that torchrun has started share the work. Each sequence goes to `context` of them."""
 
-    context: int = 1  # processes that share each sequence, for contexts that are too long for one GPU
-    shard: bool = False  # each process keeps a part of the weights and of AdamW's state, for models too large for one
+    context: int = key(1, "processes that share each sequence, for contexts that are too long for one GPU", least=1)
+    shard: bool = key(False, "each process keeps a part of the weights and AdamW's state, for models too large for one")
 
     def __post_init__(self):
-        if self.context < 1:
-            raise ValueError(f"parallel.context={self.context} must be at least 1")
+        check(self, "parallel.")
 
 
 class Agreed(NamedTuple):

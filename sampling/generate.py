@@ -18,12 +18,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from conf.keys import check, key
 from kernels.problem import runs_kernels
 from model.gpt import GPT
 from sampling.cache import KVCache, refusal
 from sampling.token import Generators, NextToken
 
-PAST_CONTEXT = ("slide", "half", "stop")  # what generate() does with a text longer than the context
 SPOILT = "the logits are NaN or infinite: the weights of this checkpoint are spoilt; use an earlier one"
 
 
@@ -38,25 +38,33 @@ class Sampler:
     As in transformers, repetition_penalty applies first, then the temperature, top_k, top_p and min_p.
     """
 
-    temperature: float = 0.8  # below 1: more predictable; 0: always the likeliest token
-    top_k: int | None = None  # only the k likeliest tokens; None: all
-    top_p: float = 1.0  # only the likeliest tokens that together reach this probability; 1: all (arXiv 1904.09751)
-    min_p: float = 0.0  # only tokens with at least this share of the likeliest one's probability (arXiv 2407.01082)
-    # the logits of tokens that the text has: positive ones are divided by it, negative ones multiplied; 1: none (CTRL,
-    # arXiv 1909.05858)
-    repetition_penalty: float = 1.0
+    temperature: float = key(
+        0.8,
+        "divides the logits; lower is less random",
+        least=0,
+        most=math.inf,
+        usual="0: always the most likely token",
+    )
+    top_k: int | None = key(None, "sample from the k most likely tokens only", least=1, usual="null: from all")
+    # arXiv 1904.09751
+    top_p: float = key(
+        1.0, "sample from the most likely tokens that add up to this probability", above=0, most=1, usual="1: from all"
+    )
+    # arXiv 2407.01082
+    min_p: float = key(
+        0.0,
+        "sample from tokens with at least this share of the largest probability",
+        least=0,
+        most=1,
+        usual="0: from all",
+    )
+    # Positive logits of such tokens are divided by it, negative ones multiplied (CTRL, arXiv 1909.05858).
+    repetition_penalty: float = key(
+        1.0, "above 1: tokens that are in the text already become less likely", above=0, usual="1: off"
+    )
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be at least 0; 0 takes the likeliest token")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1; null looks at every token")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is outside (0, 1]; 1 looks at every token")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} is outside [0, 1]; 0 looks at every token")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 and finite; 1 is none")
+        check(self)
 
     def choose(self, logits: Tensor, generator: Generators = None, used: Tensor | None = None) -> Tensor:
         """Logits float (B, V) to token ids int64 (B,). Raises NotFinite if draw() finds that it cannot draw.
@@ -196,7 +204,7 @@ class Session:
             stop    nothing is yielded after the first sequence has filled its context.
         """
         assert not model.training, "call model.eval() first: dropout would garble the text"
-        assert past_context in PAST_CONTEXT
+        assert past_context in ("slide", "half", "stop")
         self.model, self.sampler, self.generator, self.past_context = model, sampler, generator, past_context
         self.context, self.vocab_size = model.config.context_length, model.config.vocab_size or 0
         self.cache = cache if isinstance(cache, KVCache) else None

@@ -185,10 +185,10 @@ def refused_training(refused, there):
     steps=${nothing}            'nothing' not found
     steps=1,2                   steps=1,2: several values make a sweep and need -m: -m steps=1,2
     steps=(                     steps=(: Hydra cannot read the value
-    name=???                    name has no default and must be given: name=VALUE
     step=3                      step=3: there is no key step; did you mean steps?
     =3                          =3: there is no key
     ''                          there is no key
+    name=???                    name has no default and must be given: name=VALUE
     +new=3                      +new=3: there is no key new
     ~steps                      ~steps: keys cannot be removed; give it another value: steps=VALUE
     optimizer.lr.x=3            there is no key optimizer.lr.x; did you mean optimizer.lr?
@@ -210,7 +210,6 @@ def refused_training(refused, there):
     experiment=shakespear       did you mean experiment=shakespeare?
     wandb=online                wandb=online: wandb has keys of its own; did you mean wandb.mode=online?
     probe=1                     probe=1: probe has keys of its own; did you mean probe.every=1?
-    wandb.mode=of               wandb.mode=of is not known: use one of auto, online, offline, disabled
     wandb.tags=3                wandb.tags=3: the value must be of type
     hydra.nothing=3             hydra.nothing=3: of Hydra's own keys only
     hydra.mode=MULTIRUN         hydra.mode=MULTIRUN: of Hydra's own keys only
@@ -241,23 +240,10 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
 
 @table(r"""
     steps=0                     steps=0 must be at least 1
-    batch_size=0                batch_size=0 must be at least 1
     batch_size=1000000000       batch_size * model.context_length = 32000000000
     tokens_per_step=0           tokens_per_step=0 must be at least 1; null: one pass
     tokens_per_step=100         tokens_per_step=100 is no multiple
-    eval_every=0                eval_every=0 must be at least 1
-    eval_tokens=0               eval_tokens=0 must be at least 1
-    checkpoint_every=0          checkpoint_every=0 must be at least 1
-    keep_last=0                 keep_last=0 must be at least 1
-    log_every=0                 log_every=0 must be at least 1
-    sample_every=-1             sample_every=-1 must be at least 0
-    sample_tokens=-1            sample_tokens=-1 must be at least 0
     seed=-1                     seed=-1 is outside [0, 2**63)
-    seed=9223372036854775808    seed=9223372036854775808 is outside [0, 2**63)
-    max_minutes=0               max_minutes=0.0 must be finite and above 0; null: no limit
-    max_minutes=-5              max_minutes=-5.0 must be finite
-    max_minutes=nan             max_minutes=nan must be finite
-    max_minutes=inf             max_minutes=inf must be finite
     length_warmup_steps=4                       length_warmup_from=128 does not double to model.context_length=32
     length_warmup_steps=4 length_warmup_from=0  length_warmup_from=0 does not double
     length_warmup_steps=4 length_warmup_from=24     use model.context_length divided by 2, 4, 8
@@ -266,16 +252,9 @@ def test_a_sweep_with_a_mistake_in_any_job_starts_none(refused_training, typed, 
     length_warmup_steps=4 length_warmup_from=8 length_warmup_by=3  length_warmup_from=8 does not grow 3-fold to model.c
     length_warmup_steps=4 length_warmup_from=8 length_warmup_by=3  use a length_warmup_by that divides it
     pack=true data=recall data.path=null        pack=true with data=recall: its documents fill windows already
-    length_warmup_steps=-1                      length_warmup_steps=-1 must be at least 0
     length_warmup_steps=4 length_warmup_from=16 data=recall data.path=null      with data=recall: its strings
-    z_loss=-1                   z_loss=-1.0 must be finite and at least 0
-    z_loss=inf                  z_loss=inf must be finite
-    ema_decay=1                 ema_decay=1.0 is outside [0, 1); 0.999 is usual
     ema_decay=nan               ema_decay=nan is outside
-    ema_decay=-0.1              ema_decay=-0.1 is outside
     dtype=float64               dtype=float64 is not known; choose auto, float32, bf16 or fp16
-    dtype=half                  dtype=half is not known
-    compile=maybe               compile=maybe is not known; choose auto, false, true or graph
     stop_on_nan=maybe           stop_on_nan=maybe: the value must be of type
     device=gpu                  device=gpu cannot be used here
     device=cuda:99              device=cuda:99 cannot be used here
@@ -304,11 +283,8 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
 
 
 @table(r"""
-    model.n_layer=0                         model.n_layer=0 must be at least 1
     model.n_head=3                          model.n_embd=32 is not divisible by model.n_head=3
-    model.n_kv_head=0                       model.n_kv_head=0 must be at least 1
     model.n_kv_head=3                       model.n_head=2 is not divisible by model.n_kv_head=3
-    model.n_embd=0                          model.n_embd=0 must be at least 1
     model.n_embd=33                         model.n_embd=33 is not divisible by model.n_head=2
     model.n_embd=1000000000000              model.n_embd=1000000000000
     model.n_embd=100000000000000000000000   model.n_embd=100000000000000000000000
@@ -318,22 +294,12 @@ def test_a_value_of_the_run_that_cannot_be(refused_training, typed, answer):
     model.context_length=10000000 batch_size=1 tokens_per_step=null     one window takes 10,000,001
     model.vocab_size=300                    model.vocab_size=300, the tokenizer has 257
     model.vocab_multiple=0                  model.vocab_multiple=0 must be at least 1
-    model.position=sine                     model.position=sine is not known; choose learned or rope or none
     model.position=rope model.n_embd=30     model.n_embd / model.n_head = 15 is odd
-    model.norm=batchnorm                    model.norm=batchnorm is not known
-    model.norm_eps=nan                      model.norm_eps=nan must be at least 0
-    model.norm_eps=inf                      model.norm_eps=inf must be at least 0 and finite
-    model.mlp=relu                          model.mlp=relu is not known
-    model.mlp_hidden=0                      model.mlp_hidden=0 must be at least 1
     model.bias=maybe                        model.bias=maybe: the value must be of type
     model.dropout_p=1                       model.dropout_p=1.0 is outside [0, 1)
     model.dropout_p=nan                     model.dropout_p=nan is outside
     model.dropout_p=0.001                   model.dropout_p=0.001 is finer than the mask's steps of 1/256
-    model.rope_base=nan                     model.rope_base=nan must be above 1
-    model.rope_base=inf                     model.rope_base=inf must be above 1 and finite
-    model.rope_base_local=1                 model.rope_base_local=1.0 must be above 1 and finite
-    model.yarn_factor=0.5                   model.yarn_factor=0.5 must be at least 1 and finite; 1 leaves YaRN out
-    model.yarn_factor=nan                   model.yarn_factor=nan must be at least 1
+    model.rope_base=inf                     model.rope_base=inf must be finite and above 1
     model.yarn_original=16                  model.yarn_original=16 needs model.yarn_factor= above 1
     model.position=rope model.yarn_factor=2         extends weights that were trained with a shorter context; name their
     model.position=learned model.yarn_factor=2      trained with model.position=rope can be extended; leave it out
@@ -347,23 +313,14 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
 
 
 @table(r"""
-    attention.impl=flash                                    attention.impl=flash is not known
     attention=tiled attention.autotune=true                 attention.autotune=true: tiled has nothing to tune
     attention=tiled attention.kernel=hopper                 attention.kernel=hopper: tiled has no such kernel; leave it
     attention=sdpa attention.kernel=portable                attention.kernel=portable: sdpa has no such kernel; leave it
-    attention=triton attention.kernel=fast                  attention.kernel=fast is not known; choose auto, portable or
-    attention.block_m=0                                     attention.block_m=0 must be at least 1
-    attention.order=rows                                    attention.order=rows is not known
     attention=naive attention.order=keys_outside            attention.order=keys_outside: naive has no such loops
     attention=sdpa attention.order=keys_outside             attention.order=keys_outside: sdpa has no such loops
-    attention.softmax_scale=0                               attention.softmax_scale=0.0 must be above 0
-    attention.softmax_scale=nan                             attention.softmax_scale=nan must be above 0
-    attention.softcap=0                                     attention.softcap=0.0 must be above 0 and finite
-    attention.softcap=inf                                   attention.softcap=inf must be above 0 and finite
     attention=sdpa attention.softcap=50                     attention.softcap=50.0: sdpa has nothing of the kind
-    attention.window=0                                      attention.window=0 must be at least 1
     attention.windows=[]                                    attention.windows=[]
-    attention.windows=[8,0]                                 attention.window=0 must be at least 1
+    attention.windows=[8,0]                                 attention.windows[1]=0 must be at least 1
     attention.windows=[8,x]                                 attention.windows[1]=x: the value must be of type
     attention.windows=8                                     attention.windows=8: the value must be of type
     attention.windows=[8] attention.window=4                attention.windows=[8] attention.window=4: give one
@@ -386,8 +343,6 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     attention=sdpa attention.window=8                       attention.window=8: sdpa has nothing of the kind
     attention.dropout_p=0.0001                              dropout_p=0.0001 is finer than the mask's steps
     break_it.subtract_max=no_max                            break_it.subtract_max=no_max: the value must be of type
-    break_it.score_gain=0                                   break_it.score_gain=0.0 is outside (0, 1e30]
-    break_it.score_gain=nan                                 break_it.score_gain=nan is outside
     attention=naive break_it=no_rescale                     break_it=no_rescale: naive rescales nothing
     attention=sdpa break_it=no_max                          break_it=no_max: torch's sdpa cannot be broken
     attention=naive break_it=zero_init_max                  break_it=zero_init_max: naive has no running maximum
@@ -396,7 +351,6 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     break_it=stale_seed                                     break_it=stale_seed: there is no dropout to draw
     break_it=unrestored_seed                                break_it=unrestored_seed: there is no dropout to draw
     break_it=unrestored_seed attention.dropout_p=0.1        break_it=unrestored_seed: no block is computed again
-    model.activation_checkpointing=some                     model.activation_checkpointing=some is not known; choose
     model.activation_checkpointing=selective attention=naive  model.activation_checkpointing=selective: from o and lse
     model.chunk=100                                         model.chunk=100 must be a multiple of 32
     model.chunk=10000000000000000000000                     must be a multiple of 32 below 2**63; null for no pieces
@@ -406,25 +360,10 @@ def test_a_value_of_attention_that_cannot_be(refused_training, typed, answer):
 
 
 @table(r"""
-    optimizer.kind=adam                                     optimizer.kind=adam is not known; choose adamw or muon
-    optimizer.lr=0                                          optimizer.lr=0.0 must be finite and above 0
-    optimizer.lr=nan                                        optimizer.lr=nan must be finite
-    optimizer.lr=inf                                        optimizer.lr=inf must be finite
-    optimizer.schedule=linear                               optimizer.schedule=linear is not known
     optimizer.decay_fraction=0.2                            optimizer.decay_fraction=0.2 is wsd's
-    optimizer.schedule=wsd optimizer.decay_fraction=0       optimizer.decay_fraction=0.0 is outside (0, 1]
-    optimizer.schedule=wsd optimizer.decay_fraction=1.5     optimizer.decay_fraction=1.5 is outside
     optimizer.momentum=0.9                                  optimizer.momentum=0.9 is Muon's
-    optimizer=muon optimizer.momentum=1                     optimizer.momentum=1.0 is outside [0, 1)
-    optimizer=muon optimizer.momentum=nan                   optimizer.momentum=nan is outside
-    optimizer.min_lr_ratio=-1                               optimizer.min_lr_ratio=-1.0 must be at least 0
-    optimizer.min_lr_ratio=2                                optimizer.min_lr_ratio=2.0 must be at most 1
-    optimizer.warmup_steps=-1                               optimizer.warmup_steps=-1 must be at least 0
-    optimizer.weight_decay=-1                               optimizer.weight_decay=-1.0 must be at least 0
-    optimizer.weight_decay=inf                              optimizer.weight_decay=inf must be finite
     optimizer.beta1=1                                       optimizer.beta1=1.0 is outside [0, 1)
     optimizer.beta2=nan                                     optimizer.beta2=nan is outside
-    optimizer.grad_clip=-1                                  optimizer.grad_clip=-1.0 must be at least 0
 """)
 def test_a_value_of_the_optimizer_that_cannot_be(refused_training, typed, answer):
     refused_training(typed, answer)
@@ -434,7 +373,6 @@ def test_a_value_of_the_optimizer_that_cannot_be(refused_training, typed, answer
 
 
 @table(r"""
-    tokenizer.kind=word                                         tokenizer.kind=word is unknown
     tokenizer.vocab_size=300                                    tokenizer.vocab_size=300: tokenizer=byte has its own
     tokenizer=gpt2 tokenizer.vocab_size=50257                   tokenizer=gpt2 has its own
     tokenizer=kept                                              tokenizer=kept is the tokenizer.json beside data=bin
@@ -442,13 +380,8 @@ def test_a_value_of_the_optimizer_that_cannot_be(refused_training, typed, answer
     tokenizer=bpe tokenizer.vocab_size=0                        tokenizer.vocab_size=0 has no room
     tokenizer=bpe tokenizer.vocab_size=1000000                  tokenizer.vocab_size=1000000 is more than this text
     tokenizer=bpe tokenizer.vocab_size=99999999999999999999     tokenizer.vocab_size=99999999999999999999 is more
-    data.source=web                                             data.source=web is unknown
-    data.val_fraction=0                                         data.val_fraction=0.0 is outside (0, 0.5]
-    data.val_fraction=0.6                                       data.val_fraction=0.6 is outside
-    data.val_fraction=nan                                       data.val_fraction=nan is outside
     data.shards=2                                               data.shards=2 is read with data=fineweb only
     data.url=https://example.org                                data.url=https://example.org is read with
-    data.cache=                                                 data.cache= is empty
     data.cache=/dev/null                                        /dev/null
     data.cache={there}/empty.txt/cache                          {there}/empty.txt
     data=pystdlib data.path={there}/text                        data.path={there}/text is read with data=text
@@ -766,17 +699,10 @@ def test_a_resume_that_cannot_be(refused_training, typed, answer):
     checkpoint=worst                        there is no checkpoint worst
     checkpoint={there}/runs/done            there is no checkpoint {there}/runs/done
     checkpoint={there}/empty.txt            there is no checkpoint {there}/empty.txt
-    temperature=-1                          temperature=-1.0 must be at least 0
-    temperature=nan                         temperature=nan must be at least 0
-    -m temperature=0,-1                     temperature=-1.0 must be at least 0
-    top_k=0                                 top_k=0 must be at least 1
+    temperature=-1                          temperature=-1.0 is outside [0, inf]
+    -m temperature=0,-1                     temperature=-1.0 is outside [0, inf]
     top_p=0                                 top_p=0.0 is outside (0, 1]
-    top_p=1.5                               top_p=1.5 is outside
-    num_samples=0                           num_samples=0 must be at least 1
-    max_new_tokens=-1                       max_new_tokens=-1 must be at least 1
-    dtype=float64                           dtype=float64 is not known; choose auto or float32, bf16, fp16
     seed=-1                                 seed=-1 is outside [0, 2**63)
-    seed=9223372036854775808                seed=9223372036854775808 is outside
     device=gpu                              device=gpu cannot be used here
     temprature=1                            there is no key temprature; did you mean temperature?
     --prompt=a                              did you mean prompt=a?

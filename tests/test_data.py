@@ -346,15 +346,6 @@ def test_a_path_that_would_be_ignored_is_refused(tmp_path):
     assert "data.path=my.txt is read with data=text or data=bin only: choose that, or leave it out" in message
 
 
-def test_an_unknown_source_is_refused(tmp_path):
-    assert "data.source=wikipedia is unknown" in refusal(prepare, DataConfig("wikipedia", cache=str(tmp_path)), BYTE)
-
-
-@pytest.mark.parametrize("fraction", [0.0, -0.1, 0.51, 5.0, float("nan")])
-def test_a_share_that_is_none_is_refused(corpus, make, fraction):
-    assert f"val_fraction={fraction} is outside (0, 0.5]" in refusal(make, corpus, val_fraction=fraction)
-
-
 def test_a_path_that_leads_nowhere_is_refused(make):
     assert "data.path=no/such/file.txt does not exist" in refusal(make, "no/such/file.txt")
 

@@ -18,7 +18,7 @@ from kernels.problem import Problem
 from lab import decode as race
 from model.abilities import wanted, why_not
 from model.attention import AttentionConfig, alibi_slopes
-from model.gpt import CHOICES, LAYERS, GPTConfig
+from model.gpt import LAYERS, GPTConfig
 from model.rope import rope_table, rotate
 from sampling import linear as of_linear
 from sampling.cache import KVCache
@@ -30,6 +30,7 @@ from sampling.token import NextToken
 from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
 from tests.test_cache import OPTIONS, SIZE, logits_of, made, texts
 
+CHOICES = {f.name: f.metadata["key"].among for f in fields(GPTConfig) if f.metadata["key"].among}
 NAIVE = AttentionConfig("naive")
 
 

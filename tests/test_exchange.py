@@ -40,13 +40,14 @@ from data.tokenizer import (
 from lab.runs import model_of_run
 from model.attention import AttentionConfig
 from model.families import configuration, huggingface_config
-from model.gpt import CHOICES, GPT, GPTConfig
+from model.gpt import GPT, GPTConfig
 from model.rope import rope_table, stretch
 from tests.reference import assert_within_budget
 from tests.test_download import of_folder, serve  # noqa: F401 (a fixture)
 from training import checkpoint, config, context, exchange
 from training.metrics import read_metrics
 
+CHOICES = {f.name: f.metadata["key"].among for f in fields(GPTConfig) if f.metadata["key"].among}
 V = 300  # tokens of the small tokenizer; the last one ends a text
 TEXT = "def f(x):  # gr\u00fc\u00dfe \u4f60\u597d, \u0434\u0430 \u3042\n\n\treturn 12345 + '''y'all'''  \u00a0 z\r\n"
 TEXT += "\U0001f600\U0001f469\u200d\U0001f467 e\u0301 'S \u0663\u00bd\u00b2  7 a1b22\n   \n"

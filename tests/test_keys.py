@@ -1,6 +1,7 @@
 """conf/keys.py: a value outside a key's limits is refused, beside each limit of every key of every script."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -60,17 +61,16 @@ def test_a_value_at_a_limit_is_taken_and_a_list_is_each_instances_own():
     )
 
 
-def outside(limits: Key, default: Any) -> list[Any]:
-    """The nearest values that the limits leave out, and NaN and infinity where they are numbers with a fraction."""
-    if limits.among:
-        return ["", "nothing_of_the_kind"]
-    whole = isinstance(default, int | list)
-    found: list[Any] = [limits.above, limits.below, *([""] if limits.filled else [])]
-    found += [] if limits.least is None else [limits.least - 1 if whole else math.nextafter(limits.least, -math.inf)]
-    found += (
-        [] if limits.most in (None, math.inf) else [limits.most + 1 if whole else math.nextafter(limits.most, math.inf)]
-    )
-    return [value for value in found if value is not None]
+def outside(limits: Key, kind: str) -> list[Any]:
+    """The nearest values that the limits leave out; of a number with a fraction also NaN, and infinity."""
+    found = [*(["", "nothing_of_the_kind"] if limits.among else [""] if limits.filled else [])]
+    ends = [limits.least, limits.above, limits.most, limits.below]
+    if ends.count(None) < 4 and "float" in kind:
+        found += [-math.inf, math.nan, *([] if limits.most == math.inf else [math.inf])]
+    step = 1 if "int" in kind else 1e-9
+    found += [limits.above, limits.below, limits.least is not None and limits.least - step]
+    found += [limits.most not in (None, math.inf) and limits.most + step * limits.most]
+    return [value for value in found if value is not None and value is not False]
 
 
 def limited(schema: type) -> Iterator[tuple[type, str, Any]]:
@@ -80,8 +80,8 @@ def limited(schema: type) -> Iterator[tuple[type, str, Any]]:
         if is_dataclass(factory):
             yield from limited(factory)
         elif "key" in entry.metadata:
-            for value in outside(entry.metadata["key"], entry.default):
-                yield schema, entry.name, value
+            for value in outside(entry.metadata["key"], str(entry.type)):
+                yield schema, entry.name, [value] if "list" in str(entry.type) else value
 
 
 SCHEMAS = [train.Config, sample.Config, breakit.Config, bench.Config]
@@ -91,5 +91,6 @@ SCHEMAS = [train.Config, sample.Config, breakit.Config, bench.Config]
     ("schema", "name", "value"), {repr(found): found for schema in SCHEMAS for found in limited(schema)}.values()
 )
 def test_every_key_refuses_what_is_beside_its_limits(schema, name, value):
-    with pytest.raises(ValueError, match=rf"\A([a-z_]+\.)?{name}={value}.*\Z"):
+    start = f"{name}[0]={value[0]}" if isinstance(value, list) else f"{name}={value}"
+    with pytest.raises(ValueError, match=rf"\A([a-z_]+\.)?{re.escape(start)}.*\Z"):
         schema(**{name: value})

@@ -1,7 +1,5 @@
 """training/optimizer.py: who takes which weight, how far a step goes, and how the rate rises and falls."""
 
-import math
-
 import pytest
 import torch
 
@@ -84,13 +82,8 @@ def test_wsd_decays_over_the_last_fifth_by_default():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "sgd"}, "optimizer.kind=sgd is not known; choose adamw or muon"),
-        ({"schedule": "linear"}, "optimizer.schedule=linear is not known; choose cosine or wsd"),
         ({"momentum": 0.9}, "optimizer.momentum=0.9 is Muon's: use optimizer=muon or optimizer.beta1"),
-        ({"kind": "muon", "momentum": 1.0}, r"optimizer.momentum=1.0 is outside \[0, 1\); 0.95 is usual"),
         ({"decay_fraction": 0.1}, "optimizer.decay_fraction=0.1 is wsd's: use optimizer.schedule=wsd"),
-        ({"schedule": "wsd", "decay_fraction": 0.0}, r"decay_fraction=0.0 is outside \(0, 1\]; 0.2 is usual"),
-        ({"schedule": "wsd", "decay_fraction": math.nan}, r"decay_fraction=nan is outside \(0, 1\]; 0.2 is usual"),
     ],
 )
 def test_a_key_that_would_mean_nothing_is_refused(keys, message):

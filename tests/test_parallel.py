@@ -286,7 +286,6 @@ def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
         (2, ["parallel.shard=true", "optimizer=muon"], "parallel.shard=true: Muon needs whole matrices"),
         (2, ["parallel.shard=true", "dtype=fp16"], "parallel.shard=true does not scale the loss, as dtype=fp16 needs"),
         (2, ["parallel.shard=true", "context_every=1"], "context_every=1 measures in one process"),
-        (2, ["parallel.context=0"], "parallel.context=0 must be at least 1"),
         (2, ["probe.every=1"], "probe.every=1 looks at the batches of one process"),
         (2, ["break_it=no_max"], "break_it=no_max is looked at in one process"),
         (2, ["attention=sdpa", "attention.dropout_p=0.1"], "attention=sdpa draws PyTorch's dropout"),

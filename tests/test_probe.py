@@ -382,12 +382,6 @@ def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, sma
     assert list(faults.iterdir()) == []
 
 
-def test_a_negative_interval_is_refused_in_one_line(call, small):
-    ended = call(train, *small, "probe.every=-1")
-    assert ended.code == 2
-    assert ended.err.splitlines() == ["train: probe.every=-1 must be at least 0; 100 looks every 100 steps, 0 never"]
-
-
 @pytest.fixture(scope="module")
 def fault(call, small, tmp_path_factory):
     """What a run with dropout said of the fault that ended it, and where it kept it."""

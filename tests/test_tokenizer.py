@@ -129,12 +129,6 @@ def test_bpe_refuses_a_vocabulary_without_room_for_bytes():
     one_line(caught)
 
 
-def test_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match=r"kind=word is unknown: choose tokenizer=byte, bpe or gpt2") as caught:
-        build(TokenizerConfig("word"), [])
-    one_line(caught)
-
-
 def test_gpt2_without_a_network_names_the_way_out(tmp_path, monkeypatch):
     """A real attempt, through a proxy where nobody listens."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from conf.keys import check, key
 from model.gpt import GPT
 from parallel.shard import local
 
@@ -19,42 +20,36 @@ DECAY_FRACTION = 0.2  # of the steps, as in arXiv 2405.18392
 class OptimizerConfig:
     """GPT-3's published settings (arXiv 2005.14165, appendix B). By default lr depends on the model's width."""
 
-    kind: str = "adamw"  # adamw | muon (Muon for the blocks' matrices, AdamW for the other weights)
-    lr: float | None = None  # peak learning rate; None: 6e-4 * 768 / model.n_embd
-    schedule: str = "cosine"  # learning rate schedule: cosine | wsd (warm-up, stable, then linear decay)
-    decay_fraction: float | None = None  # fraction of the steps in wsd's decay; None: 0.2
-    min_lr_ratio: float = 0.1  # final learning rate, as a fraction of the peak
-    warmup_steps: int = 100  # number of steps over which the learning rate rises to its peak
-    weight_decay: float = 0.1  # weight decay of matrices and embeddings, for Muon and AdamW
-    beta1: float = 0.9  # AdamW's decay rate for the mean of the gradient
-    beta2: float = 0.95  # AdamW's decay rate for the mean of the squared gradient
-    momentum: float | None = None  # Muon's momentum (optimizer=muon only); None: 0.95
-    grad_clip: float = 1.0  # maximum norm of the gradient over all weights; 0: no clipping
+    kind: str = key("adamw", among="adamw | muon (Muon for the blocks' matrices, AdamW for the other weights)")
+    lr: float | None = key(None, "peak learning rate", above=0, usual="null: 6e-4 * 768 / model.n_embd")
+    schedule: str = key("cosine", "learning rate schedule", among="cosine | wsd (warm-up, stable, then linear decay)")
+    decay_fraction: float | None = key(
+        None, "fraction of the steps in wsd's decay", above=0, most=1, usual=f"null: {DECAY_FRACTION}"
+    )
+    min_lr_ratio: float = key(
+        0.1, "final learning rate, as a fraction of the peak", least=0, most=1, usual="1: a constant rate"
+    )
+    warmup_steps: int = key(100, "number of steps over which the learning rate rises to its peak", least=0)
+    weight_decay: float = key(
+        0.1, "weight decay of matrices and embeddings, for Muon and AdamW", least=0, usual="0.1 is usual"
+    )
+    beta1: float = key(0.9, "AdamW's decay rate for the mean of the gradient", least=0, below=1, usual="0.9 is usual")
+    beta2: float = key(
+        0.95, "AdamW's decay rate for the mean of the squared gradient", least=0, below=1, usual="0.95 is usual"
+    )
+    momentum: float | None = key(
+        None, "Muon's momentum (optimizer=muon only)", least=0, below=1, usual=f"null: {MOMENTUM}"
+    )
+    grad_clip: float = key(
+        1.0, "maximum norm of the gradient over all weights", least=0, most=math.inf, usual="0: no clipping"
+    )
 
     def __post_init__(self):
-        for name, known in {"kind": ("adamw", "muon"), "schedule": ("cosine", "wsd")}.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} is not known; choose {' or '.join(known)}")
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"optimizer.lr={self.lr} must be finite and above 0; null chooses it by the model's width")
-        for name in ("min_lr_ratio", "weight_decay", "warmup_steps", "grad_clip"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0")
-        if self.weight_decay == math.inf:
-            raise ValueError(f"optimizer.weight_decay={self.weight_decay} must be finite; 0.1 is usual")
-        if self.min_lr_ratio > 1:
-            raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio} must be at most 1; 1 keeps the rate constant")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} is outside [0, 1); 0.9 and 0.95 are usual")
+        check(self, "optimizer.")
         if self.momentum is not None and self.kind != "muon":
             raise ValueError(f"optimizer.momentum={self.momentum} is Muon's: use optimizer=muon or optimizer.beta1")
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise ValueError(f"optimizer.momentum={self.momentum} is outside [0, 1); {MOMENTUM} is usual")
         if self.decay_fraction is not None and self.schedule != "wsd":
             raise ValueError(f"optimizer.decay_fraction={self.decay_fraction} is wsd's: use optimizer.schedule=wsd")
-        if self.decay_fraction is not None and not 0 < self.decay_fraction <= 1:
-            raise ValueError(f"optimizer.decay_fraction={self.decay_fraction} is outside (0, 1]; 0.2 is usual")
 
 
 def base_rate(n_embd: int) -> float:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from conf.keys import check, key
 from kernels.problem import Problem
 from model import gpt
 from model.attention import AttentionConfig, attention, problem_of
@@ -37,11 +38,10 @@ class ProbeConfig:
     loss or gradient that is not finite stops the run, the probe searches that step for the first bad tile and keeps its
     batch (`python breakit.py replay=PATH`). With stop_on_nan=false no step stops the run, so none is searched."""
 
-    every: int = 0  # steps between two probes of attention; 0: never
+    every: int = key(0, "steps between two probes of attention", least=0, usual="0: never")
 
     def __post_init__(self):
-        if self.every < 0:
-            raise ValueError(f"probe.every={self.every} must be at least 0; 100 looks every 100 steps, 0 never")
+        check(self, "probe.")
 
 
 @dataclass

@@ -15,10 +15,11 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.keys import check, either, key
 from training.files import own, replacing
 
 WANDB_INIT_SECONDS = 5.0
@@ -41,10 +42,15 @@ class WandbConfig:
     and WANDB_TAGS.
     """
 
-    mode: str = "auto"  # auto (online if there is an API key and the host answers) | online | offline | disabled
-    project: str = "tilegpt"  # wandb project of the run
-    entity: str | None = None  # wandb team or user; None: the default of the API key
-    tags: list[str] = field(default_factory=list)  # tags of the wandb run; a broken run also gets broken:FAILURE
+    mode: str = key(
+        "auto", among="auto (online if there is an API key and the host answers) | online | offline | disabled"
+    )
+    project: str = key("tilegpt", "wandb project of the run")
+    entity: str | None = key(None, "wandb team or user; null: the default of the API key")
+    tags: list[str] = key([], "tags of the wandb run; a broken run also gets broken:FAILURE")
+
+    def __post_init__(self):
+        check(self, "wandb.")
 
 
 def wandb_mode(config: WandbConfig) -> str:
@@ -52,13 +58,12 @@ def wandb_mode(config: WandbConfig) -> str:
 
     Raises ValueError for an unknown mode, and if online or offline was asked for and wandb is not installed.
     """
-    modes = ("auto", "online", "offline", "disabled")
     mode, asked = config.mode, f"wandb.mode={config.mode}"
     if mode == "auto" and os.environ.get("WANDB_MODE"):
         mode = os.environ["WANDB_MODE"]
         asked = f"WANDB_MODE={mode}"
-    if mode not in modes:
-        raise ValueError(f"{asked} is not known: use one of {', '.join(modes)}")
+        if mode not in (modes := ("auto", "online", "offline", "disabled")):
+            raise ValueError(f"{asked} is not known; choose {either(modes)}")
     found = importlib.util.find_spec("wandb")
     if found is None or found.origin is None:  # no origin: only a folder called wandb, which wandb makes for its files
         if mode in ("online", "offline"):
