@@ -10,12 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,8 +21,9 @@ from conf.keys import check, key
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import draw_seeds, drop_threshold, dropped, keep_table
+from model.layers import LAYERS, Layers
 from model.loss import next_token_loss
-from model.norm import Added, LayerNorm, Norm, RMSNorm, add_and_norm, last_norm
+from model.norm import Added, LayerNorm, Norm, RMSNorm, last_norm
 from model.rope import rope_table, rotate
 
 
@@ -155,54 +154,7 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What comes from outside a block: data and callables, never a branch.
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": F.silu,  # of the gate
-}
-
-
-def embed(embedding: nn.Embedding, positions: nn.Embedding | None, idx: Tensor, at: slice | Tensor) -> Tensor:
-    """The embeddings (B, T, C) of the tokens idx (B, T), with those of their positions `at` where these are learned."""
-    x = embedding(idx)
-    return x if positions is None else x + positions.weight[at]
-
-
-def read(
-    norm: Norm, x: Tensor, added: Added | None, layer: nn.Linear, gate: nn.Linear | None = None, act: str = "none"
-) -> tuple[Tensor, Tensor]:
-    """The stream x + added, (B, T, C), and of its norm y: act(layer(y)), or act(gate(y)) * layer(y)."""
-    x, y = add_and_norm(norm, x, added)
-    if gate is None:
-        return x, ACTIVATIONS[act](layer(y))
-    return x, ACTIVATIONS[act](gate(y)) * layer(y)
-
-
-def write(x: Tensor, layer: nn.Linear, y: Tensor, keep: Tensor | None, dropout_p: float) -> tuple[Tensor, Added | None]:
-    """layer(y) as what is to be added to the stream x. The next norm does that: one kernel makes their backward."""
-    return x, Added(layer(y), keep, dropout_p)
-
-
-def logits(norm: Norm, x: Tensor, added: Added | None, head: nn.Linear) -> Tensor:
-    """The stream after the blocks, x + added, to logits in the dtype of the products."""
-    return head(last_norm(norm, x, added))
-
-
-class Layers(NamedTuple):
-    """What computes the layers around attention. Their arguments are the modules, so sampling/linear.py can have other
-    ones for a few rows, with a kernel for each call."""
-
-    embed: Callable[..., Tensor] = embed
-    read: Callable[..., tuple[Tensor, Tensor]] = read
-    write: Callable[..., tuple[Tensor, Added | None]] = write
-    logits: Callable[..., Tensor] = logits
-
-
-LAYERS = Layers()
+# What comes from outside a block is data or a callable, never a branch.
 
 
 class Setting(NamedTuple):
@@ -239,7 +191,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        kv_heads = config.n_kv_head or config.n_head
+        self.head_size, kv_heads = config.head_size, config.n_kv_head or config.n_head
         self.widths = [heads * config.head_size for heads in (config.n_head, kv_heads, kv_heads)]
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -287,7 +239,7 @@ class Block(nn.Module):
         these are views of, side by side; None if they are not."""
         x, qkv = context.layers.read(self.attention_norm, x, added, self.attention.qkv)
         # Split into q, k, v, then into heads. The other order costs the backward a copy.
-        q, k, v = (y.unflatten(-1, (-1, self.config.head_size)) for y in qkv.split(self.attention.widths, dim=-1))
+        q, k, v = (y.unflatten(-1, (-1, self.attention.head_size)) for y in qkv.split(self.attention.widths, dim=-1))
         if context.rope is None:
             return x, q, k, v, qkv
         q, k = (rotate(y.transpose(1, 2), *context.rope).transpose(1, 2) for y in (q, k))
@@ -316,7 +268,7 @@ class Block(nn.Module):
 
 
 class Stages(NamedTuple):
-    """What a forward calls: the methods of GPT with these names, or what compiles them."""
+    """What a forward calls instead of GPT.embed(), Block.forward() and GPT.loss(): the same, compiled."""
 
     embed: Callable
     layer: Callable
@@ -325,6 +277,9 @@ class Stages(NamedTuple):
 
 class GPT(nn.Module):
     """config: the architecture, with vocab_size set. attention_config: a resolved AttentionConfig (not auto)."""
+
+    # layer(block, x, added, context): another way to compute what Block.forward() does. model/recompute.py has one.
+    layer: Callable[..., tuple[Tensor, Added | None]] | None = None
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt = UNBROKEN):
         super().__init__()
@@ -377,7 +332,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(self.hidden(idx, documents, setting))
         x, added = self.through_blocks(idx, documents, setting, stages)
-        return (self.stages if stages is None else stages).loss(x, added, targets, z_loss)
+        return (self.loss if stages is None else stages.loss)(x, added, targets, z_loss)
 
     def hidden(self, idx: Tensor, documents: Tensor | None = None, setting: Setting | None = None) -> Tensor:
         """The residual stream after the last norm: token ids int64 (B, T) to (B, T, C)."""
@@ -401,7 +356,7 @@ class GPT(nn.Module):
         """The residual stream (B, T, C) after the blocks, and what the last of them still has to add.
 
         documents: integers (B, T), from the loader, of the whole sequences; used if attention.documents is on. None:
-        one document. stages: self.stages, or what compiles them.
+        one document. stages: what is called instead of the model's own.
         """
         if setting is None:
             setting = Setting(idx.shape[1], slice(idx.shape[1]))
@@ -410,7 +365,7 @@ class GPT(nn.Module):
         if not self.attention_config.documents:
             documents = None
         assert documents is not None or not (self.training and self.attention_config.documents), "hand in documents"
-        embed, layer, _ = self.stages if stages is None else stages
+        embed, layer = (self.embed, self.layer) if stages is None else stages[:2]
         seeds, stream_seeds = self.seeds(idx.device)
         x, ropes, rows, numbers = embed(idx, stream_seeds[-1], setting)
         added: Added | None = None  # to x, before anything reads it
@@ -420,10 +375,6 @@ class GPT(nn.Module):
             context = Context(ropes.get(local), seed, stream_seed, documents, rows, numbers, attend, setting.layers)
             x, added = block(x, added, context, layer)
         return x, added
-
-    @property
-    def stages(self) -> Stages:
-        return Stages(self.embed, self.layer, self.loss)
 
     def embed(
         self, idx: Tensor, seed: Tensor | None, setting: Setting
@@ -445,10 +396,6 @@ class GPT(nn.Module):
         if self.config.residual_dtype == "autocast" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         return x, ropes, rows, numbers
-
-    def layer(self, block: Block, x: Tensor, added: Added | None, context: Context) -> tuple[Tensor, Added | None]:
-        """What Block.forward() returns. model/recompute.py computes it in another way."""
-        return block.forward(x, added, context)
 
     def loss(self, x: Tensor, added: Added | None, targets: Tensor, z_loss: float) -> Tensor:
         """What through_blocks() returns, to the mean loss. targets and z_loss: as in forward()."""

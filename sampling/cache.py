@@ -28,7 +28,8 @@ from torch import Tensor
 from kernels.problem import Problem
 from model.abilities import wanted, why_not
 from model.attention import AttentionConfig, attention, problem_of
-from model.gpt import GPT, LAYERS, Layers, Setting
+from model.gpt import GPT, Setting
+from model.layers import LAYERS, Layers
 from model.mask import WHOLE, Tile
 from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from kernels import sizes
 from kernels.flash import LOG2E, tanh
 from kernels.launch import on, precision
-from model.gpt import Layers
+from model.layers import Layers
 from model.norm import Norm
 
 ROWS = 16  # B is at most this

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from model.gpt import GPT, LAYERS, Layers
+from model.gpt import GPT
+from model.layers import LAYERS, Layers
 from sampling.cache import KVCache
 
 Generators = torch.Generator | Sequence[torch.Generator] | None  # one for all rows, or one for each; None: torch's own

@@ -18,7 +18,8 @@ from kernels.problem import Problem
 from lab import decode as race
 from model.abilities import wanted, why_not
 from model.attention import AttentionConfig, alibi_slopes
-from model.gpt import LAYERS, GPTConfig
+from model.gpt import GPTConfig
+from model.layers import LAYERS
 from model.rope import rope_table, rotate
 from sampling import linear as of_linear
 from sampling.cache import KVCache

@@ -17,7 +17,8 @@ from model import recompute
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
 from model.dropout import keep_mask
-from model.gpt import GPT, LAYERS, Block, Context, GPTConfig
+from model.gpt import GPT, Block, Context, GPTConfig
+from model.layers import LAYERS
 from model.recompute import RecomputingGPT
 from model.rope import rope_table, rotate
 from tests.reference import error

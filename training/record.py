@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from model.gpt import GPT, Stages
+from model.gpt import GPT, Block, Stages
 from training.machine import is_out_of_memory
 
 # Where kernels/norm.py does not compute the backward of norms, Inductor by default computes both of its sums in one
@@ -36,7 +36,8 @@ def compiled(model: GPT, compile: Callable[..., Any] = COMPILE) -> Callable[...,
     # There are as many kinds of blocks as windows, at most; beyond 8 torch would run them uncompiled.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 2 + model.config.n_layer)
-    return partial(model, stages=Stages(*map(compile, model.stages)))
+    stages = (model.embed, model.layer or Block.forward, model.loss)
+    return partial(model, stages=Stages(*map(compile, stages)))
 
 
 class RecordedLoss(NamedTuple):
