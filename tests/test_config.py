@@ -18,6 +18,7 @@ import bench
 import breakit
 import sample
 import train
+from conf.keys import key
 from training import config, help
 
 ROOT = Path(__file__).parent.parent
@@ -231,22 +232,12 @@ def test_help_shows_what_is_composed_and_as_it_is_typed(launch, capsys):
     )
 
 
-@dataclass
-class Said:
-    behind: int = 1  # said behind; None: nothing
-    # Said above, on
-    # two lines. And more.
-    above: int | None = None
-    both: str = "# no comment"  # what stands behind it
-    nothing: int = 0
-
-
-def test_a_keys_meaning_stands_behind_its_field_or_above_it(launch, capsys):
-    launch("--help", schema=Said, name="bare")
-    assert capsys.readouterr().out.splitlines()[-4:] == [
-        "  behind=1             said behind; null: nothing",
-        "  above=null           Said above, on two lines",
-        "  both='# no comment'  what stands behind it",
+def test_a_keys_meaning_is_that_of_its_field(launch, capsys):
+    said = [("one", int, key(1, "the first", usual="1: few")), ("kind", str, key("a", "which", among="a (old) | b"))]
+    launch("--help", schema=make_dataclass("Said", [*said, ("nothing", int, 0)]), name="bare")
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "  one=1      the first; 1: few",
+        "  kind=a     which: a (old) | b",
         "  nothing=0",
     ]
 

@@ -1,19 +1,14 @@
 """The text of --help: the options of every group, and every key with its value and its meaning.
 
-A key's meaning is the comment behind its field, or the first sentence of the comment above the field. An option's
-meaning is the first sentence of its file. Both are read from the source, so the help cannot differ from the code.
+A key's meaning stands in its field (conf/keys.py). An option's meaning is the first sentence of its file.
 """
 
-import ast
-import inspect
 import json
 import re
 import shlex
 import textwrap
-import tokenize
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -69,14 +64,13 @@ def aligned(rows: list[tuple[str, str]]) -> list[str]:
 
 def sections(schema: type, values: Mapping[str, Any], prefix: str = "") -> list[list[tuple[str, str]]]:
     """One list of (key=value, meaning) for the schema's own keys, then one for each nested dataclass."""
-    own, nested, meanings = [], [], comments(schema)
+    own, nested = [], []
     for field in fields(schema):
         factory: Any = field.default_factory
         if isinstance(factory, type) and is_dataclass(factory):
             nested += sections(factory, values[field.name], f"{prefix}{field.name}.")
         else:
-            said = field.metadata["key"].meaning if "key" in field.metadata else meanings[field.name]
-            meaning = re.sub(r"\bNone\b", "null", said)  # the command line writes None as null
+            meaning = field.metadata["key"].meaning if "key" in field.metadata else ""
             own.append((f"{prefix}{field.name}={typed(values[field.name])}", meaning))
     return [own, *nested] if own else nested
 
@@ -86,20 +80,6 @@ def typed(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
     return shlex.quote(value) if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def comments(schema: type) -> dict[str, str]:
-    """{field: the comment behind it, else the first sentence of the comment above it, else ""}"""
-    source = textwrap.dedent(inspect.getsource(schema))
-    tokens = [t for t in tokenize.generate_tokens(StringIO(source).readline) if t.type == tokenize.COMMENT]
-    said = {token.start[0]: token.string.lstrip("# ") for token in tokens}  # by line
-    alone = {token.start[0] for token in tokens if token.line.lstrip().startswith("#")}
-    found = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = [*takewhile(alone.__contains__, range(node.lineno - 1, 0, -1))][::-1]
-            found[node.target.id] = said.get(node.end_lineno or 0) or sentence([said[line] for line in above])
-    return found
 
 
 def said_in(file: Path) -> str:
