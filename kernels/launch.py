@@ -103,7 +103,7 @@ def gradients(
         return (-(-T_k // N) * B * H_kv, in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M), row_terms,
                 in_tiles(dk, N), in_tiles(dv, N), task, padded)  # fmt: skip
 
-    strides = q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(), marks(dlse)
+    strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), dq.stride(), marks(dlse)
     with on(q.device):
         rows = launch("dq", work_of_dq, q, problem, autotune, strides)
         # dq_kernel fills row_terms up to a multiple of its BLOCK_M, so dkdv_kernel's BLOCK_M must divide that
