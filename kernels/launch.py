@@ -7,7 +7,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
 
 What a call launches depends on its kind alone: shapes, strides, dtypes, device and problem. attention() gives each kind
-a dictionary, Problem.kind. From the second call of a kind on, run() finds there what Triton has compiled.
+a dictionary, Problem.kind. From the second call of a kind on, launch() and run() find there what Triton has compiled.
 """
 
 import math
@@ -25,12 +25,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import hopper, sizes
 from kernels.flash import dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import Mask, Problem, Task
+from kernels.problem import Mask, Problem, Task, Visits
 from kernels.sizes import Tiles, block_d, visits_of
 
 # Where the running maximum starts. From the lowest float32, a row with a hidden first tile has exp(-inf - LOWEST) = 0.
 # From -inf it would have exp(-inf - -inf), which is NaN.
 LOWEST = -torch.finfo(torch.float32).max
+NO_DATA = Visits(None, None, None, None, None)
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 
 
@@ -41,7 +42,7 @@ def forward(
     scale all weights of a row by the same wrong factor. autotune, kernel: as in flash_attention() of kernels/op.py."""
     B, H, T, _ = q.shape
     o = like_heads(q)
-    lse, lse2 = (q.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
+    lse, lse2 = q.new_empty((B, H, T), dtype=torch.float32), q.new_empty((B, H, T), dtype=torch.float32)
     if q.numel() == 0:
         return o, lse, lse2
     q, k, v = aligned(q), aligned(k), aligned(v)
@@ -52,7 +53,7 @@ def forward(
             launch_forward(q, k, v, o, lse, lse2, problem)
         return o, lse, lse2
 
-    mask = mask_for(problem, q)
+    mask = problem.mask if "global_mask" not in problem.without else local_mask(problem, q)
 
     def work(tile: Tiles) -> tuple:
         M, N = tile.BLOCK_M, tile.BLOCK_N
@@ -85,17 +86,19 @@ def gradients(
             launch_backward(q, k, v, o, lse2, do, dlse, found, problem)
         return found
 
-    mask, problem = mask_for(problem, q), problem.in_backward()
+    mask = problem.mask
+    if problem.without:
+        mask = mask if "global_mask" not in problem.without else local_mask(problem, q)
+        problem = problem.in_backward()
     # Each row's -lse2 and delta / keep_scale, next to each other so that one load reads both. Padded to whole tiles.
     padded = -(-T // 128) * 128
     row_terms = lse2.new_empty(B, H, padded, 2)
 
     def work_of_dq(tile: Tiles) -> tuple:
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        of_keys, of_rows = (in_tiles(x, N) for x in (k, v)), (in_tiles(x, M) for x in (o, do))
         task = task_of(problem, mask, q, k, tile)
-        return (-(-T // M) * B * H, in_tiles(q, M), *of_keys, *of_rows, dlse, lse2, row_terms, in_tiles(dq, M), task,
-                padded)  # fmt: skip
+        return (-(-T // M) * B * H, in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M),
+                dlse, lse2, row_terms, in_tiles(dq, M), task, padded)  # fmt: skip
 
     def work_of_dkdv(tile: Tiles) -> tuple:
         M, N = tile.BLOCK_M, tile.BLOCK_N
@@ -117,19 +120,26 @@ def launch(
 ) -> int:  # fmt: skip
     """Launches the kernel of kernels/flash.py for "forward", "dq" or "dkdv". work(tile): how many programs it has, and
     its arguments. rows: BLOCK_M must divide it. Returns BLOCK_M."""
-    usual = tile = sizes.tiles_for(name, q, problem.seed is not None)
-
-    def timed(tile: Tiles) -> None:
-        programs, *args = work(tile)
-        KERNELS[name][(programs,)](*args, how_for(q, problem, tile), **tile.options())
-
+    place = name, strides, marks(*problem.tensors), precision(q.dtype), rows
+    if problem.kind is not None and not autotune and place in problem.kind:
+        tile, how, launched = problem.kind[place]
+        launched(*work(tile)[1:], how)
+        return tile.BLOCK_M
+    dropout = problem.seed is not None
+    tile = usual = sizes.tiles_for(name, q, dropout)
     if autotune:
-        tile = sizes.tuned(name, timed, q, problem.seed is not None, rows, usual)
+        tile = sizes.tuned(name, lambda tile: launch_once(name, work, q, problem, tile), q, dropout, rows, usual)
     assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "row_terms and keep_mask rely on it"
-    programs, *args = work(tile)
-    how = how_for(q, problem, tile)
-    run(KERNELS[name], (programs,), (*args, how), tile.options(), problem, (tile, how, strides))
+    programs, how, compiled = launch_once(name, work, q, problem, tile)
+    if problem.kind is not None and not autotune and isinstance(compiled, CompiledKernel):
+        problem.kind[place] = tile, how, compiled[programs, 1, 1]
     return tile.BLOCK_M
+
+
+def launch_once(name: str, work: Callable[[Tiles], tuple], q: Tensor, problem: Problem, tile: Tiles) -> tuple:
+    """Launches with this tile. Returns the number of programs, the How and what Triton has compiled."""
+    (programs, *args), how = work(tile), how_for(q, problem, tile)
+    return programs, how, KERNELS[name][(programs,)](*args, how, **tile.options())
 
 
 def run(
@@ -153,7 +163,10 @@ def run(
 
 def marks(*tensors: Tensor | None) -> tuple:
     """What Triton compiles a kernel for of these tensors: a pointer's type, and whether it is a multiple of 16."""
-    return tuple([None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
+    found: tuple = ()
+    for x in tensors:
+        found += (None if x is None else (x.dtype, x.data_ptr() % 16 == 0),)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,10 +224,8 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def mask_for(problem: Problem, q: Tensor) -> Mask:
-    """The problem's mask. With break_it=local_mask it counts from the corner of the forward's tile."""
-    if "global_mask" not in problem.without:
-        return problem.mask
+def local_mask(problem: Problem, q: Tensor) -> Mask:
+    """The problem's mask with break_it=local_mask: it counts from the corner of the forward's tile."""
     tile = sizes.tiles_for("forward", q, problem.seed is not None)
     return problem.mask._replace(at_most=None, local_m=tile.BLOCK_M, local_n=tile.BLOCK_N)
 
@@ -222,7 +233,9 @@ def mask_for(problem: Problem, q: Tensor) -> Mask:
 def task_of(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, transposed: bool = False) -> Task:
     """The Task of a kernel with one program per tile of queries or, transposed, per tile of keys."""
     M, N = tile.BLOCK_M, tile.BLOCK_N
-    visits = visits_of(mask, M, N, transposed)
+    visits = NO_DATA
+    if mask.documents_q is not None or mask.positions is not None or mask.blocks is not None:
+        visits = visits_of(mask, M, N, transposed)
     # If every tile lies inside one block, the list of tiles is enough, and the kernel need not look at the blocks.
     if mask.blocks is not None and mask.block_size % M == mask.block_size % N == (mask.T_k - mask.T) % M == 0:
         mask = mask._replace(blocks=None)

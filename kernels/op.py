@@ -42,12 +42,8 @@ def flash_attention(
     Raises ValueError for an unsupported dtype, head size or GPU, and for kernel="hopper" where that cannot compute it.
     Shapes and devices are not checked here; attention() in model/attention.py does that.
     """
-    if refused := refusal(q.dtype, q.shape[-1], q.device):
-        raise ValueError(refused)
-    if autotune and "global_mask" in problem.without:
-        raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
-    if kernel == "hopper" and (refused := hopper.left_to_portable("forward", q, problem, autotune, kernel)):
-        raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
+    if problem.kind is None or ("checked", autotune, kernel) not in problem.kind:
+        check(q, problem, autotune, kernel)
     inputs: tuple[Tensor, ...] = (q, k, v)
     if qkv is not None and qkv.is_contiguous() and q.shape[-1] * q.itemsize % 16 == 0:  # else no descriptor writes it
         inputs = (qkv,)
@@ -55,6 +51,18 @@ def flash_attention(
         inputs = (q, k.view_as(k), v.view_as(v))
     o, lse, _ = Flash.apply(problem, autotune, kernel, (q.shape[1], k.shape[1]), *inputs)
     return o, lse
+
+
+def check(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> None:
+    """Raises the ValueError of flash_attention(), and notes the kinds of calls for which there is none."""
+    if refused := refusal(q.dtype, q.shape[-1], q.device):
+        raise ValueError(refused)
+    if autotune and "global_mask" in problem.without:
+        raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
+    if kernel == "hopper" and (refused := hopper.left_to_portable("forward", q, problem, autotune, kernel)):
+        raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
+    if problem.kind is not None:
+        problem.kind["checked", autotune, kernel] = True
 
 
 class Flash(torch.autograd.Function):

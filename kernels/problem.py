@@ -203,5 +203,6 @@ def refuse_tangents(impl: str, *gradients: Tensor | None) -> None:
 
     PyTorch cannot differentiate this backward, so dq, dk and dv would lose their tangents.
     """
-    if any(x is not None and unpack_dual(x).tangent is not None for x in gradients):
-        raise RuntimeError(f"attention={impl} has no forward-mode derivative of its backward; use attention=naive")
+    for x in gradients:
+        if x is not None and unpack_dual(x).tangent is not None:
+            raise RuntimeError(f"attention={impl} has no forward-mode derivative of its backward; use attention=naive")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from model.attention import KINDS as KINDS_OF_CALLS
 from model.attention import AttentionConfig, alibi_slopes, attention, attention_varlen, blocks_of
 from model.break_it import BreakIt
 from model.dropout import keep_mask
@@ -698,6 +699,7 @@ def test_what_the_kernels_lack_is_refused_in_one_line(shape, dtype, message):
 
 
 def test_a_cpu_without_the_interpreter_is_refused_in_one_line():
+    KINDS_OF_CALLS.clear()  # a kind is checked once
     with patch.object(sizes, "INTERPRETED", False), pytest.raises(ValueError, match="on a GPU, not on cpu") as refused:
         attention(*torch.zeros(3, 1, 1, 8, 16), TRITON)
     assert "\n" not in str(refused.value)
