@@ -20,6 +20,7 @@ import torch
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
 from training import checkpoint, contents
+from training.files import lock
 from training.state import load_optimizer_tensors, optimizer_tensors, rng_state, set_rng_state
 from training.writer import Writer
 
@@ -585,18 +586,18 @@ def test_the_optimizer_of_another_model_is_refused():
 
 def test_a_run_is_held_by_one_at_a_time_and_let_go(tmp_path):
     """Two in one run mixed their metrics and deleted each other's temporary checkpoints."""
-    held = checkpoint.lock(tmp_path / "x")
-    checkpoint.lock(tmp_path / "y").close()
+    held = lock(tmp_path / "x")
+    lock(tmp_path / "y").close()
     with pytest.raises(ValueError, match=r"the run .*x is being trained by another process; use another name="):
-        checkpoint.lock(tmp_path / "x")
+        lock(tmp_path / "x")
     held.close()
-    checkpoint.lock(tmp_path / "x").close()
+    lock(tmp_path / "x").close()
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path):
     (tmp_path / ".lock").symlink_to(tmp_path / "mine")
     with pytest.raises(ValueError, match=r"\.lock is a link and not a plain file"):
-        checkpoint.lock(tmp_path)
+        lock(tmp_path)
     assert not (tmp_path / "mine").exists()
 
 
@@ -604,21 +605,21 @@ def test_a_run_is_let_go_when_its_holder_is_killed(tmp_path):
     """The holder has another temporary folder, as a job of Slurm's has. The lock was there, so both trained."""
     temporary, run = tmp_path / "tmp", tmp_path / "x"
     temporary.mkdir()
-    code = "import sys; from pathlib import Path; from training.checkpoint import lock; held = lock(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from training.files import lock; held = lock(Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print(flush=True); input()", run]
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         with pytest.raises(ValueError, match="is being trained by another process"):
-            checkpoint.lock(run)
+            lock(run)
         holder.kill()
-    checkpoint.lock(run).close()
+    lock(run).close()
     assert list(temporary.iterdir()) == []
 
 
 def test_neither_data_nor_checkpoints_need_what_only_unix_has(tmp_path):
     code = "import os, sys; sys.modules['fcntl'] = None; del os.getuid; import data.loader, training.checkpoint"
-    code += "; from pathlib import Path; training.checkpoint.lock(Path(sys.argv[1])).close()"
+    code += "; from pathlib import Path; training.files.lock(Path(sys.argv[1])).close()"
     ended = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 

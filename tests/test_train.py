@@ -38,6 +38,7 @@ from sampling.generate import Sampler, generate
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
 from training import activities, checkpoint, config, context, metrics
+from training.files import lock
 from training.machine import about, is_out_of_memory
 from training.metrics import Metrics, loss_figure, read_metrics
 from training.optimizer import OptimizerConfig, learning_rate
@@ -751,7 +752,7 @@ def test_only_what_a_run_has_made_is_moved_out_of_the_way(tmp_path):
     (tmp_path / "x/checkpoints/.tmp-step_000010-1").mkdir(parents=True)  # killed in its first save
     (tmp_path / "x/.tmp-loss.png").touch()
     (tmp_path / "x-unsaved-1").mkdir()
-    with checkpoint.lock(tmp_path / "x"), pytest.raises(ValueError, match="by another process"):
+    with lock(tmp_path / "x"), pytest.raises(ValueError, match="by another process"):
         room("x")
     assert (tmp_path / "x/.tmp-loss.png").exists(), "not moved away under the process that trains there"
     assert room("x") == tmp_path / "x-unsaved-2"
@@ -1061,7 +1062,7 @@ def test_what_fails_before_the_first_step_lets_go_of_the_folder_and_of_the_metri
         train.main(cfg)
     assert error
     assert closed == [1]
-    checkpoint.lock(tmp_path / "x").close()
+    lock(tmp_path / "x").close()
 
 
 @pytest.mark.parametrize(

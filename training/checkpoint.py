@@ -30,14 +30,12 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,11 +47,10 @@ from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from parallel.shard import is_shared
 from training import config, contents, files
-from training.files import own, printable, remove
+from training.files import printable, remove
 from training.machine import device_type
 
 FOLDER = "checkpoints"  # inside runs/NAME
-LOCK = ".lock"  # beside it
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
 MOST = {"state.json": 1 << 24, "tokenizer.json": 1 << 27}  # bytes that are read; of tensors, what their header says
 NAMED = 5  # a message lists at most so many runs
@@ -340,21 +337,6 @@ def _sha256_of(file: Path) -> str:
 def _header_hash(header: dict) -> str:
     # We hash the values and not the file's bytes, because the file contains this hash.
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
-
-
-def lock(run: Path) -> ExitStack:
-    """Locks the folder `run`, which is made if it is missing, until the returned object is closed. Two processes in one
-    run would delete each other's checkpoints and mix their metrics. The system releases the lock when the process ends,
-    in whatever way. ValueError if another process holds the lock, or if something else is in its file's place.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    own(run / LOCK)
-    held = ExitStack()
-    try:
-        held.enter_context(FileLock(run / LOCK, timeout=0))
-    except Timeout as error:
-        raise ValueError(f"the run {run} is being trained by another process; use another name=") from error
-    return held
 
 
 # --- finding --------------------------------------------------------------------------------------------------------

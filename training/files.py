@@ -17,15 +17,17 @@ import stat
 import sys
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-# Everything that a run writes into its folder, beside the lock.
+# Everything that a run writes into its folder.
 FILES = ("config.yaml", "metrics.jsonl", "samples.txt", "loss.png", "context.png", "passkey.png", "wandb_id.txt")
 FOLDERS = ("checkpoints", "faults", "wandb")
+LOCK = ".lock"  # beside them
 LARGEST = 1 << 30  # bytes of a metrics.jsonl or samples.txt that are read
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
@@ -84,6 +86,21 @@ def appending(path: Path) -> IO[Any]:
         with replacing(path) as file:
             file.write(path.read_bytes())
     return open(path, "ab+", opener=lambda name, flags: os.open(name, flags | NO_LINK, 0o666))
+
+
+def lock(run: Path) -> ExitStack:
+    """Locks the folder `run`, which is made if it is missing, until the returned object is closed. Two processes in one
+    run would delete each other's checkpoints and mix their metrics. The system releases the lock when the process ends,
+    in whatever way. ValueError if another process holds the lock, or if something else is in its file's place.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    own(run / LOCK)
+    held = ExitStack()
+    try:
+        held.enter_context(FileLock(run / LOCK, timeout=0))
+    except Timeout as error:
+        raise ValueError(f"the run {run} is being trained by another process; use another name=") from error
+    return held
 
 
 # --- a stranger's files -----------------------------------------------------------------------------------------------

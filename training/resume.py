@@ -35,7 +35,7 @@ from data.tokenizer import from_json, same
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
 from training import checkpoint, config, exchange
-from training.files import FILES, FOLDERS, own, read_text
+from training.files import FILES, FOLDERS, LOCK, lock, own, read_text
 from training.help import typed
 from training.settings import Config
 from training.state import load_optimizer_tensors, set_rng_state
@@ -295,15 +295,13 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
     file that no run writes, or if another process holds the lock.
     """
     found = [path.name for path in folder.iterdir()] if folder.exists() else []
-    foreign = sorted(
-        name for name in found if name not in (*FILES, *FOLDERS, checkpoint.LOCK) and not name.startswith(".tmp-")
-    )
+    foreign = sorted(name for name in found if name not in (*FILES, *FOLDERS, LOCK) and not name.startswith(".tmp-"))
     if foreign and not checkpoint.all_checkpoints(folder / checkpoint.FOLDER):  # no lock is left in a foreign folder
         raise ValueError(f"the folder {folder} has {foreign[0]}, which no run writes: use another name=")
-    held.enter_context(checkpoint.lock(folder))
+    held.enter_context(lock(folder))
     if checkpoint.all_checkpoints(folder / checkpoint.FOLDER):  # after the lock: it may have been saved just now
         raise ValueError(f"the run {folder} exists already: continue it with resume=auto, or use another name=")
-    left = [path for path in folder.iterdir() if path.name != checkpoint.LOCK]
+    left = [path for path in folder.iterdir() if path.name != LOCK]
     if not left:
         return None
     numbered = (folder.with_name(f"{folder.name}-unsaved-{number}") for number in count(1))

@@ -28,6 +28,7 @@ from parallel.processes import Ranks, sends_from_python
 from parallel.shard import shard
 from sampling.generate import Session
 from training import checkpoint
+from training.files import lock
 from training.machine import Signals, memory_gib, peak_flops, set_precision
 from training.memory import settle
 from training.metrics import Metrics, NoMetrics, broken_name, show
@@ -236,7 +237,7 @@ def folder_of(
         return NoMetrics()  # type: ignore[return-value]
     wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
     if resume_step is not None:
-        stack.enter_context(checkpoint.lock(folder))
+        stack.enter_context(lock(folder))
     elif unsaved := make_room(folder, stack):
         show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
     broken, config = cfg.break_it.label, {**asdict(cfg), "about": facts}
