@@ -22,7 +22,8 @@ import torch
 from tiktoken_ext.openai_public import r50k_pat_str
 
 import train
-from data.tokenizer import END_OF_TEXT
+from data.prepare import DataConfig, prepare
+from data.tokenizer import END_OF_TEXT, TokenizerConfig
 from training import config
 
 # A kernel is for the interpreter or for a GPU from the moment kernels/ is imported, so it is said before anything does.
@@ -85,6 +86,17 @@ def small(text, tmp_path_factory) -> list[str]:
     cache = tmp_path_factory.mktemp("cache")
     data = ["data=text", f"data.path={text}", f"data.cache={cache}"]
     return [*data, *MODEL, *RUN, *RATE, "wandb.mode=disabled", "device=cpu"]
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """make(path): the folder in which `path` is prepared, in a cache of the test's own."""
+
+    def make(path: Path | str, tokenizer: TokenizerConfig | None = None, cache: str = "cache", **options) -> Path:
+        data = DataConfig("text", str(path), cache=str(tmp_path / cache), **options)
+        return prepare(data, tokenizer or TokenizerConfig("byte"))
+
+    return make
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The tokenizers: nothing is lost on the way to ids and back, and whatever cannot work says so in one line."""
 
-import json
 import threading
 
 import numpy as np
@@ -8,7 +7,17 @@ import pytest
 import tiktoken
 
 from data import tokenizer
-from data.tokenizer import END_OF_TEXT, TextStream, TokenizerConfig, build, encode, from_json, to_json, token_bytes
+from data.tokenizer import (
+    END_OF_TEXT,
+    TextStream,
+    TokenizerConfig,
+    build,
+    encode,
+    from_json,
+    same,
+    to_json,
+    token_bytes,
+)
 
 FILES_OF_GPT2 = {
     "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
@@ -29,49 +38,29 @@ def one_line(caught: pytest.ExceptionInfo) -> str:
 
 
 def test_text_survives_the_way_to_ids_and_back(encoding):
-    assert encoding.decode(encode(encoding, TEXT).tolist()) == TEXT
+    ids = encode(encoding, TEXT)
+    assert (ids.dtype, ids.flags.writeable) == (np.uint32, True)
+    assert encoding.decode(ids.tolist()) == TEXT
+    assert encode(encoding, "").shape == (0,)
 
 
-def test_end_of_text_spelt_out_is_ordinary_text(encoding):
-    assert encoding.eot_token not in encode(encoding, f"a{END_OF_TEXT}b")
-
-
-def test_end_of_text_is_the_last_id(encoding):
+def test_end_of_text_is_the_last_id_and_spelt_out_it_is_ordinary_text(encoding):
     assert encoding.eot_token == encoding.n_vocab - 1
-
-
-def test_token_bytes_add_up_to_the_length_of_the_text(encoding):
-    ids = np.append(encode(encoding, TEXT), encoding.eot_token)
-    assert token_bytes(encoding)[ids].sum() == len(TEXT.encode())
+    assert encoding.eot_token not in encode(encoding, f"a{END_OF_TEXT}b")
 
 
 def test_token_bytes_are_those_of_each_token(encoding):
     ordinary = range(encoding.n_vocab - 1)
-    assert token_bytes(encoding)[:-1].tolist() == [len(encoding.decode_single_token_bytes(i)) for i in ordinary]
-
-
-def test_ids_come_in_an_array_that_can_be_written_to(encoding):
-    ids = encode(encoding, TEXT)
-    assert (ids.dtype, ids.flags.writeable) == (np.uint32, True)
-
-
-def test_empty_text_has_no_tokens(encoding):
-    assert encode(encoding, "").shape == (0,)
+    lengths = [len(encoding.decode_single_token_bytes(i)) for i in ordinary]
+    assert token_bytes(encoding).tolist() == [*lengths, 0]
 
 
 def test_json_brings_back_the_same_tokenizer(encoding):
     again = from_json(to_json(encoding))
-    assert (again.name, again._pat_str, again._special_tokens) == (
-        encoding.name,
-        encoding._pat_str,
-        encoding._special_tokens,
-    )
-    assert again._mergeable_ranks == encoding._mergeable_ranks
+    assert again.name == encoding.name
+    assert same(again, encoding)
+    assert to_json(again) == to_json(encoding)
     assert encode(again, TEXT).tolist() == encode(encoding, TEXT).tolist()
-
-
-def test_json_is_the_same_text_after_a_round_trip(encoding):
-    assert to_json(from_json(to_json(encoding))) == to_json(encoding)
 
 
 def test_stream_gives_the_text_and_never_half_a_character(encoding):
@@ -122,13 +111,6 @@ def test_bpe_refuses_a_vocabulary_that_the_text_cannot_fill():
     assert tokenizer.train_bpe(["ab"], 258).n_vocab == 258
 
 
-def test_bpe_refuses_a_vocabulary_without_room_for_bytes():
-    """rustbpe panics below 256: a Rust stack trace, and an exception that is no Exception."""
-    with pytest.raises(ValueError, match="vocab_size=256 has no room") as caught:
-        tokenizer.train_bpe([TEXT], 256)
-    one_line(caught)
-
-
 def test_gpt2_without_a_network_names_the_way_out(tmp_path, monkeypatch):
     """A real attempt, through a proxy where nobody listens."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -160,31 +142,3 @@ def test_gpt2_does_not_wait_for_a_download_that_hangs(monkeypatch):
     with pytest.raises(ValueError, match=r"no answer in 0.05 s"):
         tokenizer.gpt2_encoding()
     end_of_test.set()
-
-
-def damaged(**changes: object) -> str:
-    return json.dumps(json.loads(to_json(tokenizer.byte_encoding())) | changes)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        damaged(ranks={}),
-        damaged(ranks={"YQ==": 0}),  # no other bytes
-        damaged(ranks={"not base64": 0}),
-        damaged(ranks=json.loads(to_json(tokenizer.byte_encoding()))["ranks"] | {"YWI=": 7}),  # 7 twice
-        damaged(ranks=json.loads(to_json(tokenizer.byte_encoding()))["ranks"] | {"YWI=": -1}),
-        damaged(ranks=json.loads(to_json(tokenizer.byte_encoding()))["ranks"] | {"YWI=": "x"}),
-        damaged(pattern="("),
-        damaged(special_tokens=None),
-        damaged(special_tokens={}),  # no end of text, which everything begins with
-    ],
-)
-def test_json_that_is_no_tokenizer_is_refused(text):
-    with pytest.raises(ValueError, match=r"^tokenizer\.json cannot be read") as caught:
-        from_json(text)
-    one_line(caught)
