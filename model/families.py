@@ -65,7 +65,7 @@ PLAIN_ROPE = ({"rope_theta": 0}, {"rope_theta": 0, "rope_type": "default"})  # w
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # theirs: ours
 
 
-class Part(NamedTuple):
+class Source(NamedTuple):
     """A Hugging Face tensor, and the rows of our weight that it fills."""
 
     name: str
@@ -73,7 +73,7 @@ class Part(NamedTuple):
     transposed: bool
 
 
-def layout(config: GPTConfig) -> dict[str, list[Part]]:
+def layout(config: GPTConfig) -> dict[str, list[Source]]:
     """{our weight: its parts, in order along the first axis}, without the head if it is tied.
 
     config.vocab_size is the number of the embedding's rows. Takes no memory. ValueError for impossible sizes.
@@ -97,7 +97,7 @@ def layout(config: GPTConfig) -> dict[str, list[Part]]:
         transposed = gpt2 and block is not None and weight.dim() == 2
         rows = [weight.shape[0]] if len(names) == 1 else [config.n_embd, kv, kv]
         shapes = [(n, *weight.shape[1:])[:: -1 if transposed else 1] for n in rows]
-        found[name] = [Part(f"{start}{n}.{kind}", shape, transposed) for n, shape in zip(names, shapes, strict=True)]
+        found[name] = [Source(f"{start}{n}.{kind}", shape, transposed) for n, shape in zip(names, shapes, strict=True)]
     return found
 
 

@@ -154,11 +154,9 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What comes from outside a block is data or a callable, never a branch.
-
-
 class Setting(NamedTuple):
-    """Where the tokens of a forward are in the whole batch, and what computes their attention and their layers.
+    """Where the tokens of a forward are in the whole batch, and what computes their attention and their layers: what
+    comes from outside a block is data or a callable, never a branch.
 
     Without one, the batch is whole: T tokens at 0 to T - 1. parallel/processes.py has settings for a part of it, and
     sampling/cache.py for tokens whose past is in a cache.

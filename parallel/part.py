@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return alibi_slopes(H * self.ranks, device)[self.rank * H : (self.rank + 1) * H]
 
 
-WHOLE = Part()
+UNDIVIDED = Part()
 
 
 def exchanged(part: Part, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **options: Any) -> Tensor:

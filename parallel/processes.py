@@ -42,7 +42,7 @@ from data.text import counted
 from model.abilities import wanted, why_not
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig, Setting
-from parallel.part import WHOLE, Part, exchanged
+from parallel.part import UNDIVIDED, Part, exchanged
 from parallel.ring import ring_attention
 
 
@@ -73,7 +73,7 @@ class Ranks:
     size: int = 1
     turns: int = 1  # so many ranks take turns with the passes of a step
     turn: int = 0  # this rank's; in the other turns it computes nothing
-    part: Part = WHOLE  # what of a pass's batch this rank computes
+    part: Part = UNDIVIDED  # what of a pass's batch this rank computes
     shards: int = 1  # into so many parts the weights are cut, one for each rank (parallel/shard.py)
 
     @property
@@ -102,7 +102,7 @@ class Ranks:
     def setting(self, idx: Tensor) -> Setting | None:
         """Of a forward of this rank's tokens, (B, T / N). None: the batch is whole."""
         part, (B, n) = self.part, idx.shape
-        if part == WHOLE:
+        if part == UNDIVIDED:
             return None
         attend = repeat(partial(ring_attention if part.ring else exchanged, part))
         positions = part.positions(n, idx.device)

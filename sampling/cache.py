@@ -49,7 +49,7 @@ class Place(NamedTuple):
     hidden: Tensor | None = None  # bool (B, T_k): slots that a shorter sequence has not filled; None: all are filled
 
 
-def sent(numbers: list, device: torch.device) -> Tensor:
+def on_device(numbers: list, device: torch.device) -> Tensor:
     """The integers as an int64 tensor on the device. The host does not wait for a GPU."""
     found = torch.tensor(numbers)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
@@ -76,7 +76,7 @@ class Pages:
         self.changed: dict[tuple[int, int], int] = {}  # what the device's table lacks
         self.copies: list[tuple[int, int]] = []  # pages to be copied: from, to
 
-    def keep(self, b: int, T: int) -> None:
+    def trim(self, b: int, T: int) -> None:
         """Sequence b keeps the pages of its first T tokens alone."""
         held, count = self.held[b], -(-T // self.size)
         for i, page in list(enumerate(held))[count:]:
@@ -120,32 +120,32 @@ class Pages:
             most = 1 + self.table.numel()
             self.capacity = max(len(self.owners), min(self.capacity * 3 // 2, most))  # it seldom moves
             self.moved += 1
-        copies = sent(list(zip(*self.copies, strict=True)), self.device) if self.copies else None
+        copies = on_device(list(zip(*self.copies, strict=True)), self.device) if self.copies else None
         for layer in layers:
             if layer.pages is not None and hasattr(layer, "k"):
-                layer.k, layer.v = (self.settled(kept, copies) for kept in (layer.k, layer.v))
-        rows, columns = sent(list(zip(*self.changed, strict=True)), self.device)
-        self.table[rows, columns] = sent(list(self.changed.values()), self.device).int()
+                layer.k, layer.v = (self.settled(buffer, copies) for buffer in (layer.k, layer.v))
+        rows, columns = on_device(list(zip(*self.changed, strict=True)), self.device)
+        self.table[rows, columns] = on_device(list(self.changed.values()), self.device).int()
         self.copies.clear()
         self.changed.clear()
 
-    def settled(self, kept: Tensor, copies: Tensor | None) -> Tensor:
+    def settled(self, buffer: Tensor, copies: Tensor | None) -> Tensor:
         """A layer's keys or values (pages, H_kv, P, D): enough pages, and copied ones."""
-        if len(kept) < self.capacity:
-            grown = kept.new_zeros(self.capacity, *kept.shape[1:])
-            grown[: len(kept)] = kept
-            kept = grown
+        if len(buffer) < self.capacity:
+            grown = buffer.new_zeros(self.capacity, *buffer.shape[1:])
+            grown[: len(buffer)] = buffer
+            buffer = grown
         if copies is not None:
-            kept[copies[1]] = kept[copies[0]]
-        return kept
+            buffer[copies[1]] = buffer[copies[0]]
+        return buffer
 
-    def read(self, kept: Tensor, T: int) -> Tensor:
+    def read(self, buffer: Tensor, T: int) -> Tensor:
         """The first T places of every sequence, (B, H_kv, T, D)."""
-        return kept[self.table[:, : -(-T // self.size)]].transpose(1, 2).flatten(2, 3)[:, :, :T]
+        return buffer[self.table[:, : -(-T // self.size)]].transpose(1, 2).flatten(2, 3)[:, :, :T]
 
-    def write(self, kept: Tensor, rows: Tensor, positions: Tensor, x: Tensor) -> None:
+    def write(self, buffer: Tensor, rows: Tensor, positions: Tensor, x: Tensor) -> None:
         """x (R, H_kv, T, D), of the sequences `rows` int64 (R, 1) at `positions` int64 (R or 1, T)."""
-        kept[self.table[rows, positions // self.size], :, positions % self.size] = x.transpose(1, 2)
+        buffer[self.table[rows, positions // self.size], :, positions % self.size] = x.transpose(1, 2)
 
 
 class LayerCache:
@@ -187,19 +187,19 @@ class LayerCache:
             self.k, self.v = (k.new_zeros(shape) for _ in "kv")
             self.tickets = k.new_zeros(self.B * H_kv, dtype=torch.int32)
             self.problem = problem_of(q, k, self.config)
-        T_kept = min(T, self.size)
+        T_last = min(T, self.size)
         before = torch.arange(max(0, self.past - self.size), self.past, device=k.device) % self.size
-        positions = torch.arange(self.past + T - T_kept, self.past + T, device=k.device)
+        positions = torch.arange(self.past + T - T_last, self.past + T, device=k.device)
         seen = []
-        for kept, x in ((self.k, k), (self.v, v)):
+        for buffer, x in ((self.k, k), (self.v, v)):
             if pages is None:
-                rows = kept.view(self.B, -1, *kept.shape[1:])[self.rows]
+                rows = buffer.view(self.B, -1, *buffer.shape[1:])[self.rows]
                 seen.append(torch.cat((rows[:, :, before], x), dim=2) if self.past else x)
-                rows[:, :, positions % self.size] = x[:, :, T - T_kept :]
+                rows[:, :, positions % self.size] = x[:, :, T - T_last :]
             else:
-                seen.append(torch.cat((pages.read(kept, self.past), x), dim=2) if self.past else x)
+                seen.append(torch.cat((pages.read(buffer, self.past), x), dim=2) if self.past else x)
                 of = torch.arange(self.B, device=k.device)[self.rows][:R, None]  # the first, if they share the prompt
-                pages.write(kept, of, positions[None], x)
+                pages.write(buffer, of, positions[None], x)
         return seen[0], seen[1]
 
     def of_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -214,17 +214,17 @@ class LayerCache:
             return kernel.decode(q, k, v, *at, self.problem, self.tickets, self.splits, self.rope, table)
         slots, T_k, back, hidden = self.place
         seen = []
-        for kept, x in ((self.k, k), (self.v, v)):
+        for buffer, x in ((self.k, k), (self.v, v)):
             if self.pages is not None:
                 positions = torch.as_tensor(slots, device=x.device).view(-1, 1)
-                self.pages.write(kept, torch.arange(self.B, device=x.device)[:, None], positions, x)
-                seen.append(self.pages.read(kept, T_k).flatten(0, 1))
+                self.pages.write(buffer, torch.arange(self.B, device=x.device)[:, None], positions, x)
+                seen.append(self.pages.read(buffer, T_k).flatten(0, 1))
                 continue
             if isinstance(slots, int):
-                kept.select(1, slots).copy_(x.reshape(len(kept), -1))
+                buffer.select(1, slots).copy_(x.reshape(len(buffer), -1))
             else:
-                kept.view(self.B, -1, *kept.shape[1:])[torch.arange(self.B, device=x.device), :, slots] = x[:, :, 0]
-            seen.append(kept[:, :T_k])
+                buffer.view(self.B, -1, *buffer.shape[1:])[torch.arange(self.B, device=x.device), :, slots] = x[:, :, 0]
+            seen.append(buffer[:, :T_k])
         return decode(q, seen[0], seen[1], self.problem, back, hidden, self.splits or 1)
 
 
@@ -275,7 +275,7 @@ class KVCache:
         if self.pages is not None:
             every = range(len(self.lengths))[rows]
             for b in every:
-                self.pages.keep(b, 0)
+                self.pages.trim(b, 0)
             for b in every[:1] if shared else every:
                 self.pages.own(b, 0, T)
             if shared:
@@ -301,14 +301,14 @@ class KVCache:
     def cut(self, T: int) -> bool:
         """Forgets all but the first T tokens of every sequence, and returns True. Returns False, and forgets nothing,
         if keys that the next token sees may be gone, because a window's buffer has been full."""
-        kept = all(max(self.lengths) <= layer.size for layer in self.layers)
-        if possible := T == 0 or kept or self.lengths == [T] * len(self.lengths):
+        whole = all(max(self.lengths) <= layer.size for layer in self.layers)
+        if possible := T == 0 or whole or self.lengths == [T] * len(self.lengths):
             self.lengths = [min(T, length) for length in self.lengths]
             if self.at is not None:
                 self.at.clamp_(max=T - 1)
             if self.pages is not None:
                 for b, length in enumerate(self.lengths):
-                    self.pages.keep(b, length)
+                    self.pages.trim(b, length)
                 self.pages.settle(self.layers)
         return possible
 

@@ -37,7 +37,7 @@ ROWS = 16  # B is at most this
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
 PROGRAMS = 264  # tile_for() lets at least so many run if it can: two for each processor of an H200
 MOST = 528  # with one row no more programs than these: four for each processor, as many as run at a time
-WHOLE = 1024  # columns of ROWS rows for which a norm has the registers; of more it adds up a quarter of that at a time
+WIDE = 1024  # columns of ROWS rows for which a norm has the registers; of more it adds up a quarter of that at a time
 SQRT_2_BY_PI, SQRT_HALF = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(math.sqrt(0.5))
 
 
@@ -72,7 +72,7 @@ def linear(
     with on(x.device):
         linear_kernel[(programs,)](
             x, weight, layer.bias, *second, *by, add, y, B, N, K, kind, activation,
-            triton.next_power_of_2(K) if B == 1 or K <= WHOLE else WHOLE // 4, BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS,
+            triton.next_power_of_2(K) if B == 1 or K <= WIDE else WIDE // 4, BLOCK_N, BLOCK_K, 1 if B == 1 else ROWS,
             precision(weight.dtype), bool(early), programs < tiles,
             num_warps=num_warps, num_stages=2, **early,
         )  # fmt: skip

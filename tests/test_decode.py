@@ -40,7 +40,7 @@ def few_programs(monkeypatch):
     """The interpreter takes as long for a small tile as for a large one."""
     monkeypatch.setattr(of_linear, "PROGRAMS", 2)
     monkeypatch.setattr(of_linear, "MOST", 3)  # so that some have several groups of outputs
-    monkeypatch.setattr(of_linear, "WHOLE", 32)  # so that some norms need several steps
+    monkeypatch.setattr(of_linear, "WIDE", 32)  # so that some norms need several steps
     of_linear.tile_for.cache_clear()
     yield
     of_linear.tile_for.cache_clear()

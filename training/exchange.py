@@ -34,7 +34,7 @@ from data.download import NotThere, from_hub
 from data.tokenizer import END_OF_TEXT, from_huggingface, from_json, to_huggingface, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
-from model.families import Part, configuration, huggingface_config, layout
+from model.families import Source, configuration, huggingface_config, layout
 from model.gpt import GPTConfig
 from training import checkpoint, config
 from training.files import inside, open_file, read_json, read_text
@@ -239,7 +239,7 @@ def strip(name: str) -> str:
     return re.sub(r"^(transformer|model)\.", "", name)
 
 
-def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -> dict[str, list[Part]]:
+def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -> dict[str, list[Source]]:
     """layout(theirs). ValueError if the files' tensors are not those, with these shapes. Reads no tensor
     but a tied head, which may differ from the embedding."""
     wanted = layout(theirs)
@@ -255,7 +255,7 @@ def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -
             raise ValueError(f"{place}: the tensor {name} is {there.get_dtype()}; only {', '.join(DTYPES)} can be used")
     for name in sorted(found.keys() - shapes.keys()):
         if name == "lm_head.weight" and theirs.tie_head:
-            both = (Part(name, (), False), *wanted["embedding.weight"])
+            both = (Source(name, (), False), *wanted["embedding.weight"])
             if not torch.equal(*(take(found, part) for part in both)):
                 raise ValueError(f"{place}: {name} differs from the embedding, and {CONFIG} has them tied")
         elif not NO_WEIGHTS.search(name):
@@ -263,7 +263,7 @@ def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -
     return wanted
 
 
-def take(found: dict[str, tuple[Any, str]], part: Part) -> Tensor:
+def take(found: dict[str, tuple[Any, str]], part: Source) -> Tensor:
     """One tensor as float32, as ours. ValueError if it is not finite: a flipped bit in an exponent shows here."""
     opened, full = found[strip(part.name)]
     weight = opened.get_tensor(full).float()
