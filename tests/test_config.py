@@ -406,16 +406,16 @@ def test_dashes_are_answered_with_hydras_way(complaint, argument, way_out):
     assert complaint(argument, "1") == f"{argument}: options are written key=value here, without dashes; {way_out}"
 
 
-@pytest.mark.parametrize("name", config.ELSEWHERE)
+@pytest.mark.parametrize("name", help.ELSEWHERE)
 def test_a_name_of_another_project_is_answered_with_ours(name):
     """block_size was answered with attention.block_mask_size, learning_rate and max_iters with nothing."""
-    ours = config.ELSEWHERE[name]
+    ours = help.ELSEWHERE[name]
     known = config.known_keys(sample.Config if name == "start" else train.Config)
     first = re.split(r"[^\w.]", ours)[0]
     assert first in known
     assert name not in known
-    assert config.unknown(name, known) == f"there is no key {name}; here it is {ours}"
-    assert "here it is" not in config.unknown(name, known.keys() - {first})  # of a script without that key
+    assert help.unknown(name, known) == f"there is no key {name}; here it is {ours}"
+    assert "here it is" not in help.unknown(name, known.keys() - {first})  # of a script without that key
 
 
 def test_a_name_of_another_project_with_dashes_or_a_group_is_answered_with_ours():
@@ -427,7 +427,7 @@ def test_a_name_of_another_project_with_dashes_or_a_group_is_answered_with_ours(
     }.items():
         with pytest.raises(ValueError, match=re.escape(f"without dashes; {way_out}") + "$"):
             config.split_arguments([argument], known)
-    assert config.unknown("model.block_size", known).endswith("here it is model.context_length")
+    assert help.unknown("model.block_size", known).endswith("here it is model.context_length")
 
 
 @pytest.mark.parametrize(
@@ -623,7 +623,7 @@ def test_a_sweep_ends_with_the_first_job_that_fails(launch):
 SCRIPT = """
 import os, sys
 from dataclasses import dataclass
-from training import config
+from training import config, help
 
 @dataclass
 class Config:

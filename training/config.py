@@ -1,7 +1,7 @@
 """Command line + YAML -> one tree of plain dataclasses. No other file uses Hydra.
 
     @dataclass
-    class Config:                                                    # in train.py
+    class Config:                                                    # in training/settings.py
         model: GPTConfig = field(default_factory=GPTConfig)          # the defaults are beside the code they configure
         seed: int = 1337
 
@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from decimal import Decimal
-from difflib import get_close_matches
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -43,11 +42,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
-from training.help import help_text
+from training.help import RESUMED, did_you_mean, elsewhere, explain, help_text, nearest, unknown
 
 T = TypeVar("T")
 
@@ -64,39 +63,6 @@ FIRST_SPEAKS = 2.0
 NO_THREAD = "can't start new thread"  # Python's RuntimeError has no other mark
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal would execute them, and an error is one line
-
-RESUMED = "resumed"  # name under which a checkpoint's configuration is given to Hydra
-
-# Key names of nanoGPT and other trainers -> ours. Each value begins with our key.
-ELSEWHERE = {
-    "block_size": "model.context_length",
-    "seq_len": "model.context_length",
-    "max_seq_len": "model.context_length",
-    "dropout": "model.dropout_p, or attention.dropout_p for the attention weights",
-    "d_model": "model.n_embd",
-    "learning_rate": "optimizer.lr",
-    "min_lr": "optimizer.min_lr_ratio, as a share of optimizer.lr",
-    "decay_lr": "optimizer.min_lr_ratio: 1 keeps the rate constant",
-    "lr_decay_iters": "steps: the learning rate falls until the last step",
-    "warmup_iters": "optimizer.warmup_steps",
-    "max_iters": "steps",
-    "epochs": "steps, each of tokens_per_step tokens",
-    "num_epochs": "steps, each of tokens_per_step tokens",
-    "num_train_epochs": "steps, each of tokens_per_step tokens",
-    "gradient_accumulation_steps": "tokens_per_step: the tokens of one update, from which the number of passes follows",
-    "grad_accum_steps": "tokens_per_step: the tokens of one update, from which the number of passes follows",
-    "eval_interval": "eval_every",
-    "eval_iters": "eval_tokens, in tokens",
-    "log_interval": "log_every",
-    "always_save_checkpoint": "checkpoint_every, in steps; the best one is kept too",
-    "out_dir": "runs, the folder of all runs; name= is the folder of one run",
-    "dataset": "data: data=text data.path=FILE_OR_FOLDER is your own text",
-    "wandb_log": "wandb.mode: online, offline or disabled",
-    "wandb_project": "wandb.project",
-    "wandb_run_name": "name",
-    "start": "prompt",
-    "attention=flash": "attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own",
-}
 
 SCIENTIFIC = re.compile(r"(?<![\w.])\d+(\.\d*)?[eE][+-]?\d{1,2}(?![\w.])")  # 1e3, as people write a number of steps
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
@@ -131,17 +97,7 @@ def run(
         if getattr(sys, stream) is None:  # the shell's >&- has closed it
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
     try:
-        if not (3, 11) <= sys.version_info[:2] < (3, 14):
-            raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
-        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if by_torchrun and (missing := [name for name in FROM_TORCHRUN if not os.environ.get(name, "").isdecimal()]):
-            raise ValueError(
-                f"TORCHELASTIC_RUN_ID is set, as torchrun does, and {missing[0]} is not a number: start it with "
-                "torchrun, or unset TORCHELASTIC_RUN_ID"
-            )
-        started = os.environ["WORLD_SIZE"] if by_torchrun else "1"
-        if started != "1" and "parallel" not in known_keys(schema):
-            raise ValueError(f"it is one process, and torchrun has started {started}: use python {file.name}")
+        check_start(schema, file.name)
         doc = inspect.getdoc(inspect.getmodule(script)) or ""
         jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed, doc)
         # The scripts set it during their imports. It lasts until here, because OmegaConf may lose a KeyboardInterrupt.
@@ -171,6 +127,22 @@ def run(
             time.sleep(FIRST_SPEAKS)
         print(f"{file.stem}: {one_line(in_words(error))}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def check_start(schema: type, script: str) -> None:
+    """ValueError for a Python that Hydra cannot run on, and for processes that torchrun has not started or that the
+    script does not divide its work among."""
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun and (missing := [name for name in FROM_TORCHRUN if not os.environ.get(name, "").isdecimal()]):
+        raise ValueError(
+            f"TORCHELASTIC_RUN_ID is set, as torchrun does, and {missing[0]} is not a number: start it with "
+            "torchrun, or unset TORCHELASTIC_RUN_ID"
+        )
+    started = os.environ["WORLD_SIZE"] if by_torchrun else "1"
+    if started != "1" and "parallel" not in known_keys(schema):
+        raise ValueError(f"it is one process, and torchrun has started {started}: use python {script}")
 
 
 def one_line(text: str) -> str:
@@ -406,69 +378,6 @@ def declared(schema: Any) -> DictConfig:
         if isinstance(factory, type) and is_dataclass(factory):
             node[field.name] = declared(factory)
     return node
-
-
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three keys of `known` that are closest to a mistyped name. Keys are compared by their last part too, so lr
-    finds optimizer.lr."""
-    forms: dict[str, list[str]] = {}  # a key or its last part -> the keys
-    for key in known:
-        for form in {key, key.rpartition(".")[2]}:
-            forms.setdefault(form, []).append(key)
-    last = name.rpartition(".")[2]
-    like = [last] if last in forms else get_close_matches(name, forms, 1) or get_close_matches(last, forms, 1)
-    return forms[like[0]][:3] if like else []
-
-
-def did_you_mean(names: list[str]) -> str:
-    """The end of a message about a mistyped name."""
-    return f"did you mean {' or '.join(names)}?" if names else "--help all explains every key"
-
-
-def elsewhere(name: str, known: Iterable[str]) -> str:
-    """Our name for another trainer's key, with or without its group; "" if there is none in this script."""
-    ours = ELSEWHERE.get(name.rpartition(".")[2], "")
-    return ours if re.split(r"[^\w.]", ours)[0] in known else ""
-
-
-def unknown(name: str, known: Iterable[str]) -> str:
-    """The message about an unknown key, with the nearest known key."""
-    ours = elsewhere(name, known)
-    return f"there is no key {name}; {f'here it is {ours}' if ours else did_you_mean(nearest(name, known))}"
-
-
-def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
-    """An error of Hydra, OmegaConf or the YAML parser as one line: where, what, and the way out."""
-    cause = error.__cause__ or error.__context__ or error  # OmegaConf's error; Hydra wraps it in its own
-    key = getattr(cause, "full_key", None) or ""
-    place = re.match(r"In '(.+?)': ", str(error))
-    where = f"{conf.name}/{place[1]}.yaml: " if place else ""
-    if place and place[1] == RESUMED:
-        where = "the checkpoint's configuration: "
-    match error, cause:
-        case MissingConfigException(options=[_, *_] as options), _:
-            group, _, name = (error.missing_cfg_file or "").rpartition("/")
-            best = nearest(name, options)
-            hint = f"; {did_you_mean([f'{group}={best[0]}'])}" if best else ""
-            hint = f"; it is {ours}" if (ours := elsewhere(f"{group}={name}", known)) else hint
-            hint = "; for a sweep over several, use -m" if "," in name else hint
-            return f"{group}={name}: there is no such {group}, only {', '.join(options)}{hint}"
-        case OverrideParseException(), _:
-            reason = error.message.splitlines()[0]
-            return f"{error.override}: Hydra cannot read the value ({reason}); quote it: key='\"...\"'"
-        case _, ConfigKeyError():
-            return where + unknown(key, known)
-        case _, ValidationError() if is_dataclass(section := known.get(key)):
-            meant = f"{key}.{fields(section)[0].name}={cause.value or 'VALUE'}"
-            return f"{where}{key}={cause.value}: {key} has keys of its own; {did_you_mean([meant])}"
-        case _, ValidationError() if kind := known.get(re.sub(r"\[\d+\]$", "", key)):
-            wanted = kind.__name__ if isinstance(kind, type) else str(kind)
-            return f"{where}{key}={cause.value}: the value must be of type {wanted}"
-        case _, MissingMandatoryValue():
-            return f"{key} has no default and must be given: {key}=VALUE"
-    if several := re.match(r"Ambiguous value for argument '(.+)'$", str(error), re.MULTILINE):
-        return f"{several[1]}: several values make a sweep and need -m: -m {several[1]}"
-    return " ".join(str(error).split())
 
 
 def to_yaml(config: Any) -> str:

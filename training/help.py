@@ -1,17 +1,22 @@
-"""The text of --help: the options of every group, and every key with its value and its meaning.
+"""What a user is told about keys: the text of --help, and the answer to a mistake on the command line or in a file.
 
-A key's meaning stands in its field (conf/keys.py). An option's meaning is the first sentence of its file.
+--help shows the options of every group, and every key with its value and its meaning. A key's meaning stands in its
+field (conf/keys.py). An option's meaning is the first sentence of its file.
 """
 
 import json
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 # The keys of train.py that its short help shows; --help all shows every one.
 USUAL = """name runs resume init_from seed steps max_minutes batch_size tokens_per_step eval_every sample_every
@@ -19,6 +24,39 @@ USUAL = """name runs resume init_from seed steps max_minutes batch_size tokens_p
     model.activation_checkpointing attention.window attention.dropout_p attention.documents data.path data.shards
     optimizer.lr parallel.context parallel.shard probe.every wandb.mode"""
 LONG = 88  # maximum length of an option's meaning, in characters; so much fits on a line
+
+RESUMED = "resumed"  # name under which a checkpoint's configuration is given to Hydra
+
+# Key names of nanoGPT and other trainers -> ours. Each value begins with our key.
+ELSEWHERE = {
+    "block_size": "model.context_length",
+    "seq_len": "model.context_length",
+    "max_seq_len": "model.context_length",
+    "dropout": "model.dropout_p, or attention.dropout_p for the attention weights",
+    "d_model": "model.n_embd",
+    "learning_rate": "optimizer.lr",
+    "min_lr": "optimizer.min_lr_ratio, as a share of optimizer.lr",
+    "decay_lr": "optimizer.min_lr_ratio: 1 keeps the rate constant",
+    "lr_decay_iters": "steps: the learning rate falls until the last step",
+    "warmup_iters": "optimizer.warmup_steps",
+    "max_iters": "steps",
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "steps, each of tokens_per_step tokens"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "grad_accum_steps"),
+        "tokens_per_step: the tokens of one update, from which the number of passes follows",
+    ),
+    "eval_interval": "eval_every",
+    "eval_iters": "eval_tokens, in tokens",
+    "log_interval": "log_every",
+    "always_save_checkpoint": "checkpoint_every, in steps; the best one is kept too",
+    "out_dir": "runs, the folder of all runs; name= is the folder of one run",
+    "dataset": "data: data=text data.path=FILE_OR_FOLDER is your own text",
+    "wandb_log": "wandb.mode: online, offline or disabled",
+    "wandb_project": "wandb.project",
+    "wandb_run_name": "name",
+    "start": "prompt",
+    "attention=flash": "attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own",
+}
 
 
 def help_text(
@@ -92,3 +130,66 @@ def said_in(file: Path) -> str:
 def sentence(lines: list[str]) -> str:
     """The first sentence, without its full stop."""
     return " ".join(lines).partition(". ")[0].removesuffix(".")
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three keys of `known` that are closest to a mistyped name. Keys are compared by their last part too, so lr
+    finds optimizer.lr."""
+    forms: dict[str, list[str]] = {}  # a key or its last part -> the keys
+    for key in known:
+        for form in {key, key.rpartition(".")[2]}:
+            forms.setdefault(form, []).append(key)
+    last = name.rpartition(".")[2]
+    like = [last] if last in forms else get_close_matches(name, forms, 1) or get_close_matches(last, forms, 1)
+    return forms[like[0]][:3] if like else []
+
+
+def did_you_mean(names: list[str]) -> str:
+    """The end of a message about a mistyped name."""
+    return f"did you mean {' or '.join(names)}?" if names else "--help all explains every key"
+
+
+def elsewhere(name: str, known: Iterable[str]) -> str:
+    """Our name for another trainer's key, with or without its group; "" if there is none in this script."""
+    ours = ELSEWHERE.get(name.rpartition(".")[2], "")
+    return ours if re.split(r"[^\w.]", ours)[0] in known else ""
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """The message about an unknown key, with the nearest known key."""
+    ours = elsewhere(name, known)
+    return f"there is no key {name}; {f'here it is {ours}' if ours else did_you_mean(nearest(name, known))}"
+
+
+def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
+    """An error of Hydra, OmegaConf or the YAML parser as one line: where, what, and the way out."""
+    cause = error.__cause__ or error.__context__ or error  # OmegaConf's error; Hydra wraps it in its own
+    key = getattr(cause, "full_key", None) or ""
+    place = re.match(r"In '(.+?)': ", str(error))
+    where = f"{conf.name}/{place[1]}.yaml: " if place else ""
+    if place and place[1] == RESUMED:
+        where = "the checkpoint's configuration: "
+    match error, cause:
+        case MissingConfigException(options=[_, *_] as options), _:
+            group, _, name = (error.missing_cfg_file or "").rpartition("/")
+            best = nearest(name, options)
+            hint = f"; {did_you_mean([f'{group}={best[0]}'])}" if best else ""
+            hint = f"; it is {ours}" if (ours := elsewhere(f"{group}={name}", known)) else hint
+            hint = "; for a sweep over several, use -m" if "," in name else hint
+            return f"{group}={name}: there is no such {group}, only {', '.join(options)}{hint}"
+        case OverrideParseException(), _:
+            reason = error.message.splitlines()[0]
+            return f"{error.override}: Hydra cannot read the value ({reason}); quote it: key='\"...\"'"
+        case _, ConfigKeyError():
+            return where + unknown(key, known)
+        case _, ValidationError() if is_dataclass(section := known.get(key)):
+            meant = f"{key}.{fields(section)[0].name}={cause.value or 'VALUE'}"
+            return f"{where}{key}={cause.value}: {key} has keys of its own; {did_you_mean([meant])}"
+        case _, ValidationError() if kind := known.get(re.sub(r"\[\d+\]$", "", key)):
+            wanted = kind.__name__ if isinstance(kind, type) else str(kind)
+            return f"{where}{key}={cause.value}: the value must be of type {wanted}"
+        case _, MissingMandatoryValue():
+            return f"{key} has no default and must be given: {key}=VALUE"
+    if several := re.match(r"Ambiguous value for argument '(.+)'$", str(error), re.MULTILINE):
+        return f"{several[1]}: several values make a sweep and need -m: -m {several[1]}"
+    return " ".join(str(error).split())
