@@ -277,7 +277,7 @@ def test_a_kernel_counts_where_its_name_says():
             assert {key: ms for key, ms in found.items() if ms} == {part: 3.0, "idle": 7.0}, name
 
 
-@pytest.mark.parametrize("name", ["flash", "hopper", "hopper_backward"])
+@pytest.mark.parametrize("name", ["flash", "hopper/forward", "hopper/backward"])
 def test_every_kernel_of_attention_counts_as_attention(name):
     text = (ROOT / f"kernels/{name}.py").read_text(encoding="utf-8")
     kernels = re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)
