@@ -6,8 +6,9 @@ or as an op of torch.library.
 Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse (B, H, T)    qkv (B, T, (H + 2 H_kv) D)
 
-Every call goes through Flash. Its forward and backward call those of kernels/launch.py. Where something must see an op
-(is_traced), they call the op around them. A Problem is passed to an op as its fields.
+A call goes through Flash. Where something must see an op (is_traced), it goes through the op, with the same forward and
+backward, which call those of kernels/launch.py. A Problem is passed to an op as its fields. (Flash with an op inside it
+would not do: with torch.compile, a checkpoint does not compute it again.)
 """
 
 from collections.abc import Sequence
@@ -44,12 +45,12 @@ def flash_attention(
     """
     if problem.kind is None or ("checked", autotune, kernel) not in problem.kind:
         check(q, problem, autotune, kernel)
-    inputs: tuple[Tensor, ...] = (q, k, v)
-    if qkv is not None and qkv.is_contiguous() and q.shape[-1] * q.itemsize % 16 == 0:  # else no descriptor writes it
-        inputs = (qkv,)
-    elif torch.compiler.is_compiling():  # which refuses a tensor that is handed in twice
-        inputs = (q, k.view_as(k), v.view_as(v))
-    o, lse, _ = Flash.apply(problem, autotune, kernel, (q.shape[1], k.shape[1]), *inputs)
+    one = qkv is not None and qkv.is_contiguous() and q.shape[-1] * q.itemsize % 16 == 0  # a descriptor can write it
+    inputs, heads = [qkv] if one else [q, k, v], (q.shape[1], k.shape[1])
+    if is_traced(q):
+        o, lse, _ = flash_forward(inputs, heads, *problem.fields, autotune, kernel)
+    else:
+        o, lse, _ = Flash.apply(problem, autotune, kernel, heads, *inputs)
     return o, lse
 
 
@@ -66,36 +67,46 @@ def check(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> None:
 
 
 class Flash(torch.autograd.Function):
-    """Saves q, k, v or qkv, o, lse in base 2, and the tensors of the problem: then autograd notices in-place changes
-    and frees them. The backward computes the weights again."""
+    """forward() and backward() below, called directly. The ops have the same autograd."""
 
     @staticmethod
     def forward(ctx, problem, autotune, kernel, heads, *inputs):
-        q, k, v = inputs if len(inputs) == 3 else heads_of(inputs[0], heads)
-        if is_traced(q):
-            o, lse, lse2 = flash_forward(q, k, v, *problem.fields, autotune, kernel)
-        else:
-            o, lse, lse2 = launch.forward(q, k, v, problem, autotune, kernel)
-        ctx.set_materialize_grads(False)
+        o, lse, lse2 = forward(inputs, heads, problem, autotune, kernel)
         ctx.mark_non_differentiable(lse2)
-        ctx.save_for_backward(o, lse2, *problem.tensors, *inputs)
-        ctx.description = problem.having(), autotune, kernel, heads
+        keep_for_backward(ctx, inputs, o, lse2, problem, (autotune, kernel, heads))
         return o, lse, lse2
 
     @staticmethod
     def backward(ctx, do, dlse, _):
-        """do or dlse is None if the loss does not use it."""
-        refuse_tangents("triton", do, dlse)
-        saved = ctx.saved_tensors  # read once: with activation checkpointing a second read fails
-        o, lse2, tensors, inputs = saved[0], saved[1], saved[2:9], saved[9:]
-        problem, autotune, kernel, heads = ctx.description
-        problem = problem.having(tensors)
-        do = torch.zeros_like(o) if do is None else do
-        if is_traced(do) or torch.is_grad_enabled():  # with create_graph=True the op raises if they are differentiated
-            found = flash_backward(inputs, heads, o, lse2, do, dlse, *problem.fields, autotune, kernel)
-        else:
-            found = gradients(inputs, heads, o, lse2, do, dlse, problem, autotune, kernel)
-        return None, None, None, None, *found
+        return None, None, None, None, *backward(ctx, do, dlse)
+
+
+def forward(
+    inputs: Sequence[Tensor], heads: Sequence[int], problem: Problem, autotune: bool, kernel: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse, and lse in base 2. inputs: q, k and v, or qkv alone."""
+    q, k, v = inputs if len(inputs) == 3 else heads_of(inputs[0], heads)
+    return launch.forward(q, k, v, problem, autotune, kernel)
+
+
+def keep_for_backward(ctx, inputs: Sequence[Tensor], o: Tensor, lse2: Tensor, problem: Problem, others: tuple) -> None:
+    """Saves the tensors, also those of the problem: then autograd notices in-place changes and frees them."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(o, lse2, *problem.tensors, *inputs)
+    ctx.description = problem.having(), *others
+
+
+def backward(ctx, do: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
+    """The gradients of `inputs`, which computes the weights again. do or dlse is None if the loss does not use it."""
+    refuse_tangents("triton", do, dlse)
+    saved = ctx.saved_tensors  # read once: with activation checkpointing a second read fails
+    o, lse2, tensors, inputs = saved[0], saved[1], saved[2:9], saved[9:]
+    problem, autotune, kernel, heads = ctx.description
+    problem = problem.having(tensors)
+    do = torch.zeros_like(o) if do is None else do
+    if is_traced(do) or torch.is_grad_enabled():  # with create_graph=True the op raises if they are differentiated
+        return flash_backward(inputs, heads, o, lse2, do, dlse, *problem.fields, autotune, kernel)
+    return gradients(inputs, heads, o, lse2, do, dlse, problem, autotune, kernel)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -165,9 +176,9 @@ def of_op(*description) -> tuple[Problem, bool, str]:
 INPUTS = f"{FIELDS}, bool autotune, str kernel"
 flash_forward = torch.library.custom_op(
     "tilegpt::flash_forward",
-    lambda q, k, v, *description: launch.forward(q, k, v, *of_op(*description)),
+    lambda inputs, heads, *description: forward(inputs, heads, *of_op(*description)),
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {INPUTS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor[] inputs, SymInt[] heads, {INPUTS}) -> (Tensor, Tensor, Tensor)",
 )
 flash_backward = torch.library.custom_op(
     "tilegpt::flash_backward",
@@ -180,7 +191,8 @@ flash_backward = torch.library.custom_op(
 
 
 @flash_forward.register_fake
-def _(q, k, v, *description):
+def _(inputs, heads, *description):
+    q = inputs[0] if len(inputs) == 3 else heads_of(inputs[0], heads)[0]
     return launch.like_heads(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
 
 
@@ -193,3 +205,19 @@ def _(inputs, *others):
 def refuse(ctx, *_):
     """There is no second derivative."""
     raise RuntimeError("attention=triton has no second derivative (create_graph=True); use attention=naive")
+
+
+def save(ctx, inputs, output):
+    """keep_for_backward(), for the op."""
+    tensors, heads, *description = inputs
+    problem, *others = of_op(*description)
+    keep_for_backward(ctx, tensors, output[0], output[2], problem, (*others, heads))
+    ctx.nones = [[] if x == [] else None for x in inputs[1:]]  # torch takes an empty list for one of tensors
+
+
+def of_inputs(ctx, do, dlse, _):
+    """backward(), for the op: None for all its arguments but the first."""
+    return backward(ctx, do, dlse), *ctx.nones
+
+
+flash_forward.register_autograd(of_inputs, setup_context=save)

@@ -461,7 +461,7 @@ def of_the_op(dtype: torch.dtype) -> tuple:
 def test_the_op_is_registered_as_torch_wants_it():
     """Its schema, its fake (shapes and strides), and both traced with symbolic shapes."""
     q, k, v, *description = of_the_op(torch.float32)
-    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, (q, k, v, *description))
+    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, ([q, k, v], [q.shape[1], k.shape[1]], *description))
     saved, qkv = (q, torch.zeros(1, 1, 8), q, torch.zeros(1, 1, 8)), torch.randn(1, 8, 3 * 16)
     for inputs in ([q, k, v], [qkv]):
         given = inputs, [1, 1], *saved, *description

@@ -40,6 +40,7 @@ from tests.reference import (
 from tests.test_norm import assert_kernel_is_right
 from tests.test_norm import inputs as norm_inputs
 from tests.test_norm import results as norm_results
+from training.optimizer import OptimizerConfig
 from training.record import compiled as in_stages
 
 pytestmark = [
@@ -241,7 +242,9 @@ def test_the_triton_op_is_registered_as_torch_wants_it(sizes):
     q, k, v = torch.randn(3, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16)
     seed = torch.tensor(SEED, device="cuda")
     problem = Problem.of(100, 100, scale=0.125, window=51, seed=seed, drop_threshold=26)
-    torch.library.opcheck(torch.ops.tilegpt.flash_forward.default, (q, k, v, *problem.fields, False, "auto"))
+    torch.library.opcheck(
+        torch.ops.tilegpt.flash_forward.default, ([q, k, v], [q.shape[1], k.shape[1]], *problem.fields, False, "auto")
+    )
 
 
 def test_gradients_side_by_side_have_the_bits_of_those_put_together():
@@ -655,7 +658,7 @@ def small_run(tmp_path: Path, name: str, way: str, steps: int, recipe: dict, **k
             chunk=recipe.pop("chunk", None),
         ),
         attention=AttentionConfig(**of_attention),
-        optimizer=train.OptimizerConfig(kind=recipe.pop("kind"), warmup_steps=10),
+        optimizer=OptimizerConfig(kind=recipe.pop("kind"), warmup_steps=10),
         name=name,
         runs=str(tmp_path),
         steps=steps,

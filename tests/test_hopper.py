@@ -259,7 +259,7 @@ def test_the_op_has_the_kernels_of_a_direct_call(monkeypatch):
     monkeypatch.setattr(hopper, "left_to_portable", stop)
     description = *Problem.of(64, 64).fields, False, "auto"
     with pytest.raises(KeyboardInterrupt):
-        op.flash_forward(q, q, q, *description)
+        op.flash_forward([q, q, q], [q.shape[1]] * 2, *description)
     with pytest.raises(KeyboardInterrupt):
         op.flash_backward([q, q, q], [2, 2], q, lse, q, None, *description)
     assert seen == [Problem.of(64, 64)] * 2
