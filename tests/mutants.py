@@ -268,7 +268,6 @@ TABLE = [
     ("broken attention is repaired by the cache",
      'return why_not("cache", wanted(model.attention_config, model.break_it)) or None', "return None", "cache"),
     ("a block mask is lost in the cache", '{"block_mask": "the cache has no block masks"}', "{}", "cache"),
-    ("a block mask is lost in the cache", '{"block_mask": "the cache has no block masks"}', "{}", "cache"),
     ("half keeps everything", "(context - context // 2)", "1", "cache"),
     ("stop is a token early", "max(lengths)) + 1)", "max(lengths)))", "cache"),
     ("every token runs the whole text", "found is None or sees !=", "True or sees !=", "cache"),
