@@ -32,9 +32,9 @@ from data.dataset import open_data, open_dataset
 from data.loader import Loader, validation_batches
 from model.abilities import resolve
 from model.attention import AttentionConfig, attention
-from model.gpt import GPT
+from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
-from sampling.generate import Sampler, generate
+from sampling.generate import Sampler
 from tests.processes import HANGS
 from tests.reference import assert_within_budget
 from training import activities, checkpoint, config, context, metrics
@@ -442,7 +442,7 @@ def test_a_length_warmup_that_the_run_does_not_end_is_told(call, small, tmp_path
 
 
 def test_a_length_warmup_may_grow_by_another_factor():
-    warm = {"length_warmup_steps": 6, "model": train.GPTConfig(context_length=512)}
+    warm = {"length_warmup_steps": 6, "model": GPTConfig(context_length=512)}
     for by, lengths in {2: [64, 64, 128, 128, 256, 256, 512], 8: [64] * 6 + [512]}.items():
         cfg = train.Config(length_warmup_from=64, length_warmup_by=by, **warm)
         assert [cfg.length_at(step) for step in range(1, 8)] == lengths
@@ -1241,13 +1241,15 @@ def test_a_run_that_failed_closes_its_metrics_whatever_became_of_its_last_checkp
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_a_sample_is_written_with_weights_in_the_dtype_of_the_products(call, small, tmp_path, monkeypatch, dtype):
     """Each made once: a tied head stays tied, and in float32 they are the model's own."""
-    runs, models, write = [], [], activities.write_sample
-    monkeypatch.setattr(activities, "write_sample", lambda run: runs.append(run) or write(run))
-    monkeypatch.setattr(
-        activities,
-        "generate",
-        lambda *given, **options: models.append(given[0]) or generate(*given, **options),
-    )
+    runs, models, session_of = [], [], activities.session_of
+
+    def spy(run):
+        session = session_of(run)
+        runs.append(run)
+        models.append(session.model)
+        return session
+
+    monkeypatch.setattr(activities, "session_of", spy)
     arguments = ["steps=2", "sample_every=1", "sample_tokens=3", f"dtype={dtype}", "compile=false", "ema_decay=0.5"]
     assert call(train, *small, *arguments, f"runs={tmp_path}", "name=x").code == 0
     wanted = {"float32": torch.float32, "bf16": torch.bfloat16}[dtype]
