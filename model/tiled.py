@@ -412,3 +412,14 @@ def add_product(acc: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, beta: flo
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in the dtype of sums. If each tile's product were rounded to 16 bits, the errors would add up."""
     return torch.bmm(a, b) if a.dtype == dtype else torch.bmm(a, b, dtype)
+
+
+def merge(states: list[State]) -> State:
+    """The state over all keys from the states over parts of them: step 3 once more, for all parts at a time.
+
+    A part's o and lse are a state too: m = lse (in base 2), l = 1, acc = o.
+    """
+    m_i, l_i, acc_i = map(torch.stack, zip(*states, strict=True))
+    m = m_i.amax(0)
+    alpha = torch.exp2(m_i - m)
+    return m, (alpha * l_i).sum(0), (alpha * acc_i).sum(0)

@@ -5,7 +5,7 @@ size.    q, o, do (B, H, n, D)    k, v (B, H_kv, n, D)    lse (B, H, n)
 
 Every process keeps its queries, and passes keys and values on to the next one, N - 1 times. It computes attention of
 its queries with each part of the keys that comes by. An o and its lse are a state of the online softmax, so merge() of
-sampling/cache.py puts the N results together: step 3 of model/attention.py once more, with a part of the keys in the
+model/tiled.py puts the N results together: step 3 of model/attention.py once more, with a part of the keys in the
 place of a tile (Liu et al. 2023, arXiv 2310.01889).
 
 The backward sends the keys and values round again. With lse and o of the whole row, steps 7 to 12 give a part's share
@@ -36,10 +36,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kernels.problem import Problem
 from model.attention import AttentionConfig, attend, problem_of
-from model.tiled import KEEPS, LOG2E, LOWEST, Loops, sum_dtype
+from model.tiled import KEEPS, LOG2E, LOWEST, Loops, merge, sum_dtype
 from model.tiled import gradients as tiled_gradients
 from parallel.part import Part
-from sampling.cache import merge
 
 
 def ring_attention(

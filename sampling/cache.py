@@ -31,7 +31,7 @@ from model.attention import AttentionConfig, attention, problem_of
 from model.gpt import GPT, Setting
 from model.layers import LAYERS, Layers
 from model.mask import WHOLE, Tile
-from model.tiled import INF, LOG2E, LOWEST, State, add_product, scores, sum_dtype
+from model.tiled import INF, LOG2E, LOWEST, State, add_product, merge, scores, sum_dtype
 
 PAGE = 64  # tokens in a page of sample.py; sampling/decode.py wants a multiple of its tiles
 ANY = Tile(range(0), range(0), WHOLE)  # scores() uses a tile's place for alibi alone
@@ -405,14 +405,3 @@ def one_split(q: Tensor, k: Tensor, v: Tensor, back: Tensor | None, hidden: Tens
     p = s.sub_(m).exp2_()
     l = p.sum(-1, keepdim=True)
     return m, l, add_product(torch.empty_like(q, dtype=wide), p.to(v.dtype), v, beta=0.0)  # 5
-
-
-def merge(states: list[State]) -> State:
-    """The state over all keys from the states over parts of them: step 3 once more, for all parts at a time.
-
-    A part's o and lse are a state too: m = lse (in base 2), l = 1, acc = o.
-    """
-    m_i, l_i, acc_i = map(torch.stack, zip(*states, strict=True))
-    m = m_i.amax(0)
-    alpha = torch.exp2(m_i - m)
-    return m, (alpha * l_i).sum(0), (alpha * acc_i).sum(0)
