@@ -101,4 +101,4 @@ def either(names: tuple[str, ...]) -> str:
 def written(limit: float) -> str:
     """A limit as people write it: 2**63 for 9223372036854775808."""
     power = limit >= 1 << 20 and math.log2(limit)
-    return f"2**{power:g}" if power and power % 1 == 0 else f"{limit:g}"
+    return f"2**{power:g}" if power and power % 1 == 0 else f"{limit:g}".replace("e+", "e")
