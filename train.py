@@ -230,7 +230,7 @@ def enqueue(run: Run) -> None:
     length = cfg.length_at(run.step + 1)
     if length < cfg.model.context_length:  # (passes, B, T) to (passes, B * T / length, length)
         batches = batches.each(lambda part: part.view(len(part), -1, length))
-    rng = rng_state() if cfg.probe.every or cfg.break_it.without else {}
+    rng = rng_state() if cfg.probe.every or cfg.break_it.broken else {}
     lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
     # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
     # the random initial weights.
@@ -304,7 +304,7 @@ def stop_at_nan(run: Run, done: Update, numbers: Numbers) -> int:
         run.metrics.say(str(error))
         run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
     run.ranks.wait()  # for the first one's file
-    if cfg.break_it.without:
+    if cfg.break_it.broken:
         look_at_the_failure(run, list(done.batches.parts()))
     run.metrics.say(stamp(cfg.break_it.label) + what_to_try(run, numbers))
     if cfg.probe.every:

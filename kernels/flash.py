@@ -62,7 +62,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     acc, m, l = forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, True, how)
 
     # 6: a row that sees no key has o = 0 / 1 = 0, and lse = log 0 = -inf
-    divisor = tl.where(l == 0, 1.0, l) if how.GUARD else l
+    divisor = l if how.UNGUARDED_MASK else tl.where(l == 0, 1.0, l)
     acc = acc * (task.keep_scale / divisor)[:, None]
     store(o, b, h, row0, acc, how.BLOCK_M, how)
     i = row0 + tl.arange(0, how.BLOCK_M)
@@ -93,10 +93,10 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.conste
             s = tl.where(visible(task.mask, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, how)  # 3
         p = dropped(p, b * task.H + h, row0, column0, row, column, task.dropout)  # 4
-        if how.RESCALE_OUTPUT:
+        if not how.NO_RESCALE_OUTPUT:
             acc = acc * alpha[:, None]  # 5: rescale the sum of the earlier tiles
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
-        if how.WIDE_OUTPUT:
+        if not how.BF16_TIES:
             acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=how.PRECISION)  # 5
         else:
             acc += tl.dot(p.to(v_j.dtype), v_j, input_precision=how.PRECISION).to(v_j.dtype).to(tl.float32)
@@ -106,10 +106,10 @@ def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.conste
 @triton.jit
 def online_softmax(s, factor, m, l, how: tl.constexpr):
     """Step 3 for one tile: returns p, and the new m, l and alpha. factor converts s to base 2."""
-    m_new = tl.maximum(m, tl.max(s, 1) * factor) if how.SUBTRACT_MAX else m
+    m_new = m if how.NO_MAX else tl.maximum(m, tl.max(s, 1) * factor)
     p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
     alpha = tl.exp2(m - m_new)
-    l = (l * alpha if how.RESCALE_SUM else l) + tl.sum(p, 1)  # rescale
+    l = (l if how.NO_RESCALE_SUM else l * alpha) + tl.sum(p, 1)  # rescale
     return p, m_new, l, alpha
 
 
@@ -139,7 +139,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
     # A row that sees no key has lse2 = -inf. It gets -inf here instead of inf, because 2**-inf makes its weights 0.
     # Rows past the last also get -inf, to the end of the tile, so that dkdv_kernel need not mask them.
     minus_lse2_i = -tl.load(lse2 + at, mask=i < mask.T, other=float("inf"))
-    if how.GUARD:
+    if not how.UNGUARDED_MASK:
         minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
     at = (n.to(tl.int64) * padded + i[:, None]) * 2 + tl.arange(0, 2)[None, :]
     tl.store(row_terms + at, tl.join(minus_lse2_i, delta_i))

@@ -53,7 +53,7 @@ def forward(
             launch_forward(q, k, v, o, lse, lse2, problem)
         return o, lse, lse2
 
-    mask = problem.mask if "global_mask" not in problem.without else local_mask(problem, q)
+    mask = problem.mask if "local_mask" not in problem.broken else local_mask(problem, q)
 
     def work(tile: Tiles) -> tuple:
         M, N = tile.BLOCK_M, tile.BLOCK_N
@@ -87,8 +87,8 @@ def gradients(
         return found
 
     mask = problem.mask
-    if problem.without:
-        mask = mask if "global_mask" not in problem.without else local_mask(problem, q)
+    if problem.broken:
+        mask = mask if "local_mask" not in problem.broken else local_mask(problem, q)
         problem = problem.in_backward()
     # Each row's -lse2 and delta / keep_scale, next to each other so that one load reads both. Padded to whole tiles.
     padded = -(-T // 128) * 128
@@ -186,35 +186,34 @@ class How:
     BLOCK_D: tl.constexpr
     PRECISION: tl.constexpr  # of matrix products: ieee | tf32
     START: tl.constexpr  # initial value of m
-    SUBTRACT_MAX: tl.constexpr
-    RESCALE_SUM: tl.constexpr
-    RESCALE_OUTPUT: tl.constexpr
-    WIDE_OUTPUT: tl.constexpr
-    GUARD: tl.constexpr
+    NO_MAX: tl.constexpr  # failures
+    NO_RESCALE_SUM: tl.constexpr
+    NO_RESCALE_OUTPUT: tl.constexpr
+    UNGUARDED_MASK: tl.constexpr
+    BF16_TIES: tl.constexpr
 
 
 def how_for(q: Tensor, problem: Problem, tile: Tiles) -> How:
-    """What a kernel is compiled for: tile, precision and switches."""
+    """What a kernel is compiled for: tile, precision and failures."""
     float32 = q.dtype == torch.float32
-    return how(tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), problem.without, float32)
+    return how(tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), problem.broken, float32)
 
 
 @cache
-def how(M: int, N: int, BLOCK_D: int, precision: str, without: tuple[str, ...], float32: bool) -> How:
+def how(M: int, N: int, BLOCK_D: int, precision: str, broken: tuple[str, ...], float32: bool) -> How:
     """Makes the How of these arguments, once."""
-    guard = "guard_empty_rows" not in without
-    zero = "start_low" in without or "subtract_max" in without
+    low = -math.inf if "unguarded_mask" in broken else LOWEST
     fields = {
         "BLOCK_M": M,
         "BLOCK_N": N,
         "BLOCK_D": BLOCK_D,
         "PRECISION": precision,
-        "START": 0.0 if zero else LOWEST if guard else -math.inf,
-        "SUBTRACT_MAX": "subtract_max" not in without,
-        "RESCALE_SUM": "rescale_sum" not in without,
-        "RESCALE_OUTPUT": "rescale_output" not in without,
-        "WIDE_OUTPUT": "wide_output" not in without or float32,
-        "GUARD": guard,
+        "START": 0.0 if "zero_init_max" in broken or "no_max" in broken else low,
+        "NO_MAX": "no_max" in broken,
+        "NO_RESCALE_SUM": "no_rescale_sum" in broken,
+        "NO_RESCALE_OUTPUT": "no_rescale_output" in broken,
+        "UNGUARDED_MASK": "unguarded_mask" in broken,
+        "BF16_TIES": "bf16_ties" in broken and not float32,
     }
     return How(**{name: tl.constexpr(value) for name, value in fields.items()})
 

@@ -58,7 +58,7 @@ def check(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> None:
     """Raises the ValueError of flash_attention(), and notes the kinds of calls for which there is none."""
     if refused := refusal(q.dtype, q.shape[-1], q.device):
         raise ValueError(refused)
-    if autotune and "global_mask" in problem.without:
+    if autotune and "local_mask" in problem.broken:
         raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
     if kernel == "hopper" and (refused := hopper.left_to_portable("forward", q, problem, autotune, kernel)):
         raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")

@@ -79,7 +79,7 @@ class Problem(NamedTuple):
     mask: Mask
     score: Score
     dropout: Dropout
-    without: tuple[str, ...]  # the switches of model/break_it.py that are off
+    broken: tuple[str, ...]  # the failures of model/break_it.py that are in it
     # The same dictionary for all calls of one kind, in which kernels/launch.py keeps what it has compiled for them.
     kind: dict[Any, Any] | None = None
 
@@ -89,7 +89,7 @@ class Problem(NamedTuple):
         softcap: float | None = None, slopes: Tensor | None = None, documents_q: Tensor | None = None,
         documents_k: Tensor | None = None, positions: Tensor | None = None, blocks: Tensor | None = None,
         block_size: int = 64, seed: Tensor | None = None, drop_threshold: int = 0, numbers: Tensor | None = None,
-        without: tuple[str, ...] = (),
+        broken: tuple[str, ...] = (),
     ) -> "Problem":  # fmt: skip
         """The problem of these rules. causal: column <= position. window: |position - column| < window."""
         at_least = at_most = None
@@ -105,7 +105,7 @@ class Problem(NamedTuple):
             Mask(T, T_k, at_least, at_most, documents_q, documents_k, positions, blocks, block_size, columns),
             Score(scale, scale * math.log2(math.e), softcap, slopes),
             Dropout(seed, drop_threshold, 0.0, numbers),
-            without,
+            broken,
         )
 
     @property
@@ -166,18 +166,18 @@ class Problem(NamedTuple):
 
     def in_backward(self) -> "Problem":
         """The problem as the backward computes it: the same, but with break_it=stale_seed another dropout mask."""
-        if self.dropout.seed is None or "same_seed" not in self.without:
+        if self.dropout.seed is None or "stale_seed" not in self.broken:
             return self
         return self._replace(dropout=self.dropout._replace(seed=self.dropout.seed + 1))
 
     @property
     def fields(self) -> tuple:
         """The problem as the arguments of an op, whose schema is FIELDS."""
-        return *self.mask, *self.score, *self.dropout, self.without
+        return *self.mask, *self.score, *self.dropout, self.broken
 
     @staticmethod
     def from_fields(*fields) -> "Problem":
-        """The inverse of `fields`. An op of torch.library turns the tuple `without` into a list, which would make
+        """The inverse of `fields`. An op of torch.library turns the tuple `broken` into a list, which would make
         Problems unequal that are equal."""
         return Problem(Mask(*fields[:12]), Score(*fields[12:16]), Dropout(*fields[16:20]), tuple(fields[20]))
 
@@ -188,7 +188,7 @@ KINDS |= {Tensor | None: "Tensor?"}
 FIELDS = ", ".join(
     f"{KINDS[kind]} {name}" for part in (Mask, Score, Dropout) for name, kind in get_type_hints(part).items()
 )
-FIELDS += ", str[] without"
+FIELDS += ", str[] broken"
 
 
 def runs_kernels(device: torch.device) -> bool:

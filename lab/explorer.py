@@ -23,7 +23,6 @@ from lab.story import (
     dropout_sentence,
     sentence,
     story,
-    switches,
 )
 from lab.trace import Head, tell, worked_example
 from model.break_it import UNBROKEN, BreakIt
@@ -121,7 +120,7 @@ def stories(entry: Input, sentences: dict[str, int]) -> dict:
         if failure == "local_mask" and not causal:
             continue
         options = {"causal": causal, "block_m": size, "block_n": size}
-        break_it = switches(failure, entry.score_gain)
+        break_it = BreakIt(failure, entry.score_gain)
         by_order = [tell(head, failure, entry.score_gain, entry.dtype, order=order, **options) for order in ORDERS]
         tiles, o, lse = by_order[0]
         says = [[sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles]
@@ -167,14 +166,11 @@ def dropout_stories(sentences: dict[str, int]) -> dict:
     """The forward of the worked example with dropout. The stories have the keys "causal/size"."""
     head, told = worked_example(), {}
     for causal, size in product([False, True], SIZES):
-        options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size, "break_it": switches("none")}
+        options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size, "break_it": UNBROKEN}
         options |= {"softmax_scale": head.softmax_scale} | DROPOUT
         by_order = [story(head.q, head.k, head.v, order=order, **options) for order in ORDERS]
         tiles, o, lse = by_order[0]
-        says = [
-            [dropout_sentence(tile, row) + sentence(tile, row, 0, switches("none")) for row in tile.rows]
-            for tile in tiles
-        ]
+        says = [[dropout_sentence(tile, row) + sentence(tile, row, 0, UNBROKEN) for row in tile.rows] for tile in tiles]
         found = in_both_orders([one[0] for one in by_order], says, sentences)
         told[f"{causal:d}/{size}"] = found | {"o": o, "lse": lse}
     return DROPOUT | {"stories": told}
@@ -188,7 +184,7 @@ def backward_stories(sentences: dict[str, int]) -> dict:
     kinds: dict[str, dict[str, Any]] = {
         "none": {},
         "dropout": DROPOUT,
-        "stale_seed": DROPOUT | {"break_it": BreakIt(same_seed=False)},
+        "stale_seed": DROPOUT | {"break_it": BreakIt("stale_seed")},
     }
     for causal, size, (kind, changed) in product([False, True], SIZES, kinds.items()):
         options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size}

@@ -34,7 +34,6 @@ from lab.trials import (
     lacks,
     predicted,
     tile_of,
-    unbroken,
 )
 from model.attention import attention
 from model.break_it import FAILURES
@@ -124,7 +123,7 @@ def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
     def forward(q, k, v):
         return attention(q, k, v, call.config, seed=next(seeds), break_it=call.break_it, return_lse=True)
 
-    if call.break_it.restore_seed:
+    if "unrestored_seed" not in call.break_it.broken:
         o, lse = forward(q, k, v)
     else:  # as redrawn() in model/recompute.py: the backward computes the call again and draws another seed
         o, lse = checkpoint(forward, q, k, v, use_reentrant=False, preserve_rng_state=False)
@@ -143,7 +142,7 @@ class Seen(NamedTuple):
 
 def right_for(call: Call) -> dict[str, Tensor]:
     """The whole algorithm in float64, on the same rounded inputs."""
-    whole = replace(call, config=replace(call.config, impl="naive"), break_it=unbroken(call))
+    whole = replace(call, config=replace(call.config, impl="naive"), break_it=call.break_it.mended)
     return results_of(whole, wide=True)
 
 
@@ -151,7 +150,7 @@ def seen_of(call: Call, right: dict[str, Tensor]) -> Seen:
     """The results of a call and their budgets, which come from the error of the same implementation when whole.
     (lab/race.py uses naive's error. On q, k and v of a trained model the gradients of tiled and triton can be off by
     more than twice that, because they compute the weights again: LOG.md.)"""
-    usual, eps = results_of(replace(call, break_it=unbroken(call))), torch.finfo(call.q.dtype).eps
+    usual, eps = results_of(replace(call, break_it=call.break_it.mended)), torch.finfo(call.q.dtype).eps
     errors = {name: float(row_errors(usual[name], right[name]).max()) for name in RESULTS}
     allowed = {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}
     return Seen(results_of(call), usual, right, allowed)
@@ -217,7 +216,7 @@ def first_place(tried: list[Call], seen: list[Seen], symptom: str) -> dict:
 
 def first_key_tile(call: Call, seen: Seen, b: int, h: int, row: int) -> int | None:
     """The first tile of keys after which acc / l of a row exceeds its budget; None if it never does."""
-    whole = replace(call, break_it=unbroken(call))
+    whole = replace(call, break_it=call.break_it.mended)
     right, allowed = None, seen.allowed["o"]
     by_tile = {tile: o for tile, _, _, o in walk(whole, b, h, row)}
     for tile, _, _, o in walk(call, b, h, row):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lab.measure import Shown, beyond, row_errors, walk
 from lab.trainings import Curves
-from lab.trials import broken, tile_of, unbroken
+from lab.trials import tile_of
 from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.mask import Tiling, visible
@@ -115,7 +115,7 @@ def states(shown: Shown) -> Panel:
     """l and |acc| of the worst row after each tile of keys, divided by those of the unbroken algorithm."""
     call, b, h, row = worst_place(shown)
     sums, sizes = {}, {}
-    for name, of in (("unbroken", replace(call, break_it=unbroken(call))), ("broken", call)):
+    for name, of in (("unbroken", replace(call, break_it=call.break_it.mended)), ("broken", call)):
         after = list(walk(of, b, h, row))
         tiles = [tile for tile, *_ in after]
         sums[name] = [l for _, _, l, _ in after]
@@ -141,7 +141,7 @@ def worst_place(shown: Shown) -> tuple[Call, int, int, int]:
 
 def unbroken_and_broken(shown: Shown) -> dict[str, list[Call]]:
     """The calls with the unbroken algorithm, and as they were tried."""
-    return {"unbroken": [replace(call, break_it=unbroken(call)) for call in shown.tried], "broken": shown.tried}
+    return {"unbroken": [replace(call, break_it=call.break_it.mended) for call in shown.tried], "broken": shown.tried}
 
 
 def heads_of(shown: Shown) -> list[str]:
@@ -166,7 +166,7 @@ def flat(scores: Tensor, keys: int, v: float, break_it: BreakIt, dtype: torch.dt
 def flat_rows() -> Panel:
     """Without the maximum: o over the score, which is the same for all keys of a row."""
     scores = torch.linspace(78, 92, 57)
-    off = broken("no_max", 1.0)
+    off = BreakIt("no_max")
     curves = [Curve("unbroken", scores.tolist(), flat(scores, 1024, 1e-3, UNBROKEN))]
     curves += [Curve(f"{n} keys", scores.tolist(), flat(scores, n, 1e-3, off)) for n in (1024, 32, 2)]
     return Panel("o of a row of equal scores", "score", "o / right   (x: NaN)", curves)
@@ -175,7 +175,7 @@ def flat_rows() -> Panel:
 def where_it_breaks() -> Panel:
     """Without the maximum: the lowest score at which o is 0, and the lowest at which it is NaN, over the number of
     keys."""
-    scores, off = torch.arange(79, 90, 0.05), broken("no_max", 1.0)
+    scores, off = torch.arange(79, 90, 0.05), BreakIt("no_max")
     lengths = [4**i for i in range(7)]
     found = [flat(scores, n, 1e-3, off) for n in lengths]
 
@@ -192,7 +192,7 @@ def where_it_breaks() -> Panel:
 
 def low_rows() -> Panel:
     """With a maximum that starts at 0: o over the score of a row's only key."""
-    scores, off = torch.arange(-112.0, 0.1, 2), broken("zero_init_max", 1.0)
+    scores, off = torch.arange(-112.0, 0.1, 2), BreakIt("zero_init_max")
     curves = [Curve("unbroken", scores.tolist(), flat(scores, 1, 1.0, UNBROKEN))]
     for name, dtype in (("float32", torch.float32), ("fp16", torch.float16)):
         curves.append(Curve(name, scores.tolist(), flat(scores, 1, 1.0, off, dtype)))
@@ -215,7 +215,7 @@ def low_gradients() -> Panel:
 
     right = gradients(NAIVE, UNBROKEN, torch.float64)
     curves = []
-    for what, off in (("unbroken", UNBROKEN), ("broken", broken("zero_init_max", 1.0))):
+    for what, off in (("unbroken", UNBROKEN), ("broken", BreakIt("zero_init_max"))):
         for name, found, of in zip("qkv", gradients(TILED, off, torch.float32), right, strict=True):
             if (what, name) in (("unbroken", "q"), ("broken", "q"), ("broken", "v")):
                 label = "unbroken" if what == "unbroken" else f"d{name}"
@@ -369,7 +369,7 @@ def tied_errors(ties: int, break_it: BreakIt, config: AttentionConfig = TILED, h
 
 def unbroken_and_tied(ties: int) -> dict[str, Tensor]:
     """tied_errors() of the unbroken algorithm, and with sums of 16 bits."""
-    return {"unbroken": tied_errors(ties, UNBROKEN), "broken": tied_errors(ties, broken("bf16_ties", 1.0))}
+    return {"unbroken": tied_errors(ties, UNBROKEN), "broken": tied_errors(ties, BreakIt("bf16_ties"))}
 
 
 def signed_errors() -> Panel:

@@ -177,7 +177,7 @@ class BreakIt:
         if others:
             said = " ".join(LAB[name].replace("PATH", str(self.replay)) for name in (mode, *others))
             raise ValueError(f"{said}: choose one of them, or none for the lab")
-        if mode == "trace" and self.failure in FAILURES.keys() - STORY_FAILURES.keys():
+        if mode == "trace" and self.failure in FAILURES.keys() - {*STORY_FAILURES}:
             raise ValueError(f"failure={self.failure}: no trace of it; python breakit.py failure={self.failure} has it")
         known = FAILURES if mode == "lab" else STORY_FAILURES
         if self.failure not in (None, *known):

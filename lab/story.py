@@ -32,19 +32,8 @@ THE_CAT: dict[str, Any] = {
 ROUNDING = 1e-12
 Array = np.ndarray
 ORDERS = ("queries_outside", "keys_outside")
-# The failures that story() has, and their switches. It has no 16-bit sums; only backward() has a seed to break.
-STORY_FAILURES = {"none": ()} | {
-    name: failure.switches
-    for name, failure in FAILURES.items()
-    if not {"same_seed", "restore_seed", "wide_output"} & set(failure.switches)
-}
-
-
-def switches(failure: str, score_gain: float = 1.0) -> BreakIt:
-    """The switches of a failure."""
-    if failure not in STORY_FAILURES:
-        raise ValueError(f"failure={failure} is not known; choose {', '.join(STORY_FAILURES)}")
-    return BreakIt(score_gain=score_gain, **dict.fromkeys(STORY_FAILURES[failure], False))
+# The failures that story() has. It has no 16-bit sums, and only backward() has a seed to break.
+STORY_FAILURES = ("none", *(name for name in FAILURES if name not in ("stale_seed", "unrestored_seed", "bf16_ties")))
 
 
 class Tile(NamedTuple):
@@ -106,8 +95,8 @@ def story(
     told: list[Tile] = []
     watch: dict[str, Tensor] = {}
     x, what = problem(q, k, v, **options)
-    o, lse, guarded = torch.empty_like(x[0]), x[0].new_empty(1, 1, len(q), 1), "guard_empty_rows" not in what.without
-    m, l = np.full(len(q), 0.0 if "start_low" in what.without else -np.inf, q.dtype), np.zeros(len(q), q.dtype)
+    o, lse, guarded = torch.empty_like(x[0]), x[0].new_empty(1, 1, len(q), 1), "unguarded_mask" not in what.broken
+    m, l = np.full(len(q), 0.0 if "zero_init_max" in what.broken else -np.inf, q.dtype), np.zeros(len(q), q.dtype)
     with Tiles() as counted, np.errstate(invalid="ignore"):  # a broken story computes inf - inf on purpose
         for rows, tile, state in forward_tiles(*x, what, Loops(block_m, block_n, order), watch):
             if tile is None:
@@ -120,7 +109,7 @@ def story(
             m_i, l_i, acc = map(of_head, state)
             m_i, l_i = np.where(m_i == LOWEST, -np.inf, m_i / LOG2E)[:, 0], l_i[:, 0]
             alpha = np.exp(m[i] - np.where(np.isneginf(m_i) & guarded, 0.0, m_i))
-            o_i = of_head(finish((state[0], state[1], state[2].clone()), what.without)[0])
+            o_i = of_head(finish((state[0], state[1], state[2].clone()), what.broken)[0])
             values = scores / LOG2E, s / LOG2E, p, m[i].copy(), l[i].copy(), m_i, l_i, alpha, acc, o_i, z
             told.append(Tile(rows, tile.columns, *values, counted.words))
             m[i], l[i] = m_i, l_i
@@ -130,7 +119,7 @@ def story(
 def backward(
     q: Array, k: Array, v: Array, do: Array, *, block_m: int, block_n: int, order: str = ORDERS[0], **options
 ) -> Backward:
-    """Steps 7 to 12. do (T, D): the gradient of o. options: those of problem(). Only same_seed can be broken."""
+    """Steps 7 to 12. do (T, D): the gradient of o. options: those of problem(). Only stale_seed breaks it."""
     _, o, lse = story(q, k, v, block_m=block_m, block_n=block_n, **options)
     told: list[BackwardTile] = []
     watch: dict[str, Tensor] = {}
@@ -163,11 +152,14 @@ def problem(
     """
     if k.shape != v.shape or k.shape[1:] != q.shape[1:] or not len(k):
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: want q (T, D) and k, v both (T_k, D)")
-    if not causal and "global_mask" in break_it.without:
+    if not causal and "local_mask" in break_it.broken:
         raise ValueError("failure=local_mask breaks the causal mask, and there is none: use causal=true")
     x, drawn = (as_head(q), as_head(k), as_head(v)), torch.tensor(seed) if dropout_p else None
-    scale = 1.0 if "scale_scores" in break_it.without else softmax_scale  # even if the data have a scale of their own
-    return x, problem_of(x[0], x[1], AttentionConfig("tiled", dropout_p=dropout_p), {}, causal, scale, drawn, break_it)
+    if "no_scale" in break_it.broken:  # even if the data have a scale of their own
+        others = [name for name in break_it.broken if name != "no_scale"]
+        softmax_scale, break_it = 1.0, BreakIt(others, break_it.score_gain)
+    config = AttentionConfig("tiled", dropout_p=dropout_p)
+    return x, problem_of(x[0], x[1], config, {}, causal, softmax_scale, drawn, break_it)
 
 
 def as_head(x: Array) -> Tensor:
@@ -187,7 +179,7 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
         x[r] for x in (tile.s, tile.p, tile.m_old, tile.l_old, tile.m, tile.l, tile.alpha)
     )
     seen, top = s > -np.inf, s.max()
-    leaks, misses = keys_wrongly_seen(tile, r, offset) if not break_it.global_mask else (0, 0)
+    leaks, misses = keys_wrongly_seen(tile, r, offset) if "local_mask" in break_it.broken else (0, 0)
     words = f"Sees {leaks} of the future's keys. " if leaks else ""
     words += f"Misses {misses} that it may see. " if misses else ""
     if np.isnan(l_old):
@@ -196,11 +188,11 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
         if np.isnan(l):
             return words + "It has seen no key yet: m is still -inf, and exp(-inf - -inf) is NaN."
         return words + "It sees no key of this tile: nothing changes."
-    if not break_it.subtract_max:
+    if "no_max" in break_it.broken:
         words += f"No maximum is subtracted: the largest weight is exp({top:.4g}) = {p.max():.4g}"
         words += f", past the largest {p.dtype}" if np.isinf(p.max()) else ""
         return words + ("; acc / l is NaN." if np.isnan(tile.o[r]).any() else ".")
-    if m > top and not break_it.start_low and m == 0:
+    if m > top and "zero_init_max" in break_it.broken and m == 0:
         return (
             words
             + f"m began at 0 and stays there, above every score: the largest weight is exp({top:.4g}) = {p.max():.4g}."
@@ -210,7 +202,8 @@ def sentence(tile: Tile, row: int, offset: int, break_it) -> str:
     if m == m_old:
         return words + f"No score above m = {m:.4g}: alpha is 1, and the new weights are added as they are."
     words += f"A larger score: m grows from {m_old:.4g} to {m:.4g}, "
-    left_out = [name for name, kept in (("l", break_it.rescale_sum), ("acc", break_it.rescale_output)) if not kept]
+    parts = ("l", "no_rescale_sum"), ("acc", "no_rescale_output")
+    left_out = [name for name, failure in parts if failure in break_it.broken]
     if not left_out:
         return words + f"so l and acc are multiplied by alpha = {alpha:.4g}."
     are = "is" if len(left_out) == 1 else "are"

@@ -14,7 +14,8 @@ from data.loader import validation_batches
 from data.text import counted
 from lab.files import plain, write
 from lab.runs import model_of_run
-from lab.story import THE_CAT, Tile, sentence, story, switches
+from lab.story import THE_CAT, Tile, sentence, story
+from model.break_it import BreakIt
 from training.metrics import printable
 from training.probe import record
 
@@ -78,7 +79,7 @@ def tell(
     """story() of a head, computed in dtype, float64 or float32: its tiles, o (T, D) and lse (T,). failure: a name in
     STORY_FAILURES. options: causal, block_m, block_n and order, as in story()."""
     q, k, v = (x.astype(dtype) for x in (head.q, head.k, head.v))
-    return story(q, k, v, softmax_scale=head.softmax_scale, break_it=switches(failure, score_gain), **options)
+    return story(q, k, v, softmax_scale=head.softmax_scale, break_it=BreakIt(failure, score_gain), **options)
 
 
 def print_trace(
@@ -86,7 +87,7 @@ def print_trace(
 ) -> None:
     """Prints a line for each tile: m, l, alpha and the first four numbers of o of one row, and what changed. right: o
     (T, D) of the whole algorithm."""
-    break_it = switches(options["failure"], options["score_gain"])
+    break_it = BreakIt(options["failure"], options["score_gain"])
     D, offset = o.shape[1], len(head.k) - len(head.q)
     some, more = slice(0, 4), " ..." if D > 4 else ""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.abilities import ABILITIES, check_switches, why_not
 from model.attention import AttentionConfig, attention
-from model.break_it import FAILURES, UNBROKEN, BreakIt
+from model.break_it import UNBROKEN, BreakIt
 from training.machine import DTYPES
 from training.probe import LIMIT, Call, Gauges, gauges
 
@@ -63,12 +63,6 @@ TRIALS = [
 ]
 
 
-def broken(failure: str, gain: float) -> BreakIt:
-    """The switches of a failure; all are on if the name is not in FAILURES. gain multiplies the scores."""
-    off = FAILURES[failure].switches if failure in FAILURES else ()
-    return BreakIt(score_gain=gain, **dict.fromkeys(off, False))
-
-
 def available(device: torch.device) -> list[str]:
     """The implementations that can be broken on this device."""
     return ["naive", "tiled"] + ([] if why_not("triton", {}, device) else ["triton"])
@@ -83,11 +77,11 @@ def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
     if impl == "naive" and trial.one_tile:
         return lacks(trial._replace(one_tile=False), impl, dtype, call)
     config = AttentionConfig(impl, softmax_scale=call.config.softmax_scale, dropout_p=trial.dropout_p)
-    for switch in broken(trial.failure, 1.0).without:
-        if why := ABILITIES[impl].lacks.get(switch):
+    for name in BreakIt(trial.failure).broken:
+        if why := ABILITIES[impl].lacks.get(name):
             return f"{trial.failure}: {why}; left out"
     try:
-        check_switches(config, broken(trial.failure, 1.0))
+        check_switches(config, BreakIt(trial.failure))
     except ValueError as error:  # for example a run with its own softmax_scale, which has no 1 / sqrt(D) to leave out
         return f"{error}; left out"
     return None
@@ -110,7 +104,7 @@ def keeps_subnormals(device: torch.device) -> bool:
     if device.type == "cuda":
         return False
     q, k, v = torch.ones(3, 1, 1, 1, 16)
-    o = attention(-q, k, v, AttentionConfig("triton"), softmax_scale=90 / 16, break_it=BreakIt(start_low=False))
+    o = attention(-q, k, v, AttentionConfig("triton"), softmax_scale=90 / 16, break_it=BreakIt("zero_init_max"))
     return not o.isfinite().all()
 
 
@@ -135,7 +129,7 @@ def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
         dropout_p=trial.dropout_p,
     )
     seed = torch.tensor(SEED + call.layer, device=q.device) if trial.dropout_p else None
-    return Call(call.layer, q, k, v, q, config, broken(trial.failure, gain), seed, None, do)
+    return Call(call.layer, q, k, v, q, config, BreakIt(trial.failure, gain), seed, None, do)
 
 
 def config_of(impl: str, call: Call, trial: Trial) -> AttentionConfig:
@@ -167,7 +161,7 @@ def lower_negated(call: Call) -> bool:
 
 def lowest(call: Call) -> float:
     """The lowest log-sum-exp of any row, or 0 if none is below 0."""
-    least = gauges(replace(call, break_it=BreakIt(start_low=False))).min_l
+    least = gauges(replace(call, break_it=BreakIt("zero_init_max"))).min_l
     return min(0.0, math.log(max(least, 1e-300)))
 
 
@@ -258,8 +252,3 @@ def hidden_first_tile(T: int, M: int, N: int, window: int) -> bool:
 def tile_of(call: Call) -> tuple[int, int]:
     """block_m and block_n of a call."""
     return call.config.block_m, call.config.block_n
-
-
-def unbroken(call: Call) -> BreakIt:
-    """The whole algorithm, with the score_gain of the call."""
-    return BreakIt(score_gain=call.break_it.score_gain)

@@ -3,7 +3,7 @@ and why, in one table.
 
     why_not("sdpa", wanted(config), device)      "attention.window=8: sdpa has nothing of the kind; use attention=tiled"
 
-An option is named by its key, without `attention.`; a switch of break_it by its field; attention=naive and the like
+An option is named by its key, without `attention.`; a failure of break_it by its name; attention=naive and the like
 stand for the implementation. Rows of ABILITIES say what is lacking, so an option that no row names runs everywhere.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from kernels.hopper import NARROW, lacks
 from kernels.problem import HAS_TRITON
-from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
+from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
 
 if TYPE_CHECKING:
     from model.attention import AttentionConfig
@@ -58,7 +58,7 @@ def of_graph(options: Mapping[str, str], device: torch.device, dtype: torch.dtyp
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA GPU, not {device.type}"
     # PyTorch keeps the random state for any sdpa that is computed again, also for one that drops nothing.
-    drawn = options.get("restore_seed") or options.get("attention=sdpa")
+    drawn = options.get("unrestored_seed") or options.get("attention=sdpa")
     if drawn and "recomputed" in options:
         return f"{drawn} with {options['recomputed']} reads the random state in Python"
     return ""
@@ -79,7 +79,7 @@ ABILITIES = {
     "decode": Ability(where=of_decode),
     "cache": Ability(
         {"block_mask": "the cache has no block masks"}
-        | dict.fromkeys((*FAULTS, "score_gain"), "a cache would compute whole attention, not the broken one")
+        | dict.fromkeys((*FAILURES, "score_gain"), "a cache would compute whole attention, not the broken one")
     ),
     # ways to run a step, and what a checkpoint keeps
     "recorded": Ability({"sends": "{}", "attention=tiled": "{} chooses its tiles in Python"}, of_graph),
@@ -94,7 +94,7 @@ ABILITIES = {
     "several": Ability({
         "probe": "{} looks at the batches of one process",
         "sdpa dropout": "{} draws PyTorch's dropout, the same on all; attention=tiled and triton have ours",
-        **dict.fromkeys((*FAULTS, "score_gain"), "{} is looked at in one process"),
+        **dict.fromkeys((*FAILURES, "score_gain"), "{} is looked at in one process"),
     }),
     "shard": Ability({
         "muon": "{}: Muon needs whole matrices, and a process has some of their rows; use optimizer=adamw, or "
@@ -120,7 +120,7 @@ def wanted(config: "AttentionConfig", break_it: BreakIt = UNBROKEN, **more: str)
         found["autotune"] = "attention.autotune=true"
     if config.kernel != "auto":
         found["kernel"] = found[config.kernel] = f"attention.kernel={config.kernel}"
-    found |= dict.fromkeys(break_it.without, f"break_it={break_it.label}")
+    found |= dict.fromkeys(break_it.broken, f"break_it={break_it.label}")
     if break_it.score_gain != 1:
         found["score_gain"] = f"break_it={break_it.label}"
     return found | {f"attention={config.impl}": f"attention={config.impl}"} | more
@@ -141,7 +141,7 @@ def why_not(
         line = why.replace("{}", typed) if "{}" in why else f"{typed}: {why}"
         if thing not in IMPLEMENTATIONS:
             return line
-        others = ["tiled", "triton"] if device.type == "cuda" or option in FAULTS else ["tiled"]
+        others = ["tiled", "triton"] if device.type == "cuda" or option in FAILURES else ["tiled"]
         others = [f"attention={impl}" for impl in others if option not in ABILITIES[impl].lacks]
         out = ["leave it out"] * (option in TRITONS) + [f"use {' or '.join(others)}"] * bool(others)
         return f"{line.replace('{impl}', thing)}; {' or '.join(out)}"
@@ -160,7 +160,7 @@ def resolve(
 
     auto is the first of these that can do what is wanted:
     - without a GPU tiled, so that the code to read is the code that runs (sdpa is faster there: docs/training.md);
-    - on a GPU triton, then tiled, for dropout or a broken switch, and on a Hopper GPU where it was measured to be
+    - on a GPU triton, then tiled, for dropout or a failure, and on a Hopper GPU where it was measured to be
       faster in training: HOPPER_FROM;
     - on a GPU else sdpa, then triton, then tiled. sdpa has no windows, documents, block masks, softcap and ALiBi, and
       returns no lse (lse=True).
@@ -175,7 +175,7 @@ def resolve(
         order = ["tiled"]
         if device.startswith("cuda"):
             order = ["sdpa", "triton", "tiled"]
-            if config.dropout_p > 0 or break_it.without or hopper_is_faster(config, device, model, dtype):
+            if config.dropout_p > 0 or break_it.broken or hopper_is_faster(config, device, model, dtype):
                 order = ["triton", "tiled"]
         asked = options | ({"lse": "lse"} if lse else {})
         able = (impl for impl in order if not why_not(impl, asked, device))
@@ -207,24 +207,24 @@ def check_switches(
     documents: bool = False,
     softmax_scale: float | None = None,
 ) -> None:
-    """Raises ValueError if a switch is off that has nothing to remove from this implementation or problem."""
-    if not break_it.without:
+    """Raises ValueError for a failure that has nothing to remove from this implementation or problem."""
+    if not break_it.broken:
         return
     scale = config.softmax_scale if softmax_scale is None else softmax_scale
     elsewhere = config.window or config.windows or config.documents or config.block_mask or documents
     idle = {
-        "scale_scores": scale is not None and f"softmax_scale={scale} is no 1 / sqrt(D); leave it out",
-        "global_mask": (not causal and "there is no causal mask to break; use causal=True")
+        "no_scale": scale is not None and f"softmax_scale={scale} is no 1 / sqrt(D); leave it out",
+        "local_mask": (not causal and "there is no causal mask to break; use causal=True")
         or (elsewhere and "only the causal mask can be broken; leave out window, windows, documents and block_mask"),
         **{
-            switch: config.dropout_p == 0 and f"there is no dropout to draw; use {FAILURES[FAULTS[switch]].wakes}"
-            for switch in ("same_seed", "restore_seed")
+            name: config.dropout_p == 0 and f"there is no dropout to draw; use {FAILURES[name].wakes}"
+            for name in ("stale_seed", "unrestored_seed")
         },
     }
     lacks = ABILITIES[config.impl].lacks if config.impl in ABILITIES else {}
-    for switch in break_it.without:
+    for name in break_it.broken:
         typed = f"break_it={break_it.label}"
-        if switch in lacks:
-            raise ValueError(why_not(config.impl, {switch: typed}))
-        if idle.get(switch):
-            raise ValueError(f"{typed}: {idle[switch]}")
+        if name in lacks:
+            raise ValueError(why_not(config.impl, {name: typed}))
+        if idle.get(name):
+            raise ValueError(f"{typed}: {idle[name]}")

@@ -250,7 +250,7 @@ def problem_of(
     else:
         key = (
             OPTIONS(config), blocks and tuple(blocks), q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
-            tuple(tokens), causal, softmax_scale, break_it.without, break_it.score_gain, dropped,
+            tuple(tokens), causal, softmax_scale, break_it.broken, break_it.score_gain, dropped,
         )  # fmt: skip
         if key not in KINDS:
             if len(KINDS) >= MANY:
@@ -270,7 +270,7 @@ def problem_of(
         if not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
             raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
         dropout = dropout._replace(seed=seed, numbers=numbers) if dropped else dropout
-    return Problem(mask, score, dropout, kind.without, kind.kind)
+    return Problem(mask, score, dropout, kind.broken, kind.kind)
 
 
 def kind_of(
@@ -282,7 +282,7 @@ def kind_of(
     check_switches(config, break_it, causal, bool(tokens), softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
-    usual = q.shape[-1] ** -0.5 if break_it.scale_scores else 1.0
+    usual = q.shape[-1] ** -0.5 if "no_scale" not in break_it.broken else 1.0
     usual = usual if config.softmax_scale is None else config.softmax_scale
     scale = usual if softmax_scale is None else softmax_scale
     if not 0 < scale < INF:
@@ -296,7 +296,7 @@ def kind_of(
         softcap=config.softcap,
         block_size=config.block_mask_size,
         drop_threshold=drop_threshold(config.dropout_p) if dropped else 0,
-        without=break_it.without,
+        broken=break_it.broken,
         **tokens,
     ).having()
 
@@ -342,7 +342,7 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
 
 def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """o (B, H, T, D) in q's dtype and lse (B, H, T), float32 (float64 for float64 inputs), by the formulas."""
-    rows, columns, without = range(problem.T), range(problem.T_k), problem.without
+    rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, dim=1)  # (B, H, T_k, D)
     v = v.repeat_interleave(groups, dim=1)
@@ -361,8 +361,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     s = s.masked_fill(~visible(problem, rows, columns, q.device).unsqueeze(1), -INF)  # 2
     # 3: m cancels out of p and its gradient; it only keeps exp from overflowing. A row that sees no key has m = -inf,
     # and exp(-inf - -inf) would be NaN, so its m is set to 0.
-    m = torch.zeros_like(s[..., :1]) if "subtract_max" in without else s.detach().amax(-1, keepdim=True)
-    guard = "guard_empty_rows" not in without
+    m = torch.zeros_like(s[..., :1]) if "no_max" in broken else s.detach().amax(-1, keepdim=True)
+    guard = "unguarded_mask" not in broken
     m = m.masked_fill(m == -INF, 0.0) if guard else m
     p = torch.exp2((s - m) * LOG2E)  # exp(s - m). torch.exp takes 400 times as long for -inf, a hidden score
     l = p.sum(-1, keepdim=True)  # (B, H, T, 1)

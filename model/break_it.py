@@ -1,90 +1,21 @@
-"""Switches that take lines out of attention on purpose, and words for what each removes and what you then see.
+"""Failures: lines that can be taken out of attention on purpose, each with its name and its words.
 
-Each switch is read at the line that it removes: in model/attention.py (naive), model/tiled.py, model/mask.py,
-model/gpt.py (restore_seed) and kernels/. Each failure has a name and a file in conf/break_it: `break_it=no_max`.
+A failure has one name, from the command line to the line that it takes out: `break_it=no_max`, BreakIt.broken,
+Problem.broken and `"no_max" in problem.broken`. Those lines are in model/attention.py (naive), model/tiled.py,
+model/mask.py, model/gpt.py (unrestored_seed) and kernels/.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 from conf.keys import check, key
 
 
-@dataclass
-class BreakIt:
-    """Takes a line out of the algorithm, to show what it is for. With every switch True the algorithm is whole."""
-
-    # Without the maximum l, the sum of exp(s), overflows once the log-sum-exp of a row passes 88.7, the log of the
-    # largest float32. If n keys have equal scores, this happens at a score of 88.7 - ln n. So long rows of equal scores
-    # fail first. Then l = inf and o = finite / inf = 0, without an error. If acc or a weight overflows too, o is NaN. A
-    # weight overflows at a score of 88.7. If |v| is above 1, acc may overflow while l does not, and o is infinite.
-    # Below the limits nothing changes, so the failure can sleep for weeks. In naive (which has no acc), tiled and
-    # triton.
-    subtract_max: bool = key(True, "false: exp(s) without subtracting the row's maximum")
-    # The running maximum starts at 0 and never falls below it. The result is right while each row has a score well
-    # above -87. Near -87 exp(s) passes the smallest normal float32, and exp(s) v loses digits, earlier for a smaller v.
-    # Once l is below this number, tiled's o shrinks, because step 6 divides by no less. From -104 down every exp(s) is
-    # 0, so o is 0 and the row learns nothing; triton on a GPU takes exp(s) as 0 from -87 down. In tiled and triton
-    # (naive has no running maximum).
-    start_low: bool = key(True, "false: the running maximum starts at 0, not at the lowest number")
-    # Without alpha the earlier tiles keep the scale of an older, smaller maximum and weigh too much. The output is
-    # finite but wrong. The error grows with the scores, and training makes the scores larger. The output is right if
-    # one tile holds all keys. In tiled and triton.
-    rescale_sum: bool = key(True, "false: the sum of earlier tiles keeps the scale of an older maximum")
-    rescale_output: bool = key(True, "false: the output of earlier tiles keeps the scale of an older maximum")
-    # Without 1 / sqrt(D) the scores of normally distributed q and k have a standard deviation of sqrt(D), not 1.
-    # Softmax then puts nearly all weight of most rows on one key, and passes on hardly any gradient there. In the other
-    # rows dq and dk are too large, because the factor is missing in the backward too. Nothing is NaN. The loss falls
-    # more slowly; in 100 steps you see that only with a larger score_gain. In all implementations.
-    scale_scores: bool = key(True, "false: scores without 1 / sqrt(D), D the head size")
-    # Without the tile's position the causal mask compares row and column numbers within each tile. A row then sees keys
-    # of the future and misses keys of the past. Only the first tile is right, so all is right if one tile holds
-    # everything. The training loss falls below what the text allows, and samples are rubbish. With block_m above
-    # block_n more rows see the future. The gradients belong to the wrong mask. In tiled and triton (naive has no
-    # tiles).
-    global_mask: bool = key(True, "false: row and column are compared within their tile, and the future leaks")
-    # Without the guards a row that sees no key has m = -inf, and exp(-inf - -inf) is NaN. With tiles this also happens
-    # to a row that sees no key of its first tile, as under a window. The NaN spreads to dk and dv of every key in that
-    # row's tiles. Harmless if each row sees a key of its first tile, as with a causal mask alone and T = T_k. In
-    # naive, tiled and triton.
-    guard_empty_rows: bool = key(True, "false: a row that sees nothing computes exp(-inf - -inf), which is NaN")
-    # Without the same seed the backward drops other weights than the forward did. The first loss is right to the last
-    # bit, but its gradients are wrong. Training is slow or diverges. In tiled and triton (naive keeps its
-    # mask).
-    same_seed: bool = key(True, "false: the backward drops other weights than the forward did")
-    # With activation checkpointing the backward computes each block again (model/gpt.py). If the old seed is
-    # not restored, the block draws a new dropout mask. The first loss is right, but its gradients belong to another
-    # network. In all implementations.
-    restore_seed: bool = key(True, "false: a block that is computed again draws another dropout mask")
-    # Without wide sums each tile's p v is rounded to 16 bits before it is added. Keys that tie at the maximum have a
-    # weight of exactly 1. If their values have one sign, the sum of two or more often lies halfway between two 16-bit
-    # numbers, and the small weights of the other keys always push the rounding the same way. With three ties o is off
-    # by 0.16 of its last digit on average. delta carries the error into dq and dk, and over thousands of steps the bias
-    # adds up (Qiu and Yao 2025, arXiv 2510.04212). No effect in float32. In tiled and triton (naive rounds once, at
-    # the end).
-    wide_output: bool = key(True, "false: each tile's p v is rounded to 16 bits before it is added")
-    score_gain: float = key(
-        1.0, "multiplies the scores, so that a failure shows sooner", above=0, most=1e30, usual="1: as it is"
-    )
-
-    def __post_init__(self):
-        check(self, "break_it.")
-        # The switches that are off, for Problem.without. Computed here, so that torch.compile does not trace the loop.
-        self.without = tuple(switch for switch in FAULTS if not getattr(self, switch))
-
-    @property
-    def label(self) -> str:
-        """The name of what is broken, for banners, run names and tags; empty if nothing is."""
-        parts = [FAULTS[switch] for switch in self.without]
-        parts += [] if self.score_gain == 1.0 else [f"gain_{self.score_gain:g}"]
-        return "+".join(parts).replace("no_rescale_sum+no_rescale_output", "no_rescale")
-
-
 class Failure(NamedTuple):
-    """A failure in words, for tables and pictures."""
+    """A failure in words, for --help, tables and pictures."""
 
-    switches: tuple[str, ...]  # the fields of BreakIt that are off
     removed: str
     seen: str  # what the first 100 steps show, run with `wakes`
     why: str
@@ -95,7 +26,6 @@ class Failure(NamedTuple):
 
 FAILURES = {
     "no_max": Failure(
-        ("subtract_max",),
         "the maximum",
         "nothing for some 30 steps, while the scores grow; then NaN, and the run stops before the update. If a row has "
         "many equal scores, its o becomes 0 earlier, without an error",
@@ -109,7 +39,6 @@ FAILURES = {
         acts="once l or acc of a row passes exp(88.7) (in fp16 also once a score passes 11.1)",
     ),
     "no_rescale": Failure(
-        ("rescale_sum", "rescale_output"),
         "the rescaling",
         "the loss falls as usual for 50 steps, then rises; the scores keep growing; never NaN",
         "earlier tiles computed their weights with a smaller maximum. Without the rescaling these weights stay too "
@@ -118,7 +47,6 @@ FAILURES = {
         acts="once the maximum of a row grows after its first tile of keys",
     ),
     "no_rescale_sum": Failure(
-        ("rescale_sum",),
         "the rescaling of the sum l",
         "the loss falls as usual for 60 steps, then rises; the scores keep growing; never NaN",
         "l is the sum of the weights. Without the rescaling, the weights of earlier tiles enter l too large. So l is "
@@ -128,7 +56,6 @@ FAILURES = {
         not_in_naive="naive rescales nothing, because it has one pass",
     ),
     "no_rescale_output": Failure(
-        ("rescale_output",),
         "the rescaling of the output acc",
         "the loss falls as usual for 30 steps, then rises; o becomes several times too large; never NaN",
         "acc is the sum of the weights times v. Without the rescaling, the weights of earlier tiles enter acc too "
@@ -138,7 +65,6 @@ FAILURES = {
         not_in_naive="naive rescales nothing, because it has one pass",
     ),
     "zero_init_max": Failure(
-        ("start_low",),
         "the low start of the running maximum",
         "rows of o are 0; at first the gradient norm is many times larger than in the unbroken run; the loss stays "
         "somewhat higher",
@@ -156,7 +82,6 @@ FAILURES = {
         not_in_naive="naive has no running maximum",
     ),
     "local_mask": Failure(
-        ("global_mask",),
         "the tile's position in the mask",
         "from step 50 on the training and the validation loss are far lower than in the unbroken run, because tokens "
         "see the future; the samples make no sense",
@@ -167,7 +92,6 @@ FAILURES = {
         not_in_naive="naive has no tiles",
     ),
     "no_scale": Failure(
-        ("scale_scores",),
         "1 / sqrt(D)",
         "from step 50 on the loss is somewhat higher than in the unbroken run; never NaN",
         "the scores are sqrt(D) times too large. So softmax puts most of a row's weight on few keys, and with large "
@@ -178,7 +102,6 @@ FAILURES = {
         acts="always; the effect grows with the head size D",
     ),
     "unguarded_mask": Failure(
-        ("guard_empty_rows",),
         "the guard for rows that have seen no key",
         "NaN at the first step, before the first update",
         "without the guard m starts at -inf. As long as a row has seen no key, its m stays -inf, and exp(-inf - -inf) "
@@ -188,7 +111,6 @@ FAILURES = {
         acts="where a row sees no key of the first tile that is computed for it, for example under a window",
     ),
     "stale_seed": Failure(
-        ("same_seed",),
         "the dropout seed that the backward shares with the forward",
         "the first loss is right to the last bit; after 50 steps the loss and the gradient norm rise",
         "with another seed the backward drops other weights than the forward did",
@@ -197,7 +119,6 @@ FAILURES = {
         not_in_naive="naive keeps its dropout mask for the backward",
     ),
     "unrestored_seed": Failure(
-        ("restore_seed",),
         "the reset of the dropout seed before a block is computed again",
         "the first loss is right, and for 50 steps the loss hardly differs from that of the unbroken run; at step 100 "
         "it is about 0.1 nats higher. dq, dk and dv are wrong from the first step on: metrics.jsonl records their "
@@ -208,7 +129,6 @@ FAILURES = {
         acts="in the backward, with dropout and activation checkpointing",
     ),
     "bf16_ties": Failure(
-        ("wide_output",),
         "float32 for each tile's product p v",
         "nothing: over 100 steps the loss differs from that of the unbroken run by no more than noise. python "
         "breakit.py failure=bf16_ties shows the errors of o",
@@ -223,17 +143,65 @@ FAILURES = {
         not_in_naive="naive has one product and rounds it once",
     ),
 }
-
-# The name of the failure for each switch, in the order of BreakIt's fields. (no_rescale turns off two.)
-FAULTS = {
-    field.name: name
-    for field in fields(BreakIt)
-    for name, failure in FAILURES.items()
-    if failure.switches == (field.name,)
-}
-# The switches that an implementation does not have, and why.
+PARTS = {"no_rescale": ("no_rescale_sum", "no_rescale_output")}  # a failure that is several others at once
+# The failures that an implementation has nothing to remove for, and why.
 LACKS: dict[str, Mapping[str, str]] = {
-    "naive": {f.switches[0]: f.not_in_naive for f in FAILURES.values() if f.not_in_naive},
-    "sdpa": dict.fromkeys(FAULTS.keys() - {"scale_scores", "restore_seed"}, "torch's sdpa cannot be broken"),
+    "naive": {name: f.not_in_naive for name, f in FAILURES.items() if f.not_in_naive},
+    "sdpa": dict.fromkeys(FAILURES.keys() - {"no_scale", "unrestored_seed"}, "torch's sdpa cannot be broken"),
 }
+# What older versions had: a switch for each failure, false where it was taken out.
+SWITCHES = {
+    "subtract_max": "no_max",
+    "start_low": "zero_init_max",
+    "rescale_sum": "no_rescale_sum",
+    "rescale_output": "no_rescale_output",
+    "scale_scores": "no_scale",
+    "global_mask": "local_mask",
+    "guard_empty_rows": "unguarded_mask",
+    "same_seed": "stale_seed",
+    "restore_seed": "unrestored_seed",
+    "wide_output": "bf16_ties",
+}
+
+
+@dataclass
+class BreakIt:
+    """What is taken out of the algorithm, to show what it is for. With nothing broken the algorithm is whole."""
+
+    broken: Any = key((), "the failures, by name: none, no_max, or several as [no_max,no_scale]")
+    score_gain: float = key(
+        1.0, "multiplies the scores, so that a failure shows sooner", above=0, most=1e30, usual="1: as it is"
+    )
+
+    def __post_init__(self):
+        check(self, "break_it.")
+        names = list(self.broken) if isinstance(self.broken, list | tuple) else [self.broken]
+        known = ["none", *FAILURES]
+        for name in names:
+            if name not in known:
+                nearest = "".join(f"; did you mean {like}?" for like in get_close_matches(str(name), known, 1))
+                raise ValueError(f"break_it={name} is not known; choose {', '.join(known)}{nearest}")
+        parts = {part for name in names for part in PARTS.get(name, (name,))}
+        self.broken = tuple(name for name in FAILURES if name in parts)  # as Problem.broken has them
+
+    @property
+    def label(self) -> str:
+        """The name of what is broken, for banners, run names and tags; empty if nothing is."""
+        parts = [*self.broken] if self.score_gain == 1.0 else [*self.broken, f"gain_{self.score_gain:g}"]
+        return "+".join(parts).replace("no_rescale_sum+no_rescale_output", "no_rescale")
+
+    @property
+    def mended(self) -> "BreakIt":
+        """The whole algorithm, with the same score_gain."""
+        return BreakIt(score_gain=self.score_gain)
+
+
+def of_older(kept: Any) -> Any:
+    """The break_it of a configuration as it is written today, if an older version wrote it; else kept itself."""
+    if not isinstance(kept, dict) or not any(kept.get(switch) in (True, False) for switch in SWITCHES):
+        return kept
+    rest = {key: value for key, value in kept.items() if type(value) is not bool or key not in SWITCHES}
+    return rest | {"broken": [name for switch, name in SWITCHES.items() if kept.get(switch) is False]}
+
+
 UNBROKEN = BreakIt()

@@ -421,7 +421,8 @@ class GPT(nn.Module):
         also with activation checkpointing and with CUDA graphs.
         """
         L = self.config.n_layer
-        attention = L if self.training and self.attention_config.dropout_p > 0 and self.break_it.restore_seed else 0
+        one_mask = self.attention_config.dropout_p > 0 and "unrestored_seed" not in self.break_it.broken
+        attention = L if self.training and one_mask else 0
         stream = L + 1 if self.training and self.config.dropout_p > 0 else 0
         drawn = draw_seeds(attention + stream, device).unbind() if attention + stream else ()
         return drawn[:attention] or [None] * L, drawn[attention:] or [None] * (L + 1)

@@ -41,7 +41,7 @@ def visible(problem: Problem, rows: range, columns: range, device: torch.device)
     seen = torch.ones(len(rows), len(columns), dtype=torch.bool, device=device)
     if mask.at_most is not None:
         # With break_it=local_mask row and column are counted within the tile.
-        seen = j - columns.start <= i - i[0] if "global_mask" in problem.without else j <= i + mask.at_most
+        seen = j - columns.start <= i - i[0] if "local_mask" in problem.broken else j <= i + mask.at_most
     if mask.at_least is not None:
         seen &= j >= i + mask.at_least
     if mask.blocks is not None:  # a row before the first key (T > T_k) counts as in the first block
@@ -75,7 +75,7 @@ class Tiling:
         self.mask = mask = problem.mask
         self.row_tiles, self.column_tiles = tiles(problem.T, block_m), tiles(problem.T_k, block_n)
         # break_it=local_mask breaks the causal mask: then no tile is EMPTY, and none is WHOLE.
-        self.local = "global_mask" in problem.without
+        self.local = "local_mask" in problem.broken
         self.at_least, self.at_most = mask.at_least, None if self.local else mask.at_most
         self.blocks = None if mask.blocks is None else mask.blocks.cpu().numpy()
         self.edges = self.read_edges()

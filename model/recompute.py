@@ -31,7 +31,7 @@ class RecomputingGPT(GPT):
     """A GPT for training: its blocks run as model.activation_checkpointing and model.chunk say."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt = UNBROKEN):
-        if not break_it.restore_seed and config.activation_checkpointing != "true":
+        if "unrestored_seed" in break_it.broken and config.activation_checkpointing != "true":
             raise ValueError(
                 f"break_it={break_it.label}: no block is computed again; use model.activation_checkpointing=true"
             )
@@ -53,7 +53,7 @@ def in_less_memory(block: Block, x: Tensor, context: Context, form: str, chunk: 
         return in_pieces(block, x, context, chunk)
     run: Callable[..., Any] = in_pieces
     restore = draws_itself(block.attention_config)
-    if not block.break_it.restore_seed:  # a compiled graph would keep the seed instead of drawing it again
+    if "unrestored_seed" in block.break_it.broken:  # a compiled graph would keep the seed instead of drawing it again
         run, restore = torch.compiler.disable(redrawn), False
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=restore)
     if form == "true":
@@ -64,7 +64,7 @@ def in_less_memory(block: Block, x: Tensor, context: Context, form: str, chunk: 
 
 
 def redrawn(block: Block, x: Tensor, context: Context, chunk: int | None) -> Tensor:
-    """For break_it.restore_seed=false: draws the seed here, so a block that is computed again gets another one."""
+    """For break_it=unrestored_seed: draws the seed here, so a block that is computed again gets another one."""
     return in_pieces(block, x, context._replace(seed=torch.randint(2**63 - 1, (), device=x.device)), None)
 
 

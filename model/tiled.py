@@ -138,7 +138,7 @@ def forward_tiles(
 
     watch: takes copies of a tile's scores, s (with hidden scores), p and z (None without dropout), all (N, R, S).
     """
-    (block_m, block_n, order), wide, without = loops, sum_dtype(q.dtype), problem.without
+    (block_m, block_n, order), wide, broken = loops, sum_dtype(q.dtype), problem.broken
     tiling = Tiling(problem, block_m, block_n)
     qn, kn, vn = by_key_head(q, k, v)
     N, G, T, _ = qn.shape
@@ -147,14 +147,14 @@ def forward_tiles(
     if order == "queries_outside":  # the rows' state stays on chip; k and v are loaded again for every tile of rows
         for rows, visits in tiling.by_rows():
             q_i = load(qn, rows)
-            state = nothing_seen(q_i, wide, without)
+            state = nothing_seen(q_i, wide, broken)
             for tile in visits:
                 k_j, v_j = load(kn, tile.columns), load(vn, tile.columns)
                 state = absorb(tile, q_i, k_j, v_j, state, problem, on_chip, watch)
                 yield rows, tile, state
-            yield rows, None, finish(state, without)
+            yield rows, None, finish(state, broken)
     else:  # k and v are loaded once; the rows' state is in slow memory, moved in and out for every tile of keys
-        slow = [x.view(N, G, T, x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide, without)]
+        slow = [x.view(N, G, T, x.shape[-1]) for x in nothing_seen(qn.flatten(1, 2), wide, broken)]
         for columns, visits in tiling.by_columns():
             k_j, v_j = load(kn, columns), load(vn, columns)
             for tile in visits:
@@ -166,7 +166,7 @@ def forward_tiles(
         # The paper divides by l in every pass, so o is right after each. Dividing once at the end is the same.
         for rows in tiling.row_tiles:
             m, l, acc = (load(x, rows) for x in slow)
-            yield rows, None, finish((m, l, acc), without)
+            yield rows, None, finish((m, l, acc), broken)
 
 
 def gradients(
@@ -189,7 +189,7 @@ def backward_tiles(
 
     saved: q, k, v, o, lse. watch: takes copies of delta, and of a tile's s, p, z, dp, zp and ds.
     """
-    (q, k, v, o, lse), (block_m, block_n, order), without = saved, loops, problem.without
+    (q, k, v, o, lse), (block_m, block_n, order), broken = saved, loops, problem.broken
     dk, dv = (like_heads(k.shape, lse) for _ in "kv")
     problem = problem.in_backward()
     q, k, v = by_key_head(q, k, v)
@@ -201,7 +201,7 @@ def backward_tiles(
     note(watch, delta=delta)
     # A row that sees no key has lse = -inf. inf in its place makes all its weights 2**-inf = 0.
     lse2 = lse * LOG2E
-    if "guard_empty_rows" not in without:
+    if "unguarded_mask" not in broken:
         lse2 = lse2.masked_fill(lse == -INF, INF)
     factors = q.dtype if q.is_cuda else wide  # of products. Without a GPU a tile is converted once, when it is loaded
     terms = ((x.view(N, G, T, 1), wide) for x in (lse2, delta))
@@ -242,9 +242,9 @@ def backward_tiles(
     yield None, (dq, dk, dv)
 
 
-def nothing_seen(q_i: Tensor, dtype: torch.dtype, without: tuple[str, ...] = ()) -> State:
+def nothing_seen(q_i: Tensor, dtype: torch.dtype, broken: tuple[str, ...] = ()) -> State:
     """The state before the first tile: m, l (N, R, 1) and acc (N, R, D)."""
-    start = 0.0 if "start_low" in without else -INF if "guard_empty_rows" in without else LOWEST
+    start = 0.0 if "zero_init_max" in broken else -INF if "unguarded_mask" in broken else LOWEST
     m = torch.full((*q_i.shape[:2], 1), start, dtype=dtype, device=q_i.device)
     return m, torch.zeros_like(m), torch.zeros(q_i.shape, dtype=dtype, device=q_i.device)
 
@@ -259,35 +259,35 @@ def absorb(
     if tile.seen == PART:
         hide(s, tile, problem)  # 2
     note(watch, s=s)
-    p, m, l, alpha = online_softmax(s, m, l, problem.without)  # 3
+    p, m, l, alpha = online_softmax(s, m, l, problem.broken)  # 3
     z = None if problem.seed is None else dropout_factor(p, tile, problem)  # 4
     note(watch, p=p, z=z)
     p = (p if z is None else p.mul_(z)).to(v_j.dtype)
     acc.mul_(alpha)  # 5
-    if "wide_output" in problem.without and v_j.dtype != acc.dtype:
+    if "bf16_ties" in problem.broken and v_j.dtype != acc.dtype:
         return m, l, acc.add_(torch.bmm(p, v_j))
     return m, l, add_product(acc, p, v_j)
 
 
 def online_softmax(
-    s: Tensor, m: Tensor, l: Tensor, without: tuple[str, ...] = ()
+    s: Tensor, m: Tensor, l: Tensor, broken: tuple[str, ...] = ()
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Step 3 for one tile of scores: returns p (in s's memory), and the new m, l and alpha.
 
     s (N, R, S); m, l, alpha (N, R, 1). m and l are those of the tiles so far, LOWEST and 0 before the first.
     """
-    m_new = torch.zeros_like(m) if "subtract_max" in without else torch.maximum(m, s.amax(-1, keepdim=True))
+    m_new = torch.zeros_like(m) if "no_max" in broken else torch.maximum(m, s.amax(-1, keepdim=True))
     p = s.sub_(m_new).exp2_()
     alpha = torch.exp2(m - m_new)  # rescales what the earlier tiles gave
-    l = (l if "rescale_sum" in without else alpha * l) + p.sum(-1, keepdim=True)
-    return p, m_new, l, torch.ones_like(alpha) if "rescale_output" in without else alpha
+    l = (l if "no_rescale_sum" in broken else alpha * l) + p.sum(-1, keepdim=True)
+    return p, m_new, l, torch.ones_like(alpha) if "no_rescale_output" in broken else alpha
 
 
-def finish(state: State, without: tuple[str, ...] = ()) -> tuple[Tensor, Tensor]:
+def finish(state: State, broken: tuple[str, ...] = ()) -> tuple[Tensor, Tensor]:
     """Step 6: o (N, R, D), in acc's memory, and lse (N, R, 1). A row that sees no key has o = 0 / TINY = 0, and
     lse = log 0 = -inf."""
     m, l, acc = state  # 6
-    return acc.div_(l if "guard_empty_rows" in without else l.clamp(min=TINY)), m / LOG2E + l.log()
+    return acc.div_(l if "unguarded_mask" in broken else l.clamp(min=TINY)), m / LOG2E + l.log()
 
 
 def weights_again(

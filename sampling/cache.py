@@ -358,7 +358,7 @@ class KVCache:
 
 
 def refusal(model: GPT) -> str | None:
-    """Why a model samples without a cache; None if it has one. decode() reads no switch of break_it: it would compute
+    """Why a model samples without a cache; None if it has one. decode() reads no failure of break_it: it would compute
     whole attention."""
     return why_not("cache", wanted(model.attention_config, model.break_it)) or None
 

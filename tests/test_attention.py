@@ -528,7 +528,7 @@ def test_auto_is_resolved_once_and_never_to_what_lacks_something(monkeypatch, ca
     assert resolve(replace(auto, window=8), "cuda").impl == special
     assert resolve(auto, "cuda", lse=True).impl == special
     assert resolve(replace(auto, dropout_p=0.1), "cuda").impl == special
-    assert resolve(auto, "cuda", BreakIt(subtract_max=False)).impl == special
+    assert resolve(auto, "cuda", BreakIt("no_max")).impl == special
     assert resolve(replace(auto, order="keys_outside"), "cuda").impl == "tiled"
 
 

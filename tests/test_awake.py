@@ -29,7 +29,7 @@ SLEEPS = dict.fromkeys(FAILURES, ()) | {
 def looked(name: str, arguments: tuple[str, ...], training: bool = True, growth: float = 1.0):
     """The effects that a fresh model's look finds, and the line. growth: of the weights that make q and k."""
     cfg = train.Config(model=GPTConfig(**SIZE))
-    cfg.break_it = BreakIt(**dict.fromkeys(FAILURES[name].switches, False))
+    cfg.break_it = BreakIt(name)
     cfg.attention.impl, cfg.attention.block_m, cfg.attention.block_n = "tiled", 16, 16
     for key, value in (argument.split("=") for argument in arguments):
         *path, last = key.split(".")

@@ -342,7 +342,8 @@ def test_a_value_of_the_model_that_cannot_be(refused_training, typed, answer):
     attention.dropout_p=-0.1                                dropout_p=-0.1 is outside [0, 1)
     attention=sdpa attention.window=8                       attention.window=8: sdpa has nothing of the kind
     attention.dropout_p=0.0001                              dropout_p=0.0001 is finer than the mask's steps
-    break_it.subtract_max=no_max                            break_it.subtract_max=no_max: the value must be of type
+    break_it.subtract_max=false                             here it is break_it=no_max for false
+    break_it=no_mx                                          break_it=no_mx is not known; choose none, no_max
     attention=naive break_it=no_rescale                     break_it=no_rescale: naive rescales nothing
     attention=sdpa break_it=no_max                          break_it=no_max: torch's sdpa cannot be broken
     attention=naive break_it=zero_init_max                  break_it=zero_init_max: naive has no running maximum

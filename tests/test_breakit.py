@@ -1,19 +1,17 @@
-"""Each switch of break_it fails in the way and by the amount that theory predicts, and only where it does."""
+"""Each failure of break_it fails in the way and by the amount that theory predicts, and only where it does."""
 
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from lab.panels import tied_errors
 from model.abilities import check_switches
 from model.attention import AttentionConfig, attention, attention_varlen
-from model.break_it import FAILURES, FAULTS, LACKS, UNBROKEN, BreakIt
+from model.break_it import FAILURES, LACKS, PARTS, SWITCHES, UNBROKEN, BreakIt, of_older
 from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from tests.reference import (
@@ -28,18 +26,17 @@ from tests.reference import (
     sees,
     table,
 )
-from training import config as configuration
 
 NAIVE, SDPA = AttentionConfig("naive"), AttentionConfig("sdpa")
-NO_MAX = BreakIt(subtract_max=False)
-NO_RESCALE = BreakIt(rescale_sum=False, rescale_output=False)
-ZERO_INIT = BreakIt(start_low=False)
-NO_SCALE = BreakIt(scale_scores=False)
-LOCAL = BreakIt(global_mask=False)
-UNGUARDED = BreakIt(guard_empty_rows=False)
-STALE = BreakIt(same_seed=False)
-UNRESTORED = BreakIt(restore_seed=False)
-TIES = BreakIt(wide_output=False)
+NO_MAX = BreakIt("no_max")
+NO_RESCALE = BreakIt("no_rescale")
+ZERO_INIT = BreakIt("zero_init_max")
+NO_SCALE = BreakIt("no_scale")
+LOCAL = BreakIt("local_mask")
+UNGUARDED = BreakIt("unguarded_mask")
+STALE = BreakIt("stale_seed")
+UNRESTORED = BreakIt("unrestored_seed")
+TIES = BreakIt("bf16_ties")
 TRITON_HERE = pytest.mark.skipif(
     find_spec("triton") is None or torch.cuda.is_available(), reason="wants the interpreter"
 )
@@ -176,7 +173,7 @@ def test_a_maximum_that_starts_at_zero_divides_a_low_row_by_the_smallest_normal_
 # --- the rescaling ---------------------------------------------------------------------------------------------------
 
 
-def broken_rescale(inputs, case: Case, block_n: int, rescale_sum: bool, rescale_output: bool) -> torch.Tensor:
+def broken_rescale(inputs, case: Case, block_n: int, failure: str) -> torch.Tensor:
     """What the theory says comes out: each tile's weights against the maximum of the tiles up to it, never corrected
     (or only the sum, or only the output). Float64, without any running quantity."""
     q, k, v = (inputs[name].double() for name in ("q", "k", "v"))
@@ -186,18 +183,17 @@ def broken_rescale(inputs, case: Case, block_n: int, rescale_sum: bool, rescale_
     for j in range(0, case.T, block_n):
         s_j = s[..., j : j + block_n]
         m_j = s[..., : j + block_n].amax(-1, keepdim=True)
-        top = top + torch.exp(s_j - (final if rescale_output else m_j)) @ v[..., j : j + block_n, :]
-        bottom = bottom + torch.exp(s_j - (final if rescale_sum else m_j)).sum(-1, keepdim=True)
+        top = top + torch.exp(s_j - (final if failure == "no_rescale_sum" else m_j)) @ v[..., j : j + block_n, :]
+        bottom = bottom + torch.exp(s_j - (final if failure == "no_rescale_output" else m_j)).sum(-1, keepdim=True)
     return top / bottom
 
 
-@pytest.mark.parametrize(("rescale_sum", "rescale_output"), [(False, False), (True, False), (False, True)])
-def test_without_the_rescaling_the_output_is_finite_and_wrong_by_just_what_was_left_out(rescale_sum, rescale_output):
+@pytest.mark.parametrize("failure", ["no_rescale", "no_rescale_output", "no_rescale_sum"])
+def test_without_the_rescaling_the_output_is_finite_and_wrong_by_just_what_was_left_out(failure):
     case = Case(256, D=64, sigma=2.0, B=1)
     inputs = case.inputs(torch.float64)
-    broken = BreakIt(rescale_sum=rescale_sum, rescale_output=rescale_output)
-    o = attention(inputs["q"], inputs["k"], inputs["v"], tiled(64, 64), break_it=broken)
-    predicted = broken_rescale(inputs, case, 64, rescale_sum, rescale_output)
+    o = attention(inputs["q"], inputs["k"], inputs["v"], tiled(64, 64), break_it=BreakIt(failure))
+    predicted = broken_rescale(inputs, case, 64, failure)
     assert_float64_right({"o": o}, {"o": predicted}, terms=case.T)
     assert error(o, oracle(inputs, case)["o"]) > 0.1 * largest(o)
 
@@ -209,8 +205,8 @@ def test_without_the_rescaling_the_output_is_finite_and_wrong_by_just_what_was_l
         (1.0, NO_RESCALE, 21),
         (2.0, NO_RESCALE, 63),
         (4.0, NO_RESCALE, 68),
-        (4.0, BreakIt(rescale_sum=False), 57),
-        (4.0, BreakIt(rescale_output=False), 125),
+        (4.0, BreakIt("no_rescale_sum"), 57),
+        (4.0, BreakIt("no_rescale_output"), 125),
     ],
 )
 def test_without_the_rescaling_the_error_grows_with_the_scores_as_measured_elsewhere(sigma, broken, percent):
@@ -410,49 +406,46 @@ def test_an_unrestored_seed_where_nothing_is_computed_again_is_refused():
     ("broken", "label"),
     [
         (BreakIt(), ""),
-        (BreakIt(rescale_sum=False), "no_rescale_sum"),
+        (BreakIt("no_rescale_sum"), "no_rescale_sum"),
         (NO_RESCALE, "no_rescale"),
-        (BreakIt(subtract_max=False, score_gain=8.0), "no_max+gain_8"),
+        (BreakIt("no_max", 8.0), "no_max+gain_8"),
         (BreakIt(score_gain=0.5), "gain_0.5"),
-        (BreakIt(global_mask=False, same_seed=False), "local_mask+stale_seed"),
+        (BreakIt(["stale_seed", "local_mask"]), "local_mask+stale_seed"),
     ],
 )
 def test_what_is_broken_has_a_name(broken, label):
     assert broken.label == label
 
 
-CONF = {path.stem: yaml.safe_load(path.read_text()) for path in (Path(__file__).parents[1] / "conf/break_it").iterdir()}
+@pytest.mark.parametrize("name", ["none", *FAILURES])
+def test_a_failure_is_chosen_by_its_name_alone_or_in_a_list(name):
+    one = BreakIt(name)
+    assert one.label == (name if name != "none" else "")
+    assert one == BreakIt([name]) == BreakIt(one.broken) == BreakIt(["none", *PARTS.get(name, [name])])
 
 
-def test_each_file_of_break_it_breaks_what_it_is_named_after():
-    assert {name: BreakIt(**keys).label for name, keys in CONF.items()} == {name: name for name in CONF} | {"none": ""}
-    assert CONF.keys() == {*FAULTS.values(), "no_rescale", "none"}
+def test_an_unknown_failure_is_answered_with_the_nearest():
+    for name in ("no_mx", None, 5, ["x"], {"no_max": 1}):
+        with pytest.raises(ValueError, match=rf"^break_it={re.escape(str(name))} is not known; choose none, no_max"):
+            BreakIt([name])
 
 
-def test_each_failure_has_a_file_of_break_it_with_its_switches_off():
-    off = {name: {switch for switch, on in keys.items() if on is False} for name, keys in CONF.items()}
-    assert {name: set(failure.switches) for name, failure in FAILURES.items()} | {"none": set()} == off
-
-
-def test_break_it_none_says_that_every_switch_is_on():
-    assert CONF["none"] == {field.name: field.default for field in fields(BreakIt)}
-
-
-def test_the_faults_are_every_switch_in_the_order_of_the_fields():
-    assert list(FAULTS) == [field.name for field in fields(BreakIt) if field.type is bool]
-
-
-def test_a_checkpoint_older_than_a_switch_loads_as_whole():
+def test_what_older_versions_wrote_is_read_by_the_names_of_today():
+    """They had a switch for each failure, and a checkpoint could be older than one of them."""
     old = {"subtract_max": False, "rescale_sum": True, "rescale_output": True, "score_gain": 2.0}
-    assert configuration.from_dict(BreakIt, old) == BreakIt(subtract_max=False, score_gain=2.0)
+    assert BreakIt(**of_older(old)) == BreakIt("no_max", 2.0)
+    assert BreakIt(**of_older(dict.fromkeys(SWITCHES, True))) == UNBROKEN
+    assert set(SWITCHES.values()) == FAILURES.keys() - PARTS.keys()
+    for today in ({"broken": ["no_max"], "score_gain": 1.0}, {}, None, {"subtract_max": "x"}, {"subtract_max": [1]}):
+        assert of_older(today) == today
 
 
 @pytest.mark.parametrize("impl", ["naive", "tiled", "triton", "sdpa"])
-@pytest.mark.parametrize("switch", FAULTS)
-def test_a_switch_runs_or_is_refused_with_a_way_out_that_is_none(impl, switch):
+@pytest.mark.parametrize("failure", FAILURES.keys() - PARTS.keys())
+def test_a_failure_runs_or_is_refused_with_a_way_out_that_is_none(impl, failure):
     """By the door that every call goes through. (triton is refused, or let through, before its kernels are asked.)"""
-    config, broken = AttentionConfig(impl, dropout_p=0.5), BreakIt(**{switch: False})
-    if switch in LACKS.get(impl, ()):
+    config, broken = AttentionConfig(impl, dropout_p=0.5), BreakIt(failure)
+    if failure in LACKS.get(impl, ()):
         with pytest.raises(ValueError, match=rf"^break_it={broken.label}: .*; use attention=tiled") as refused:
             check_switches(config, broken)
         ways = re.findall(r"attention=(\w+)", str(refused.value))
@@ -467,7 +460,7 @@ def test_a_switch_runs_or_is_refused_with_a_way_out_that_is_none(impl, switch):
     [
         (NAIVE, NO_RESCALE, {}, r"no_rescale: naive rescales nothing.*attention=tiled or attention=triton"),
         (SDPA, NO_MAX, {}, r"no_max: torch's sdpa cannot be broken; use attention=tiled or attention=triton"),
-        (NAIVE, replace(NO_MAX, start_low=False), {}, r"no_max\+zero_init_max: naive has no running maximum"),
+        (NAIVE, BreakIt(["no_max", "zero_init_max"]), {}, r"no_max\+zero_init_max: naive has no running maximum"),
         (NAIVE, NO_SCALE, {"softmax_scale": 0.3}, r"no_scale: softmax_scale=0\.3 is no 1 / sqrt\(D\); leave it out"),
         (tiled(softmax_scale=0.5), NO_SCALE, {}, r"no_scale: softmax_scale=0\.5"),
         (tiled(), LOCAL, {"causal": False}, r"local_mask: there is no causal mask to break; use causal=True"),
@@ -479,7 +472,7 @@ def test_a_switch_runs_or_is_refused_with_a_way_out_that_is_none(impl, switch):
         (tiled(), UNRESTORED, {}, r"use attention\.dropout_p=0\.5 model\.activation_checkpointing=true$"),
     ],
 )
-def test_a_switch_with_nothing_to_remove_is_refused(config, broken, options, message):
+def test_a_failure_with_nothing_to_remove_is_refused(config, broken, options, message):
     with pytest.raises(ValueError, match=message):
         attention(*torch.zeros(3, 1, 1, 8, 4), config, break_it=broken, **options)
 

@@ -207,7 +207,7 @@ def test_autocast_rounds_the_cache_and_not_the_sums():
     ("changes", "said"),
     [
         ({"block_mask": ["x"]}, r"attention.block_mask=\['x'\]: the cache has no block masks"),
-        ({"impl": "tiled", "break_it": BreakIt(subtract_max=False)}, "break_it=no_max: a cache would compute whole"),
+        ({"impl": "tiled", "break_it": BreakIt("no_max")}, "break_it=no_max: a cache would compute whole"),
         ({"impl": "tiled", "break_it": BreakIt(score_gain=2.0)}, "break_it=gain_2: a cache would compute whole"),
     ],
     ids=str,

@@ -355,7 +355,7 @@ def test_a_score_modifier_goes_where_the_page_says(row):
 
 
 def test_the_bias_of_sums_of_16_bits():
-    bias = tied_errors(3, BreakIt(wide_output=False)).mean().abs()
+    bias = tied_errors(3, BreakIt("bf16_ties")).mean().abs()
     assert f"with three such scores, o is off on average by {bias:.2f} of the distance between" in PAGE
     assert f"{drop_threshold(0.1)} of 256, {drop_threshold(0.1) / 2.56:.1f} %" in section("Dropout")
     assert f"Z is then 256 / {256 - drop_threshold(0.1)}" in section("Dropout")

@@ -12,7 +12,7 @@ import torch
 import breakit
 from lab.explorer import DROPOUT
 from lab.files import plain
-from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story, switches
+from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story
 from lab.trace import worked_example
 from lab.traffic import words_of
 from model.attention import AttentionConfig
@@ -116,7 +116,7 @@ def test_every_view_of_the_worked_example_has_its_story(committed):
 def test_the_numbers_of_a_tile_are_those_of_the_story(committed):
     """The third of the worked example's tiles of 2, no_rescale, straight from lab/story.py."""
     example, fields, sentences = (committed[1]["inputs"][0], committed[1]["fields"], committed[1]["sentences"])
-    broken = switches("no_rescale")
+    broken = BreakIt("no_rescale")
     tile = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=broken)[0][4]
     kept = dict(zip(fields, example["stories"]["0/2/no_rescale"]["tiles"][4], strict=True))
     assert [sentences[i] for i in kept.pop("says")] == [sentence(tile, row, 0, broken) for row in (2, 3)]
@@ -128,12 +128,12 @@ def test_the_numbers_of_dropout_and_of_the_backward_are_those_of_the_story(commi
     q, k, v = the_cat()
     options = {"block_m": 2, "block_n": 2, "causal": True, "softmax_scale": 0.5} | DROPOUT
     told = committed[1]["dropout"]
-    tile = story(q, k, v, break_it=switches("none"), **options)[0][4]
+    tile = story(q, k, v, break_it=BreakIt("none"), **options)[0][4]
     assert difference(told["stories"]["1/2"]["tiles"][4][:-1], plain(tile[:-1])) is None
     do = np.array(THE_CAT["do"], np.float64)
     for kind, changed in (
         ("dropout", {}),
-        ("stale_seed", {"break_it": BreakIt(same_seed=False)}),
+        ("stale_seed", {"break_it": BreakIt("stale_seed")}),
         ("none", {"dropout_p": 0.0}),
     ):
         found = backward(q, k, v, do, **options | changed)
@@ -147,9 +147,9 @@ def test_what_a_trained_head_leaves_out_has_a_reason_that_is_so(committed):
     assert set(head["why_not"]) == set(STORY_FAILURES) - set(head["failures"])
     q, k, v = (np.array(head[name]) for name in "qkv")
     options = {"block_m": 8, "block_n": 8, "softmax_scale": head["scale"]}
-    right = story(q, k, v, break_it=switches("none"), **options)[1]
+    right = story(q, k, v, break_it=BreakIt("none"), **options)[1]
     for failure, why in head["why_not"].items():
-        same = np.allclose(story(q, k, v, break_it=switches(failure), **options)[1], right)
+        same = np.allclose(story(q, k, v, break_it=BreakIt(failure), **options)[1], right)
         assert same == (why == "changes nothing in this data"), failure
 
 
@@ -253,7 +253,7 @@ def test_stepping_to_the_end_shows_the_published_output(view, tile, order):
 @in_a_browser
 def test_without_the_rescaling_the_end_shows_the_wrong_output_and_the_right_one_below_it(view):
     page = view("step=end&failure=no_rescale")
-    wrong = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=switches("no_rescale"))[1]
+    wrong = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=BreakIt("no_rescale"))[1]
     assert output(page) == np.round(wrong, 4).tolist()
     below = page.run('return [...document.querySelectorAll("#rows td.wrong small")].map(x => x.textContent)')
     assert [float(x) for x in below if float(x) < 1] == CAT_OUTPUT[3] + CAT_OUTPUT[4]  # and l, which is above 1
@@ -513,7 +513,7 @@ def test_weights_past_the_largest_number_are_told_from_those_below_it(view):
 @in_a_browser
 def test_the_dropout_page_marks_what_the_mask_drops_whatever_the_tiles(view):
     keep = keep_mask(torch.tensor(DROPOUT["seed"]), 1, range(5), range(5), DROPOUT["dropout_p"])[0]
-    options = {"causal": False, "break_it": switches("none")} | DROPOUT
+    options = {"causal": False, "break_it": BreakIt("none")} | DROPOUT
     for tile in (2, 5):
         page = view(f"page=dropout&step=end&tile={tile}")
         dropped = page.run("""return [...document.querySelectorAll(".scores .cell")].map(
@@ -537,7 +537,7 @@ def test_the_backward_page_ends_at_the_gradients(view, order, kind):
     if kind == "none":
         page.run('document.getElementById("dropout-0").click()')
     page.press("End")
-    changed = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"break_it": BreakIt(same_seed=False)}}[kind]
+    changed = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"break_it": BreakIt("stale_seed")}}[kind]
     found = backward(*the_cat(), np.array(THE_CAT["do"], np.float64), block_m=2, block_n=2, order=order, **changed)
     words = found.tiles[-1].words
     assert text(page, f"words-{order}") == f"{words} of {words}"

@@ -604,17 +604,16 @@ def test_without_the_maximum_nan_comes_once_a_score_passes_the_limit_and_not_bef
     assert o[0, 0, :63].isfinite().all()  # the other rows never see the score
 
 
-@pytest.mark.parametrize(("rescale_sum", "rescale_output"), [(False, False), (True, False), (False, True)])
-def test_without_the_rescaling_the_output_is_wrong_by_just_what_was_left_out(rescale_sum, rescale_output, tiles):
+@pytest.mark.parametrize("failure", ["no_rescale", "no_rescale_output", "no_rescale_sum"])
+def test_without_the_rescaling_the_output_is_wrong_by_just_what_was_left_out(failure, tiles):
     """Within the usual budget of what the theory predicts, where tiled with the same fault stands in for naive."""
     case = Case(256, D=64, sigma=2.0, B=1)
     inputs = case.inputs(torch.float32)
-    broken = BreakIt(rescale_sum=rescale_sum, rescale_output=rescale_output)
     o, of_tiled = (
-        attention(inputs["q"], inputs["k"], inputs["v"], config, break_it=broken)
+        attention(inputs["q"], inputs["k"], inputs["v"], config, break_it=BreakIt(failure))
         for config in (TRITON, AttentionConfig("tiled", 64, 64))
     )
-    predicted = broken_rescale(inputs, case, 64, rescale_sum, rescale_output)
+    predicted = broken_rescale(inputs, case, 64, failure)
     assert_within_budget({"o": o}, {"o": of_tiled}, {"o": predicted})
     assert error(o, oracle(inputs, case)["o"]) > 0.1 * largest(o)
 
@@ -622,7 +621,7 @@ def test_without_the_rescaling_the_output_is_wrong_by_just_what_was_left_out(res
 def test_without_the_rescaling_one_tile_of_all_keys_is_right():
     inputs = Case(60, B=1, sigma=4.0).inputs(torch.float32)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    broken = BreakIt(rescale_sum=False, rescale_output=False)
+    broken = BreakIt("no_rescale")
     assert torch.equal(attention(q, k, v, TRITON, break_it=broken), attention(q, k, v, TRITON))
 
 
@@ -632,7 +631,7 @@ def tiled_in_float64(inputs: dict, case: Case, broken: BreakIt) -> dict:
 
 @pytest.mark.parametrize("case", [Case(150, B=1, H=2, H_kv=1, D=16), Case(100, 170, B=1, D=16)], ids=case_name)
 def test_a_local_mask_is_that_of_tiled_in_the_backward_too(case):
-    inputs, broken = case.inputs(torch.float32), BreakIt(global_mask=False)
+    inputs, broken = case.inputs(torch.float32), BreakIt("local_mask")
     found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
     assert_within_budget(found, of_tiled, tiled_in_float64(inputs, case, broken))
 
@@ -640,7 +639,7 @@ def test_a_local_mask_is_that_of_tiled_in_the_backward_too(case):
 def test_a_local_mask_is_the_forwards_in_other_tiles_of_the_backward(tiles):
     tiles(64, 64, 32)
     case = Case(150, B=1, H=1, D=16)
-    inputs, broken = case.inputs(torch.float32), BreakIt(global_mask=False)
+    inputs, broken = case.inputs(torch.float32), BreakIt("local_mask")
     found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
     assert_within_budget(found, of_tiled, tiled_in_float64(inputs, case, broken))
 
@@ -649,7 +648,7 @@ def test_a_local_mask_is_the_forwards_in_other_tiles_of_the_backward(tiles):
 def test_a_stale_seed_leaves_the_forward_alone_and_spoils_its_gradients_as_in_tiled(dtype, tiles):
     tiles(32, 32)
     case = Case(130, B=1, H=1, D=16, dropout_p=0.3)
-    inputs, broken = case.inputs(dtype), BreakIt(same_seed=False)
+    inputs, broken = case.inputs(dtype), BreakIt("stale_seed")
     found, whole = run(inputs, case, TRITON, break_it=broken), run(inputs, case, TRITON)
     assert torch.equal(found["o"], whole["o"])
     assert not torch.equal(found["dv"], whole["dv"])
@@ -658,7 +657,7 @@ def test_a_stale_seed_leaves_the_forward_alone_and_spoils_its_gradients_as_in_ti
 
 @pytest.mark.parametrize("case", [Case(40, 24, B=1), Case(200, B=1, H=1, window=20)], ids=case_name)
 def test_without_guards_the_rows_are_nan_that_are_in_tiled(case):
-    inputs, broken = case.inputs(torch.float32), BreakIt(guard_empty_rows=False)
+    inputs, broken = case.inputs(torch.float32), BreakIt("unguarded_mask")
     found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
     assert found["o"].isnan().any()
     assert not found["o"].isnan().all()
@@ -669,7 +668,7 @@ def test_without_guards_the_rows_are_nan_that_are_in_tiled(case):
 def test_a_maximum_that_starts_at_zero_loses_the_rows_whose_scores_underflow():
     q, k, v = (Case(90, B=1, H=1, D=16).inputs(torch.float32)[name] for name in "qkv")
     q[..., 0], k[..., 0] = 20.0, -40.0  # every score is near -200
-    o, whole = (attention(q, k, v, TRITON, break_it=broken) for broken in (BreakIt(start_low=False), BreakIt()))
+    o, whole = (attention(q, k, v, TRITON, break_it=broken) for broken in (BreakIt("zero_init_max"), BreakIt()))
     assert not o.any()
     assert whole.any(-1).all()
 
@@ -677,7 +676,7 @@ def test_a_maximum_that_starts_at_zero_loses_the_rows_whose_scores_underflow():
 def test_a_maximum_that_starts_at_zero_is_harmless_for_usual_scores():
     case = Case(90, B=1, H=1, D=16)
     inputs = case.inputs(torch.float32)
-    found = run(inputs, case, TRITON, break_it=BreakIt(start_low=False))
+    found = run(inputs, case, TRITON, break_it=BreakIt("zero_init_max"))
     assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
 
 

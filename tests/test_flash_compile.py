@@ -205,15 +205,15 @@ def test_the_switches_of_break_it_cost_nothing(compiled, tmp_path):
     source = (ROOT / "kernels" / "flash.py").read_text(encoding="utf-8")
     narrow = source[source.index("        else:\n            acc += tl.dot(") :].split("\n    return")[0] + "\n"
     for with_switch, without, times in (
-        ("        if how.WIDE_OUTPUT:\n            acc = tl", "        acc = tl", 1),
+        ("        if not how.BF16_TIES:\n            acc = tl", "        acc = tl", 1),
         (narrow, "", 1),
         ("[how.BLOCK_M], how.START,", "[how.BLOCK_M], -3.4028234663852886e38,", 1),
-        ("    divisor = tl.where(l == 0, 1.0, l) if how.GUARD else l\n", "", 1),
+        ("    divisor = l if how.UNGUARDED_MASK else tl.where(l == 0, 1.0, l)\n", "", 1),
         ("task.keep_scale / divisor", "task.keep_scale / tl.where(l == 0, 1.0, l)", 1),
-        ("    if how.GUARD:\n        minus_lse2_i =", "    minus_lse2_i =", 1),
-        (" if how.SUBTRACT_MAX else m", "", 1),
-        ("(l * alpha if how.RESCALE_SUM else l)", "l * alpha", 1),
-        ("        if how.RESCALE_OUTPUT:\n            acc = acc", "        acc = acc", 1),
+        ("    if not how.UNGUARDED_MASK:\n        minus_lse2_i =", "    minus_lse2_i =", 1),
+        ("m if how.NO_MAX else ", "", 1),
+        ("(l if how.NO_RESCALE_SUM else l * alpha)", "l * alpha", 1),
+        ("        if not how.NO_RESCALE_OUTPUT:\n            acc = acc", "        acc = acc", 1),
         ("    if mask.local_m is not None:\n        seen = seen & (j % mask.local_n <= i % mask.local_m)\n", "", 1),
         ("        if mask.local_m is not None:\n            found = in_order(0, n, n, n)\n", "", 2),
     ):

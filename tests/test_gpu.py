@@ -281,23 +281,26 @@ def test_compiled_triton_is_one_graph_and_gives_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("switch", ["subtract_max", "rescale_sum", "rescale_output", "global_mask", "same_seed"])
-def test_triton_breaks_as_tiled_does_in_the_same_tiles(switch, sizes):
+FAILED = ["no_max", "no_rescale_sum", "no_rescale_output", "local_mask", "stale_seed"]
+
+
+@pytest.mark.parametrize("failure", FAILED)
+def test_triton_breaks_as_tiled_does_in_the_same_tiles(failure, sizes):
     case = Case(150, D=64, sigma=2.0, B=1, dropout_p=0.2)
-    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt(**{switch: False})
+    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt(failure)
     same = AttentionConfig("tiled", sizes.FLOAT32.BLOCK_M, sizes.FLOAT32.BLOCK_N)
     found, of_tiled, whole = (
         run(inputs, case, config, break_it=b) for config, b in ((TRITON, broken), (same, broken), (TRITON, BreakIt()))
     )
     reference = run(in_float64(inputs), case, same, break_it=broken)
     assert_within_budget(found, of_tiled, {name: x.cpu() for name, x in reference.items()})
-    if switch != "subtract_max":  # which no score is large enough for
+    if failure != "no_max":  # which no score is large enough for
         assert any(not torch.equal(found[name], whole[name]) for name in found)
 
 
 def test_without_guards_triton_has_nan_where_tiled_has():
     case = Case(40, 24, B=1)
-    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt(guard_empty_rows=False)
+    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt("unguarded_mask")
     found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
     assert found["o"].isnan().any()
     assert all(torch.equal(found[name].isnan(), of_tiled[name].isnan()) for name in ("o", "dq", "dk", "dv"))
@@ -908,7 +911,7 @@ def test_a_recorded_run_keeps_the_batch_that_stopped_it(tmp_path, capsys):
     import train
 
     cfg = small_run(tmp_path, "x", "graph", 200, {"impl": "triton"})
-    cfg.break_it, cfg.probe.every = BreakIt(subtract_max=False, score_gain=100.0), 1000
+    cfg.break_it, cfg.probe.every = BreakIt("no_max", 100.0), 1000
     cfg.optimizer.lr = 1e-2
     assert train.main(cfg) == 1
     (run,) = (path for path in tmp_path.iterdir() if path.name.startswith("x-"))

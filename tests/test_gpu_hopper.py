@@ -176,7 +176,7 @@ def test_auto_takes_the_faster_forward_that_can(case, taken):
         ({"alibi": True}, {}, "alibi"),
         ({"block_mask": ["x"]}, {}, "block mask"),
         ({"autotune": True}, {}, "autotune=true tunes the portable kernels"),
-        ({}, {"break_it": BreakIt(rescale_sum=False)}, "break_it"),
+        ({}, {"break_it": BreakIt("no_rescale_sum")}, "break_it"),
         ({}, {"D": 80}, "head sizes 64 and 128, not 80"),
         ({}, {"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
     ],

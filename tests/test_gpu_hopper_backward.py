@@ -104,6 +104,6 @@ def test_the_start_of_a_run_names_the_backward():
 
     assert lacks(HOPPER) == lacks(replace(AUTO, dropout_p=0.1)) == ""
     assert lacks(replace(HOPPER, window=8)) == "it has no attention.window=8"
-    assert "break_it" in lacks(AUTO, BreakIt(rescale_sum=False))
+    assert "break_it" in lacks(AUTO, BreakIt("no_rescale_sum"))
     assert "head sizes" in lacks(HOPPER, D=80)
     assert lacks(PORTABLE) == "attention.kernel=portable"

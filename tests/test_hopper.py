@@ -227,7 +227,7 @@ def test_auto_leaves_to_the_portable_kernels_what_they_compute_faster(changed, s
         {"dropout_p": 0.1, "window": 512},
         {"dropout_p": 0.1, "documents": True},
         {"dropout_p": 0.1, "kernel": "hopper", "window": 8},
-        {"break_it": BreakIt(rescale_sum=False)},
+        {"break_it": BreakIt("no_rescale_sum")},
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ import train
 from data.loader import validation_batches
 from lab import draw, measure, page, panels, trainings, trials
 from lab.runs import model_of_run
-from model.break_it import FAILURES, LACKS
+from model.break_it import FAILURES, LACKS, PARTS, UNBROKEN, BreakIt
 from tests.reference import Case
 from tests.test_breakit import first_tiles_that_hide_all
 from tests.test_readme import ROOT
@@ -83,19 +83,18 @@ def test_every_symptom_and_every_verdict_is_there(rows):
 
 def test_a_failure_that_does_not_come_is_told_from_its_prediction(calls, monkeypatch):
     """With nothing taken out, whatever the failure is called, the rows that should show it do not agree."""
-    whole = trials.broken("none", 1.0)
-    monkeypatch.setattr(trials, "broken", lambda failure, gain: whole)
+    monkeypatch.setattr(trials, "BreakIt", lambda *failure, **gain: UNBROKEN)
     for row in measure.measure(calls, ["no_rescale", "local_mask", "no_scale", "stale_seed"], ["tiled"])[0]:
         assert (row["observed"], row["verdict"]) == (trials.NONE, "harmless")
         assert row["agrees"] == row["where"].startswith("one tile")
 
 
 def test_every_failure_is_seen_in_every_implementation_that_has_it(rows):
-    for name, failure in FAILURES.items():
+    for name in FAILURES:
         if name == "bf16_ties":  # below the budget; the next test
             continue
         for impl in ("naive", "tiled", "triton"):
-            if not set(failure.switches) & LACKS.get(impl, {}).keys():
+            if not set(PARTS.get(name, (name,))) & LACKS.get(impl, {}).keys():
                 harms = {row["verdict"] for row in rows(failure=name, impl=impl, dtype="float32")} != {"harmless"}
                 assert harms, (name, impl)
             else:
@@ -401,7 +400,7 @@ def test_a_lab_that_is_interrupted_while_it_trains_says_that_nothing_is_kept(cal
 
 def test_what_an_implementation_lacks_is_said_once(calls):
     said = measure.left_out(calls, list(FAILURES), ["naive", "tiled"])
-    wanted = [failure for failure in FAILURES.values() if set(failure.switches) & LACKS["naive"].keys()]
+    wanted = [name for name in FAILURES if set(PARTS.get(name, (name,))) & LACKS["naive"].keys()]
     assert len(said) == len(set(said)) == len(wanted)
     assert all("naive" in line for line in said)
 
@@ -440,7 +439,7 @@ def test_the_page_has_the_words_the_commands_and_the_picture_of_each_failure(nam
     assert f"\npython breakit.py failure={name}\n" in section
     (typed,) = re.findall(r"^python train.py (.*)$", section, re.M)
     ((cfg, _),) = configuration.compose(shlex.split(typed), train.Config, "config", ROOT / "conf", "train")
-    assert {switch for switch in failure.switches if getattr(cfg.break_it, switch)} == set()
+    assert cfg.break_it.broken == BreakIt(name).broken
 
 
 def test_the_limits_in_the_words_are_those_of_the_dtypes():

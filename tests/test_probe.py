@@ -109,7 +109,7 @@ def test_the_headroom_ends_where_the_first_implementation_fails_without_the_maxi
     """It was counted from the largest score, and ended only where one weight overflows."""
     inputs, headrooms = flat_row(keys, score, v), set()
     for config in (NAIVE, TILED):
-        call = call_of(inputs, replace(config, softmax_scale=1.0), BreakIt(subtract_max=False))
+        call = call_of(inputs, replace(config, softmax_scale=1.0), BreakIt("no_max"))
         headrooms.add(gauges(call).headroom)
     assert len(headrooms) == 1
     assert (headrooms.pop() > 0) == (naive == tiled == v)
@@ -124,7 +124,7 @@ def test_without_the_maximum_a_flat_row_overflows_as_its_sums_do(impl, keys, sco
 
 def test_the_error_of_a_broken_call_is_that_against_the_whole_algorithm():
     case = Case(64, sigma=3.0)
-    call = call_of(case.inputs(torch.float32), TILED, BreakIt(rescale_output=False))
+    call = call_of(case.inputs(torch.float32), TILED, BreakIt("no_rescale_output"))
     right = oracle(case.inputs(torch.float32), case)["o"]
     expected = (call.o.double() - right).norm() / right.norm()
     found = torch.tensor(gauges(call).error, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_the_smallest_l_of_a_maximum_that_starts_at_zero_underflows_with_the_sco
     inputs = Case(30).inputs(torch.float32)
     inputs["q"][..., 0], inputs["k"][..., 0] = 40.0, -40.0
     assert gauges(call_of(inputs)).min_l >= 1
-    assert gauges(call_of(inputs, TILED, BreakIt(start_low=False))).min_l < 1e-100
+    assert gauges(call_of(inputs, TILED, BreakIt("zero_init_max"))).min_l < 1e-100
 
 
 def test_a_layer_of_nan_is_not_hidden_by_the_sound_ones_before_it():
@@ -164,7 +164,7 @@ def plant(model: GPT, layer: int, sequence: int, key_head: int, token: int, valu
 def test_rows_that_visit_no_key_are_named_without_a_key_tile():
     """Four keys for eight rows, without guards: the first rows have o = 0 / 0, and no tile of keys was computed."""
     q, k = torch.randn(1, 1, 8, 4), torch.randn(1, 1, 4, 4)
-    config, broken = AttentionConfig("tiled", 2, 2), BreakIt(guard_empty_rows=False)
+    config, broken = AttentionConfig("tiled", 2, 2), BreakIt("unguarded_mask")
     call = Call(0, q, k, k, attention(q, k, k, config, break_it=broken), config, broken, None, None)
     found = find([call])
     assert (found.query_tile, found.key_tile, found.columns) == (0, None, None)
@@ -193,7 +193,7 @@ def test_one_huge_score_is_named(impl):
     q[1, 3, 50], k[1, 3, 21] = 0.0, 0.0
     q[1, 3, :, 0], k[1, 3, :, 0] = 0.0, 0.0
     q[1, 3, 50, 0], k[1, 3, 21, 0] = 10.0, 10.0 * 32**0.5
-    found = find([call_of(inputs, AttentionConfig(impl, 16, 16), BreakIt(subtract_max=False))])
+    found = find([call_of(inputs, AttentionConfig(impl, 16, 16), BreakIt("no_max"))])
     assert (found.batch, found.head, found.query_tile, found.key_tile) == (1, 3, 3, 1)
     assert found.what == "l, the sum of weights, is"
 
@@ -216,7 +216,7 @@ def test_a_fault_that_tiled_would_not_have_is_placed_by_its_row():
 
 
 def test_a_row_that_saw_nothing_is_named_where_nothing_guards_it():
-    call = call_of(Case(40, 24, B=1).inputs(torch.float32), NAIVE, BreakIt(guard_empty_rows=False))
+    call = call_of(Case(40, 24, B=1).inputs(torch.float32), NAIVE, BreakIt("unguarded_mask"))
     assert (find([call]).query_tile, find([call]).head) == (0, 0)
 
 

@@ -85,7 +85,7 @@ def save_parrot(folder: Path, tokens: list[int], *, attention=NAIVE, **about):
 def save(folder: Path, model: GPT, *, step: int = 1, val_loss: float | None = None, broken: str = ""):
     """A checkpoint of a model for the byte tokenizer."""
     trained = train.Config(
-        model=model.config, attention=model.attention_config, break_it=BreakIt(subtract_max=not broken)
+        model=model.config, attention=model.attention_config, break_it=BreakIt("no_max" if broken else "none")
     )
     loader = {"position": 0, "seed": 0, "context_length": model.config.context_length, "dataset": ""}
     return checkpoint.save(

@@ -91,7 +91,7 @@ def test_a_step_in_which_python_sends_is_compiled_and_not_recorded(parallel, why
 
 
 def test_a_seed_that_is_drawn_again_in_python_keeps_a_step_from_being_recorded():
-    model, broken = GPTConfig(activation_checkpointing=True), BreakIt(restore_seed=False)
+    model, broken = GPTConfig(activation_checkpointing=True), BreakIt("unrestored_seed")
     way, why = choose_way("auto", CUDA, AttentionConfig("triton", dropout_p=0.1), model, broken)
     assert way == "compiled"
     assert why.startswith("break_it=unrestored_seed with model.activation_checkpointing=true")

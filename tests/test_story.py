@@ -15,7 +15,6 @@ from lab.story import (
     dropout_sentence,
     sentence,
     story,
-    switches,
 )
 from lab.traffic import Tiles, words_of
 from model.attention import AttentionConfig, attention
@@ -169,32 +168,26 @@ def test_the_words_moved_grow_by_what_each_tile_loads_and_stores(order, forward,
     assert [tile.words for tile in backward(*the_cat(), the_cat()[2], **options).tiles] == back
 
 
-BROKEN = [
-    {"subtract_max": False},
-    {"rescale_sum": False},
-    {"rescale_output": False},
-    {"rescale_sum": False, "rescale_output": False},
-    {"score_gain": 3.0},
-]
+BROKEN = [*map(BreakIt, ("no_max", "no_rescale_sum", "no_rescale_output", "no_rescale")), BreakIt(score_gain=3.0)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: "-".join(broken))
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.label)
 def test_a_broken_story_is_what_broken_tiled_computes(broken, causal, order):
     q, k, v = random_head(11, 11, sigma=1.5)
     options = {"block_m": 4, "block_n": 3, "order": order}
-    found = story(q, k, v, causal=causal, break_it=BreakIt(**broken), **options)[1:]
+    found = story(q, k, v, causal=causal, break_it=broken, **options)[1:]
     other = attention(
         *map(as_head, (q, k, v)),
         AttentionConfig("tiled", **options),
         causal=causal,
-        break_it=BreakIt(**broken),
+        break_it=broken,
         return_lse=True,
     )
     found, other = (dict(zip(("o", "lse"), pair, strict=True)) for pair in ([as_head(x) for x in found], other))
     assert_float64_right(found, other, terms=11)
-    if broken.get("rescale_sum") is False or broken.get("rescale_output") is False:
+    if "no_rescale" in broken.label:
         whole = story(q, k, v, causal=causal, break_it=WHOLE, **options)[1]
         assert error(found["o"], as_head(whole)) > 0.01
 
@@ -204,7 +197,7 @@ def test_a_broken_story_is_what_broken_tiled_computes(broken, causal, order):
 
 def test_without_the_maximum_a_float32_row_is_nan_from_the_tile_whose_score_passes_88():
     """Scores of "on" times 120: 60, 60, 0, 120 and 60. The tile of 120 is the second."""
-    broken = switches("no_max", score_gain=120.0)
+    broken = BreakIt("no_max", 120.0)
     told, o, _ = story(*the_cat(np.float32), block_m=2, block_n=2, causal=False, break_it=broken)
     first, second, third = (tile for tile in told if 3 in tile.rows)
     assert np.isfinite(first.o[1]).all()
@@ -213,7 +206,7 @@ def test_without_the_maximum_a_float32_row_is_nan_from_the_tile_whose_score_pass
 
 
 def test_without_the_maximum_small_scores_give_the_right_output_from_other_sums():
-    told, o, lse = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=switches("no_max"))
+    told, o, lse = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=BreakIt("no_max"))
     assert np.round(o, 4).tolist() == CAT_OUTPUT
     assert_float64_right({"l": torch.tensor(told[-1].l)}, {"l": torch.tensor(np.exp(lse[4:]))}, terms=5)
 
@@ -221,7 +214,7 @@ def test_without_the_maximum_small_scores_give_the_right_output_from_other_sums(
 @pytest.mark.parametrize(("failure", "direction"), [("no_rescale_sum", -1), ("no_rescale_output", 1)])
 def test_what_is_not_rescaled_weighs_too_much(failure, direction):
     """Values are at least 0 here: a sum too large makes o smaller, an output too large makes it larger."""
-    o = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=switches(failure))[1]
+    o = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=BreakIt(failure))[1]
     right = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=WHOLE)[1]
     grows, others = [3, 4], [0, 1, 2]  # only the maxima of "on" and "mat" grow after their first tile
     assert (direction * (o - right)[grows].sum(-1) > 0.1).all()
@@ -230,7 +223,7 @@ def test_what_is_not_rescaled_weighs_too_much(failure, direction):
 
 def test_without_the_rescaling_the_tiles_of_a_smaller_maximum_weigh_too_much():
     """ "on": alpha = e**-0.5 left out of the first tile's two keys leaves their weights e**0.5 times too large."""
-    o = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=switches("no_rescale"))[1]
+    o = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=BreakIt("no_rescale"))[1]
     p = np.exp(np.array([0.5, 0.5, 0.0, 1.0, 0.5]) - 1) * [np.exp(0.5), np.exp(0.5), 1, 1, 1]
     predicted = p @ the_cat()[2] / p.sum()
     assert_float64_right({"o": torch.tensor(o[3])}, {"o": torch.tensor(predicted)}, terms=5)
@@ -238,13 +231,13 @@ def test_without_the_rescaling_the_tiles_of_a_smaller_maximum_weigh_too_much():
 
 @pytest.mark.parametrize("failure", ["no_rescale", "no_rescale_sum", "no_rescale_output"])
 def test_one_tile_has_nothing_to_rescale(failure):
-    o = story(*the_cat(), block_m=2, block_n=5, causal=False, break_it=switches(failure))[1]
+    o = story(*the_cat(), block_m=2, block_n=5, causal=False, break_it=BreakIt(failure))[1]
     assert np.round(o, 4).tolist() == CAT_OUTPUT
 
 
 def test_a_maximum_that_starts_at_0_harms_only_rows_whose_scores_are_all_far_below_0():
     q, k, v = the_cat(np.float32)
-    options = {"block_m": 2, "block_n": 2, "causal": False, "break_it": switches("zero_init_max", score_gain=300.0)}
+    options = {"block_m": 2, "block_n": 2, "causal": False, "break_it": BreakIt("zero_init_max", 300.0)}
     # q negated, scores of "sat" are -150, -300, -300, -150, -225: exp gives 0 in float32 for all. "on" has a 0.
     o, lse = story(-q, k, v, **options)[1:]
     right = story(-q, k, v, **options | {"break_it": BreakIt(score_gain=300.0)})[1]
@@ -260,7 +253,7 @@ def test_a_maximum_that_starts_at_0_harms_only_rows_whose_scores_are_all_far_bel
 def test_a_mask_of_tile_relative_numbers_shows_just_those_keys(size):
     T, T_k, block_m, block_n = size
     q, k, v = random_head(T, T_k)
-    told, o, _ = story(q, k, v, block_m=block_m, block_n=block_n, break_it=switches("local_mask"))
+    told, o, _ = story(q, k, v, block_m=block_m, block_n=block_n, break_it=BreakIt("local_mask"))
     s = q @ k.T * 3**-0.5
     for i, j in itertools.product(range(T), range(T_k)):
         if j % block_n > i % block_m:
@@ -275,7 +268,7 @@ def test_a_mask_of_tile_relative_numbers_shows_just_those_keys(size):
 def test_a_mask_of_tile_relative_numbers_is_right_in_the_first_tile_only(block):
     q, k, v = random_head(9, 9)
     options = {"block_m": block, "block_n": block}
-    told, right = (story(q, k, v, break_it=switches(name), **options)[0] for name in ("local_mask", "none"))
+    told, right = (story(q, k, v, break_it=BreakIt(name), **options)[0] for name in ("local_mask", "none"))
     assert all(np.array_equal(a, b) for a, b in zip(told[0][:-1], right[0][:-1], strict=True))
     masks = {(tile.rows.start, tile.columns.start): np.isfinite(tile.s) for tile in right}
     # On the diagonal both kinds of number give one mask, but the state there has been wrong since before.
@@ -285,17 +278,17 @@ def test_a_mask_of_tile_relative_numbers_is_right_in_the_first_tile_only(block):
 
 def test_without_the_scale_the_scores_are_the_bare_products():
     q, k, v = random_head(5, 5)
-    bare = story(q, k, v, block_m=2, block_n=2, break_it=switches("no_scale"))
+    bare = story(q, k, v, block_m=2, block_n=2, break_it=BreakIt("no_scale"))
     assert np.array_equal(bare[1], story(q, k, v, block_m=2, block_n=2, softmax_scale=1.0, break_it=WHOLE)[1])
 
 
 def test_an_unguarded_row_is_nan_where_the_first_tile_that_it_is_in_is_hidden_altogether():
     """Five rows and three keys: the first two rows see nothing. In tiles of 3 they share a tile with one that does."""
     q, k, v = the_cat()
-    told, o, lse = story(q, k[:3], v[:3], block_m=3, block_n=3, break_it=switches("unguarded_mask"))
+    told, o, lse = story(q, k[:3], v[:3], block_m=3, block_n=3, break_it=BreakIt("unguarded_mask"))
     assert np.isnan(o[:2]).all()
     assert np.isnan(lse[:2]).all()
-    assert "exp(-inf - -inf) is NaN" in sentence(told[0], 0, -2, switches("unguarded_mask"))
+    assert "exp(-inf - -inf) is NaN" in sentence(told[0], 0, -2, BreakIt("unguarded_mask"))
     o_right, lse_right = story(q, k[:3], v[:3], block_m=3, block_n=3, break_it=WHOLE)[1:]
     assert np.array_equal(o[2:], o_right[2:])
     assert (o_right[:2] == 0).all()
@@ -304,7 +297,7 @@ def test_an_unguarded_row_is_nan_where_the_first_tile_that_it_is_in_is_hidden_al
 
 def test_an_unguarded_row_that_no_tile_visits_is_0_by_0():
     q, k, v = the_cat()
-    told, o, lse = story(q, k[:3], v[:3], block_m=2, block_n=2, break_it=switches("unguarded_mask"))
+    told, o, lse = story(q, k[:3], v[:3], block_m=2, block_n=2, break_it=BreakIt("unguarded_mask"))
     assert told[0].rows.start == 2
     assert np.isnan(o).all(-1).tolist() == [True, True, False, False, False]
     assert (lse[:2] == -np.inf).all()
@@ -313,7 +306,7 @@ def test_an_unguarded_row_that_no_tile_visits_is_0_by_0():
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 5])
 def test_unguarded_rows_of_a_square_causal_mask_come_to_no_harm(block):
     options = {"block_m": block, "block_n": block}
-    o = story(*the_cat(), break_it=switches("unguarded_mask"), **options)[1]
+    o = story(*the_cat(), break_it=BreakIt("unguarded_mask"), **options)[1]
     assert np.array_equal(o, story(*the_cat(), break_it=WHOLE, **options)[1])
 
 
@@ -339,12 +332,12 @@ def test_the_worked_row_in_words():
     ],
 )
 def test_a_failure_is_told_in_the_tile_that_it_changes(failure, words):
-    told = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=switches(failure))[0]
-    assert words in sentence([tile for tile in told if 3 in tile.rows][1], 3, 0, switches(failure))
+    told = story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=BreakIt(failure))[0]
+    assert words in sentence([tile for tile in told if 3 in tile.rows][1], 3, 0, BreakIt(failure))
 
 
 def test_a_leak_is_counted():
-    broken = switches("local_mask")
+    broken = BreakIt("local_mask")
     told = story(*the_cat(), block_m=2, block_n=2, break_it=broken)[0]
     # "The" against "sat on": as the first row of its tile it sees the first column of any
     assert sentence(told[1], 0, 0, broken).startswith("Sees 1 of the future's keys. ")
@@ -354,7 +347,7 @@ def test_a_leak_is_counted():
 
 def test_a_local_mask_without_a_causal_one_is_refused():
     with pytest.raises(ValueError, match=r"local_mask breaks the causal mask.*causal=true"):
-        story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=switches("local_mask"))
+        story(*the_cat(), block_m=2, block_n=2, causal=False, break_it=BreakIt("local_mask"))
 
 
 def test_shapes_that_cannot_be_are_refused():
@@ -364,7 +357,7 @@ def test_shapes_that_cannot_be_are_refused():
 
 
 def test_each_failure_takes_out_something_of_its_own():
-    assert len({switches(name).without for name in STORY_FAILURES}) == len(STORY_FAILURES)
+    assert len({BreakIt(name).broken for name in STORY_FAILURES}) == len(STORY_FAILURES)
 
 
 def test_dropout_is_told_where_it_drops():
@@ -380,7 +373,7 @@ def test_the_backward_is_told_by_the_sign_of_ds_and_by_its_sum():
     q, k, v = the_cat()
     options = {"block_m": 5, "block_n": 5, "causal": False, "dropout_p": 0.25, "seed": 6}
     right = backward(q, k, v, np.array(THE_CAT["do"], float), **options)
-    stale = backward(q, k, v, np.array(THE_CAT["do"], float), break_it=BreakIt(same_seed=False), **options)
+    stale = backward(q, k, v, np.array(THE_CAT["do"], float), break_it=BreakIt("stale_seed"), **options)
     assert np.array_equal(right.o, stale.o)
     told = backward_sentence(right.tiles[0], 3, right.tiles[0], right.delta[3], True)
     positive = (right.tiles[0].ds[3] > 0).sum()

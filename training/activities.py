@@ -125,7 +125,7 @@ def look(run: Run) -> None:
 
 def looks_at_the_failure(run: Run) -> bool:
     """Whether a broken run looks after this step if its failure acts."""
-    return bool(run.cfg.break_it.without) and (run.acts is None or run.step in awake.LOOKS)
+    return bool(run.cfg.break_it.broken) and (run.acts is None or run.step in awake.LOOKS)
 
 
 def look_at_the_failure(run: Run, batches: Sequence[Batch] = ()) -> None:

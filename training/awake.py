@@ -66,7 +66,7 @@ def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
     """o, dq, dk and dv of the call, computed by the whole algorithm."""
     assert call.do is not None, "a call with gradients is wanted"
     q, k, v = (x.to(dtype).requires_grad_() for x in (call.q.detach(), call.k.detach(), call.v.detach()))
-    config, whole = replace(call.config, impl=impl), BreakIt(score_gain=call.break_it.score_gain)
+    config, whole = replace(call.config, impl=impl), call.break_it.mended
     with torch.enable_grad():
         o = attention(q, k, v, config, seed=call.seed, documents=call.documents, break_it=whole)
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), call.do.to(dtype))]
@@ -81,7 +81,7 @@ def distance(found: list[Tensor], right: list[Tensor]) -> float:
 def acts(found: Sequence[Effect], break_it: BreakIt) -> bool:
     """Whether the failure changes more than rounding does. bf16_ties changes the rounding, so there any bit of o
     counts."""
-    narrow = not break_it.wide_output and any(e.of == "o" and not e.same for e in found)
+    narrow = "bf16_ties" in break_it.broken and any(e.of == "o" and not e.same for e in found)
     return narrow or any(e.more_than_rounding for e in found)
 
 
@@ -116,7 +116,8 @@ def in_words(found: Sequence[Effect], cfg: Config, step: int, headroom: float, s
             what = f"{o_is_right}, but dq, dk and dv are {off(gradients)}"
         shows = "" if stopped else f". What a training shows: {'; '.join(FAILURES[name].seen for name in names)}"
         return f"{who} takes effect at step {step}: {what}{shows}"
-    left = "" if cfg.break_it.subtract_max else f", scores may still rise by {headroom:.1f} nats before exp overflows"
+    rise = f", scores may still rise by {headroom:.1f} nats before exp overflows"
+    left = rise if "no_max" in cfg.break_it.broken else ""
     later = [look for look in LOOKS if step < look <= cfg.steps]
     way = "to see an effect: " + " or ".join(
         f"python train.py break_it={name} {FAILURES[name].wakes}" for name in names

@@ -300,6 +300,7 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
         expected = header.pop("sha256", None)
         if not isinstance(expected, dict) or _header_hash(header) != expected.get("state.json"):
             raise ValueError("state.json is not as it was written")
+        contents.rename_older(header)
         contents.check_header(header)
         if _step(path) not in (-1, header["step"]):
             raise ValueError(f"the folder's name says step {_step(path)}, its state.json step {header['step']}")

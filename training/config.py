@@ -206,6 +206,8 @@ def compose(
             base = resumed(cfg)
             if base is not None:
                 defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
+                if "break_it=none" in typed:  # without the checkpoint's score_gain, too
+                    base.pop("break_it", None)
                 try:
                     check_keys(schema, base)  # `defaults` or `hydra`, for example, would be commands to Hydra
                 except ValueError as error:
@@ -234,6 +236,8 @@ def compose(
 
 def hydra_job(config_name: str, conf: Path, overrides: list[str]) -> tuple[DictConfig, Mapping[str, Any]]:
     """Composes one job with Hydra: its configuration, and the option of each group."""
+    # A failure is chosen as the option of a group is, but it is a value.
+    overrides = [re.sub("^break_it=(?!{)", "break_it.broken=", override) for override in overrides]
     with hydra.initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         cfg = hydra.compose(config_name, overrides, return_hydra_config=True)
     chosen = cfg.hydra.runtime.choices

@@ -15,7 +15,7 @@ import tiktoken
 
 from data.tokenizer import from_json
 from model.attention import AttentionConfig
-from model.break_it import BreakIt
+from model.break_it import BreakIt, of_older
 from model.gpt import GPT, GPTConfig, without_numbers
 from training import config
 from training.files import printable
@@ -66,6 +66,13 @@ def check(value: Any, expected: Any, key: str = "") -> None:
 
 def shown(value: Any) -> str:
     return printable(repr(value)[:60])
+
+
+def rename_older(header: dict) -> None:
+    """Writes the configuration of state.json as it is written today, if an older version wrote it."""
+    match header:
+        case {"state": {"config": {"break_it": kept} as configuration}}:
+            configuration["break_it"] = of_older(kept)
 
 
 def check_header(header: dict) -> None:

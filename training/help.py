@@ -18,6 +18,8 @@ from typing import Any
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
+from model.break_it import FAILURES, SWITCHES, BreakIt
+
 # The keys of train.py that its short help shows; --help all shows every one.
 USUAL = """name runs resume init_from seed steps max_minutes batch_size tokens_per_step eval_every sample_every
     checkpoint_every device dtype compile model.n_layer model.n_head model.context_length
@@ -57,6 +59,7 @@ ELSEWHERE = {
     "start": "prompt",
     "attention=flash": "attention=triton, FlashAttention's kernels, or attention=sdpa, torch's own",
 }
+ELSEWHERE |= {switch: f"break_it={name} for false" for switch, name in SWITCHES.items()}  # the names of older versions
 
 
 def help_text(
@@ -74,6 +77,12 @@ def help_text(
         files = sorted((conf / group).glob("*.yaml"), key=lambda file: file.stem)
         rows = [(f"{'*' if file.stem == option else ' '} {group}={file.stem}", said_in(file)) for file in files]
         lines += ["", *aligned(rows)]
+    if "break_it" in values:
+        now = BreakIt(**values["break_it"]).label.split("+")
+        stars = {name: "*" if name in now else " " for name in FAILURES}
+        rows = [(f"{stars[name]} break_it={name}", f"without {f.removed}") for name, f in FAILURES.items()]
+        lines += ["", "Failures. Each takes a line out of attention; several are written break_it=[NAME,NAME].", ""]
+        lines += aligned([(f"{' ' if any(now) else '*'} break_it=none", "the whole algorithm"), *rows])
     lines += ["", "Keys, each with its value for this command. null means no value; lists are written [a,b]."]
     for rows in sections(schema, values):
         lines += ["", *aligned([(f"  {key}", meaning) for key, meaning in rows])]
@@ -84,8 +93,6 @@ def usual(schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[s
     """The lines of the short help: a group's options by name, and the usual keys."""
     lines = []
     for group, option in chosen.items():
-        if group == "break_it":
-            continue
         files = sorted(file.stem for file in (conf / group).glob("*.yaml"))
         names = " ".join(f"*{name}" if name == option else name for name in files)
         lines += textwrap.wrap(f"{group}= {names}", 118, initial_indent="  ", subsequent_indent="    ")

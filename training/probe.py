@@ -133,8 +133,8 @@ def gauges(call: Call) -> Gauges:
     """The gauges, computed from q, k and v in float64 (float32 on mps). Takes some rows at a time, in about a dozen
     tensors of 32 MiB, or of one row of every head if that is larger. A short sequence is enough."""
     wide = torch.float32 if call.q.device.type == "mps" else torch.float64
-    broken, columns = call.break_it, range(call.k.shape[2])
-    problem = call.problem(BreakIt(score_gain=broken.score_gain))
+    broken, columns = call.break_it.broken, range(call.k.shape[2])
+    problem = call.problem(call.break_it.mended)
     q, groups = call.q.to(wide), call.q.shape[1] // call.k.shape[1]
     k, v = (x.to(wide).repeat_interleave(groups, dim=1) for x in (call.k, call.v))
     B, H, T, _ = q.shape
@@ -152,11 +152,11 @@ def gauges(call: Call) -> Gauges:
                 keep = keep_mask(problem.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
                 zp = p * keep * keep_scale(problem.dropout_p)
             right = zp @ v
-            if not broken.scale_scores:  # l as the call computes it, which is not that of the whole algorithm
+            if "no_scale" in broken:  # l as the call computes it, which is not that of the whole algorithm
                 s = score(qk, call.problem().scale, problem, rows, columns).masked_fill(hidden, -INF)
                 lse = s.logsumexp(-1, keepdim=True)
             m = s.amax(-1, keepdim=True)
-            start = torch.zeros_like(m) if not broken.subtract_max else m if broken.start_low else m.clamp(min=0.0)
+            start = torch.zeros_like(m) if "no_max" in broken else m.clamp(min=0.0) if "zero_init_max" in broken else m
             l = torch.exp(lse - start).masked_fill(nothing, INF)
             wrong = call.o[:, :, rows.start : rows.stop].to(wide) - right
             # The log of the larger of l and |acc|, as they would be without the maximum.

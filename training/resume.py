@@ -32,6 +32,7 @@ import yaml
 
 from data.loader import Loader
 from data.tokenizer import from_json, same
+from model.break_it import of_older
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
 from training import checkpoint, config, exchange
@@ -142,7 +143,7 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config) -> None:
                 f"{begun_anew}"
             )
     there, here = resumed.state["broken"], cfg.break_it.label
-    if there != here:
+    if {*there.split("+")} != {*here.split("+")}:  # an older version had another order
         raise ValueError(
             f"{resumed.path} was trained with break_it: {there or 'none'}, this run has {here or 'none'}; resume with "
             f"the same, {begun_anew}"
@@ -248,7 +249,7 @@ def restore(resumed: checkpoint.Checkpoint, steps: int, train_step: TrainStep, l
 def leaves(tree: Any, key: str = "") -> dict[str, Any]:
     """Nested dictionaries as one: {dotted key: value}."""
     if not isinstance(tree, dict):
-        return {key: tree}
+        return {key: list(tree) if isinstance(tree, tuple) else tree}
     return {k: v for name, inner in tree.items() for k, v in leaves(inner, f"{key}.{name}".lstrip(".")).items()}
 
 
@@ -282,7 +283,7 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
         written = None
     if not isinstance(written, dict):
         return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
-    now = leaves(ours)
+    now, written["break_it"] = leaves(ours), of_older(written.get("break_it", {}))
     found = [f"{key}={typed(value)}" for key, _, value in diff(theirs, written) if value != now.get(key, ...)]
     return f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}" if found else None
 
