@@ -9,7 +9,8 @@ import yaml
 
 import train
 from model.break_it import FAILURES, BreakIt
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPTConfig
+from model.recompute import RecomputingGPT
 from training import activities, awake
 from training.metrics import read_metrics
 from training.probe import record
@@ -36,7 +37,7 @@ def looked(name: str, arguments: tuple[str, ...], training: bool = True, growth:
         setattr(reduce(getattr, path, cfg), last, yaml.safe_load(value))
     cfg.model = GPTConfig(**asdict(cfg.model) | {"n_kv_head": None})
     torch.manual_seed(0)
-    model = GPT(cfg.model, cfg.attention, cfg.break_it).train(training)
+    model = RecomputingGPT(cfg.model, cfg.attention, cfg.break_it).train(training)
     with torch.no_grad():
         for block in model.blocks:
             block.attention.qkv.weight[: 2 * cfg.model.n_embd] *= growth
