@@ -86,7 +86,7 @@ def check(config: Any, prefix: str = "") -> None:
     limits. prefix: the group's, as in "model."."""
     for entry in fields(config):
         value, limits = getattr(config, entry.name), entry.metadata.get("key")
-        items = enumerate(value) if isinstance(value, list) else [(None, value)]
+        items = enumerate(value) if isinstance(value, list | tuple) else [(None, value)]
         for number, item in items:
             if limits and item is not None and (wrong := limits.complaint(item)):
                 place = "" if number is None else f"[{number}]"

@@ -279,7 +279,7 @@ def kind_of(
 ) -> Problem:  # fmt: skip
     """problem_of() without its tensors."""
     check_inputs(q, k, k)
-    check_switches(config, break_it, causal, bool(tokens), softmax_scale)
+    check_switches(config, break_it, causal, len(tokens) > 0, softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     usual = q.shape[-1] ** -0.5 if "no_scale" not in break_it.broken else 1.0

@@ -48,7 +48,7 @@ def test_an_option_runs_or_is_refused_with_its_value_and_a_way_out_that_is_one(i
             assert resolve(replace(config, impl=other), "cpu").impl == other
 
 
-@pytest.mark.parametrize("thing", set(ABILITIES) - set(IMPLEMENTATIONS))
+@pytest.mark.parametrize("thing", sorted(set(ABILITIES) - set(IMPLEMENTATIONS)))
 def test_whatever_else_lacks_something_says_it_in_one_line_with_the_value(thing):
     for option in ABILITIES[thing].lacks:
         why = why_not(thing, {option: f"{option}=7"})

@@ -174,7 +174,7 @@ def test_auto_takes_the_faster_forward_that_can(case, taken):
     [
         ({"softcap": 2.0}, {}, "it has no softcap"),
         ({"alibi": True}, {}, "alibi"),
-        ({"block_mask": ["x"]}, {}, "block mask"),
+        ({"block_mask": ["x"]}, {}, "block_mask"),
         ({"autotune": True}, {}, "autotune=true tunes the portable kernels"),
         ({}, {"break_it": BreakIt("no_rescale_sum")}, "break_it"),
         ({}, {"D": 80}, "head sizes 64 and 128, not 80"),
