@@ -75,7 +75,7 @@ def compare(script: Callable[[Any], int], short: Any, failures: list[str]) -> li
             cfg.runs, cfg.data, cfg.tokenizer, cfg.model.context_length = (
                 short.runs, short.data, short.tokenizer, short.model.context_length
             )  # fmt: skip
-            cfg.break_it = BreakIt(name, cfg.break_it.score_gain)
+            cfg.break_it = BreakIt("none" if name == "whole" else name, cfg.break_it.score_gain)
             cfg.name = broken_name(f"{len(found)}-{name}", cfg.break_it.label)
             started = time.perf_counter()
             losses[name] = train_quietly(script, cfg)

@@ -19,6 +19,7 @@ from data.loader import Loader
 from model.abilities import resolve
 from model.attention import AttentionConfig
 from model.gpt import GPT, MLP, GPTConfig, norm
+from model.layers import LAYERS
 from model.rope import rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget
 from training import checkpoint, config
@@ -281,12 +282,14 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_the_mlp_is_its_formula(float64, kind):
     torch.manual_seed(0)
-    mlp = MLP(GPTConfig(n_embd=24, mlp=kind, n_head=2))
-    x = torch.randn(5, 24)
+    config = GPTConfig(n_embd=24, mlp=kind, n_head=2)
+    mlp, before, stream = MLP(config), norm(config), torch.randn(5, 24)
+    x = before(stream).detach()
     up = x @ mlp.up.weight.T + mlp.up.bias
     inner = ACTIVATIONS[kind](x @ mlp.gate.weight.T + mlp.gate.bias) * up if kind == "swiglu" else ACTIVATIONS[kind](up)
     right = inner @ mlp.down.weight.T + mlp.down.bias
-    assert_float64_right({"mlp": mlp(x)}, {"mlp": right.detach()}, terms=mlp.up.out_features)
+    _, hidden = LAYERS.read(before, stream, None, mlp.up, mlp.gate, kind)
+    assert_float64_right({"mlp": mlp.down(hidden)}, {"mlp": right.detach()}, terms=mlp.up.out_features)
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])

@@ -202,11 +202,6 @@ def test_an_activation_or_norm_that_the_kernel_lacks_is_refused():
             linear(x, layer, **wrong)
 
 
-def test_only_the_outputs_that_are_asked_for_are_computed():
-    layer, x = nn.Linear(20, 40), torch.randn(1, 20)
-    assert torch.equal(linear(x, layer, outputs=33), linear(x, layer)[:, :33])
-
-
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
