@@ -13,6 +13,7 @@ import breakit
 import sample
 import train
 from conf.keys import Key, check, key
+from model.attention import AttentionConfig
 
 
 @dataclass
@@ -94,3 +95,11 @@ def test_every_key_refuses_what_is_beside_its_limits(schema, name, value):
     start = f"{name}[0]={value[0]}" if isinstance(value, list) else f"{name}={value}"
     with pytest.raises(ValueError, match=rf"\A([a-z_]+\.)?{re.escape(start)}.*\Z"):
         schema(**{name: value})
+
+
+def test_the_elements_of_a_tuple_are_checked_as_those_of_a_list():
+    """A tuple was compared with the limit as a whole, which is a TypeError."""
+    for windows in ([64, 0], (64, 0)):
+        with pytest.raises(ValueError, match=r"attention\.windows\[1\]=0"):
+            AttentionConfig(windows=windows)
+    assert AttentionConfig(windows=(64, None)).layer(0).window == 64
