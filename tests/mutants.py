@@ -3,9 +3,10 @@
     make mutants                       every fault, one to a core at a time: about half an hour on two cores
     make mutants ARGS="clip dropout"   those faults alone whose description holds one of the words
 
-A fault is a text that stands exactly once in train.py, FOLDERS and SOURCES together, so it is found wherever its line
-has moved, and however its line is broken. Its tests are files of tests/, without what is marked slow, run until one
-fails. In the end the tests that failed run on the tree as it is: one that fails there too has not noticed anything.
+A fault is a text that stands exactly once in SOURCES and FOLDERS together, so it is found wherever its line has moved,
+and however its line is broken. Its tests are files of tests/, run until one fails: those of `make test` first, then
+those marked slow. In the end the tests that failed run on the tree as it is: one that fails there too has not noticed
+anything.
 
 Exits with 1 when a fault goes unnoticed, or when its text does not stand exactly once. tests/test_mutants.py looks at
 the second at once.
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["kernels/loss.py", "kernels/norm.py"]
-FOLDERS = ["conf", "training", "sampling", "parallel", "model", "data"]
+SOURCES = ["train.py", "sample.py", "breakit.py", "bench.py"]
+FOLDERS = ["conf", "training", "sampling", "parallel", "model", "kernels", "kernels/hopper", "data", "lab"]
 SECONDS = 600  # that the tests of one fault may take
-
+NO_TESTS = 5  # what pytest leaves with where it found none
 
 PENALTY = "cache::test_a_talk_is_penalized_as_one_prompt_with_its_text"
 PAGES = "cache::test_pages_change_no_token_past_the_context"
@@ -138,12 +139,13 @@ TABLE = [
     ("the weights are kept, not their average",
      "named_parameters()), run.averaged", "named_parameters()), run.model", "arithmetic"),
     ("the data begins anew on resume", 'loader.load_state_dict(resumed.state["loader"])', "pass", RESUMED),
-    ("random numbers begin anew on resume", "set_rng_state(tensors)", "pass", RESUMED),
+    ("random numbers begin anew on resume", "set_rng_state(tensors)\n    loader", "loader", RESUMED),
     ("the average is trained on after resume", 'p.copy_(as_in(tensors[f"{name}.trained"], p))', "pass", RESUMED),
     ("the scaler begins anew on resume", 'scaler.load_state_dict(resumed.state["scaler"])', "pass", RESUMED),
     # --- optimizer and rate ---
     ("betas swapped", "betas = (config.beta1, config.beta2)", "betas = (config.beta2, config.beta1)", "arithmetic"),
-    ("norms and biases decay too", '"weight_decay": 0.0', '"weight_decay": config.weight_decay', "optimizer"),
+    ("norms and biases decay too", '< 2], "weight_decay": 0.0', '< 2], "weight_decay": config.weight_decay',
+     "optimizer"),
     ("embeddings do not decay", "if p.dim() >= 2]", "if p.dim() >= 2 and len(p) < 100]", "optimizer arithmetic"),
     ("min_lr_ratio is ignored", "floor = config.min_lr_ratio * config.lr", "floor = 0.0", "optimizer arithmetic"),
     ("the warm-up begins at 0", "config.lr * step / config", "config.lr * (step - 1) / config", "optimizer"),
@@ -379,9 +381,10 @@ FAULTS = [Fault(*row) for row in TABLE]
 
 class Outcome(NamedTuple):
     fault: Fault
-    noticed: str  # the test that failed; empty: none
-    problem: str  # why there is no outcome
     seconds: float
+    noticed: str = ""  # the test that failed; empty: none
+    slow: bool = False  # `make test` does not run it
+    problem: str = ""  # why there is no outcome
 
 
 def copy_of_the_tree(to: Path) -> Path:
@@ -391,7 +394,7 @@ def copy_of_the_tree(to: Path) -> Path:
 
 def sources(tree: Path) -> list[Path]:
     folders = [file for part in FOLDERS for file in (tree / part).glob("*.py")]
-    return [tree / "train.py", *(tree / source for source in SOURCES), *folders]
+    return [*(tree / source for source in SOURCES), *folders]
 
 
 def pattern(text: str) -> str:
@@ -410,37 +413,37 @@ def places(fault: Fault, tree: Path) -> list[Path]:
 
 
 def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:
-    """The names of the tests that fail. RuntimeError where pytest could not run them."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "0", *options]
+    """The names of the tests that fail. RuntimeError where pytest could not run them; no tests at all is none."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *options]
     ended = subprocess.run([*command, *tests], cwd=tree, capture_output=True, text=True, timeout=SECONDS, check=False)
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.*?)(?: - .*)?$", ended.stdout, re.MULTILINE)
-    if ended.returncode not in (0, 1) or ended.returncode != bool(failed):
+    if ended.returncode not in (0, 1, NO_TESTS) or (ended.returncode == 1) != bool(failed):
         raise RuntimeError(f"pytest left with {ended.returncode}: {ended.stdout[-500:]}{ended.stderr[-500:]}")
     return failed
 
 
 def plant(fault: Fault) -> Outcome:
     started = time.monotonic()
-    noticed, problem = "", ""
+    names = [name.partition("::") for name in fault.tests.split()]
+    tests = [f"tests/test_{file}.py{sep}{test}" for file, sep, test in names]
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
         files = places(fault, tree)
         if len(files) != 1:
-            problem = f"its text stands {len(files)} times in the code"
-        else:
-            text = files[0].read_text(encoding="utf-8")
-            files[0].write_text(re.sub(pattern(fault.old), lambda _: fault.new, text), encoding="utf-8")
-            # Code that cannot run would be noticed by anything: a fault has to be one that only a test can find.
-            ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "E9,F821", str(files[0])]
-            if subprocess.run(ruff, capture_output=True, check=False).returncode:
-                return Outcome(fault, "", "its text does not run", time.monotonic() - started)
-            try:
-                names = [name.partition("::") for name in fault.tests.split()]
-                failed = failed_tests(tree, [f"tests/test_{file}.py{sep}{test}" for file, sep, test in names], "-x")
-                noticed = failed[0] if failed else ""
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                problem = str(error)
-    return Outcome(fault, noticed, problem, time.monotonic() - started)
+            return Outcome(fault, 0.0, problem=f"its text stands {len(files)} times in the code")
+        text = files[0].read_text(encoding="utf-8")
+        files[0].write_text(re.sub(pattern(fault.old), lambda _: fault.new, text), encoding="utf-8")
+        # Code that cannot run would be noticed by anything: a fault has to be one that only a test can find.
+        ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "E9,F821", str(files[0])]
+        if subprocess.run(ruff, capture_output=True, check=False).returncode:
+            return Outcome(fault, 0.0, problem="its text does not run")
+        try:
+            for marks in ["not slow", "slow"]:
+                if failed := failed_tests(tree, tests, "-x", "-m", marks):
+                    return Outcome(fault, time.monotonic() - started, failed[0], slow=marks == "slow")
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            return Outcome(fault, time.monotonic() - started, problem=str(error))
+    return Outcome(fault, time.monotonic() - started)
 
 
 def main() -> int:
@@ -450,16 +453,18 @@ def main() -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for outcome in pool.map(plant, faults):
             by = outcome.problem or outcome.noticed.removeprefix("tests/") or "UNNOTICED"
+            by += " (slow)" * outcome.slow
             print(f"{outcome.seconds:4.0f} s  {outcome.fault.what:<50}  {by}", flush=True)
             found.append(outcome)
     tests = sorted({outcome.noticed for outcome in found} - {""})
     with tempfile.TemporaryDirectory() as folder:
-        void = failed_tests(copy_of_the_tree(Path(folder)), tests) if tests else []
+        void = failed_tests(copy_of_the_tree(Path(folder)), tests, "-m", "") if tests else []
     for test in void:
         print(f"{test} fails without any fault, too")
-    noticed = sum(bool(outcome.noticed) and outcome.noticed not in void for outcome in found)
-    print(f"{noticed} of {len(faults)} faults noticed")
-    return 0 if noticed == len(faults) else 1
+    noticed = [outcome for outcome in found if outcome.noticed and outcome.noticed not in void]
+    fast = sum(not outcome.slow for outcome in noticed)
+    print(f"{len(noticed)} of {len(faults)} faults noticed, {fast} of them by `make test`")
+    return 0 if len(noticed) == len(faults) else 1
 
 
 if __name__ == "__main__":
