@@ -60,7 +60,6 @@ def gallery(
         calls = record(model.net, batch.x.to(device), batch.y.to(device))
         sizes = f"{counted(len(calls), 'layer')} of {counted(model.net.config.n_head, 'head')}"
         show(f"{model.name}: {sizes}, {T} tokens of its validation text")
-
         wanted, impls = ["none", *failures], trials.available(device)
         for line in measure.left_out(calls, wanted, impls):
             show(line)

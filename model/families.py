@@ -51,6 +51,27 @@ LLAMA = {
     "norm": "model.norm",
     "head": "lm_head",
 }
+# The numbers that config.json and GPTConfig both have: their name, ours, and transformers' default if it has one.
+GPT2_NUMBERS: list[tuple] = [
+    ("n_layer", "n_layer"),
+    ("n_head", "n_head"),
+    ("n_embd", "n_embd"),
+    ("n_positions", "context_length"),
+    ("vocab_size", "vocab_size"),
+    ("layer_norm_epsilon", "norm_eps", 1e-5),
+]
+LLAMA_NUMBERS: list[tuple] = [
+    ("num_hidden_layers", "n_layer"),
+    ("num_attention_heads", "n_head"),
+    ("hidden_size", "n_embd"),
+    ("max_position_embeddings", "context_length"),
+    ("vocab_size", "vocab_size"),
+    ("intermediate_size", "mlp_hidden"),
+    ("rms_norm_eps", "norm_eps", 1e-6),
+]
+# What of GPTConfig a family says nothing about, because it is always so.
+GPT2_OPTIONS: dict[str, Any] = {"position": "learned"}
+LLAMA_OPTIONS: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
 LAYERS = 1000  # the most of them: even without memory for weights, each takes some for its modules
 ORIGINAL = "original_max_position_embeddings"
 SIZES = {"rope_theta": 0, "factor": 0, ORIGINAL: 0}  # whatever they are
@@ -144,56 +165,58 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
             raise ValueError(f"config.json has {key}={said(theirs[key])}; only true can be used")
     if not isinstance(tied := theirs.get("tie_word_embeddings"), bool | None):
         raise ValueError(f"config.json has tie_word_embeddings={said(tied)}, which is neither true nor false")
-    attention = AttentionConfig()
     if family == "gpt2":
-        for other, key in GPT2_ALIASES.items():
-            refuse(theirs, **{other: theirs.get(key)})
-        refuse(theirs, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
-        activation = theirs.get("activation_function", "gelu_new")
-        if not isinstance(activation, str) or activation not in GELU:
-            raise ValueError(
-                f"config.json has activation_function={said(activation)}; only {', '.join(GELU)} can be used"
-            )
-        width = number(theirs, "n_embd")
-        model = GPTConfig(
-            n_layer=number(theirs, "n_layer", most=LAYERS),
-            n_head=number(theirs, "n_head"),
-            n_embd=width,
-            context_length=number(theirs, "n_positions", theirs.get("n_ctx")),
-            vocab_size=number(theirs, "vocab_size"),
-            mlp=GELU[activation],
-            mlp_hidden=None if theirs.get("n_inner") in (None, 4 * width) else number(theirs, "n_inner"),
-            norm_eps=number(theirs, "layer_norm_epsilon", 1e-5, float),
-            tie_head=theirs.get("tie_word_embeddings", True) is True,
-        )
-    else:
-        refuse(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False)
-        rope = rope_of(theirs)
-        yarn = rope.get("rope_type") == "yarn"
-        width, heads = number(theirs, "hidden_size"), number(theirs, "num_attention_heads")
-        refuse(theirs, head_dim=width // heads)
-        model = GPTConfig(
-            n_layer=number(theirs, "num_hidden_layers", most=LAYERS),
-            n_head=heads,
-            n_kv_head=number(theirs, "num_key_value_heads", heads),
-            n_embd=width,
-            context_length=number(theirs, "max_position_embeddings"),
-            vocab_size=number(theirs, "vocab_size"),
-            position="rope",
-            norm="rmsnorm",
-            mlp="swiglu",
-            mlp_hidden=number(theirs, "intermediate_size"),
-            bias=False,
-            tie_head=theirs.get("tie_word_embeddings", False) is True,
-            rope_base=number(rope, "rope_theta", 10000.0, float),
-            yarn_factor=number(rope, "factor", kind=float) if yarn else 1.0,
-            yarn_original=number(rope, ORIGINAL) if yarn else None,
-            norm_eps=number(theirs, "rms_norm_eps", 1e-6, float),
-        )
-        if family == "mistral" and theirs.get("sliding_window", 4096) is not None:
-            attention.window = number(theirs, "sliding_window", 4096)
-        refuse(theirs, layer_types=[f"{'full' if attention.window is None else 'sliding'}_attention"] * model.n_layer)
-    return model, attention
+        return gpt2_configuration(theirs), AttentionConfig()
+    window = None
+    if family == "mistral" and theirs.get("sliding_window", 4096) is not None:
+        window = number(theirs, "sliding_window", 4096)
+    model = llama_configuration(theirs)
+    refuse(theirs, layer_types=[f"{'full' if window is None else 'sliding'}_attention"] * model.n_layer)
+    return model, AttentionConfig(window=window)
+
+
+def numbers(theirs: dict, keys: list[tuple]) -> dict[str, Any]:
+    """The fields of GPTConfig that `keys` names: rows of GPT2_NUMBERS or LLAMA_NUMBERS."""
+    found = {}
+    for name, key, *usual in keys:
+        default, kind = (usual[0], float) if usual else (None, int)
+        found[key] = number(theirs, name, default, kind, LAYERS if key == "n_layer" else 2**31)
+    return found
+
+
+def gpt2_configuration(theirs: dict) -> GPTConfig:
+    """GPT-2's config.json as our configuration."""
+    for other, key in GPT2_ALIASES.items():
+        refuse(theirs, **{other: theirs.get(key)})
+    refuse(theirs, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
+    activation = theirs.get("activation_function", "gelu_new")
+    if not isinstance(activation, str) or activation not in GELU:
+        raise ValueError(f"config.json has activation_function={said(activation)}; only {', '.join(GELU)} can be used")
+    if theirs.get("n_positions") is None:
+        theirs = theirs | {"n_positions": theirs.get("n_ctx")}
+    found = numbers(theirs, GPT2_NUMBERS)
+    usual = theirs.get("n_inner") in (None, 4 * found["n_embd"])
+    tied = theirs.get("tie_word_embeddings", True) is True
+    hidden = None if usual else number(theirs, "n_inner")
+    return GPTConfig(mlp=GELU[activation], mlp_hidden=hidden, tie_head=tied, **found)
+
+
+def llama_configuration(theirs: dict) -> GPTConfig:
+    """Llama's and Mistral's config.json as our configuration."""
+    refuse(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False)
+    rope = rope_of(theirs)
+    yarn = rope.get("rope_type") == "yarn"
+    found = numbers(theirs, LLAMA_NUMBERS)
+    refuse(theirs, head_dim=found["n_embd"] // found["n_head"])
+    return GPTConfig(
+        **LLAMA_OPTIONS,
+        **found,
+        n_kv_head=number(theirs, "num_key_value_heads", found["n_head"]),
+        tie_head=theirs.get("tie_word_embeddings", False) is True,
+        rope_base=number(rope, "rope_theta", 10000.0, float),
+        yarn_factor=number(rope, "factor", kind=float) if yarn else 1.0,
+        yarn_original=number(rope, ORIGINAL) if yarn else None,
+    )
 
 
 def rope_of(theirs: dict) -> dict:
@@ -223,68 +246,50 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
     ValueError, with the key, for an option that neither family has.
     """
     gpt2 = model.norm == "layernorm"
-    needed: dict[str, Any] = {"position": "learned" if gpt2 else "rope"}
-    needed |= {"n_kv_head": model.n_head} if gpt2 else {"mlp": "swiglu", "bias": False}
+    refuse_without_counterpart(model, attention, gpt2)
+    common = {name: getattr(model, ours) for name, ours, *_ in (GPT2_NUMBERS if gpt2 else LLAMA_NUMBERS)}
+    common |= {"tie_word_embeddings": model.tie_head, "bos_token_id": begin, "eos_token_id": end, "dtype": "float32"}
+    if gpt2:
+        return common | {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_inner": model.mlp_hidden,
+            "activation_function": {ours: key for key, ours in GELU.items() if key != "gelu_pytorch_tanh"}[model.mlp],
+            **{f"{place}_pdrop": model.dropout_p for place in ("embd", "resid")},
+            "attn_pdrop": attention.dropout_p,
+        }
+    family: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if attention.window is not None:  # Mistral is Llama with a window
+        family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": attention.window}
+    yarn = {"rope_type": "yarn", "factor": model.yarn_factor, ORIGINAL: model.yarn_original}
+    return common | {
+        **family,
+        "num_key_value_heads": model.n_kv_head,
+        "head_dim": model.head_size,
+        "intermediate_size": layout(model)["blocks.0.mlp.up.weight"][0].shape[0],
+        "hidden_act": "silu",
+        "rope_theta": model.rope_base,
+        **({"rope_scaling": yarn} if model.yarn_factor > 1 else {}),
+        "attention_dropout": attention.dropout_p,
+    }
+
+
+def refuse_without_counterpart(model: GPTConfig, attention: AttentionConfig, gpt2: bool) -> None:
+    """ValueError, with the key, for an option that the family cannot write."""
     name = "GPT-2" if gpt2 else "Llama"
-    for key, value in needed.items():
+    for key, value in (GPT2_OPTIONS | {"n_kv_head": model.n_head} if gpt2 else LLAMA_OPTIONS).items():
         if getattr(model, key) != value:
             raise ValueError(
                 f"model.{key}={getattr(model, key)} with model.norm={model.norm} has no counterpart: {name} has {value}"
             )
     if gpt2 and model.mlp not in GELU.values():
         raise ValueError(f"model.mlp={model.mlp} with model.norm={model.norm} has no counterpart: {name} has gelu_tanh")
-    if model.rope_base_local is not None:
-        raise ValueError(
-            f"model.rope_base_local={model.rope_base_local} has no counterpart in {name}: it cannot be exported"
-        )
-    plain = AttentionConfig()
+    never = {"model.rope_base_local": model.rope_base_local}
     for key in ("softmax_scale", "softcap", "alibi", "windows", "block_mask", *(["window"] if gpt2 else [])):
-        if getattr(attention, key) != getattr(plain, key):
-            raise ValueError(
-                f"attention.{key}={getattr(attention, key)} has no counterpart in {name}: it cannot be exported"
-            )
-    both = {
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tie_head,
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "dtype": "float32",
-    }
-    if gpt2:
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "n_layer": model.n_layer,
-            "n_head": model.n_head,
-            "n_embd": model.n_embd,
-            "n_positions": model.context_length,
-            "n_inner": model.mlp_hidden,
-            "activation_function": {ours: key for key, ours in GELU.items() if key != "gelu_pytorch_tanh"}[model.mlp],
-            "layer_norm_epsilon": model.norm_eps,
-            **{f"{place}_pdrop": model.dropout_p for place in ("embd", "resid")},
-            "attn_pdrop": attention.dropout_p,
-            **both,
-        }
-    family: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    if attention.window is not None:  # Mistral is Llama with a window
-        family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": attention.window}
-    yarn = {"rope_type": "yarn", "factor": model.yarn_factor, ORIGINAL: model.yarn_original}
-    return {
-        **family,
-        "num_hidden_layers": model.n_layer,
-        "num_attention_heads": model.n_head,
-        "num_key_value_heads": model.n_kv_head,
-        "head_dim": model.head_size,
-        "hidden_size": model.n_embd,
-        "intermediate_size": layout(model)["blocks.0.mlp.up.weight"][0].shape[0],
-        "hidden_act": "silu",
-        "max_position_embeddings": model.context_length,
-        "rope_theta": model.rope_base,
-        **({"rope_scaling": yarn} if model.yarn_factor > 1 else {}),
-        "rms_norm_eps": model.norm_eps,
-        "attention_dropout": attention.dropout_p,
-        **both,
-    }
+        never[f"attention.{key}"] = getattr(attention, key) or None
+    for key, value in never.items():
+        if value is not None:
+            raise ValueError(f"{key}={value} has no counterpart in {name}: it cannot be exported")
 
 
 def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> None:

@@ -162,11 +162,8 @@ def save(
         there = all_checkpoints(folder)
         way_out = "resume=auto; earlier checkpoints are untouched" if there else "run again; no earlier one was saved"
         code = _errno(error)
-        raise OSError(
-            code,
-            f"checkpoint of step {step} could not be written to {folder} ({os.strerror(code)}): free some space and "
-            f"{way_out}",
-        ) from error
+        why = f"checkpoint of step {step} could not be written to {folder} ({os.strerror(code)})"
+        raise OSError(code, f"{why}: free some space and {way_out}") from error
 
     # Python has no call that swaps two folders. We first rename the old one to .old-step_... all_checkpoints() accepts
     # this name while the new folder is missing, so the step always has a checkpoint.

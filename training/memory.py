@@ -109,8 +109,7 @@ def bytes_of(
     low = 4 if dtype == "float32" else 2  # bytes of an element in products
     stream = low if model.residual_dtype == "autocast" else 4
 
-    # Bytes a token, in one layer.
-    # A norm's input, and its result in the products' dtype.
+    # Bytes a token, in one layer. First a norm's input, and its result in the products' dtype.
     norm = (stream if norm_kernel else 4) * C + low * C
     if model.norm == "rmsnorm" and not norm_kernel:
         norm += 4 * C  # and its result before the weight
