@@ -1,5 +1,6 @@
 # make train    set up .venv, prepare the default data, train the default model, draw the loss, write a sample
-# make test     the same set-up, then ruff, mypy and every test that needs no GPU, a file to a core at a time
+# make test     the same set-up, then ruff, mypy and the tests that need no GPU, a file to a core at a time
+# make test-all the same, then the slow tests: whole grids, compilers for GPUs, Chromium, the lab, trainings, kills
 # make mutants  plant wrong lines in a copy, one at a time, and see which test notices
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
@@ -7,16 +8,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test mutants browser clean
+.PHONY: train test test-all mutants browser clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
 
-test: .venv/installed browser
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: test browser
+	$(PYTEST) -m slow
 
 mutants: .venv/installed
 	$(BIN)/python -m tests.mutants $(ARGS)
