@@ -25,6 +25,12 @@ again and prints the gauges of every layer and the first bad tile.
 The worked example is that of docs/attention.md: five tokens, no mask, tiles of two. For a run, the trace shows a head
 on the first tokens of the validation text. out=PATH.json keeps the trace: q, k and v of the head, and every tile.
 
+    python breakit.py look=true run=NAME prompt='def f(x):'      every head's weights on a text, as a page to click on
+
+look= draws the attention weights of all layers and heads, names heads with a known pattern (reads the token before, or
+copies), and lets you follow each token. It writes look.html, or out=PATH.html. Without a prompt the text is the first
+256 tokens of the validation text. A broken run is shown as it is, and beside that with the whole algorithm.
+
     python breakit.py explorer=true                              docs/explorer.html, the same to click through
 
 The explorer is one page that loads no other file. It shows the worked example with each failure, tile size and mask,
@@ -43,6 +49,7 @@ from pathlib import Path
 import train
 from lab.explorer import PAGE, explorer
 from lab.gallery import gallery
+from lab.look import look
 from lab.runs import replay
 from lab.settings import BreakIt as Config
 from lab.trace import head_of_run, trace, worked_example
@@ -52,10 +59,12 @@ from training.machine import pick_device
 
 
 def main(cfg: Config) -> None:
-    """Runs the lab or one of the three other modes. Raises ValueError for mistakes that the user can correct."""
+    """Runs the lab or one of the four other modes. Raises ValueError for mistakes that the user can correct."""
     match cfg.modes():
         case ["trace"]:
             trace_of(cfg)
+        case ["look"]:
+            look(cfg.run or "latest", Path(cfg.runs), cfg.prompt, cfg.tokens, Path(cfg.out or "look.html"))
         case ["explorer"]:
             explorer(Path(cfg.real), Path(cfg.out or PAGE))
         case ["replay"]:
@@ -72,7 +81,7 @@ def trace_of(cfg: Config) -> None:
         head = worked_example()
         row, block, causal = 3, 2, False
     else:
-        head = head_of_run(cfg.run, Path(cfg.runs), cfg.layer, cfg.head, cfg.tokens)
+        head = head_of_run(cfg.run, Path(cfg.runs), cfg.layer, cfg.head, cfg.tokens or 32, cfg.prompt)
         row, block, causal = len(head.q) - 1, 8, True
     trace(
         head, row if cfg.row is None else cfg.row, None if cfg.out is None else Path(cfg.out),

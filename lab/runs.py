@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tiktoken import Encoding
 
 from data.dataset import Dataset, open_data
 from data.loader import Batch
 from data.prepare import DataConfig
 from data.text import counted
-from data.tokenizer import TokenizerConfig, from_json
+from data.tokenizer import TokenizerConfig, encode, from_json
 from model.abilities import OF_MASK, OF_SCORE, wanted, why_not
 from model.attention import AttentionConfig
 from model.gpt import GPT
@@ -36,6 +37,7 @@ class Model(NamedTuple):
     data: DataConfig
     tokenizer: TokenizerConfig
     attention: AttentionConfig
+    begin: int  # the token before a text
 
 
 def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
@@ -52,13 +54,26 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     # auto, so that a run from a GPU can be loaded on any machine
     attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)
     net = found.network(attention, device).eval()
-    data = config.from_dict(DataConfig, trained.get("data", {}))
-    tokenizer = config.from_dict(TokenizerConfig, trained.get("tokenizer", {}))
     name = f"{stamp(found.state['broken'])}run {path.resolve().parents[1].name}, {path.name}"
-    dataset = open_data(data, tokenizer, from_json(found.tokenizer), net.config.context_length)
+    data, tokenizer, dataset = text_of(found)
     if tokenizer.kind == "kept" and data.source != "bin":  # with init_from=; other runs can open the prepared text
         data = DataConfig("bin", str(dataset.folder), cache=data.cache)
-    return Model(name, path, net, dataset, data, tokenizer, attention)
+    begin = found.state.get("begin", dataset.encoding.eot_token)
+    return Model(name, path, net, dataset, data, tokenizer, attention, begin)
+
+
+def text_of(found: checkpoint.Checkpoint) -> tuple[DataConfig, TokenizerConfig, Dataset]:
+    """The text that a checkpoint was trained on."""
+    trained = found.state["config"]
+    data = config.from_dict(DataConfig, trained.get("data", {}))
+    tokenizer = config.from_dict(TokenizerConfig, trained.get("tokenizer", {}))
+    dataset = open_data(data, tokenizer, from_json(found.tokenizer), trained["model"]["context_length"])
+    return data, tokenizer, dataset
+
+
+def ids_of(encoding: Encoding, begin: int, prompt: str) -> torch.Tensor:
+    """A text of the user's as the model reads it, int64 (1, T): first the token that begins a document in training."""
+    return torch.tensor([[begin, *encode(encoding, prompt).tolist()]])
 
 
 def replay(path: Path, device: torch.device) -> None:

@@ -127,14 +127,20 @@ class Bench:
 
 
 # breakit.py's modes, and what turns each of them on
-LAB = {"lab": "the lab", "trace": "trace=true", "explorer": "explorer=true", "replay": "replay=PATH"}
+LAB = {
+    "lab": "the lab",
+    "trace": "trace=true",
+    "look": "look=true",
+    "explorer": "explorer=true",
+    "replay": "replay=PATH",
+}
 INSTEAD = {  # why the mode does not read other keys
     "explorer": "it shows a trace that was kept with out=; give that as real=PATH",
     "replay": "the configuration comes with the fault",
 }
 NEEDS_RUN = {  # keys that mean nothing without run=, and why
     "lab": (("runs",), "the lab trains its own model; add run=NAME to take another"),
-    "trace": (("runs", "layer", "head", "tokens"), "the worked example has no such choice; add run=NAME"),
+    "trace": (("runs", "layer", "head", "tokens", "prompt"), "the worked example has no such choice; add run=NAME"),
 }
 
 
@@ -143,6 +149,7 @@ class BreakIt:
     """The keys of breakit.py. Raises ValueError for invalid values, and for keys that the mode does not read."""
 
     trace: bool = of("trace", False, "print one row of attention tile by tile, instead of the lab")
+    look: bool = of("look", False, "make a page of a run's attention weights on a text, instead of the lab")
     explorer: bool = of("explorer", False, "make the page docs/explorer.html, instead of the lab")
     replay: str | None = of(
         "replay", None, "PATH in runs/NAME/faults: run the batch that gave NaN again, instead of the lab"
@@ -161,15 +168,24 @@ class BreakIt:
     order: str = of("trace", "queries_outside", "trace: the outer loop", among=" | ".join(ORDERS))
     row: int | None = of("trace", None, 'trace: the query row; null: "on", in a run the last one', least=0)
     run: str | None = of(
-        "lab trace", None, "name or folder of a run, or latest; null: a new small model, in a trace the worked example"
+        "lab trace look",
+        None,
+        "name or folder of a run, or latest; null: lab: a new small model | trace: the worked example | look: latest",
     )
-    runs: str = of("lab trace", "runs", "the folder of all runs")
+    runs: str = of("lab trace look", "runs", "the folder of all runs")
     layer: int = of("trace", 0, "trace of a run: which layer, from 0", least=0)
     head: int = of("trace", 0, "trace of a run: which head, from 0", least=0)
-    tokens: int = of("trace", 32, "trace of a run: how many tokens of its validation text", least=1)
+    prompt: str | None = of(
+        "trace look", None, "trace of a run, look: the text; null: the beginning of its validation text", filled=True
+    )
+    tokens: int | None = of(
+        "trace look", None, "how many tokens of the validation text; null: 32 in a trace, 256 in look", least=1
+    )
     real: str = of("explorer", "docs/head.json", "explorer: the trace of a trained head")
     out: str | None = of(
-        "lab trace explorer", None, "lab: folder; null: runs/breakit | trace: PATH.json | explorer: PATH.html"
+        "lab trace look explorer",
+        None,
+        "lab: folder; null: runs/breakit | trace: PATH.json | look: PATH.html; null: look.html | explorer: PATH.html",
     )
 
     def __post_init__(self):
@@ -183,6 +199,8 @@ class BreakIt:
         if self.failure not in (None, *known):
             raise ValueError(f"failure={self.failure} is not known; choose {', '.join(known)}")
         check(self)
+        if self.prompt is not None and self.tokens is not None:
+            raise ValueError(f"prompt= and tokens={self.tokens} are both given; leave one out")
         refuse_unread(
             self, mode, lambda by: f"{LAB[mode]} does not read it; {INSTEAD.get(mode, f'it is for {LAB[by[0]]}')}"
         )
@@ -190,7 +208,7 @@ class BreakIt:
         for entry in fields(self):
             if entry.name in names and self.run is None and (value := getattr(self, entry.name)) != entry.default:
                 raise ValueError(f"{entry.name}={value}: {why}")
-        ending = {"trace": ".json", "explorer": ".html"}.get(mode, "")
+        ending = {"trace": ".json", "look": ".html", "explorer": ".html"}.get(mode, "")
         if self.out is not None and not self.out.endswith(ending):
             raise ValueError(f"out={self.out}: name a file that ends in {ending}")
         if mode == "lab" and self.out is not None and (not self.out or Path(self.out).is_file()):
@@ -198,5 +216,5 @@ class BreakIt:
 
     def modes(self) -> list[str]:
         """The modes that are on: one of LAB."""
-        on = {"trace": self.trace, "explorer": self.explorer, "replay": self.replay is not None}
+        on = {"trace": self.trace, "look": self.look, "explorer": self.explorer, "replay": self.replay is not None}
         return [mode for mode in on if on[mode]] or ["lab"]

@@ -13,7 +13,7 @@ import torch
 from data.loader import validation_batches
 from data.text import counted
 from lab.files import plain, write
-from lab.runs import model_of_run
+from lab.runs import ids_of, model_of_run
 from lab.story import THE_CAT, Tile, sentence, story
 from model.break_it import BreakIt
 from training.metrics import printable
@@ -37,8 +37,8 @@ def worked_example() -> Head:
     return Head("the cat sat on (the) mat", THE_CAT["tokens"], q, k, v, 0.5)
 
 
-def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Head:
-    """A head of a run's best checkpoint: q, k and v on the first tokens of the run's validation text.
+def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int, prompt: str | None = None) -> Head:
+    """A head of a run's best checkpoint: q, k and v on the prompt, or on the first tokens of its validation text.
 
     Raises ValueError for a run, layer or head that does not exist, and for more tokens than the model's context.
     """
@@ -47,14 +47,16 @@ def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int) -> Hea
     for name, value, most in (("layer", layer, size.n_layer), ("head", head, size.n_head)):
         if value >= most:
             raise ValueError(f"{name}={value}: {model.path} has {most}, counted from 0")
+    ids = None if prompt is None else ids_of(model.dataset.encoding, model.begin, prompt)
+    tokens = tokens if ids is None else ids.shape[1]
     if tokens > size.context_length:
         raise ValueError(f"tokens={tokens}: the model's context is {size.context_length}")
-
-    batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 1, tokens, tokens))
-    call = record(model.net, batch.x)[layer]
+    if ids is None:
+        ids = next(validation_batches(model.dataset.val, model.dataset.val_documents, 1, tokens, tokens)).x
+    call = record(model.net, ids)[layer]
     q, k, v = (x[0].double().numpy() for x in (call.q, call.k, call.v))  # q (H, T, D); k, v (H_kv, T, D)
     key_head = head * len(k) // len(q)
-    labels = [model.dataset.encoding.decode([token]) for token in batch.x[0].tolist()]
+    labels = [model.dataset.encoding.decode([token]) for token in ids[0].tolist()]
     scale = model.attention.softmax_scale or size.head_size**-0.5
     return Head(f"{model.name}, layer {layer}, head {head}", labels, q[head], k[key_head], v[key_head], scale)
 

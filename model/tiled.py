@@ -136,7 +136,8 @@ def forward_tiles(
     """The loop of the forward. Yields after each tile its rows, the tile, and the State of the rows; and once for each
     tile of rows, when it has seen all its keys: the rows, None, o (N, R, D) and lse (N, R, 1), both in wide sums.
 
-    watch: takes copies of a tile's scores, s (with hidden scores), p and z (None without dropout), all (N, R, S).
+    watch: takes copies of a tile's scores, s (with hidden scores), p and z (None without dropout), all (N, R, S), and
+    of alpha (N, R, 1), by which acc was multiplied.
     """
     (block_m, block_n, order), wide, broken = loops, sum_dtype(q.dtype), problem.broken
     tiling = Tiling(problem, block_m, block_n)
@@ -261,7 +262,7 @@ def absorb(
     note(watch, s=s)
     p, m, l, alpha = online_softmax(s, m, l, problem.broken)  # 3
     z = None if problem.seed is None else dropout_factor(p, tile, problem)  # 4
-    note(watch, p=p, z=z)
+    note(watch, p=p, z=z, alpha=alpha)
     p = (p if z is None else p.mul_(z)).to(v_j.dtype)
     acc.mul_(alpha)  # 5
     if "bf16_ties" in problem.broken and v_j.dtype != acc.dtype:

@@ -1,0 +1,160 @@
+"""The weights that look=true shows are those that attention multiplies v by; the page holds them."""
+
+import base64
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import breakit
+import train
+from lab.look import LOST, STEPS
+from model.attention import AttentionConfig, attention
+from model.break_it import BreakIt
+from model.gpt import GPT, GPTConfig
+from training.probe import Call, record
+from training.weights import by_rows, places_of, read, visited
+
+T = 70
+
+
+def call_of(config: AttentionConfig, kv_heads: int = 4, broken: str = "none", gain: float = 3.0) -> Call:
+    """The last attention call of a model with large weights, whose attention is far from uniform."""
+    torch.manual_seed(0)
+    sizes = GPTConfig(n_layer=2, n_head=4, n_kv_head=kv_heads, n_embd=32, context_length=T, vocab_size=20)
+    model = GPT(sizes, config, BreakIt(broken)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(gain)
+    documents = (torch.arange(T) // 30)[None] if config.documents else None
+    return record(model, torch.randint(20, (1, T)), documents=documents)[-1]
+
+
+def seen_by_v(call: Call, impl: str) -> torch.Tensor:
+    """The weights (H, T, T), read off attention itself: its output is linear in v, here the columns of an identity."""
+    config, D = replace(call.config, impl=impl), call.v.shape[-1]
+    columns = torch.eye(T, -(-T // D) * D).split(D, dim=1)
+    v = (c.expand(*call.v.shape[:2], T, D).contiguous() for c in columns)
+    options = {"documents": call.documents, "break_it": call.break_it}
+    return torch.cat([attention(call.q, call.k, x, config, **options) for x in v], -1)[0, ..., :T]
+
+
+OPTIONS = [{}, {"window": 20}, {"softcap": 2.0}, {"alibi": True}, {"documents": True}, {"block_n": 9}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_weights_are_naives_to_rounding(options, kv_heads):
+    call = call_of(AttentionConfig("tiled", **{"block_m": 16, "block_n": 24} | options), kv_heads)
+    found = torch.cat([p for _, p in by_rows(call)], 1)
+    torch.testing.assert_close(found, seen_by_v(call, "naive"), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "broken", ["no_rescale", "no_rescale_sum", "no_rescale_output", "local_mask", "no_scale", "no_max"]
+)
+def test_a_broken_call_shows_the_weights_that_it_computes_with(broken):
+    call = call_of(AttentionConfig("tiled", block_m=16, block_n=24), broken=broken)
+    found = torch.cat([p for _, p in by_rows(call)], 1)
+    torch.testing.assert_close(found, seen_by_v(call, "tiled"), rtol=1e-5, atol=1e-6)
+    whole = torch.cat([p for _, p in by_rows(call, BreakIt())], 1)
+    torch.testing.assert_close(whole.sum(-1), torch.ones(4, T))
+    assert (broken == "no_max") == torch.allclose(found, whole, atol=1e-4)
+
+
+def test_a_reading_is_that_of_the_whole_matrix():
+    call, tokens = call_of(AttentionConfig("tiled", block_m=16, block_n=24)), torch.arange(T) % 7
+    p = seen_by_v(call, "naive")
+    found = read(call, tokens, size=18)  # points of 4 x 4 tokens, the last ones of 2
+    edges = list(range(0, T, 4))
+    rows = torch.stack([p[:, i : i + 4].mean(1) for i in edges], 1)
+    torch.testing.assert_close(found.maps, torch.stack([rows[..., j : j + 4].sum(-1) for j in edges], -1))
+    torch.testing.assert_close(found.entropy, -torch.xlogy(p, p).sum(-1)[:, 1:].mean(-1))
+    torch.testing.assert_close(found.distance, (torch.arange(T) - p.argmax(-1))[:, 1:].float().mean(-1))
+    places = places_of(tokens, range(T))
+    i, j = 20, [k for k in range(1, 20) if k % 7 == (20 + 1) % 7]  # what came after the token at 20, earlier
+    assert places["induction"][i].nonzero().flatten().tolist() == j
+    assert places["same"][i].nonzero().flatten().tolist() == [6, 13]
+    for name, at in places.items():
+        has = at.any(-1)
+        torch.testing.assert_close(found.shares[name], (p * at).sum(-1)[:, has].mean(-1))
+
+
+def test_the_patterns_are_named():
+    """Heads made by hand: k is the identity, and q asks for the keys of a pattern."""
+    tokens = torch.tensor([5, 1, 2, 3, 4, 5, 6, 7] * 4)
+    places = places_of(tokens, range(32))
+    q = torch.stack([places[name].float() * 50 for name in places])[None]
+    k = torch.eye(32).expand(1, 5, 32, 32)
+    config = AttentionConfig("tiled", softmax_scale=1.0)
+    reading = read(Call(0, q, k, k, k, config, BreakIt(), None, None), tokens, 32)
+    assert [reading.pattern(head) for head in range(5)] == list(places)
+
+
+def test_the_tiles_that_are_skipped_are_those_that_nothing_sees():
+    call = call_of(AttentionConfig("tiled", block_m=16, block_n=24, window=10))
+    seen = {(i // 16, j // 24) for i in range(T) for j in range(max(0, i - 9), i + 1)}
+    assert set(visited(call)) == seen
+
+
+@pytest.fixture(scope="module")
+def runs(small, call, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, more in (
+        ("whole", []),
+        ("broken", ["break_it=no_rescale", "attention.block_n=8", "attention.impl=tiled"]),
+    ):
+        done = call(train, *small, f"runs={folder}", f"name={name}", "steps=2", *more)
+        assert done.code == 0, done.err
+    return folder
+
+
+def page_of(text: str) -> dict:
+    return json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
+
+
+def test_the_page_holds_the_weights_of_every_head(runs, call, tmp_path):
+    done = call(breakit, "look=true", "run=whole", f"runs={runs}", "prompt=a bc </script>", f"out={tmp_path}/a.html")
+    assert done.code == 0, done.err
+    page = page_of((tmp_path / "a.html").read_text())
+    assert page["tokens"][1:] == list("a bc </script>")
+    [view] = page["views"]
+    assert len(view["layers"]) == 2
+    for layer in view["layers"]:
+        for head in layer["heads"]:
+            level = np.frombuffer(base64.b64decode(head["map"]), np.uint8)
+            assert len(level) == 15 * 16 // 2
+            assert (level <= STEPS).all()
+            rows = np.split(head["scale"] * (level / STEPS) ** 2, np.cumsum(range(1, 15)))
+            np.testing.assert_allclose([row.sum() for row in rows], 1, atol=0.05)  # a byte a weight
+
+
+def test_a_broken_run_is_shown_as_it_is_and_beside_it_the_whole_algorithm(runs, call, tmp_path):
+    done = call(breakit, "look=true", f"runs={runs}", "run=broken", "tokens=32", f"out={tmp_path}/a.html")
+    assert done.code == 0, done.err
+    assert "BROKEN" in done.out
+    page = page_of((tmp_path / "a.html").read_text())
+    assert page["broken"]
+    last = [[head["map"] for layer in view["layers"] for head in layer["heads"]] for view in page["views"]]
+    assert len(last) == 2
+    assert last[0] != last[1]
+
+
+def test_weights_that_are_not_finite_are_marked(runs):
+    from lab.look import of_head
+
+    call = call_of(AttentionConfig("tiled"), broken="no_max", gain=30.0)
+    head = of_head(read(call, torch.arange(T), T), 0)
+    assert LOST in base64.b64decode(head["map"])
+    assert math.isfinite(head["scale"])
+
+
+@pytest.mark.parametrize("wrong", ["run=none", "prompt=" + "x" * 40, "tokens=33", "prompt=a tokens=3", "layer=1"])
+def test_what_cannot_be_looked_at_is_refused_in_one_line(wrong, runs, call, tmp_path):
+    done = call(breakit, "look=true", f"runs={runs}", "run=whole", *wrong.split(" "), f"out={tmp_path}/a.html")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "a.html").exists()
