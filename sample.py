@@ -7,6 +7,7 @@
     python sample.py run=NAME stop='["\\n\\n", "def "]'       ends before one of these
     python sample.py run=NAME interactive=true            talk to it: each line that you type is continued
     python sample.py run=NAME checkpoint=last impl=naive
+    python sample.py list_runs=true                       your runs: their size, steps, tokens and validation loss
     python sample.py init_from=gpt2                       from a model of Hugging Face, or a folder of safetensors
     python sample.py run=NAME export=FOLDER               writes the model for transformers, instead of text
     python sample.py run=NAME max_new_tokens=5000 past_context=half    past the model's context, still fast
@@ -42,7 +43,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import Sampler, Session, generate, tokens_seen
-from training import checkpoint, config, exchange
+from training import checkpoint, config, exchange, listing
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
@@ -62,6 +63,7 @@ class Config(Sampler):
     run: str = key("latest", "name or folder of the run; latest: the run with the newest checkpoint")
     checkpoint: str = key("best", "best (lowest validation loss) | last | a name like step_000100 | a path")
     runs: str = key("runs", "folder of all runs")
+    list_runs: bool = key(False, "list all runs, the newest first, instead of writing text")
     init_from: str | None = key(
         None, "weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors", filled=True
     )
@@ -104,8 +106,10 @@ class Config(Sampler):
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
             raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
-        weights = ("run", "checkpoint", "runs", "init_from", "export")
-        unused = [f.name for f in fields(self) if f.name not in weights and getattr(self, f.name) != f.default]
+        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if self.list_runs and (unread := [name for name in given if name not in ("list_runs", "runs")]):
+            raise ValueError(f"list_runs=true writes no text: leave out {unread[0]}=")
+        unused = [name for name in given if name not in ("run", "checkpoint", "runs", "init_from", "export")]
         if self.export is not None and unused:
             raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
         if self.interactive and self.num_samples > 1:
@@ -152,6 +156,9 @@ class Writer(NamedTuple):
 
 def main(cfg: Config) -> None:
     """Prints the samples on stdout and the checkpoint's name on stderr. ValueError for a user's mistake."""
+    if cfg.list_runs:
+        print(listing.table(Path(cfg.runs)))
+        return
     text = cfg.prompt if cfg.prompt_file is None else read_prompt(cfg.prompt_file)
     device = pick_device(cfg.device)
     trained = exchange.read(find(cfg), cfg.init_from or "")

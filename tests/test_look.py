@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 
 import breakit
 import train
@@ -15,6 +16,8 @@ from lab.look import LOST, STEPS
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from training.film import frames
+from training.metrics import read_metrics
 from training.probe import Call, record
 from training.weights import by_rows, places_of, read, visited
 
@@ -158,3 +161,33 @@ def test_what_cannot_be_looked_at_is_refused_in_one_line(wrong, runs, call, tmp_
     assert done.code == 2
     assert done.err.count("\n") == 1
     assert not (tmp_path / "a.html").exists()
+
+
+def losses(folder) -> list:
+    return [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
+
+
+def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, call, tmp_path):
+    """After a resume its frames are those of the run without a stop."""
+    run = [*small, f"runs={tmp_path}", "checkpoint_every=2", "model.dropout_p=0.1"]
+    for name, more in (
+        ("plain", ["steps=6"]),
+        ("film", ["steps=6", "probe.film=2"]),
+        ("cut", ["steps=3", "probe.film=2"]),
+    ):
+        done = call(train, *run, f"name={name}", *more)
+        assert done.code == 0, done.err
+    assert losses(tmp_path / "film") == losses(tmp_path / "plain")
+    found = frames(tmp_path / "film", 6)
+    assert list(found) == [2, 4, 6]
+    image = imread(found[6])  # (2 layers of 32 points, 2 heads of 32 points)
+    assert image.shape[:2] == (64, 64)
+    assert (image[:32, :32][np.triu_indices(32, 1)] == 1).all()  # white where nothing is seen
+    done = call(train, *run, "name=cut", "resume=auto", "steps=6", "probe.film=2")
+    assert done.code == 0, done.err
+    assert list(frames(tmp_path / "cut", 6)) == [2, 3, 4, 6]  # 3: the end of the first part
+    for step in (2, 4, 6):
+        assert found[step].read_bytes() == frames(tmp_path / "cut", 6)[step].read_bytes()
+    assert (tmp_path / "cut" / "film.png").stat().st_size > 0
+    logged = [r for r in read_metrics(tmp_path / "film" / "metrics.jsonl") if "film.induction" in r]
+    assert [r["step"] for r in logged] == [2, 4, 6]

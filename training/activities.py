@@ -27,6 +27,7 @@ from model.gpt import GPT
 from parallel.shard import copy_of
 from sampling.generate import NotFinite, Sampler, Session
 from training import awake, checkpoint, context
+from training.film import draw, keep, readings, shares
 from training.machine import DTYPES, Stopping
 from training.metrics import read_metrics, read_samples, stamp
 from training.probe import reading, record, search
@@ -121,6 +122,19 @@ def look(run: Run) -> None:
     with run.caught.at_once(), evaluation_mode(run.averaged) as model, run.train_step.autocast:
         gauges = reading(record(model, x, documents=documents))
     run.metrics.log({"step": run.step, **gauges, "probe_ms": (time.perf_counter() - started) * 1e3})
+
+
+def film(run: Run) -> None:
+    """Adds a frame to the film (training/film.py), of the sequence of look(), and logs the patterns of the heads."""
+    started = time.perf_counter()
+    x, _, documents = first_window(run).to(run.device)
+    with run.caught.at_once(), evaluation_mode(run.averaged) as model, run.train_step.autocast:
+        found = readings(record(model, x, documents=documents), x[0])
+    if run.ranks.first:
+        keep(run.folder, run.step, found)
+    run.metrics.log({"step": run.step, **shares(found), "film_ms": (time.perf_counter() - started) * 1e3})
+    name, broken = f"{run.cfg.name}: layer.head, step by step", run.cfg.break_it.label
+    run.metrics.picture_later(run.step, partial(draw, run.folder, run.step, found, name, broken))
 
 
 def looks_at_the_failure(run: Run) -> bool:
@@ -317,6 +331,7 @@ def write_checkpoint(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, t
 ACTIVITIES = (  # in their order; save is the last
     Activity("probe_ms", look, lambda run: run.cfg.probe.every, at_end=False),
     Activity("probe_ms", look_at_the_failure, lambda run: int(looks_at_the_failure(run))),
+    Activity("film_ms", film, lambda run: run.cfg.probe.film),
     Activity("val_loss", evaluate, lambda run: run.cfg.eval_every),
     Activity("sample", sample, lambda run: run.cfg.sample_every if run.cfg.sample_tokens else 0),
     Activity("context_ms", measure_the_context, lambda run: run.cfg.context_every, at_start=True),

@@ -223,7 +223,7 @@ def _drop_aliases(model: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 def _prune(folder: Path, step: int, keep_last: int) -> None:
     """Delete the checkpoints that save() does not keep after writing `step`."""
     found = all_checkpoints(folder)
-    past = [path for path in found if _step(path) <= step]
+    past = [path for path in found if step_of(path) <= step]
     # A checkpoint with a damaged state.json may be the best, so it is kept for repair.
     damaged = (path for path in past if (path / "model.safetensors").is_file() and _loss(path) == -math.inf)
     keep = {*past[-keep_last:], _best(past), *damaged}
@@ -259,7 +259,7 @@ def load(path: Path) -> Checkpoint:
     Raises ValueError, one line, if the checkpoint is missing, damaged or not what a run writes. The line then names the
     newest complete checkpoint before it.
     """
-    if not path.is_dir() or (_step(path) < 0 and not (path / "state.json").exists()):
+    if not path.is_dir() or (step_of(path) < 0 and not (path / "state.json").exists()):
         raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
     found = _read(path, ["model.safetensors", "tokenizer.json"])
     header = found["state.json"]
@@ -283,7 +283,7 @@ def _read(path: Path, names: Iterable[str]) -> dict:
             raise ValueError(
                 f"checkpoint {path} was deleted by the run that wrote it, which goes on: run again"
             ) from error
-        before = (p for p in reversed(all_checkpoints(path.parent)) if _step(p) < _step(path))
+        before = (p for p in reversed(all_checkpoints(path.parent)) if step_of(p) < step_of(path))
         older = next((p for p in before if not _wrong(p)), None)
         way_out = f"use the one before it, {older}" if older else "no older one is left, so train again"
         raise ValueError(f"checkpoint {path} is damaged ({error}): {way_out}") from error
@@ -299,8 +299,8 @@ def _verified(path: Path, names: Iterable[str]) -> dict:
             raise ValueError("state.json is not as it was written")
         contents.rename_older(header)
         contents.check_header(header)
-        if _step(path) not in (-1, header["step"]):
-            raise ValueError(f"the folder's name says step {_step(path)}, its state.json step {header['step']}")
+        if step_of(path) not in (-1, header["step"]):
+            raise ValueError(f"the folder's name says step {step_of(path)}, its state.json step {header['step']}")
         found["state.json"] = header
         for name in names:
             if name != "tokenizer.json":
@@ -346,7 +346,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
     # sorted() puts ".old-step_..." before "step_...", so it is used only if a kill left no "step_..." (see save).
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if re.fullmatch(r"(\.old-)?step_\d+", path.name):
-            found[_step(path)] = path
+            found[step_of(path)] = path
     return [found[step] for step in sorted(found)]
 
 
@@ -374,7 +374,7 @@ def _loss(path: Path) -> float:
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     """The step in the folder's name; -1 for a copy under another name."""
     digits = re.search(r"step_(\d+)$", path.name)
     return int(digits[1]) if digits else -1
@@ -421,7 +421,9 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
         return folder / which
     # One whose state is damaged may be the best, so it comes first.
     losses = {path: _loss(path) if which == "best" else math.inf for path in found}
-    order = sorted(found, key=lambda path: (losses[path], _step(path) if math.isfinite(losses[path]) else -_step(path)))
+    order = sorted(
+        found, key=lambda path: (losses[path], step_of(path) if math.isfinite(losses[path]) else -step_of(path))
+    )
     damaged, whole = [], None
     for path in order:
         if not (wrong := _wrong(path, FILES if option == "resume" else ("model.safetensors", "tokenizer.json"))):

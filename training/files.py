@@ -25,8 +25,17 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 # Everything that a run writes into its folder.
-FILES = ("config.yaml", "metrics.jsonl", "samples.txt", "loss.png", "context.png", "passkey.png", "wandb_id.txt")
-FOLDERS = ("checkpoints", "faults", "wandb")
+FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples.txt",
+    "loss.png",
+    "context.png",
+    "passkey.png",
+    "film.png",
+    "wandb_id.txt",
+)
+FOLDERS = ("checkpoints", "faults", "film", "wandb")
 LOCK = ".lock"  # beside them
 LARGEST = 1 << 30  # bytes of a metrics.jsonl or samples.txt that are read
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag

@@ -6,9 +6,9 @@
         loss.png        training loss (line) and validation loss (points)
         wandb/          see training/wandb_run.py
 
-A record is a plain dict of Python numbers with its "step". There are four kinds, each with a line on the screen
-(LINES): of a step, of an evaluation, of a look at attention (training/probe.py; of a broken run training/awake.py), and
-of what the context is worth (training/context.py).
+A record is a plain dict of Python numbers with its "step". There are five kinds, each with a line on the screen
+(LINES): of a step, of an evaluation, of a look at attention (training/probe.py; of a broken run training/awake.py), of
+a frame of the film (training/film.py), and of what the context is worth (training/context.py).
 
 Losses are in nats per token, ms and eta_s are wall-clock times. mfu (model FLOPs utilization) is a fraction of the
 device's peak, memory_gib the peak so far; both may be None. A broken run's records also have "broken": its label.
@@ -49,6 +49,7 @@ LINES = {
     "val_loss": "eval step {step}/{total} | val loss {val_loss:.4f} | val bpb {val_bits_per_byte:.4f} | "
     "best {best[0]:.4f} at {best[1]}",
     "context_gain": "context step {step}/{total} | {given} | context worth {worth} | {context_ms:.0f} ms",
+    "film_ms": "film step {step}/{total} | {patterns} | {film_ms:.0f} ms",
     "max_score": "probe step {step}/{total} | score {max_score:.2f} | headroom {headroom:.2f} nats to overflow | "
     "error {attention_error:.1e} | entropy {entropies} | {probe_ms:.0f} ms",
     # In fp16 a step with norm inf or nan was skipped, and the scale is then halved.
@@ -79,6 +80,9 @@ def log_line(record: dict, total_steps: int) -> str:
             "memory": "n/a" if memory is None else f"{memory:.2f} GiB",
             "eta": f"{eta // 60}:{eta % 60:02}" if eta < 3600 else f"{eta // 3600}:{eta // 60 % 60:02}:{eta % 60:02}",
         }
+    elif kind == "film_ms":
+        shares = {key.removeprefix("film."): x for key, x in record.items() if key.startswith("film.")}
+        shown["patterns"] = " | ".join(f"{pattern} {share:.2f}" for pattern, share in shares.items())
     elif kind == "max_score":
         entropy = {key.removeprefix("entropy."): x for key, x in record.items() if key.startswith("entropy.")}
         least = min(entropy, key=entropy.__getitem__)
@@ -365,6 +369,10 @@ class Metrics:
         if self.mode != "disabled":
             samples, note = read_samples(path), f"{stamp(self.broken)}newest sample first"
             self.later(lambda: self.wandb.samples(step, samples, note))
+
+    def picture_later(self, step: int, draw: Callable[[], Path]) -> None:
+        """Have the thread draw a picture and give it to wandb."""
+        self.later(lambda: self.wandb.picture(step, draw()) if self.mode != "disabled" else draw())
 
     def time_to_draw(self) -> bool:
         """Whether the last picture is drawn, and took at most DRAWING of the time that has passed since then."""

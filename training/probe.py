@@ -39,6 +39,9 @@ class ProbeConfig:
     batch (`python breakit.py replay=PATH`). With stop_on_nan=false no step stops the run, so none is searched."""
 
     every: int = key(0, "steps between two probes of attention", least=0, usual="0: never")
+    film: int = key(
+        0, "steps between two frames of film.png, every head's weights on a text", least=0, usual="0: never"
+    )
 
     def __post_init__(self):
         check(self, "probe.")

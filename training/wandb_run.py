@@ -222,8 +222,8 @@ class WandbRun:
         self.attempt(lambda run: run.log({"step": step, "samples": self.wandb.Html(samples_table(samples, note))}))
 
     def picture(self, step: int, path: Path) -> None:
-        """Give the loss.png of `step` to wandb, which copies it."""
-        self.attempt(lambda run: run.log({"step": step, "loss_picture": self.wandb.Image(str(path))}))
+        """Give a picture of `step` to wandb, which copies it: loss.png as loss_picture."""
+        self.attempt(lambda run: run.log({"step": step, f"{path.stem}_picture": self.wandb.Image(str(path))}))
 
     def finish(self, exit_code: int) -> None:
         """Send the exit code, in at most WANDB_FINISH_SECONDS."""
