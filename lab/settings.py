@@ -170,7 +170,7 @@ class BreakIt:
     run: str | None = of(
         "lab trace look",
         None,
-        "name or folder of a run, or latest; null: lab: a new small model | trace: the worked example | look: latest",
+        "name or folder of a run, or latest; null: a new small model | the worked example | latest",
     )
     runs: str = of("lab trace look", "runs", "the folder of all runs")
     layer: int = of("trace", 0, "trace of a run: which layer, from 0", least=0)
@@ -185,7 +185,7 @@ class BreakIt:
     out: str | None = of(
         "lab trace look explorer",
         None,
-        "lab: folder; null: runs/breakit | trace: PATH.json | look: PATH.html; null: look.html | explorer: PATH.html",
+        "lab: folder; null: runs/breakit | trace: .json | look: .html; null: look.html | explorer: .html",
     )
 
     def __post_init__(self):
