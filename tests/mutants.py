@@ -12,6 +12,7 @@ Exits with 1 when a fault goes unnoticed, or when its text does not stand exactl
 the second at once.
 """
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -28,6 +29,10 @@ SOURCES = ["train.py", "sample.py", "breakit.py", "bench.py"]
 FOLDERS = ["conf", "training", "sampling", "parallel", "model", "kernels", "kernels/hopper", "data", "lab"]
 SECONDS = 600  # that the tests of one fault may take
 NO_TESTS = 5  # what pytest leaves with where it found none
+SAID = "said.txt"  # what pytest prints
+# Each pytest is a fork of one process that has imported what takes seconds.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "hydra", "matplotlib", "tiktoken", "pytest", "xdist"])
 
 PENALTY = "cache::test_a_talk_is_penalized_as_one_prompt_with_its_text"
 PAGES = "cache::test_pages_change_no_token_past_the_context"
@@ -375,6 +380,17 @@ TABLE = [
     ("a token stands for one byte", "lengths[rank] = len(token)", "lengths[rank] = 1", f"tokenizer {BITS}"),
     ("documents have no end-of-text token between", "writer.write(end_of_text)", "pass", "data"),
     ("a text that repeats is in both splits", "self.split_of[i] != REPEATED and taken", "taken", "data sources"),
+    # --- pictures of attention, the list of runs ---
+    ("weights are not rescaled", 'p.mul_(watch["alpha"])', "pass", "look"),
+    ("weights are not divided by their sum", "(p / (l.clamp(min=TINY) if guarded else l))", "p", "look"),
+    ("a point of a picture adds up its rows", "maps /= (torch.arange(T) // block).bincount()[:, None]", "pass", "look"),
+    ("a head that copies reads the copy itself", "(tokens.roll(1) == now)", "(tokens == now)", "look"),
+    ("a frame mixes heads", ".swapaxes(1, 2).reshape(L * N", ".reshape(L * N", "look"),
+    ("a broken run's page has its own weights twice", 'found.state["config"]["break_it"] = {}', "pass", "look"),
+    ("a run is listed by its first checkpoint", "reversed(checkpoint.all_checkpoints(run / checkpoint.FOLDER))",
+     "checkpoint.all_checkpoints(run / checkpoint.FOLDER)", "listing"),
+    ("the film is that of dropout", "evaluation_mode(run.averaged) as model, run.train_step.autocast:\n        found",
+     "nullcontext(run.averaged) as model, run.train_step.autocast:\n        found", "look"),
 ]  # fmt: skip
 FAULTS = [Fault(*row) for row in TABLE]
 
@@ -388,7 +404,7 @@ class Outcome(NamedTuple):
 
 
 def copy_of_the_tree(to: Path) -> Path:
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "docs")
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "*.png")
     return Path(shutil.copytree(ROOT, to / "tree", ignore=left_out))
 
 
@@ -414,12 +430,31 @@ def places(fault: Fault, tree: Path) -> list[Path]:
 
 def failed_tests(tree: Path, tests: list[str], *options: str) -> list[str]:
     """The names of the tests that fail. RuntimeError where pytest could not run them; no tests at all is none."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *options]
-    ended = subprocess.run([*command, *tests], cwd=tree, capture_output=True, text=True, timeout=SECONDS, check=False)
-    failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.*?)(?: - .*)?$", ended.stdout, re.MULTILINE)
-    if ended.returncode not in (0, 1, NO_TESTS) or (ended.returncode == 1) != bool(failed):
-        raise RuntimeError(f"pytest left with {ended.returncode}: {ended.stdout[-500:]}{ended.stderr[-500:]}")
+    process = SERVER.Process(target=run_pytest, args=(tree, [*options, *tests]))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        raise RuntimeError(f"pytest took more than {SECONDS} s")
+    said = (tree / SAID).read_text(encoding="utf-8", errors="replace")
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.*?)(?: - .*)?$", said, re.MULTILINE)
+    if process.exitcode not in (0, 1, NO_TESTS) or (process.exitcode == 1) != bool(failed):
+        raise RuntimeError(f"pytest left with {process.exitcode}: {said[-1000:]}")
     return failed
+
+
+def run_pytest(tree: Path, options: list[str]) -> None:
+    """Runs the tests of a tree in this process, which has imported nothing of ours but this file."""
+    os.chdir(tree)
+    with open(SAID, "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    import pytest
+
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", *options]))
 
 
 def plant(fault: Fault) -> Outcome:
@@ -441,12 +476,13 @@ def plant(fault: Fault) -> Outcome:
             for marks in ["not slow", "slow"]:
                 if failed := failed_tests(tree, tests, "-x", "-m", marks):
                     return Outcome(fault, time.monotonic() - started, failed[0], slow=marks == "slow")
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except RuntimeError as error:
             return Outcome(fault, time.monotonic() - started, problem=str(error))
     return Outcome(fault, time.monotonic() - started)
 
 
 def main() -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # as in tests/conftest.py, which comes after torch here
     words = sys.argv[1:]
     faults = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
     found = []
