@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, functional
+from torch.autograd import forward_ad, functional, grad
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, attention
@@ -16,28 +16,13 @@ REFUSED_BY_PYTORCH = torch.__version__ >= (2, 13)
 PYTORCH_REFUSES = "does not currently support double backward|donated buffers which requires create_graph=False"
 
 
-def first(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, loss=Tensor.sum) -> list[Tensor]:
+def first(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, loss=Tensor.sum) -> tuple[Tensor, ...]:
     """dq, dk and dv that were asked for with a graph."""
-    return list(torch.autograd.grad(loss(attention(q, k, v, config)), (q, k, v), create_graph=True))
-
-
-def penalty(config: AttentionConfig, *qkv: Tensor) -> None:
-    (attention(*qkv, config).sum() + first(config, *qkv)[0].norm()).backward()
+    return grad(loss(attention(q, k, v, config)), (q, k, v), create_graph=True)
 
 
 def of_a_sum(config: AttentionConfig, *qkv: Tensor) -> None:
-    torch.autograd.grad(first(config, *qkv)[0].sum(), qkv[0])
-
-
-def of_a_square(config: AttentionConfig, *qkv: Tensor) -> None:
-    """Here do depends on q, and once_differentiable refuses in backward() alone."""
-    torch.autograd.grad(first(config, *qkv, loss=lambda o: o.square().sum())[2].sum(), qkv[1])
-
-
-def of_strided_heads(config: AttentionConfig, *qkv: Tensor) -> None:
-    torch.autograd.grad(
-        first(config, *(x.mT.clone(memory_format=torch.contiguous_format).mT for x in qkv))[0].sum(), qkv[0]
-    )
+    grad(first(config, *qkv)[0].sum(), qkv[0])
 
 
 def by_backward(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -46,55 +31,26 @@ def by_backward(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> Non
 
 
 def by_lse(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
-    lse = attention(q, k, v, config, return_lse=True)[1]
-    (dk,) = torch.autograd.grad(lse.sum(), k, create_graph=True)
-    torch.autograd.grad(dk.sum(), q)
+    (dk,) = grad(attention(q, k, v, config, return_lse=True)[1].sum(), k, create_graph=True)
+    grad(dk.sum(), q)
 
 
 def with_respect_to_do(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
     do = torch.ones_like(q, requires_grad=True)
-    (dk,) = torch.autograd.grad(attention(q.detach(), k, v.detach(), config), k, do, create_graph=True)
-    torch.autograd.grad(dk.sum(), do)
+    (dk,) = grad(attention(q.detach(), k, v.detach(), config), k, do, create_graph=True)
+    grad(dk.sum(), do)
 
 
 def checkpointed(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
     o = checkpoint(lambda q: attention(q * 2, k, v, config), q, use_reentrant=False)
-    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    torch.autograd.grad(dq.sum(), q)
+    grad(grad(o.sum(), q, create_graph=True)[0].sum(), q)
 
 
-def hessian_times_vector(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
-    functional.hvp(lambda q: attention(q, k, v, config).sum(), q, q.detach())
-
-
-def whole_hessian(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
-    functional.hessian(lambda x: attention(q + x, k, v, config).sum(), torch.zeros(()))
-
-
-def jacobian_times_vector(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """PyTorch takes the gradient of a gradient with respect to do for it."""
-    functional.jvp(lambda q: attention(q, k, v, config), q, torch.ones_like(q))
-
-
-def beside_the_loss(config: AttentionConfig, *qkv: Tensor) -> None:
+def with_saved_tensors_copied(config: AttentionConfig, *qkv: Tensor) -> None:
     """The loss has a way to q of its own, so that torch.autograd.grad misses no tensor when the penalty's is lost."""
-    loss = attention(*qkv, config).square().sum()
-    (dq,) = torch.autograd.grad(loss, qkv[0], create_graph=True)
-    torch.autograd.grad(loss + dq.square().sum(), qkv[0])
-
-
-def of_a_weight_before_it(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> None:
-    weight = torch.ones((), requires_grad=True)
-    loss = attention(q.detach() * weight, k.detach(), v.detach(), config).sum()
-    (found,) = torch.autograd.grad(loss, weight, create_graph=True)
-    torch.autograd.grad(loss + found.square(), weight)
-
-
-def after_a_first(config: AttentionConfig, *qkv: Tensor) -> None:
-    loss = attention(*qkv, config).sum()
-    torch.autograd.grad(loss, qkv[0], retain_graph=True)
-    (dq,) = torch.autograd.grad(loss, qkv[0], create_graph=True)
-    torch.autograd.grad(dq.sum(), qkv[0])
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        loss = attention(*qkv, config).square().sum()
+        grad(loss + grad(loss, qkv[0], create_graph=True)[0].square().sum(), qkv[0])
 
 
 def under_autocast(config: AttentionConfig, *qkv: Tensor) -> None:
@@ -102,21 +58,11 @@ def under_autocast(config: AttentionConfig, *qkv: Tensor) -> None:
         of_a_sum(config, *qkv)
 
 
-def with_saved_tensors_copied(config: AttentionConfig, *qkv: Tensor) -> None:
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        beside_the_loss(config, *qkv)
-
-
 def forward_over_reverse(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, of_lse: bool = False) -> None:
     """do carries a tangent: triton's kernels wrote gradients without one."""
     with forward_ad.dual_level():
         output = attention(q, k, v, config, return_lse=True)[of_lse]
-        do = forward_ad.make_dual(torch.ones_like(output), torch.ones_like(output))
-        torch.autograd.grad(output, q, do)
-
-
-def forward_over_reverse_of_lse(config: AttentionConfig, *qkv: Tensor) -> None:
-    forward_over_reverse(config, *qkv, of_lse=True)
+        grad(output, q, forward_ad.make_dual(torch.ones_like(output), torch.ones_like(output)))
 
 
 def by_func(config: AttentionConfig, way: Callable, *qkv: Tensor) -> None:
@@ -129,7 +75,7 @@ def inside_a_graph(computed: Callable[[Tensor], Tensor]) -> None:
     """A penalty on the gradient of a weight. What `computed` gets, a vector, is made inside of the compiled graph."""
     x, weight = torch.randn(128), torch.ones(128, requires_grad=True)
     loss = torch.compile(lambda x, weight: computed(x + weight), backend="aot_eager")(x, weight)
-    (found,) = torch.autograd.grad(loss, weight, create_graph=True)
+    (found,) = grad(loss, weight, create_graph=True)
     (loss + found.square().sum()).backward()
 
 
@@ -144,32 +90,27 @@ def as_heads(config: AttentionConfig) -> Callable[[Tensor], Tensor]:
 
 
 SECOND = {
-    "penalty": penalty,
+    "penalty": lambda c, *qkv: (attention(*qkv, c).sum() + first(c, *qkv)[0].norm()).backward(),
     "grad of a sum": of_a_sum,
-    "grad of a square": of_a_square,
-    "grad of strided heads": of_strided_heads,
+    # Here do depends on q, and once_differentiable refuses in backward() alone.
+    "grad of a square": lambda c, *qkv: grad(first(c, *qkv, loss=lambda o: o.square().sum())[2].sum(), qkv[1]),
     "backward": by_backward,
     "of lse": by_lse,
     "with respect to do": with_respect_to_do,
     "checkpointed": checkpointed,
-    "Hessian times vector": hessian_times_vector,
-    "Hessian": whole_hessian,
-    "Jacobian times vector": jacobian_times_vector,
-    "grad beside the loss": beside_the_loss,
-    "of a weight before it": of_a_weight_before_it,
-    "after a first": after_a_first,
+    "Hessian times vector": lambda c, q, k, v: functional.hvp(lambda q: attention(q, k, v, c).sum(), q, q.detach()),
+    # PyTorch takes the gradient of a gradient with respect to do for it.
+    "Jacobian times vector": lambda c, q, k, v: functional.jvp(lambda q: attention(q, k, v, c), q, torch.ones_like(q)),
     "under autocast": under_autocast,
     "with saved tensors copied": with_saved_tensors_copied,
     "forward over reverse": forward_over_reverse,
-    "forward over reverse, of lse": forward_over_reverse_of_lse,
+    "forward over reverse, of lse": lambda *c_and_qkv: forward_over_reverse(*c_and_qkv, of_lse=True),
 }
 
 # PyTorch refuses these before attention's code is asked.
 FUNC: dict[str, Callable] = {
     "forward mode": lambda f, q: torch.func.jvp(f, (q,), (q,)),
-    "Hessian": lambda f, q: torch.func.hessian(f)(q),
     "gradient of a gradient": lambda f, q: torch.func.grad(lambda q: torch.func.grad(f)(q).sum())(q),
     "Hessian times vector": lambda f, q: torch.func.jvp(torch.func.grad(f), (q,), (q,)),
-    "vjp of a gradient": lambda f, q: torch.func.vjp(torch.func.grad(f), q)[1](q),
     "gradients of several": lambda f, q: torch.func.vmap(torch.func.grad(f))(torch.stack([q, q])),
 }

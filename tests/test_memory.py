@@ -18,13 +18,23 @@ FAMILIES = {
     "gpt2-dropout": replace(GPT2, dropout_p=0.1),
     "modern": replace(GPT2, position="rope", norm="rmsnorm", mlp="swiglu", bias=False),
 }
+FORMS = [("false", None), ("true", None), ("selective", None), ("selective", 256), ("true", 256), ("false", 256)]
 
 
-def measured(model: GPTConfig, impl: str, batch_size: int, low: bool) -> int:
+def cases() -> list:
+    """Of form, family and dtype every two are in some case together; each form is in one that is not slow."""
+    found = []
+    for i, form in enumerate(FORMS):
+        for at, family in enumerate(FAMILIES):
+            marks = [pytest.mark.slow] * (at != i // 2 % 3)
+            found.append(pytest.param(*form, family, (i + at) % 2 == 1, marks=marks))
+    return found
+
+
+def measured(model: GPTConfig, impl: str, low: bool) -> int:
     """The peak of a forward and backward, with the weights and AdamW's state, in bytes."""
-    torch.manual_seed(0)
     network = RecomputingGPT(model, AttentionConfig(impl))
-    idx = torch.randint(16, (2, batch_size, model.context_length))
+    idx = torch.randint(16, (2, 1, model.context_length))
     with PeakBytes() as counted:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             loss = network(*idx)
@@ -36,36 +46,31 @@ def counted(model: GPTConfig, impl: str, low: bool) -> int:
     return bytes_of(model, AttentionConfig(impl), 1, "bf16" if low else "float32", ema=False, norm_kernel=False)
 
 
-CASES = [("false", None), ("true", None), ("selective", None), ("selective", 256), ("true", 256), ("false", 256)]
-
-
-@pytest.mark.parametrize(("form", "chunk"), CASES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bf16"])
-def test_the_memory_counted_is_that_of_a_step_within_15_percent(family, form, chunk, low):
+@pytest.mark.parametrize(("form", "chunk", "family", "low"), cases())
+def test_the_memory_counted_is_that_of_a_step_within_15_percent(form, chunk, family, low):
     """Of sdpa with as many key heads as heads: on a CPU it would repeat the key heads."""
     model = replace(FAMILIES[family], activation_checkpointing=form, chunk=chunk)
-    if low:
-        model = replace(model, residual_dtype="autocast")
-    assert counted(model, "sdpa", low) == pytest.approx(measured(model, "sdpa", 1, low), rel=0.15)
+    model = replace(model, residual_dtype="autocast") if low else model
+    assert counted(model, "sdpa", low) == pytest.approx(measured(model, "sdpa", low), rel=0.15)
 
 
-@pytest.mark.parametrize(("form", "chunk"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "chunk"), FORMS)
 def test_a_layer_more_takes_what_is_counted_for_it(form, chunk):
     """Within 12 %. At the peak some gradients of the weights are not there yet."""
-    found = []
-    for n_layer in (2, 4):
-        model = replace(FAMILIES["modern"], n_layer=n_layer, activation_checkpointing=form, chunk=chunk)
-        found.append((counted(model, "sdpa", True), measured(model, "sdpa", 1, True)))
-    (a, measured_a), (b, measured_b) = found
-    assert b - a == pytest.approx(measured_b - measured_a, rel=0.12)
+    model = replace(FAMILIES["modern"], activation_checkpointing=form, chunk=chunk)
+    of_2, of_4 = replace(model, n_layer=2), replace(model, n_layer=4)
+    found = counted(of_4, "sdpa", True) - counted(of_2, "sdpa", True)
+    assert found == pytest.approx(measured(of_4, "sdpa", True) - measured(of_2, "sdpa", True), rel=0.12)
 
 
 @pytest.mark.parametrize("form", ["false", "true"])
 def test_the_memory_counted_of_naive_attention_is_that_of_a_step_within_20_percent(form):
     model = replace(GPT2, context_length=512, activation_checkpointing=form)
-    assert counted(model, "naive", True) == pytest.approx(measured(model, "naive", 1, True), rel=0.2)
+    assert counted(model, "naive", True) == pytest.approx(measured(model, "naive", True), rel=0.2)
 
+
+# --- auto -----------------------------------------------------------------------------------------------------------
 
 LONG = GPTConfig(context_length=2**20, vocab_size=50257, position="rope", residual_dtype="autocast")
 
@@ -82,27 +87,21 @@ def chosen(free_gib: float, impl: str = "triton", model: GPTConfig = LONG) -> tu
     return model.activation_checkpointing, model.chunk, why
 
 
-def more(form: str) -> float:
-    return 1.0 if form == "false" else COMPILED
-
-
 def test_auto_picks_the_fastest_that_fits_and_says_why():
     forms = [("false", None), ("selective", None), ("selective", PIECE), ("true", PIECE)]
-    sizes = {form: size_of(*form) for form in forms}
-    assert sorted(sizes.values(), reverse=True) == list(sizes.values())
-    for (form, chunk), size in sizes.items():
-        found = chosen(size * more(form) / FITS * 1.001)
-        assert found[:2] == (form, chunk)
-        assert f"{form}{f' with model.chunk={chunk}' if chunk else ''} (auto: about {size:.1f} GiB of " in found[2]
-        assert "may not fit" not in found[2]
-        assert chosen(size * more(form))[:2] != (form, chunk) or (form, chunk) == (
-            "true",
-            PIECE,
-        )  # too close: nothing is left
-    assert "; false takes" in chosen(sizes["selective", None] * COMPILED / FITS * 1.001)[2]
-    smallest = chosen(0.1)
-    assert smallest[:2] == ("true", PIECE)
-    assert "of 0.1 free, which may not fit; selective takes" in smallest[2]
+    sizes = [size_of(*form) for form in forms]
+    assert sorted(sizes, reverse=True) == sizes
+    for i, (form, size) in enumerate(zip(forms, sizes, strict=True)):
+        size_at_most = size * (COMPILED if i else 1.0)
+        *found, why = chosen(size_at_most / FITS * 1.001)
+        assert tuple(found) == form
+        assert f"{size:.1f} GiB" in why
+        assert "may not fit" not in why
+        assert i == 0 or f"{sizes[i - 1]:.1f}" in why  # what the faster one takes
+        assert i == 3 or chosen(size_at_most)[:2] != form  # too close: nothing is left
+    *smallest, why = chosen(0.1)
+    assert tuple(smallest) == forms[-1]
+    assert "may not fit" in why
 
 
 def test_the_backward_for_hopper_holds_sums_of_dq():
@@ -122,16 +121,9 @@ def test_auto_never_picks_what_an_attention_does_not_have_and_keeps_a_chunk_that
     assert chosen(0.1, model=replace(LONG, chunk=4096))[:2] == ("true", 4096)
 
 
-def test_without_a_gpu_auto_computes_nothing_again_and_what_is_no_auto_stays():
-    attention, cpu = AttentionConfig("tiled"), torch.device("cpu")
-    found, why = settle(replace(GPT2, activation_checkpointing="auto"), attention, 1, "float32", cpu, ema=False)
-    assert found == GPT2
-    assert why.startswith("activation checkpointing: false (auto counts the memory of a CUDA GPU")
+def test_without_a_gpu_auto_computes_nothing_again_and_what_is_no_auto_stays(call, small, tmp_path):
     asked = replace(GPT2, activation_checkpointing="selective")
-    assert settle(asked, attention, 1, "float32", cpu, ema=False) == (asked, "")
-
-
-def test_a_run_says_what_auto_chose_and_keeps_auto_in_its_configuration(call, small, tmp_path):
+    assert settle(asked, AttentionConfig("tiled"), 1, "float32", torch.device("cpu"), ema=False) == (asked, "")
     ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=a", "model.activation_checkpointing=auto")
-    assert "\nactivation checkpointing: false (auto counts" in ended.out
+    assert "\nactivation checkpointing: false (auto" in ended.out
     assert "activation_checkpointing: auto" in (tmp_path / "a/config.yaml").read_text(encoding="utf-8")

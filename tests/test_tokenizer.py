@@ -7,17 +7,7 @@ import pytest
 import tiktoken
 
 from data import tokenizer
-from data.tokenizer import (
-    END_OF_TEXT,
-    TextStream,
-    TokenizerConfig,
-    build,
-    encode,
-    from_json,
-    same,
-    to_json,
-    token_bytes,
-)
+from data.tokenizer import TextStream, TokenizerConfig, build, encode, from_json, same, to_json, token_bytes
 
 FILES_OF_GPT2 = {
     "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
@@ -31,22 +21,14 @@ def encoding(request: pytest.FixtureRequest, gpt2: tiktoken.Encoding) -> tiktoke
     return build(TokenizerConfig(request.param, vocab_size=280 if request.param == "bpe" else None), [TEXT])
 
 
-def one_line(caught: pytest.ExceptionInfo) -> str:
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 def test_text_survives_the_way_to_ids_and_back(encoding):
+    """Also an end of text that is spelt out: ordinary text."""
     ids = encode(encoding, TEXT)
     assert (ids.dtype, ids.flags.writeable) == (np.uint32, True)
     assert encoding.decode(ids.tolist()) == TEXT
     assert encode(encoding, "").shape == (0,)
-
-
-def test_end_of_text_is_the_last_id_and_spelt_out_it_is_ordinary_text(encoding):
     assert encoding.eot_token == encoding.n_vocab - 1
-    assert encoding.eot_token not in encode(encoding, f"a{END_OF_TEXT}b")
+    assert encoding.eot_token not in ids
 
 
 def test_token_bytes_are_those_of_each_token(encoding):
@@ -70,17 +52,13 @@ def test_stream_gives_the_text_and_never_half_a_character(encoding):
     assert "\ufffd" not in "".join(shown)
 
 
-def test_stream_replaces_a_character_that_is_never_completed():
+def test_stream_replaces_what_is_never_completed_and_refuses_ids_outside_the_vocabulary():
     stream = TextStream(tokenizer.byte_encoding())
     assert [stream.feed(b) for b in "\u20ac".encode()[:2]] == ["", ""]
     assert stream.flush() == "\ufffd"
-
-
-@pytest.mark.parametrize("token", [-1, 257, 1 << 40])
-def test_stream_refuses_ids_outside_the_vocabulary(token):
-    with pytest.raises(ValueError, match=f"token {token} is not in the vocabulary") as caught:
-        TextStream(tokenizer.byte_encoding()).feed(token)
-    one_line(caught)
+    for token in (-1, 257, 1 << 40):
+        with pytest.raises(ValueError, match=f"token {token} "):
+            stream.feed(token)
 
 
 def test_byte_tokens_are_the_bytes():
@@ -89,9 +67,13 @@ def test_byte_tokens_are_the_bytes():
     assert encode(encoding, TEXT).tolist() == encoding.encode_ordinary(TEXT)  # the shortcut is what tiktoken would do
 
 
-def test_bpe_has_exactly_the_vocabulary_asked_for():
-    encoding = tokenizer.train_bpe([TEXT], 300)
-    assert (encoding.n_vocab, len(encoding._mergeable_ranks)) == (300, 299)
+def test_bpe_has_the_vocabulary_asked_for_or_names_one_that_the_text_can_fill():
+    """rustbpe stops early without a word."""
+    for size in (257, 258):  # bytes alone, and a merge
+        assert tokenizer.train_bpe(["ab"], size).n_vocab == size
+    assert encode(tokenizer.train_bpe(["ab"], 257), TEXT).tolist() == list(TEXT.encode())
+    with pytest.raises(ValueError, match=r"\A.*vocab_size=4096 .*tokenizer\.vocab_size=258 .*\Z"):
+        tokenizer.train_bpe(["ab"], 4096)
 
 
 def test_bpe_does_not_depend_on_the_order_of_texts():
@@ -99,19 +81,7 @@ def test_bpe_does_not_depend_on_the_order_of_texts():
     assert to_json(tokenizer.train_bpe(texts, 290)) == to_json(tokenizer.train_bpe(texts[::-1], 290))
 
 
-def test_bpe_without_merges_is_bytes():
-    assert encode(tokenizer.train_bpe(["ab"], 257), TEXT).tolist() == list(TEXT.encode())
-
-
-def test_bpe_refuses_a_vocabulary_that_the_text_cannot_fill():
-    """rustbpe stops early without a word; the size it names must then be one that works."""
-    with pytest.raises(ValueError, match=r"vocab_size=4096 .* use tokenizer\.vocab_size=258 or less") as caught:
-        tokenizer.train_bpe(["ab"], 4096)
-    one_line(caught)
-    assert tokenizer.train_bpe(["ab"], 258).n_vocab == 258
-
-
-def test_gpt2_without_a_network_names_the_way_out(tmp_path, monkeypatch):
+def test_gpt2_without_a_network_says_where_its_files_belong(tmp_path, monkeypatch):
     """A real attempt, through a proxy where nobody listens."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     for name in ("https_proxy", "HTTPS_PROXY"):
@@ -119,18 +89,13 @@ def test_gpt2_without_a_network_names_the_way_out(tmp_path, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
-    with pytest.raises(ValueError, match=r"ProxyError.*TIKTOKEN_CACHE_DIR.*tokenizer=bpe") as caught:
+    with pytest.raises(ValueError, match=r"\A.*ProxyError.*TIKTOKEN_CACHE_DIR.*tokenizer=bpe.*\Z") as caught:
         tokenizer.gpt2_encoding()
-    message = one_line(caught)
-    for theirs, ours in FILES_OF_GPT2.items():
-        assert f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{theirs} as {ours}" in message
-
-
-def test_gpt2_needs_no_network_once_the_files_are_where_the_message_says(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("tiktoken.load.read_file", None)  # the only function of tiktoken's that reads from the network
     for url in tokenizer.GPT2_URLS:
-        (tmp_path / FILES_OF_GPT2[url.rpartition("/")[2]]).write_text(url)
+        name = FILES_OF_GPT2[url.rpartition("/")[2]]
+        assert f"{url} as {name}" in str(caught.value)
+        (tmp_path / name).write_text(url)
         assert tiktoken.load.read_file_cached(url) == url.encode()
 
 
@@ -139,6 +104,6 @@ def test_gpt2_does_not_wait_for_a_download_that_hangs(monkeypatch):
     end_of_test = threading.Event()
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: end_of_test.wait())
     monkeypatch.setattr(tokenizer, "DOWNLOAD_SECONDS", 0.05)
-    with pytest.raises(ValueError, match=r"no answer in 0.05 s"):
+    with pytest.raises(ValueError, match=r"0\.05 s"):
         tokenizer.gpt2_encoding()
     end_of_test.set()
