@@ -35,7 +35,12 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "hydra", "matplotlib", "tiktoken", "pytest", "xdist"])
 
 PENALTY = "cache::test_a_talk_is_penalized_as_one_prompt_with_its_text"
-PAGES = "cache::test_pages_change_no_token_past_the_context"
+PAGES = "cache::test_neither_cache_nor_pages_change_a_token_that_is_drawn"
+TOKEN = "cache::test_a_token_has_the_logits_of_the_whole_text_and_in_pages_the_same_bits"
+SEVERAL = "cache::test_several_tokens_after_a_prompt_see_what_the_cache_holds"
+LIKELIEST = "cache::test_the_likeliest_tokens_are_the_same_past_the_context"
+SESSION = "cache::test_a_session_answers_as_the_whole_text_does"
+NO_CACHE = "cache::test_what_has_no_cache_is_sampled_without"
 IN_PAGES = "decode::test_a_token_has_the_same_bits_in_pages"
 BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
 NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
@@ -179,8 +184,8 @@ TABLE = [
     ("gelu is always the exact one", 'partial(F.gelu, approximate="tanh")', "F.gelu", "arithmetic"),
     ("rmsnorm with torch's epsilon",
      "return RMSNorm(config.n_embd, eps=config.norm_eps)", "return RMSNorm(config.n_embd)", "arithmetic"),
-    ("the mlp without its norm", "ACTIVATIONS[act](layer(y))\n", "ACTIVATIONS[act](layer(x))\n", "gpt"),
-    ("no norm before the head", "x = last_norm(self.norm, x, added)", "x = added.to(x)", "gpt arithmetic"),
+    ("the mlp without its norm", "ACTIVATIONS[act](layer(y))\n", "ACTIVATIONS[act](layer(x))\n", IMPORTED),
+    ("no norm before the head", "x = last_norm(self.norm, x, added)", "x = added.to(x)", f"arithmetic {IMPORTED}"),
     ("more than eight kinds of blocks run uncompiled", "max(config.recompile_limit, 2 + model.config.n_layer)",
      "config.recompile_limit", "gpt::test_blocks_that_are_alike_are_compiled_once_and_none_is_left_out"),
     ("the stream's gradient ends at a norm", "gradient = tl.load(dres", "gradient = 0 * tl.load(dres", "norm"),
@@ -193,7 +198,7 @@ TABLE = [
     ("zeros stand for the last norm's stream",
      "by_function(norm, x, added, False)", "by_function(norm, x, added, True)[1]", "norm"),
     ("the head is tied when it should not be", "if config.tie_head:", "if True:", "arithmetic"),
-    ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", "gpt arithmetic"),
+    ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", f"arithmetic {IMPORTED}"),
     ("a local layer has the other layers' rope base", "has_two and window is not None", "False", "gpt decode"),
     ("yarn leaves the scores as they were", "0.1 * math.log(yarn[0]) + 1", "1.0",
      "exchange::test_yarn_is_transformers_yarn"),
@@ -225,8 +230,8 @@ TABLE = [
     ("the beginning of a stop string is shown", "next(begun, len(kept))", "len(kept)", "talk"),
     ("no text begins with a stop string",
      "for i in range(len(kept)) if", "for i in range(1, len(kept)) if", "talk"),
-    ("generation sees the beginning of a long text", "prompt[-context:] for", "prompt[:context] for", "cache"),
-    ("a session knows the end of a text that slides", "if len(ends) == 1 else []", "if ends else []", "cache"),
+    ("generation sees the beginning of a long text", "prompt[-context:] for", "prompt[:context] for", LIKELIEST),
+    ("a session knows the end of a text that slides", "if len(ends) == 1 else []", "if ends else []", SESSION),
     # --- a model of transformers ---
     ("a model of transformers loses its window", "window=sliding_window or own.window", "window=own.window", "adapter"),
     ("a model of transformers loses its scale", "softmax_scale=scaling, seed=seed", "seed=seed", "adapter"),
@@ -235,24 +240,24 @@ TABLE = [
      "torch.equal(attention_mask, seen.expand_as(attention_mask))", "True", "adapter"),
     ("a cache of fixed size is taken for a text", "plain = T in (1, T_k)", "plain = True", "adapter"),
     # --- the cache ---
-    ("a token is a position late", "slice(at[0], at[0] + 1)", "slice(at[0] - 1, at[0])", "cache"),
+    ("a token is a position late", "slice(at[0], at[0] + 1)", "slice(at[0] - 1, at[0])", TOKEN),
     ("sequences of different lengths have one position", "torch.tensor(at, device=self.device)[:, None]",
-     "slice(max(at), max(at) + 1)", "cache"),
-    ("what a shorter sequence has not filled is seen", "back, back > position)", "back)", "cache"),
+     "slice(max(at), max(at) + 1)", TOKEN),
+    ("what a shorter sequence has not filled is seen", "back, back > position)", "back)", TOKEN),
     ("alibi counts slots", "position - torch.arange(T_k, device=self.device)) % size",
-     "position - torch.arange(T_k, device=self.device)).abs()", "cache"),
+     "position - torch.arange(T_k, device=self.device)).abs()", TOKEN),
     ("a window's buffer has a slot too few", "min(config.window or context_length, context_length)",
-     "min(config.window - 1 or 1 if config.window else context_length, context_length)", "cache"),
-    ("a long prompt leaves its first keys", "x[:, :, T - T_last :]", "x[:, :, :T_last]", "cache"),
+     "min(config.window - 1 or 1 if config.window else context_length, context_length)", TOKEN),
+    ("a long prompt leaves its first keys", "x[:, :, T - T_last :]", "x[:, :, :T_last]", TOKEN),
     ("every sequence's prompt goes to the first rows",
-     "*buffer.shape[1:])[self.rows]", "*buffer.shape[1:])[: len(x)]", "cache"),
+     "*buffer.shape[1:])[self.rows]", "*buffer.shape[1:])[: len(x)]", TOKEN),
     ("what follows a prompt is kept in the first slots",
-     "torch.arange(self.past + T - T_last, self.past + T,", "torch.arange(T - T_last, T,", "cache"),
+     "torch.arange(self.past + T - T_last, self.past + T,", "torch.arange(T - T_last, T,", SEVERAL),
     ("what follows a prompt does not see it",
-     "before], x), dim=2) if self.past", "before], x), dim=2) if False", "cache"),
-    ("a cut passes over what a window has lost", "max(self.lengths) <= layer.size", "True or layer.size", "cache"),
+     "before], x), dim=2) if self.past", "before], x), dim=2) if False", SEVERAL),
+    ("a cut passes over what a window has lost", "max(self.lengths) <= layer.size", "True or layer.size", SEVERAL),
     ("a session takes any text for the one it knows",
-     "strict=False)) if new != old)", "strict=False)) if False)", "cache"),
+     "strict=False)) if new != old)", "strict=False)) if False)", SESSION),
     ("a talk is penalized for what was taken back", "self.used.copy_(used)", "self.used.logical_or_(used)", PENALTY),
     ("a talk is penalized for what the model sees", "self.count(idx)", "self.count(idx[:, -self.context :])",
      PENALTY),
@@ -267,20 +272,20 @@ TABLE = [
     ("a recorded token reads pages that have moved", "self.moved != self.cache.moved:", "False:",
      "decode::test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves"),
     ("all sequences have the first one's pages", "table += b * table_b", "table += 0", IN_PAGES),
-    ("splits are not rescaled", "(alpha * acc_i).sum(0)", "acc_i.sum(0)", "cache"),
-    ("the sum of splits is not rescaled", "(alpha * l_i).sum(0)", "l_i.sum(0)", "cache"),
-    ("a hidden split is NaN", "m.clamp_(min=LOWEST)", "pass", "cache"),
+    ("splits are not rescaled", "(alpha * acc_i).sum(0)", "acc_i.sum(0)", TOKEN),
+    ("the sum of splits is not rescaled", "(alpha * l_i).sum(0)", "l_i.sum(0)", TOKEN),
+    ("a hidden split is NaN", "m.clamp_(min=LOWEST)", "pass", TOKEN),
     ("autocast rounds the sums of a token", "add_product(torch.empty_like(q, dtype=wide), p.to(v.dtype), v, beta=0.0)",
-     "p.to(v.dtype) @ v", "cache"),
+     "p.to(v.dtype) @ v", "cache::test_autocast_changes_no_bit"),
     ("broken attention is repaired by the cache",
-     'return why_not("cache", wanted(model.attention_config, model.break_it)) or None', "return None", "cache"),
-    ("a block mask is lost in the cache", '{"block_mask": "the cache has no block masks"}', "{}", "cache"),
-    ("half keeps everything", "(context - context // 2)", "1", "cache"),
-    ("stop is a token early", "max(lengths)) + 1)", "max(lengths)))", "cache"),
+     'return why_not("cache", wanted(model.attention_config, model.break_it)) or None', "return None", NO_CACHE),
+    ("a block mask is lost in the cache", '{"block_mask": "the cache has no block masks"}', "{}", NO_CACHE),
+    ("half keeps everything", "(context - context // 2)", "1", LIKELIEST),
+    ("stop is a token early", "max(lengths)) + 1)", "max(lengths)))", PAGES),
     ("every token runs the whole text", "found is None or sees !=", "True or sees !=", "cache"),
     # --- a token on a CPU ---
-    ("a token has the first one's position", "slice(at[0], at[0] + 1) if", "slice(0, 1) if", "cache"),
-    ("a token's logits have padding", "return y[..., : self.config.vocab_size]", "return y", "cache"),
+    ("a token has the first one's position", "slice(at[0], at[0] + 1) if", "slice(0, 1) if", TOKEN),
+    ("a token's logits have padding", "return y[..., : self.config.vocab_size]", "return y", TOKEN),
     # --- a token's kernels ---
     ("the new token is not kept", "if slot // BLOCK_N % splits == split:", "if slot < 0:", "decode"),
     ("a tile has the new token's slot", "seen = (j < T_k) & (j != slot)", "seen = j < T_k", "decode"),
@@ -321,9 +326,9 @@ TABLE = [
     ("a token is embedded without its position",
      "row += tl.load(positions", "row += 0 * tl.load(positions", "decode"),
     ("sequences share a position", "tl.load(at + b) * C", "tl.load(at) * C", "decode"),
-    ("a prompt's length is not its token's position", "self.at[rows] = T - 1", "self.at[rows] = T", "cache"),
-    ("what follows a prompt does not move the position", "self.at.fill_(past + T - 1)", "pass", "cache"),
-    ("a cut does not move the position", "self.at.clamp_(max=T - 1)", "pass", "cache"),
+    ("a prompt's length is not its token's position", "self.at[rows] = T - 1", "self.at[rows] = T", SEVERAL),
+    ("what follows a prompt does not move the position", "self.at.fill_(past + T - 1)", "pass", SEVERAL),
+    ("a cut does not move the position", "self.at.clamp_(max=T - 1)", "pass", SEVERAL),
     # --- attention ---
     ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", "attention"),
     ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=cap_gradient)", "cap_gradient.copy_(s)", "attention"),
@@ -352,9 +357,9 @@ TABLE = [
     ("shapes are not compared", "if tuple(there.get_shape()) != shape", "if False", STRANGER),
     ("weights may be NaN", "if not weight.isfinite().all()", "if False", STRANGER),
     ("scaled rotary positions are taken for plain ones", '{**rope, "rope_theta": 0} not in PLAIN_ROPE', "False",
-     "exchange::test_what_llamas_family_cannot_be_here_is_refused"),
+     "exchange::test_a_changed_configuration_gives_transformers_logits_or_is_refused"),
     ("merges may come in any order", "if ids != sorted(ids)", "if False",
-     "exchange::test_merges_in_another_order_are_refused"),
+     "exchange::test_another_kind_of_tokenizer_is_refused_in_one_line"),
     # --- data ---
     ("the target is the token itself", "slice(1, None))\n", "slice(None, -1))\n", "data"),
     ("a document begins a token late", 'start + n), side="right")', "start + n))", "data"),

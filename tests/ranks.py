@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections import Counter
+from importlib import import_module
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,11 +56,7 @@ def work(job: dict, rank: int, port: int) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if job["ranks"] > 1:
         os.environ |= dict(zip(names, (str(rank), str(rank), size, size, "127.0.0.1", str(port)), strict=True))
-        os.environ |= {
-            "TORCHELASTIC_RUN_ID": "test",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-        }
+        os.environ |= {f"TORCHELASTIC_{name}": "0" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS")}
     if job.get("float64"):
         training.run.RecomputingGPT = lambda *options: RecomputingGPT(*options).double()
     update, counts, last = TrainStep.update, [], {}
@@ -102,4 +99,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    for module in ("matplotlib.pyplot", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        import_module(module)  # once for all
     main()

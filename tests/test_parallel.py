@@ -1,4 +1,7 @@
-"""Several processes train one model: the same run in every layout, resumed on another number, ended and begun again."""
+"""Several processes train one model: the same run in every layout, resumed on another number, ended and begun again.
+
+With parallel.shard=true each process has its part of the weights.
+"""
 
 import csv
 import json
@@ -18,58 +21,60 @@ import safetensors.torch
 import torch
 
 import bench
-import lab.ranks
 import sample
 import train
 from lab.ranks import CASES
-from model import dropout
 from model import gpt as gpt_module
 from model.attention import AttentionConfig, attention
-from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
 from parallel import part as part_module
 from parallel import processes
 from parallel.part import Part
 from parallel.processes import Ranks, bytes_sent, join
+from parallel.shard import copy_of, gathered
 from tests.processes import HANGS
+from training.memory import GIB, bytes_of
 from training.metrics import read_metrics
 from training.record import compiled
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024", "eval_tokens=1024"]
+SHAPE = ["model.n_head=4", "model.context_length=128", "batch_size=4", "tokens_per_step=1024"]
 DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
-STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2"]
-EVERY = ["steps", "eval_every", "checkpoint_every"]
+# The windows of an evaluation are three batches, so one of two ranks has none at the end.
+STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2", "eval_tokens=1536", "ema_decay=0.9"]
 
+UNCLIPPED = ["optimizer.grad_clip=0", "sample_every=4"]
 WIDE = ["model.position=rope", "attention.windows=[40,null]", "attention.documents=true", "model.chunk=32"]
-RESUMED = ["resume=FROM/wide_both/checkpoints/step_000002", "parallel.context=1"]
+RING = [*WIDE[:-1], "attention.dropout_p=0", "model.n_kv_head=1", "model.context_length=256", "batch_size=1"]
+RING += ["tokens_per_step=512", "steps=20", "eval_every=20", "checkpoint_every=20"]
 SHORT = ["length_warmup_steps=4", "length_warmup_from=64"]
-RING = [*WIDE[:-1], "attention.dropout_p=0", "model.n_kv_head=1"]
-RING += ["model.context_length=256", "batch_size=1", "tokens_per_step=512", *(f"{key}=20" for key in EVERY)]
-AGAIN = ["model.activation_checkpointing=selective", "model.chunk=32", "parallel.shard=true"]
+SHARD, SELECTIVE = "parallel.shard=true", "model.activation_checkpointing=selective"
 # name: (processes, whether in float64, arguments). A step has two passes of four sequences; in rings, of one.
 LAYOUTS = {
-    "one": (1, False, []),
-    "data2": (2, False, []),  # a pass each
-    "context2": (2, False, ["parallel.context=2"]),  # half of each sequence
-    "shard2": (2, False, ["parallel.shard=true"]),  # a pass each, and half of the weights
+    "one": (1, False, UNCLIPPED),
+    "data2": (2, False, UNCLIPPED),  # a pass each
+    "context2": (2, False, [*UNCLIPPED, "parallel.context=2"]),  # half of each sequence
+    "shard2": (2, False, [*UNCLIPPED, SHARD]),  # a pass each, and half of the weights
     "wide_one": (1, True, WIDE),
     "wide_context2": (2, True, [*WIDE, "parallel.context=2"]),
     "wide_data4": (4, True, WIDE),  # a sequence of each pass
     "wide_context4": (4, True, [*WIDE, "parallel.context=4"]),
     "wide_both": (4, True, [*WIDE, "parallel.context=2"]),  # half of the sequences of one pass
+    "wide_shard4": (4, True, [*WIDE, SHARD, SELECTIVE]),
+    "wide_shard_both": (4, True, [*WIDE, SHARD, "parallel.context=2", "model.activation_checkpointing=true"]),
     "short_one": (1, True, SHORT),
     "short_data4": (4, True, SHORT),  # a sequence of each pass, cut in two
     "ring_one": (1, True, RING),
     "ring_2": (2, True, [*RING, "parallel.context=2"]),  # one key head: keys and values go round
     "ring_4": (4, True, [*RING, "parallel.context=4"]),
-    "ring_both": (4, True, [*RING, "parallel.context=2", *AGAIN]),  # a pass for each two
-    "wide_both_on_1": (1, True, RESUMED),
-    "wide_both_on_2": (2, True, RESUMED),
+    "ring_both": (4, True, [*RING, "parallel.context=2", SHARD, SELECTIVE, "model.chunk=32"]),  # a pass for each two
+    "wide_both_on_2": (2, True, ["resume=FROM/wide_both/checkpoints/step_000002", "parallel.context=1"]),
+    "wide_shard4_on_1": (1, True, ["resume=FROM/wide_shard4/checkpoints/step_000002", "parallel.shard=false"]),
+    "wide_shard4_on_2": (2, True, ["resume=FROM/wide_shard4/checkpoints/step_000002"]),
+    "wide_shard4_again": (4, True, ["resume=FROM/wide_shard4/checkpoints/step_000002"]),
 }
-LATER = ["wide_data4", "wide_context4", "wide_both", "wide_both_on_1", "wide_both_on_2", "short_data4"]
-LATER += ["ring_4", "ring_both"]
-QUICK = ["one", "data2", "wide_one", "wide_context2", "ring_one", "ring_2"]
+QUICK = ["one", "data2", "wide_one", "wide_context2"]
+LATER = [name for name in LAYOUTS if name not in (*QUICK, "shard2", "context2", "short_one", "ring_one")]
 
 
 def run_all(names: Iterable[str], small: list[str], runs: Path, layouts: dict = LAYOUTS) -> Path:
@@ -77,13 +82,11 @@ def run_all(names: Iterable[str], small: list[str], runs: Path, layouts: dict = 
     jobs = []
     for name in names:
         ranks, wide, more = layouts[name]
-        arguments = [*STEPS, *small, *SHAPE, *DROPOUT, f"runs={runs}", f"name={name}"]
+        arguments = [*small, *STEPS, *SHAPE, *DROPOUT, f"runs={runs}", f"name={name}"]
         arguments += [argument.replace("FROM", str(runs)) for argument in more]
         jobs.append({"ranks": ranks, "arguments": arguments, "float64": wide, "out": str(runs / f"{name}.out")})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ranks"],
-        input=json.dumps(jobs), cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
-    )  # fmt: skip
+    command, text = [sys.executable, "-m", "tests.ranks"], json.dumps(jobs)
+    done = subprocess.run(command, input=text, cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
     codes = [json.loads(line) for line in done.stdout.splitlines()]
     for job, found in zip(jobs, codes, strict=True):
         assert found == [0] * job["ranks"], Path(f"{job['out']}.0").read_text() + done.stderr
@@ -96,9 +99,14 @@ def layouts(small, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def shard2(layouts, small):
+    """Not together with the others: where ranks do not do the same, shared weights wait for ever."""
+    return run_all(["shard2"], small, layouts)
+
+
+@pytest.fixture(scope="module")
 def wide_layouts(small, tmp_path_factory):
-    names = [name for name in LAYOUTS if name not in (*QUICK, "context2", "shard2")]
-    return run_all(["wide_one", "ring_one", *names], small, tmp_path_factory.mktemp("wide_layouts"))
+    return run_all(["wide_one", "ring_one", "short_one", *LATER], small, tmp_path_factory.mktemp("wide_layouts"))
 
 
 def losses(run: Path, key: str = "loss") -> dict[int, float]:
@@ -111,30 +119,30 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in files for name, x in safetensors.torch.load_file(file).items()}
 
 
-def test_two_processes_with_a_pass_each_are_one_process_bit_for_bit(layouts):
-    """A sum of two gradients has one order."""
-    for key in ("loss", "grad_norm", "bits_per_byte", "val_loss", "val_bits_per_byte"):
-        assert losses(layouts / "one", key) == losses(layouts / "data2", key)
-    one, two = tensors(layouts / "one"), tensors(layouts / "data2")
+@pytest.mark.parametrize("name", ["data2", "shard2"])
+def test_two_processes_with_a_pass_each_are_one_process_bit_for_bit(name, layouts, request):
+    """A sum of two gradients has one order. Without clipping only the norm is summed in parts, of shared weights."""
+    if name == "shard2":
+        request.getfixturevalue("shard2")
+    for key in ("loss", "bits_per_byte", "val_loss", "val_bits_per_byte"):
+        assert losses(layouts / "one", key) == losses(layouts / name, key)
+    norms = [[*losses(layouts / run, "grad_norm").values()] for run in ("one", name)]
+    torch.testing.assert_close(*norms, rtol=0 if name == "data2" else 2**-21, atol=0)
+    one, two = tensors(layouts / "one"), tensors(layouts / name)
     assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert (layouts / name / "samples.txt").read_bytes() == (layouts / "one" / "samples.txt").read_bytes() != b""
 
 
 def test_only_the_first_process_prints_and_writes(layouts):
-    assert "step     4/4" in (layouts / "data2.out.0").read_text()
+    said = (layouts / "data2.out.0").read_text()
+    assert "step     4/4" in said
     assert (layouts / "data2.out.1").read_text().strip().startswith('{"sent": [{')  # what tests/ranks.py adds
     assert [record["step"] for record in read_metrics(layouts / "data2" / "metrics.jsonl")] == [1, 2, 3, 4, 4]
-    assert "ranks 2" in (layouts / "data2.out.0").read_text()
-    said = (layouts / "data2.out.0").read_text()
+    assert "ranks 2" in said
     half, whole = map(int, re.search(r"takes (\d+) of a step's (\d+) sequences", said).groups())
     assert whole == 2 * half
-    assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in (layouts / "data2.out.0").read_text()
-
-
-def test_a_run_says_whether_its_keys_go_round(layouts):
-    said = "its keys and values go round"
-    assert said in (layouts / "ring_2.out.0").read_text()
-    assert said not in (layouts / "wide_context2.out.0").read_text()
+    assert "torchrun --nproc-per-node 2 train.py resume=auto name=data2" in said
 
 
 def counted(out: Path) -> dict:
@@ -142,8 +150,14 @@ def counted(out: Path) -> dict:
     return json.loads(out.read_text().splitlines()[-1])
 
 
-def assert_sends(name: str, runs: Path) -> None:
+SENT = ["data2", "wide_context2"]
+SENT += [pytest.param(name, marks=pytest.mark.slow) for name in ("wide_context4", "wide_both", "ring_2", "ring_4")]
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_step_sends_what_the_formula_says(name, request):
     """All that is given to the collectives, counted in every process."""
+    runs = request.getfixturevalue("layouts" if name in QUICK else "wide_layouts")
     size, wide, more = LAYOUTS[name]
     N, width = next((int(key[-1]) for key in more if key.startswith("parallel.context=")), 1), 8 if wide else 4
     ring = name.startswith("ring")
@@ -161,40 +175,86 @@ def assert_sends(name: str, runs: Path) -> None:
         assert all(count.pop("allreduce", 0) >= 0 and count == counts[0] for count in counts)
 
 
-@pytest.mark.parametrize("name", ["data2", "wide_context2", "ring_2"])
-def test_a_step_sends_what_the_formula_says(layouts, name):
-    assert_sends(name, layouts)
+def test_a_step_of_shared_weights_sends_them_twice_and_the_gradients_once(layouts, shard2):
+    """Two blocks and the rest of the model have a message each: the weights of one block are together at a time. And a
+    process has its part of the weights and of the optimizer's state alone."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(2, 4, None, 32, 128, 257, 64), AttentionConfig("naive"))
+    sent, _ = bytes_sent(Ranks(size=2, shards=2), model, 1024, 4, 1)
+    whole = counted(layouts / "one.out.0")["held"]
+    for rank in range(2):
+        found = counted(layouts / f"shard2.out.{rank}")
+        assert found["calls"] == {"allgather_base": 2 * 3, "reduce_scatter_base": 3, "allreduce": 2}
+        for count in found["sent"]:
+            assert (count["allgather_base"] + count["reduce_scatter_base"]) // 2 == sent
+            assert count["allgather_base"] == 2 * count["reduce_scatter_base"]
+            assert count["allreduce"] == 8  # loss and norm
+        assert 0.5 * whole <= found["held"] < 0.51 * whole  # and the counts of steps
 
 
-@pytest.mark.parametrize("name", ["wide_context2", "ring_2"])
-def test_two_processes_that_share_each_sequence_make_the_same_run(name, layouts):
-    assert_same_run(name, layouts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LATER)
-def test_every_layout_makes_the_same_run(wide_layouts, name):
-    assert_same_run(name, wide_layouts)
-
-
-def assert_same_run(name: str, runs: Path) -> None:
-    """With dropout, windows and documents. In float64, where another order of sums is far below what a wrong mask,
-    position or sum would make. A loss is recorded in float32, from a sum of shares: within one unit in the last place.
-    """
-    one = f"{name.partition('_')[0]}_one"
-    for key in ("loss", "val_loss"):
+@pytest.mark.parametrize("name", ["wide_context2", *(pytest.param(name, marks=pytest.mark.slow) for name in LATER)])
+def test_every_layout_makes_the_same_run(name, request):
+    """With dropout, windows, documents, an average and clipping. In float64, where another order of sums is far below
+    what a wrong mask, position or sum would make. A loss is recorded in float32, from a sum of shares. N processes that
+    share the weights round N times (once in all for their shares, and N - 1 sums), one process twice, for 2 passes."""
+    runs = request.getfixturevalue("layouts" if name in QUICK else "wide_layouts")
+    one, shares = f"{name.partition('_')[0]}_one", "wide_shard" in name
+    for key in ("loss", "val_loss")[: 1 if shares else 2]:
         right, found = losses(runs / one, key), losses(runs / name, key)
-        assert [*found] == [step for step in right if step > 2 or "_on_" not in name]
-        torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=2**-23, atol=0)
+        assert [*found] == [step for step in right if step > 2 or not name.endswith(("_1", "on_2", "again"))]
+        roundings = LAYOUTS[name][0] + 2 if shares else 2
+        torch.testing.assert_close([*found.values()], [right[step] for step in found], rtol=roundings * 2**-24, atol=0)
     right, found = tensors(runs / one), tensors(runs / name)
-    for weight in right:
-        torch.testing.assert_close(found[weight], right[weight], rtol=1e-9, atol=1e-12, msg=f"{name}: {weight}")
+    assert right.keys() == found.keys()
+    for weight, x in right.items():
+        if shares:  # within 512 units in the last place of the largest number
+            assert (found[weight].double() - x.double()).abs().max() <= 512 * 2**-52 * x.abs().max(), weight
+        else:
+            torch.testing.assert_close(found[weight], x, rtol=1e-9, atol=1e-12, msg=f"{name}: {weight}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wide_data4", "wide_context4", "wide_both", "ring_4"])
-def test_a_step_of_four_sends_what_the_formula_says(wide_layouts, name):
-    assert_sends(name, wide_layouts)
+def test_a_resumed_run_of_shared_weights_is_the_same_run_bit_for_bit(wide_layouts):
+    right, found = (tensors(wide_layouts / name) for name in ("wide_shard4", "wide_shard4_again"))
+    assert all(torch.equal(found[name], right[name]) for name in right)
+    whole = counted(wide_layouts / "wide_one.out.0")["held"]
+    assert all(counted(wide_layouts / f"wide_shard4_again.out.{rank}")["held"] < 0.26 * whole for rank in range(4))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_parts_are_put_together_on_the_first_rank(rows, monkeypatch):
+    """Of five rows, four ranks have 2, 2, 1 and none."""
+    whole, sent, has = torch.randn(rows, 3), {}, {}
+    parts = [*whole.chunk(4), *[whole[:0]] * 4][:4]
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: has["rank"])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(torch.distributed, "send", lambda x, to, group: sent.update({(has["rank"], to): x}))
+    monkeypatch.setattr(torch.distributed, "recv", lambda x, rank, group: x.copy_(sent.pop((rank, 0))))
+    for rank in (3, 2, 1, 0):
+        has["rank"] = rank
+        found = gathered(parts[rank], whole.shape, "threads")
+    assert torch.equal(found, whole)
+    assert not sent
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_copy_has_the_weights_and_draws_no_random_numbers(tied):
+    model = GPT(GPTConfig(1, 2, n_embd=16, context_length=8, vocab_size=11, tie_head=tied), AttentionConfig("naive"))
+    before = torch.get_rng_state()
+    copy = copy_of(model, torch.float64)
+    assert torch.equal(before, torch.get_rng_state())
+    assert (copy.head.weight is copy.embedding.weight) == tied
+    idx = torch.arange(8)[None]
+    assert torch.equal(copy(idx), model.double()(idx))
+    assert {p.data_ptr() for p in copy.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
+
+
+def test_shared_weights_take_a_part_of_the_memory():
+    """gpt2-xl: 1.56 G parameters of 16 bytes, and what is together for a while."""
+    xl = GPTConfig(48, 25, n_embd=1600, context_length=1024, vocab_size=50304, activation_checkpointing="true")
+    one, two, eight = (bytes_of(xl, AttentionConfig("sdpa"), 1, "bf16", False, shards=n) / GIB for n in (1, 2, 8))
+    assert 10 < one - two < 12
+    assert 8 < two - eight < 9
 
 
 @pytest.mark.gpu
@@ -202,12 +262,14 @@ def test_a_step_of_four_sends_what_the_formula_says(wide_layouts, name):
 def test_two_gpus_are_one(small, tmp_path):
     """Recorded steps, in bf16. The first loss is that of one GPU, bit for bit if each has a pass. A GPU adds up the
     gradient of the embedding in no fixed order, so that two runs on one differ later, too."""
-    runs = run_all(["one", "data2", "context2", "shard2"], [*small[:-1], "device=cuda", "steps=12"], tmp_path)
+    names = ("one", "data2", "context2", "shard2")
+    layouts = {name: (*LAYOUTS[name][:2], [*LAYOUTS[name][2], "steps=12"]) for name in names}
+    runs = run_all(layouts, [*small[:-1], "device=cuda"], tmp_path, layouts)
     assert "step: recorded" in (runs / "data2.out.0").read_text()
     assert "step: compiled (parallel.shard=true" in (runs / "shard2.out.0").read_text()
     right = losses(runs / "one")
     assert right[1] == losses(runs / "data2")[1]
-    for name in ("data2", "context2", "shard2"):
+    for name in layouts:
         torch.testing.assert_close([*losses(runs / name).values()], [*right.values()], rtol=2**-8, atol=0)
 
 
@@ -246,59 +308,40 @@ def test_attention_of_a_part_is_that_part_of_attention(impl):
     assert torch.equal(some, whole[:, heads])
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_some_tables_of_dropout_are_those_of_the_whole(kernel, monkeypatch):
-    if kernel:
-        if torch.cuda.is_available() or not find_spec("triton"):
-            pytest.skip("the kernel runs in Triton's interpreter, where there is no GPU")
-        monkeypatch.setattr(dropout, "runs_kernels", lambda device: True)
-    seed = torch.tensor(-5)
-    whole = keep_mask(seed, 6, range(96), range(40), 0.3)
-    some = keep_table(seed, torch.tensor([4, 2]), torch.cat((torch.arange(64, 96), torch.arange(20))), 40, 0.3)
-    assert torch.equal(some, torch.cat((whole[[4, 2], 64:], whole[[4, 2], :20]), dim=1))
-
-
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "arguments", "said"),
-    [
-        (3, [], "3 processes cannot share a step of 1 pass of batch_size=4 equally"),
-        (3, ["tokens_per_step=256"], "3 processes cannot share a step of 2 passes of batch_size=4 equally"),
-        (1, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there is 1"),
-        (3, ["parallel.context=2"], "parallel.context=2 wants 2 processes for each sequence, and there are 3"),
-        (2, ["parallel.context=2"], "cuts sequences of model.context_length=32 tokens into 2 parts"),
-        (3, ["parallel.context=3"], "cuts sequences of model.context_length=32 tokens into 6 parts"),
-        (3, ["parallel.context=3", "attention=sdpa"], "go round the processes; that has no attention=sdpa, which ret"),
-        (3, ["parallel.context=3", "attention.dropout_p=0.1"], "that has no attention.dropout_p=0.1: leave it out, or"),
-        (3, ["parallel.context=3", "attention.block_mask=[x.,xx]"], "that has no attention.block_mask=['x.', 'xx']: "),
-        (
-            2,
-            ["parallel.context=2", "model.context_length=64", "length_warmup_steps=1", "length_warmup_from=32"],
-            "sequences of length_warmup_from=32 tokens into 2 parts, which have to be multiples of 32: use a length_",
-        ),
-        (
-            1,
-            ["parallel.shard=true"],
-            "parallel.shard=true cuts the weights into a part for each process, and there is 1",
-        ),
-        (2, ["parallel.shard=true", "optimizer=muon"], "parallel.shard=true: Muon needs whole matrices"),
-        (2, ["parallel.shard=true", "dtype=fp16"], "parallel.shard=true does not scale the loss, as dtype=fp16 needs"),
-        (2, ["parallel.shard=true", "context_every=1"], "context_every=1 measures in one process"),
-        (2, ["probe.every=1"], "probe.every=1 looks at the batches of one process"),
-        (2, ["break_it=no_max"], "break_it=no_max is looked at in one process"),
-        (2, ["attention=sdpa", "attention.dropout_p=0.1"], "attention=sdpa draws PyTorch's dropout"),
-        (2, ["device=cuda:1"], "device=cuda:1 is one device, and 2 processes want one each"),
-        (2, ["-m", "seed=1,2"], "-m makes one run after the other"),
-    ],
-)
-def test_what_processes_cannot_share_is_refused_in_one_line(size, arguments, said, call, small, tmp_path, monkeypatch):
+THREE = "parallel.context=3"
+REFUSED = [  # processes, arguments, what the line names
+    (3, "", "batch_size=4"),
+    (3, "tokens_per_step=256", "batch_size=4"),
+    (1, "parallel.context=2", "parallel.context=2"),
+    (3, "parallel.context=2", "parallel.context=2"),
+    (2, "parallel.context=2", "into 2 parts"),
+    (3, THREE, "into 6 parts"),
+    (3, f"{THREE} attention=sdpa", "attention=sdpa"),
+    (3, f"{THREE} attention.dropout_p=0.1", "attention.dropout_p=0.1"),
+    (3, f"{THREE} attention.block_mask=[x.,xx]", "attention.block_mask="),
+    (2, "parallel.context=2 model.context_length=64 length_warmup_steps=1 length_warmup_from=32", "_from=32"),
+    (1, SHARD, SHARD),
+    (2, f"{SHARD} optimizer=muon", "Muon"),
+    (2, f"{SHARD} dtype=fp16", "dtype=fp16"),
+    (2, f"{SHARD} context_every=1", "context_every=1"),
+    (2, "probe.every=1", "probe.every=1"),
+    (2, "break_it=no_max", "break_it=no_max"),
+    (2, "attention=sdpa attention.dropout_p=0.1", "attention=sdpa"),
+    (2, "device=cuda:1", "device=cuda:1"),
+    (2, "-m seed=1,2", "-m"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "typed", "named"), REFUSED)
+def test_what_processes_cannot_share_is_refused_in_one_line(size, typed, named, call, small, tmp_path, monkeypatch):
     if size > 1:
         launch(monkeypatch, size)
-    ended = call(train, *small, "tokens_per_step=null", f"runs={tmp_path}", "steps=1", *arguments)
+    ended = call(train, *small, "tokens_per_step=null", f"runs={tmp_path}", "steps=1", *typed.split())
     assert ended.code == 2
-    assert said in ended.err
+    assert named in ended.err
     assert ended.err.count("\n") == 1
     assert not any(tmp_path.iterdir())
 
@@ -341,16 +384,13 @@ def test_other_scripts_are_one_process(script, call, monkeypatch):
     launch(monkeypatch, 2)
     ended = call(script)
     assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert f"torchrun has started 2: use python {script.__name__}.py" in ended.err
+    assert f"python {script.__name__}.py" in ended.err
 
 
 def test_a_rank_that_loses_another_says_so_in_one_line(monkeypatch):
     """gloo raises a plain RuntimeError. One of the step's own keeps its traceback."""
     launch(monkeypatch, 2)
-    with (
-        pytest.raises(ValueError, match="rank 0 has lost another one"),
-        join(train.Config()),
-    ):
+    with pytest.raises(ValueError, match="rank 0"), join(train.Config()):
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     with pytest.raises(RuntimeError, match="a bug"), join(train.Config()):
         raise RuntimeError("a bug")
@@ -358,7 +398,7 @@ def test_a_rank_that_loses_another_says_so_in_one_line(monkeypatch):
 
 def test_a_model_is_measured_by_one_process(monkeypatch):
     launch(monkeypatch, 2)
-    with pytest.raises(ValueError, match="eval_only=true measures in one process"):
+    with pytest.raises(ValueError, match="eval_only=true"):
         train.main(train.Config(eval_only=True, resume="a run"))
 
 
@@ -377,6 +417,9 @@ def test_ranks_with_other_data_are_refused_by_all(rank, monkeypatch):
 
 
 # --- torchrun -------------------------------------------------------------------------------------------------------
+
+
+TWO = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
 
 
 def torchrun(*arguments: str) -> subprocess.Popen:
@@ -405,64 +448,36 @@ def wait_for(path: Path, agent: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 def test_steps_of_two_processes_are_timed_beside_those_of_one(tmp_path):
-    said = torchrun(
-        "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "-m", "lab.ranks", "laptop", "laptop-context",
-        "laptop-ring", f"--out={tmp_path}",
-    ).communicate(timeout=HANGS)[0]  # fmt: skip
+    cases = {"laptop": 512, "laptop-context": 256, "laptop-ring": 512}  # tokens of a step
+    said = torchrun(*TWO, "-m", "lab.ranks", *cases, f"--out={tmp_path}").communicate(timeout=HANGS)[0]
     assert (tmp_path / "ranks.csv").exists(), said
     with open(tmp_path / "ranks.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     layouts = [tuple(int(row[key]) for key in ("ranks", "context", "passes")) for row in rows]
     assert layouts == [(2, 1, 1), (1, 1, 2), (1, 1, 1), *[(2, 2, 1), (1, 1, 1)] * 2]
     for both, one in ((rows[0], rows[1]), (rows[3], rows[4]), (rows[5], rows[6])):
-        assert float(both["linear"]) == pytest.approx(float(one["ms"]) / 2 / float(both["ms"]), abs=1e-3)
-        tokens = {"laptop": 512, "laptop-context": 256, "laptop-ring": 512}[both["case"]]
         for row in (both, one):
-            assert int(row["tokens_per_s"]) == pytest.approx(tokens / float(row["ms"]) * 1e3, rel=1e-3)
+            assert int(row["tokens_per_s"]) == pytest.approx(cases[row["case"]] / float(row["ms"]) * 1e3, rel=1e-3)
+        assert float(both["linear"]) == pytest.approx(float(one["ms"]) / 2 / float(both["ms"]), abs=1e-3)
     assert float(rows[0]["own"]) == pytest.approx(float(rows[2]["ms"]) / float(rows[0]["ms"]), abs=1e-3)
-    assert rows[3]["own"] == rows[1]["linear"] == ""
     with torch.device("meta"):
         model = GPT(CASES["laptop-ring"].model, AttentionConfig("naive"))
     sent = bytes_sent(Ranks(size=2, part=Part(ranks=2, ring=True)), model, 512, 4, 1)
     assert float(rows[5]["sent_mb"]) == pytest.approx(sum(sent) / 1e6, abs=1e-3)
-    assert rows[5]["attention"] == "tiled"
-
-
-@pytest.mark.parametrize(
-    ("size", "case", "said"),
-    [
-        (1, "laptop", "it times several processes, and there is 1: start them with torchrun"),
-        (2, "gpt2-1k", "gpt2-1k takes hours without a GPU, and there is none: use laptop"),
-    ],
-)
-def test_timings_that_cannot_be_are_refused_in_one_line(size, case, said, monkeypatch, tmp_path):
-    launch(monkeypatch, size)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=said):
-        lab.ranks.main(["laptop", case], True, tmp_path)
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "more"), [(0, []), (1, ["parallel.shard=true"])])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank, more, small, tmp_path):
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(small, tmp_path):
     """kill -9 in the middle. torchrun starts all again, and they resume: the losses are those of a run without."""
-    arguments = [*small, *SHAPE, *DROPOUT, "steps=40", "eval_every=40", "checkpoint_every=5", f"runs={tmp_path}"]
-    arguments += more
-    agent = torchrun(
-        "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1", "train.py", *arguments,
-        "name=killed",
-    )  # fmt: skip
+    arguments = [*small, *SHAPE, *DROPOUT, "steps=40", "eval_every=40", "checkpoint_every=5", f"runs={tmp_path}", SHARD]
+    agent = torchrun(*TWO, "--max-restarts=1", "train.py", *arguments, "name=killed")
     wait_for(tmp_path / "killed" / "checkpoints" / "step_000005", agent)
-    os.kill(workers(agent)[rank], signal.SIGKILL)
+    os.kill(workers(agent)[1], signal.SIGKILL)
     said, _ = agent.communicate(timeout=HANGS)
     assert agent.returncode == 0, said
-    assert f"exitcode: -9) local_rank: {rank}" in said
+    assert "exitcode: -9) local_rank: 1" in said
     assert len(re.findall("resumed from .*step_0000", said)) == 1
-    whole = torchrun(
-        "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "train.py", *arguments, "name=whole"
-    )
-    assert whole.wait(HANGS) == 0
+    assert torchrun(*TWO, "train.py", *arguments, "name=whole").wait(HANGS) == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     right, found = tensors(tmp_path / "whole"), tensors(tmp_path / "killed")
     assert all(torch.equal(found[name], right[name]) for name in right)

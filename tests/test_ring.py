@@ -65,16 +65,19 @@ def own(x, part):
     return part.cut(x.transpose(1, 2)).transpose(1, 2)
 
 
+RINGS = [  # N, H, H_kv, options
+    (2, 3, 3, {}),
+    (3, 4, 2, {"softcap": 2.0, "softmax_scale": 0.5, "documents": True}),
+    (3, 2, 1, {"window": 20, "alibi": True}),
+    (4, 2, 1, {"window": 40}),  # wider than a process's keys and queries, narrower than the sequence
+]
+IMPLS = [(impl, *ring) for impl in ("naive", "tiled", "keys_outside", "triton") for ring in RINGS]
+
+
 @pytest.mark.parametrize(
-    ("N", "H", "H_kv", "more"),
-    [
-        (2, 3, 3, {}),
-        (3, 4, 2, {"softcap": 2.0, "softmax_scale": 0.5, "documents": True}),
-        (3, 2, 1, {"window": 20, "alibi": True}),
-        (4, 2, 1, {"window": 40}),  # wider than a process's keys and queries, narrower than the sequence
-    ],
+    ("impl", "N", "H", "H_kv", "more"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] == "triton" and one[4] != {})) for one in IMPLS],
 )
-@pytest.mark.parametrize("impl", ["naive", "tiled", "keys_outside", "triton"])
 def test_attention_over_keys_that_go_round_is_attention(impl, N, H, H_kv, more, on_ranks):
     """o and all gradients, of shapes and options that take every path; documents end inside of pieces."""
     if impl == "triton" and (torch.cuda.is_available() or not find_spec("triton")):

@@ -14,48 +14,36 @@ def random_logits(seed: int) -> torch.Tensor:
     return torch.randn(5, 50, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def reachable(sampler: Sampler, logits: torch.Tensor) -> list[set[int]]:
-    """For each row the tokens that the sampler would ever draw: those with a probability above 0."""
-    return [set(row.nonzero().flatten().tolist()) for row in sampler.probabilities(logits)]
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}, *({"temperature": t} for t in (1e-3, 1e-40, 1e-300))]
+)
+def test_the_likeliest_token_is_chosen_where_no_other_can_be(options):
+    """Logits over 1e-40 are infinite, and their softmax was NaN."""
+    logits = torch.stack([torch.randperm(30) for _ in range(20)]).float()  # nowhere closer than 1
+    assert torch.equal(Sampler(**options).choose(logits), logits.argmax(-1))
 
 
-@pytest.mark.parametrize("sampler", [Sampler(temperature=0), Sampler(top_k=1), Sampler(top_p=1e-6)])
-def test_one_token_to_choose_from_is_the_likeliest(sampler):
-    for seed in range(20):
-        logits = random_logits(seed)
-        assert torch.equal(sampler.choose(logits), logits.argmax(-1))
+@pytest.mark.parametrize(("top_k", "top_p"), [*product((None, 1, 5, 49, 50, 51), (1.0, 0.1, 0.7, 0.99))])
+def test_probabilities_are_transformers(top_k, top_p, monkeypatch):
+    """All of its processors in the order of its generate(), over texts that use some tokens several times."""
+    from transformers.generation import logits_process as theirs
 
-
-@pytest.mark.parametrize("top_k", [1, 3, 49, 50, 51])
-def test_top_k_keeps_the_k_likeliest(top_k):
-    for seed in range(20):
-        logits = random_logits(seed)
-        likeliest = [sorted(range(50), key=lambda i, row=row: -row[i])[:top_k] for row in logits.tolist()]
-        assert reachable(Sampler(top_k=top_k), logits) == list(map(set, likeliest))
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
-def test_top_p_keeps_the_smallest_set_that_reaches_p(temperature, top_p):
-    for seed in range(20):
-        logits = random_logits(seed)
-        expected = []
-        for row in (logits.double() / temperature).softmax(-1).tolist():
-            kept, total = set(), 0.0
-            for i in sorted(range(50), key=lambda i, row=row: -row[i]):
-                if total >= top_p:
-                    break
-                kept.add(i)
-                total += row[i]
-            expected.append(kept)
-        assert reachable(Sampler(temperature, top_p=top_p), logits) == expected
-
-
-def test_top_k_comes_before_top_p():
-    """Of 0.4, 0.3, 0.2, 0.1 the first two are 0.7; once top_k has left only them, the first alone is 0.57 of it."""
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert reachable(Sampler(1.0, top_p=0.55), logits) == [{0, 1}]
-    assert reachable(Sampler(1.0, top_k=2, top_p=0.55), logits) == [{0}]
+    texts, logits = torch.randint(50, (5, 12)), random_logits(3)
+    for temperature, min_p, penalty in ((0.6, 0.0, 1.0), (1.5, 0.1, 1.3), (1.0, 0.6, 0.7), (0.6, 1.0, 1.3)):
+        expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(texts, logits.clone())
+        expected = theirs.TemperatureLogitsWarper(temperature)(texts, expected)
+        if top_k is not None:
+            expected = theirs.TopKLogitsWarper(top_k)(texts, expected)
+        if top_p < 1:
+            expected = theirs.TopPLogitsWarper(top_p)(texts, expected)
+        expected = theirs.MinPLogitsWarper(min_p)(texts, expected).softmax(-1)
+        drawn = []
+        monkeypatch.setattr(
+            "sampling.generate.waiting_times", lambda p, _, to=drawn: to.append(p) or torch.ones_like(p)
+        )
+        sampler = Sampler(temperature, top_k, top_p, min_p, penalty)
+        sampler.choose(logits, None, sampler.tokens_used(list(texts), 50))
+        torch.testing.assert_close(drawn[0], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_frequencies_are_the_softmax_at_that_temperature():
@@ -65,44 +53,6 @@ def test_frequencies_are_the_softmax_at_that_temperature():
     drawn = Sampler(temperature=0.7).choose(logits.expand(100_000, -1), generator).bincount(minlength=4)
     p = (logits[0] / 0.7).softmax(-1)
     assert ((drawn - 100_000 * p).abs() < 5 * (100_000 * p * (1 - p)).sqrt()).all()
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-40, 1e-300])
-def test_a_tiny_temperature_is_the_likeliest_token(temperature):
-    """Logits over 1e-40 are infinite, and their softmax was NaN."""
-    logits = torch.stack([torch.randperm(30) for _ in range(5)]).float()  # nowhere closer than 1
-    assert torch.equal(Sampler(temperature=temperature).choose(logits), logits.argmax(-1))
-
-
-def test_min_p_keeps_what_has_that_share_of_the_largest_probability():
-    logits = torch.tensor([[0.5, 0.26, 0.24, 0.1]]).log()
-    assert reachable(Sampler(1.0, min_p=0.5), logits) == [{0, 1}]
-    assert reachable(Sampler(1.0, min_p=0.2), logits) == [{0, 1, 2, 3}]
-    assert reachable(Sampler(0.5, min_p=0.2), logits) == [{0, 1, 2}]  # the temperature first: 0.1 is 1/25 of 0.5 now
-    assert reachable(Sampler(1.0, min_p=1), logits) == [{0}]
-
-
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [*product((None, 5), (1.0, 0.7), (0.0, 0.1, 0.6))], ids=str)
-@pytest.mark.parametrize("repetition_penalty", [1.0, 1.3, 0.7])
-@pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_probabilities_are_transformers(temperature, repetition_penalty, top_k, top_p, min_p, monkeypatch):
-    """All of its processors in the order of its generate(), over texts that use some tokens several times."""
-    from transformers.generation import logits_process as theirs
-
-    texts = torch.randint(50, (5, 12))
-    logits = random_logits(3)
-    expected = theirs.RepetitionPenaltyLogitsProcessor(repetition_penalty)(texts, logits.clone())
-    expected = theirs.TemperatureLogitsWarper(temperature)(texts, expected)
-    if top_k is not None:
-        expected = theirs.TopKLogitsWarper(top_k)(texts, expected)
-    if top_p < 1:
-        expected = theirs.TopPLogitsWarper(top_p)(texts, expected)
-    expected = theirs.MinPLogitsWarper(min_p)(texts, expected).softmax(-1)
-    drawn = []
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    monkeypatch.setattr("sampling.generate.waiting_times", lambda p, generator: drawn.append(p) or torch.ones_like(p))
-    sampler.choose(logits, None, sampler.tokens_used(list(texts), 50))
-    torch.testing.assert_close(drawn[0], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_new_tokens_are_penalized_too():
@@ -123,9 +73,8 @@ def test_draws_are_torch_multinomials():
 
 
 def test_a_row_with_its_own_generator_draws_what_it_draws_alone():
-    logits, seeds = random_logits(1), range(7, 12)
-    together = [torch.Generator().manual_seed(seed) for seed in seeds]
-    alone = [torch.Generator().manual_seed(seed) for seed in seeds]
+    logits = random_logits(1)
+    together, alone = ([torch.Generator().manual_seed(seed) for seed in range(7, 12)] for _ in range(2))
     for _ in range(20):
         expected = [Sampler().choose(logits[i : i + 1], one) for i, one in enumerate(alone)]
         assert torch.equal(Sampler().choose(logits, together), torch.cat(expected))
@@ -137,7 +86,7 @@ def test_what_is_not_finite_is_no_choice(sampler):
     rows = [[0.0, torch.nan, 1.0], [torch.inf, 1.0, torch.inf], [-torch.inf] * 3]
     for row in rows[:1] if sampler == {"temperature": 0} else rows:
         logits = torch.tensor([[0.0, 1.0, 2.0], row])
-        with pytest.raises(NotFinite, match="the logits are NaN or infinite"):
+        with pytest.raises(NotFinite):
             Sampler(**sampler).choose(logits)
         assert Sampler(**sampler).choose_unseen(logits)[-1] == 1
     assert Sampler(**sampler).choose_unseen(torch.tensor([[0.0, 1.0, -torch.inf]]))[-1] == 0

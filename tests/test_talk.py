@@ -12,7 +12,7 @@ from data.tokenizer import TextStream, byte_encoding
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from sampling.generate import Sampler, Session, generate, tokens_seen
-from tests.test_sample import END, save, save_parrot
+from tests.test_sample import END, NAIVE, parrot, save
 
 BYTES = byte_encoding()
 
@@ -21,7 +21,7 @@ BYTES = byte_encoding()
 def model() -> GPT:
     """Random weights, so large that every token tells. Its context is 24 tokens."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, context_length=24, vocab_size=257), AttentionConfig("naive"))
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, context_length=24, vocab_size=257), NAIVE)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(6)
@@ -31,86 +31,57 @@ def model() -> GPT:
 
 @pytest.fixture
 def speak(call, model, tmp_path, monkeypatch):
-    """speak(arguments, typed): sample.py with that model, and `typed` on standard input."""
-    save(tmp_path / "random/checkpoints", model)
+    """speak(arguments, typed, of): sample.py with that model, or `of`, and `typed` on standard input."""
 
-    def speak(*arguments: str, typed: str = ""):
+    def speak(*arguments: str, typed: str = "", of: GPT = model, broken: str = ""):
+        save(tmp_path / "random/checkpoints", of, broken=broken)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
         return call(sample, f"runs={tmp_path}", "device=cpu", *arguments)
 
     return speak
 
 
-@pytest.fixture
-def says(monkeypatch, speak):
-    """says(rows): sample.py writes these rows of tokens, whatever the model says. Returns how it ended."""
-
-    def says(rows: list[bytes | list[int]], *arguments: str):
-        made = []
-
-        def fake(*options, **more):
-            for column in zip(*rows, strict=True):
-                made.append(column)
-                yield torch.tensor(column)
-
-        monkeypatch.setattr(sample, "generate", fake)
-        return speak(*arguments, f"num_samples={len(rows)}"), len(made)
-
-    return says
-
-
 # --- several samples at a time ---------------------------------------------------------------------------------------
 
 
-def test_a_row_that_has_ended_is_not_printed_or_counted(says):
-    rows = [[*b"abcd", END, *b"xx"], [*b"a", END, *b"xxxxx"], [*b"abc", END, *b"xxx"]]
-    ended, made = says(rows, "prompt=p")
-    assert ended.out == "--- sample 1 of 3\npabcd\n--- sample 2 of 3\npa\n--- sample 3 of 3\npabc\n"
-    assert ended.err.splitlines()[-1].startswith("11 tokens, ")  # with the three that ended the texts
-    assert made == 5  # all have ended
+def test_a_row_that_has_ended_is_not_printed_or_counted(speak, monkeypatch):
+    """Whatever the model says these rows are written: by an end of text, and by a stop string."""
+    rows = [[*b"abcd", END, *b"xx"], [*b"a", END, *b"xxxxx"], [*b"ab.", END, *b"xxx"]]
+    made = []
+
+    def fake(*options, **more):
+        for column in zip(*rows, strict=True):
+            made.append(column)
+            yield torch.tensor(column)
+
+    monkeypatch.setattr(sample, "generate", fake)
+    ended = speak("num_samples=3", "prompt=p", "stop=.")
+    assert ended.out == "--- sample 1 of 3\npabcd\n--- sample 2 of 3\npa\n--- sample 3 of 3\npab\n"
+    assert ended.err.splitlines()[-1].startswith("10 tokens, ")  # with the three that ended the texts
+    assert len(made) == 5  # all have ended
 
 
-def test_texts_are_printed_in_order_and_the_first_as_it_is_made(monkeypatch, capsys):
-    screen, seen = sample.Screen(["1:", "2:", "3:"]), []
-
-    def look() -> None:
-        seen.append(capsys.readouterr().out)
-
-    look()
-    screen.add(0, "a")
-    screen.add(1, "b")
-    screen.add(2, "c")
-    look()
-    screen.end(1)
-    screen.add(1, "nothing")
-    screen.add(0, "d")
-    look()
-    screen.end(0)
-    look()
-    screen.add(2, "e")
-    look()
-    screen.end(2)
-    screen.end(2)
-    look()
-    assert seen == ["1:", "a", "d", "\n2:b\n3:c", "e", "\n"]
+def test_texts_are_printed_in_order_and_the_first_as_it_is_made(capsys):
+    screen = sample.Screen(["1:", "2:", "3:"])
+    assert capsys.readouterr().out == "1:"
+    steps = [("a", 0), ("b", 1), ("c", 2), ("", 1), ("nothing", 1), ("d", 0), ("", 0), ("e", 2), ("", 2), ("", 2)]
+    for (text, row), shown in zip(steps, ["a", "", "", "", "", "d", "\n2:b\n3:c", "e", "\n", ""], strict=True):
+        screen.add(row, text) if text else screen.end(row)
+        assert capsys.readouterr().out == shown
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (["num_samples=8"], "num_samples=8 in one batch and cache=contiguous; use num_samples=4 or cache=paged"),
-        (["cache=paged"], "num_samples=1 in one batch and cache=paged; use a smaller model"),
-    ],
-)
-def test_memory_that_runs_out_is_one_line(speak, monkeypatch, keys, said):
+@pytest.mark.parametrize(("key", "way_out"), [("num_samples=8", "num_samples=4"), ("cache=paged", "a smaller model")])
+def test_memory_that_runs_out_is_one_line(speak, monkeypatch, key, way_out):
     def fake(*options, **more):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\n")
 
     monkeypatch.setattr(sample, "generate", fake)
-    ended = speak(*keys)
+    ended = speak(key)
     assert ended.code == 2
     assert ended.out.endswith("\n")
-    assert ended.err.splitlines()[-1] == f"sample: out of memory with {said}"
+    line = ended.err.splitlines()[-1]
+    assert key in line
+    assert way_out in line
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------
@@ -156,27 +127,15 @@ def test_what_cannot_become_a_stop_string_is_shown_at_once():
     assert (stream.flush(), stream.stopped) == ("", True)
 
 
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        ("stop=END", "one "),
-        ('stop=["two", "END"]', "one "),
-        ('stop=["\\u0020E"]', "one"),
-        ("stop=[two]", "one END two"),
-        ("stop=\\n", "one END two"),
-    ],
-    ids=str,
-)
-def test_stop_is_one_string_as_typed_or_a_list_in_json(call, tmp_path, typed, shown):
-    save_parrot(tmp_path / "parrot/checkpoints", [*b"one END two", END])
-    ended = call(sample, f"runs={tmp_path}", typed)
-    assert (ended.code, ended.out) == (0, shown + "\n"), ended.err
-
-
-def test_a_row_that_was_stopped_ends_and_the_others_go_on(says):
-    ended, made = says([b"ab.cd", b"abcd."], "stop=.")
-    assert ended.out == "--- sample 1 of 2\nab\n--- sample 2 of 2\nabcd\n"
-    assert (ended.err.splitlines()[-1].split(" tokens, ")[0], made) == ("8", 5)
+def test_stop_is_one_string_as_typed_or_a_list_in_json():
+    lists = {
+        "END": ["END"],
+        '["two", "END"]': ["two", "END"],
+        '["\\u0020E"]': [" E"],
+        "[two]": ["[two]"],
+        "\\n": ["\\n"],
+    }
+    assert [sample.Config(stop=typed).stops() for typed in lists] == [*lists.values()]
 
 
 # --- standard input --------------------------------------------------------------------------------------------------
@@ -221,23 +180,22 @@ def test_a_talk_stops_where_the_context_is_full(speak, model):
     ended = speak("interactive=true", "past_context=stop", "temperature=0", "max_new_tokens=20", typed="ab\ncd\nef\n")
     first = likeliest(model, b"ab", 20)
     assert ended.out.encode().startswith(first)
-    assert "stopped where the context of 24 tokens was full" in ended.err
+    assert sample.IN_WORDS["stop"].format(24) in ended.err
     assert ended.err.splitlines()[-1].startswith("20 tokens, ")  # 23 and the line are more than the context
 
 
-def test_an_answer_that_ends_the_document_begins_another(call, tmp_path, monkeypatch):
-    """The parrot says what stands at a position: the second line begins after the end of text, without a new line."""
-    save_parrot(tmp_path / "parrot/checkpoints", [*b"abc", END, *b"-------wxyz", END])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n1234567")))
-    ended = call(sample, f"runs={tmp_path}", "interactive=true", "temperature=0")
-    assert ended.out == "abc\nwxyz\n"
-
-
-def test_a_model_of_single_documents_forgets_the_last_one(call, tmp_path, monkeypatch):
-    documents = AttentionConfig("naive", documents=True)
-    save_parrot(tmp_path / "parrot/checkpoints", [*b"abc", END], attention=documents)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n\n1\n")))
-    assert call(sample, f"runs={tmp_path}", "interactive=true", "temperature=0").out == "abc\nabc\nbc\n"
+@pytest.mark.parametrize(
+    ("says", "typed", "documents", "screen"),
+    [
+        ([*b"abc", END, *b"-------wxyz", END], "\n1234567", False, "abc\nwxyz\n"),
+        ([*b"abc", END], "\n\n1\n", True, "abc\nabc\nbc\n"),
+    ],
+)
+def test_an_answer_that_ends_the_document_begins_another(speak, says, typed, documents, screen):
+    """The parrot says what stands at a position: the second line begins after the end of text, without a new line. A
+    model of single documents forgets the last one."""
+    of = parrot(says, AttentionConfig("naive", documents=documents))
+    assert speak("interactive=true", "temperature=0", typed=typed, of=of).out == screen
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_talk(speak, monkeypatch):
@@ -270,22 +228,15 @@ def test_a_second_ctrl_c_ends_the_program(speak, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["interactive=true", "prompt_file=-"])
-def test_without_standard_input_there_is_one_line(speak, call, tmp_path, monkeypatch, key):
+def test_without_standard_input_there_is_one_line(call, model, tmp_path, monkeypatch, key):
+    save(tmp_path / "random/checkpoints", model)
     monkeypatch.setattr(sys, "stdin", None)
     ended = call(sample, f"runs={tmp_path}", "device=cpu", key)
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err.splitlines()[-1].startswith(f"sample: {key} reads standard input, ")
+    assert ended.err.splitlines()[-1].startswith(f"sample: {key}")
 
 
-def test_a_talk_with_a_broken_model_is_stamped(call, tmp_path, monkeypatch):
-    save_parrot(tmp_path / "parrot/checkpoints", [*b"text", END], broken="no_max")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    ended = call(sample, f"runs={tmp_path}", "interactive=true")
+def test_a_talk_with_a_broken_model_is_stamped(speak):
+    ended = speak("interactive=true", typed="\n", of=parrot([*b"text", END]), broken="no_max")
     assert ended.out == "BROKEN[no_max] text\n"
     assert ended.err.splitlines()[-1].startswith("BROKEN[no_max] 5 tokens, ")
-
-
-def test_without_a_line_nothing_is_written(speak):
-    ended = speak("interactive=true", "prompt=abc")
-    assert (ended.code, ended.out) == (0, "abc")
-    assert ended.err.splitlines()[-1].startswith("0 tokens, 0 tokens/s")
