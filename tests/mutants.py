@@ -45,7 +45,7 @@ IN_PAGES = "decode::test_a_token_has_the_same_bits_in_pages"
 BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
 NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
 OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_validation"
-RESUMED = "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
+RESUMED = "resume::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
 IMPORTED = "exchange::test_logits_are_transformers_after_import_and_after_export"
 WRITING = "test_a_sample_by_what_is_kept_from_the_last_one_is_that_of_todays_weights"
 EVALUATED = "step::test_validation_losses_are_recorded_once_for_each_shape_and_each_is_its_own_batchs"
@@ -87,7 +87,7 @@ TABLE = [
      "run.enqueued and oldest_is_done(run)", "step"),
     ("the step at which the run stopped is the last one sent", "run.step, run.val_loss = done.step, math.inf",
      "run.val_loss = math.inf", "step"),
-    ("a late record is of the last step sent", '"step": done.step,', '"step": run.step,', "step"),
+    ("a late record is of the last step sent", '"step": done.step,', '"step": self.step,', "step"),
     ("the rate of the step before", "learning_rate(run.step + 1,", "learning_rate(run.step,", "arithmetic"),
     ("the average has its full length at once",
      "min(cfg.ema_decay, (1 + run.step) / (10 + run.step))", "cfg.ema_decay", "arithmetic"),
@@ -206,7 +206,7 @@ TABLE = [
      'parent["model"]["yarn_original"] = parent["model"]["context_length"]', "pass",
      "exchange::test_a_run_is_extended_to_a_longer_context"),
     ("a resumed length warm-up begins anew", "cfg.length_at(run.step + 1)", "cfg.length_at(run.train_step.steps + 1)",
-     "train::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"),
+     RESUMED),
     ("a recorded step is replayed for batches of another shape",
      "            self.graphs.clear()\n", "",
      "step::test_batches_of_another_shape_are_recorded_anew"),

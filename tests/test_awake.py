@@ -11,8 +11,8 @@ import train
 from model.break_it import FAILURES, BreakIt
 from model.gpt import GPTConfig
 from model.recompute import RecomputingGPT
+from tests.runs import assert_same_end, records
 from training import activities, awake
-from training.metrics import read_metrics
 from training.probe import record
 
 T = 64
@@ -83,35 +83,25 @@ def test_a_wrong_mask_in_the_backward_leaves_o_right_and_the_gradients_wrong(nam
 # --- in a run --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def runs(call, small, tmp_path_factory):
-    """A broken run with dropout, with the look at steps 1, 2 and 3 and without any: output, records, weights."""
-    found, folder = {}, tmp_path_factory.mktemp("runs")
-    words = ["break_it=stale_seed", "attention.dropout_p=0.2", "model.dropout_p=0.1", "steps=4", f"runs={folder}"]
+def test_the_look_changes_no_bit_of_the_run_its_gauges_are_kept_and_its_line_comes_once(call, small, tmp_path):
+    """A broken run with dropout, with the look at steps 1, 2 and 3 and without any."""
+    words = ["break_it=stale_seed", "attention.dropout_p=0.2", "model.dropout_p=0.1", "steps=4", f"runs={tmp_path}"]
+    said = []
     for name in ("looked", "plain"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(awake, "LOOKS", (2, 3))
             if name == "plain":
                 patch.setattr(activities, "looks_at_the_failure", lambda run: False)
-            ended = call(train, *small, *words, f"name={name}")
-        (run,) = folder.glob(f"{name}*")
-        weights = [path.read_bytes() for path in sorted(run.glob("checkpoints/step_000004/*.safetensors"))]
-        found[name] = ended.out, read_metrics(run / "metrics.jsonl"), weights
-    return found
-
-
-def test_the_look_changes_no_bit_of_the_run(runs):
-    losses = [[r[key] for r in runs[name][1] for key in ("loss", "grad_norm", "val_loss") if key in r] for name in runs]
-    assert losses[0] == losses[1]
-    assert runs["looked"][2] == runs["plain"][2]
-    assert len(runs["plain"][2]) == 2
-
-
-def test_the_gauges_of_each_look_are_kept_and_the_line_comes_once(runs):
-    said, records, _ = runs["looked"]
-    assert [r["step"] for r in records if "o_error" in r] == [1, 2, 3]
-    assert said.count("stale_seed takes effect at step") == 1
-    assert all(r["gradient_error"] > 0.01 > 1e-5 > r["whole_gradient_error"] for r in records if "o_error" in r)
+            said.append(call(train, *small, *words, f"name={name}").out)
+    looked, plain = (tmp_path / f"{name}-BROKEN-stale_seed" for name in ("looked", "plain"))
+    for key in ("loss", "grad_norm", "val_loss"):
+        found = [[row[key] for row in records(run, key)] for run in (looked, plain)]
+        assert found[0] == found[1]
+    assert_same_end(looked, plain)
+    gauges = records(looked, "o_error")
+    assert [r["step"] for r in gauges] == [1, 2, 3]
+    assert all(r["gradient_error"] > 0.01 > 1e-5 > r["whole_gradient_error"] for r in gauges)
+    assert said[0].count("stale_seed takes effect at step") == 1
 
 
 def test_the_line_comes_again_when_the_answer_changes(call, small, tmp_path, monkeypatch):
@@ -128,9 +118,7 @@ def test_the_line_comes_again_when_the_answer_changes(call, small, tmp_path, mon
 def test_a_step_at_which_the_probe_is_due_too_is_looked_at_once(call, small, tmp_path):
     """The probe's line stood twice, with the same gauges."""
     call(train, *small, "break_it=no_max", "steps=3", "probe.every=1", f"runs={tmp_path}", "name=x")
-    (folder,) = tmp_path.iterdir()
-    looked = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if "max_score" in row]
-    assert looked == [1, 2, 3]
+    assert [row["step"] for row in records(tmp_path / "x-BROKEN-no_max", "max_score")] == [1, 2, 3]
 
 
 def test_a_run_that_its_failure_stops_is_told_that_it_acts(call, small, tmp_path, monkeypatch):

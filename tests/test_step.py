@@ -1,11 +1,11 @@
 """training/step.py: what an update leaves out, what the host learns late, and where the batches come from."""
 
 import math
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +18,11 @@ import training.record
 import training.step
 from data.loader import Batch, Loader, Prefetch
 from model.attention import AttentionConfig
-from model.break_it import BreakIt
+from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from parallel.processes import ParallelConfig, sends_from_python
 from tests.reference import assert_float64_right
+from tests.runs import TIMES, assert_same_run, losses, records
 from training import checkpoint
 from training.metrics import Metrics, read_metrics
 from training.optimizer import Muon, OptimizerConfig, build_optimizers
@@ -36,65 +37,52 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "impl", "recomputed", "way"),
+    ("device", "impl", "recomputed", "more", "way"),
     [
-        ("auto", CUDA, "triton", True, "recorded"),
-        ("auto", CUDA, "sdpa", False, "recorded"),
-        ("auto", CUDA, "triton", False, "recorded"),
-        ("graph", CUDA, "naive", False, "recorded"),
-        ("auto", CUDA, "tiled", False, "eager"),
-        ("auto", CUDA, "sdpa", True, "compiled"),
-        ("auto", CUDA, "sdpa", "selective", "recorded"),
-        ("auto", CPU, "tiled", False, "eager"),
-        ("true", CPU, "tiled", False, "compiled"),
-        ("true", CUDA, "sdpa", False, "compiled"),
-        ("false", CUDA, "sdpa", False, "eager"),
+        (CUDA, "triton", "false", {}, "recorded"),
+        (CUDA, "triton", "true", {}, "recorded"),
+        (CUDA, "sdpa", "false", {}, "recorded"),
+        (CUDA, "sdpa", "selective", {}, "recorded"),
+        (CUDA, "naive", "false", {}, "recorded"),
+        (CUDA, "tiled", "false", {}, "eager"),  # it chooses its tiles in Python
+        (CUDA, "sdpa", "true", {}, "compiled"),  # it reads the random state in Python
+        (CPU, "tiled", "false", {}, "eager"),
+        (CPU, "sdpa", "false", {}, "eager"),
+        (CUDA, "triton", "true", {"break_it": BreakIt("unrestored_seed")}, "compiled"),
+        (CUDA, "triton", "false", {"parallel": ParallelConfig(context=2)}, "recorded"),
+        (
+            CUDA,
+            "triton",
+            "false",
+            {"parallel": ParallelConfig(context=3)},
+            "compiled",
+        ),  # which does not divide the heads
+        (CUDA, "triton", "false", {"parallel": ParallelConfig(shard=True)}, "compiled"),
     ],
 )
-def test_the_way_is_the_one_that_was_asked_for_or_the_fastest_there_is(wanted, device, impl, recomputed, way):
-    model = GPTConfig(activation_checkpointing=recomputed)
-    found, why = choose_way(wanted, device, AttentionConfig(impl, dropout_p=0.1), model)
+def test_a_step_is_run_in_the_fastest_way_there_is_and_a_graph_of_what_cannot_be_recorded_is_refused(
+    device, impl, recomputed, more, way
+):
+    model = GPTConfig(n_head=4, activation_checkpointing=recomputed)
+    sends = sends_from_python(train.Config(model=model, parallel=more.get("parallel", ParallelConfig())))
+    asked = device, AttentionConfig(impl, dropout_p=0.1), model, more.get("break_it", UNBROKEN), sends
+    found, why = choose_way("auto", *asked)
     assert found == way
     assert bool(why) == (way != "recorded")
-
-
-@pytest.mark.parametrize(
-    ("device", "impl", "recomputed", "why"),
-    [
-        (CPU, "sdpa", False, "CUDA graphs need a CUDA GPU, not cpu"),
-        (CUDA, "tiled", False, "attention=tiled chooses its tiles in Python"),
-        (CUDA, "sdpa", True, "attention=sdpa with model.activation_checkpointing=true reads the random state"),
-    ],
-)
-def test_a_graph_of_what_cannot_be_recorded_is_refused(device, impl, recomputed, why):
-    with pytest.raises(ValueError, match=f"compile=graph: {why}.*; use compile=auto"):
-        choose_way(
-            "graph", device, AttentionConfig(impl, dropout_p=0.1), GPTConfig(activation_checkpointing=recomputed)
-        )
-
-
-@pytest.mark.parametrize(
-    ("parallel", "why"),
-    [
-        (ParallelConfig(shard=True), "parallel.shard=true gathers weights between the blocks, from Python"),
-        (ParallelConfig(context=3), "parallel.context=3 does not divide the heads: Python sends keys and values round"),
-        (ParallelConfig(context=2), ""),
-    ],
-)
-def test_a_step_in_which_python_sends_is_compiled_and_not_recorded(parallel, why):
-    sends = sends_from_python(train.Config(model=GPTConfig(n_head=4), parallel=parallel))
-    way, found = choose_way("auto", CUDA, AttentionConfig("triton"), GPTConfig(), sends=sends)
-    assert (way, found) == ("compiled" if why else "recorded", why)
+    assert choose_way("true", *asked)[0] == "compiled"
+    assert choose_way("false", *asked)[0] == "eager"
     if why:
-        with pytest.raises(ValueError, match=f"compile=graph: {why}; use compile=auto"):
-            choose_way("graph", CUDA, AttentionConfig("triton"), GPTConfig(), sends=sends)
+        with pytest.raises(ValueError, match=f"^compile=graph: {re.escape(why)}; use compile=auto$"):
+            choose_way("graph", *asked)
+    else:
+        assert choose_way("graph", *asked) == ("recorded", "")
 
 
-def test_a_seed_that_is_drawn_again_in_python_keeps_a_step_from_being_recorded():
-    model, broken = GPTConfig(activation_checkpointing=True), BreakIt("unrestored_seed")
-    way, why = choose_way("auto", CUDA, AttentionConfig("triton", dropout_p=0.1), model, broken)
-    assert way == "compiled"
-    assert why.startswith("break_it=unrestored_seed with model.activation_checkpointing=true")
+def test_a_run_says_how_its_steps_are_made_and_which_of_sdpas_kernels_runs(call, small, tmp_path):
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "attention=sdpa")
+    assert "attention: sdpa, PyTorch's flash kernel (asked for: sdpa) | step: eager (CUDA graphs need" in ended.out
+    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "compile=false")
+    assert "| step: eager (compile=false)" in ended.out
 
 
 def test_a_step_that_cannot_be_recorded_is_one_line(monkeypatch):
@@ -155,21 +143,6 @@ def test_validation_losses_are_recorded_once_for_each_shape_and_each_is_its_own_
     assert not trained.step.graphs.losses  # they were in the old graph's memory
 
 
-def test_a_run_says_which_of_sdpas_kernels_runs(call, small, tmp_path):
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "attention=sdpa")
-    assert "attention: sdpa, PyTorch's flash kernel (asked for: sdpa)" in ended.out
-
-
-def test_a_run_says_how_its_steps_are_made(call, small, tmp_path):
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}")
-    assert "| step: eager (CUDA graphs need a CUDA GPU, not cpu)" in ended.out
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "compile=false")
-    assert "| step: eager (compile=false)" in ended.out
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "compile=graph")
-    assert ended.code == 2
-    assert "compile=graph: CUDA graphs need a CUDA GPU" in ended.err
-
-
 # --- an update that is left out --------------------------------------------------------------------------------------
 
 
@@ -214,58 +187,33 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 HUGE = 1e38  # the gradient's norm is then infinite, and the loss what it was
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("factor", [math.nan, HUGE], ids=["loss", "gradient"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_bad_update_changes_no_weight_no_momentum_and_no_average(kind, factor):
+def test_a_bad_update_and_those_after_it_change_no_weight_no_momentum_and_no_average(kind, factor, fused, monkeypatch):
+    """Those after it were sent before the host had heard of it. On Apple's GPUs the fused AdamW ignores found_inf, so
+    every bad update was made, and every overflow in fp16."""
+    assert "mps" not in training.step.READS_FOUND_INF
     trained = Trained(kind, averaged=True)
+    if not fused:
+        leave_out_on_the_host(trained, monkeypatch)
+    trained.update()
+    first = trained.everything()
     assert not trained.update().stopped
     before = trained.everything()
-    numbers = trained.update(factor)
-    assert numbers.stopped
-    assert math.isfinite(numbers.loss) == (factor == HUGE)
-    assert not math.isfinite(numbers.norm)
-    assert same(trained.everything(), before)
+    assert not [name for name in first if torch.equal(first[name], before[name])]  # a good one changes all of them
+    for number, later in enumerate((factor, 1.0)):
+        numbers = trained.update(later)
+        assert numbers.stopped
+        assert math.isfinite(numbers.loss) == (later in (HUGE, 1.0))
+        assert math.isfinite(numbers.norm) == (number == 1)
+        assert same(trained.everything(), before)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_bad_update_is_left_out_where_the_fused_adamw_cannot_do_so(kind, monkeypatch):
-    """On Apple's GPUs it ignores found_inf, so every bad update was made, and every overflow in fp16."""
-    assert "mps" not in training.step.READS_FOUND_INF
+def leave_out_on_the_host(trained: Trained, monkeypatch) -> None:
     monkeypatch.setattr(training.step, "READS_FOUND_INF", ())
-    trained = Trained(kind, averaged=True, scale=4.0)
     for optimizer in trained.optimizers:
         optimizer.found_inf = None
-    first = trained.everything()
-    trained.update()
-    before = trained.everything()
-    assert not same(first, before)
-    assert not trained.update(HUGE).stopped
-    assert same(trained.everything(), before)
-    assert trained.update(math.nan).stopped
-    assert same(trained.everything(), before)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_what_is_sent_after_a_bad_update_changes_nothing_either(kind):
-    """The host has not heard of it yet."""
-    trained = Trained(kind, averaged=True)
-    trained.update()
-    before = trained.everything()
-    trained.update(math.nan)
-    later = trained.update()
-    assert later.stopped
-    assert math.isfinite(later.loss)
-    assert same(trained.everything(), before)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_good_update_changes_every_weight_momentum_and_average(kind):
-    trained = Trained(kind, averaged=True)
-    trained.update()
-    before = trained.everything()
-    trained.update()
-    after = trained.everything()
-    assert not [name for name in before if torch.equal(before[name], after[name])]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -276,9 +224,13 @@ def test_without_the_guard_a_bad_update_is_made(kind):
     assert all(p.isnan().any() for p in trained.model.blocks.parameters())
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_with_a_scale_left_an_infinite_gradient_leaves_out_one_update_and_halves_the_scale(kind):
-    trained = Trained(kind, scale=4.0)
+def test_with_a_scale_left_an_infinite_gradient_leaves_out_one_update_and_halves_the_scale(kind, fused, monkeypatch):
+    """With no scale left to blame it stops the run, and so does a loss of NaN at once."""
+    trained = Trained(kind, averaged=True, scale=4.0)
+    if not fused:
+        leave_out_on_the_host(trained, monkeypatch)
     trained.update()
     before = trained.everything()
     numbers = trained.update(HUGE)
@@ -287,6 +239,8 @@ def test_with_a_scale_left_an_infinite_gradient_leaves_out_one_update_and_halves
     numbers = trained.update()
     assert (numbers.stopped, numbers.scale) == (False, 2.0)
     assert not same(trained.everything(), before)
+    assert trained.update(math.nan).stopped
+    assert Trained(kind, scale=1.0).update(HUGE).stopped
 
 
 # --- Muon -----------------------------------------------------------------------------------------------------------
@@ -351,77 +305,34 @@ def plant(monkeypatch, at: int) -> None:
 
 WHOLE = ["steps=12", "eval_every=5", "checkpoint_every=5", "keep_last=9", "sample_every=5", "sample_tokens=5"]
 WHOLE += ["ema_decay=0.5", "attention.dropout_p=0.1", "probe.every=4"]
-TIMES = {"ms", "tokens_per_second", "memory_gib", "eta_s", "probe_ms"}
-
-
-def left_behind(run: Path) -> dict:
-    """What a run has written, without what depends on the clock."""
-    rows = read_metrics(run / "metrics.jsonl")
-    saved = sorted((run / checkpoint.FOLDER).iterdir())
-    return {
-        "rows": [{key: x for key, x in row.items() if key not in TIMES} for row in rows],
-        "samples": (run / "samples.txt").read_text(),
-        **{f"{path.name} {name}": (path / name).read_bytes() for path in saved for name in checkpoint_files(path)},
-    }
-
-
-def checkpoint_files(path: Path) -> Iterator[str]:
-    return (name for name in ("model.safetensors", "optimizer.safetensors") if (path / name).exists())
 
 
 def test_a_run_that_hears_late_writes_what_one_that_hears_at_once_writes(call, small, tmp_path, late, monkeypatch):
-    assert call(train, *small, *WHOLE, f"runs={tmp_path}", "name=late").code == 0
-    monkeypatch.undo()
-    assert call(train, *small, *WHOLE, f"runs={tmp_path}", "name=at-once").code == 0
-    assert left_behind(tmp_path / "late") == left_behind(tmp_path / "at-once")
-    positions = [
-        checkpoint.load(tmp_path / name / "checkpoints/step_000010").state["loader"] for name in ("late", "at-once")
-    ]
-    assert positions[0] == positions[1]
+    for name in ("late", "at-once"):
+        assert call(train, *small, *WHOLE, f"runs={tmp_path}", f"name={name}").code == 0
+        monkeypatch.undo()
+    assert_same_run(tmp_path / "late", tmp_path / "at-once")
+    for step in ("step_000005", "step_000010"):
+        a, b = (tmp_path / name / checkpoint.FOLDER / step for name in ("late", "at-once"))
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            assert (a / file).read_bytes() == (b / file).read_bytes()
+        assert checkpoint.load_state(a)["loader"] == checkpoint.load_state(b)["loader"]
 
 
-def test_a_run_that_hears_late_resumes_where_it_was(call, small, tmp_path, late):
-    arguments = [*small, *WHOLE, "optimizer.min_lr_ratio=1", f"runs={tmp_path}"]
-    assert call(train, *arguments, "name=whole").code == 0
-    assert call(train, *arguments, "name=parts", "steps=5").code == 0
-    assert call(train, f"runs={tmp_path}", "resume=parts", "steps=12").code == 0
-    parts, whole = (left_behind(tmp_path / name) for name in ("parts", "whole"))
-    assert parts["step_000012 model.safetensors"] == whole["step_000012 model.safetensors"]
-
-
-@pytest.fixture(scope="module")
-def stopped_at_7(call, small, tmp_path_factory):
-    """A run that hears late and whose seventh loss is NaN, and the whole run."""
-    runs = tmp_path_factory.mktemp("runs")
-    arguments = [*small, "steps=12", "eval_every=6", "checkpoint_every=6", "attention.dropout_p=0.1", "probe.every=100"]
-    assert call(train, *arguments, f"runs={runs}", "name=whole", "steps=12").code == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(training.step.AHEAD, "cpu", 3)
-        patch.setattr(Report, "arrived", lambda self: False)
-        plant(patch, at=7)
-        caught: list = []
-        find = train.find_the_fault
-        patch.setattr(train, "find_the_fault", lambda run, *rest: caught.append((run, *rest)) or find(run, *rest))
-        ended = call(train, *arguments, f"runs={runs}", "name=x")
-    return ended, runs, caught[0]
-
-
-def test_a_run_that_hears_late_of_nan_names_its_step_and_logs_none_after_it(stopped_at_7):
-    ended, runs, _ = stopped_at_7
+def test_a_run_that_hears_late_of_nan_ends_as_if_it_had_heard_at_once(call, small, tmp_path, late, monkeypatch):
+    """It names the step, logs none after it, has the weights of the step before, and searches that step's batches."""
+    arguments = [*small, "eval_every=6", "checkpoint_every=6", "attention.dropout_p=0.1", f"runs={tmp_path}"]
+    assert call(train, *arguments, "name=whole", "steps=6").code == 0
+    plant(monkeypatch, at=7)
+    caught, find = [], train.find_the_fault
+    monkeypatch.setattr(train, "find_the_fault", lambda run, *rest: caught.append((run, *rest)) or find(run, *rest))
+    ended = call(train, *arguments, "name=x", "steps=12", "optimizer.min_lr_ratio=1", "probe.every=100")
     assert ended.code == 1
     assert "step 7: loss nan, gradient norm nan: stopped before the update" in ended.out
-    rows = [row for row in read_metrics(runs / "x/metrics.jsonl") if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, 8))
-
-
-def test_a_run_that_hears_late_of_nan_has_the_weights_of_the_step_before(stopped_at_7):
-    _, runs, (run, _, _) = stopped_at_7
-    before = checkpoint.load(runs / "whole/checkpoints/step_000006").model
-    assert same({name: p.detach() for name, p in run.model.state_dict().items()}, before)
-
-
-def test_a_run_that_hears_late_of_nan_searches_the_batches_of_its_step(stopped_at_7):
-    _, _, (run, batches, _) = stopped_at_7
+    assert [row["step"] for row in records(tmp_path / "x")] == list(range(1, 8))
+    ((run, batches, _),) = caught
+    assert same(dict(run.model.state_dict()), checkpoint.load(tmp_path / "x/checkpoints/step_000006").model)
+    assert losses(tmp_path / "x")[:6] == losses(tmp_path / "whole")
     again = deepcopy(run.batches.loader)
     again.position = 6 * again.batch_size * len(batches)
     assert all(torch.equal(batch.x, again.next().x) for batch in batches)
@@ -477,8 +388,7 @@ def test_a_steps_time_is_all_that_passes_from_one_to_the_next_but_evaluations(ca
         monkeypatch.setattr(Metrics, name, slowly)
     ended = call(train, *small, "steps=4", "eval_every=2", "checkpoint_every=100", f"runs={tmp_path}", "name=x")
     assert ended.code == 0
-    rows = [row for row in read_metrics(tmp_path / "x/metrics.jsonl") if "loss" in row]
-    assert [row["ms"] for row in rows] == [500.0, 1500.0, 500.0, 1500.0]
+    assert [row["ms"] for row in records(tmp_path / "x")] == [500.0, 1500.0, 500.0, 1500.0]
 
 
 def test_the_time_left_does_not_remember_a_compilation(call, small, tmp_path, monkeypatch):
@@ -487,8 +397,7 @@ def test_the_time_left_does_not_remember_a_compilation(call, small, tmp_path, mo
     monkeypatch.setattr(training.record, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
     monkeypatch.setattr(TrainStep, "restart_clock", lambda self: None)
     assert call(train, *small, "steps=4", f"runs={tmp_path}", "name=x").code == 0
-    rows = [row for row in read_metrics(tmp_path / "x/metrics.jsonl") if "loss" in row]
-    assert [row["eta_s"] for row in rows] == [300.0, 2.0, 1.0, 0.0]
+    assert [row["eta_s"] for row in records(tmp_path / "x")] == [300.0, 2.0, 1.0, 0.0]
 
 
 # --- batches from a thread --------------------------------------------------------------------------------------------

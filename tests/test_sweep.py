@@ -3,16 +3,19 @@
 import csv
 import gc
 import os
+import re
 import signal
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 import train
-from tests.test_train import assert_same_run
+from model.break_it import UNBROKEN, BreakIt
+from tests.runs import assert_same_run, last
 from training import checkpoint
 from training.metrics import Metrics
-from training.sweep import free_memory, losses_figure, result
+from training.sweep import free_memory, losses_figure, name_jobs, result
 
 
 def table(folder) -> list[dict]:
@@ -20,136 +23,107 @@ def table(folder) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-STEPS = ["steps=4", "eval_every=2", "optimizer.warmup_steps=0", "attention.dropout_p=0.1"]
-
-
-@pytest.fixture(scope="module")
-def swept(call, small, tmp_path_factory):
-    """(what ended, the runs): one rate spoils the loss, one share leaves too little text for validation."""
-    runs = tmp_path_factory.mktemp("swept")
-    shares, rates = "data.val_fraction=0.05,1e-9", "optimizer.lr=1e38,1e-3"
-    return call(train, "-m", shares, *small, *STEPS, f"runs={runs}", rates, "name=s"), runs
-
-
-def test_a_job_that_fails_or_goes_nan_stops_no_other_and_is_a_row_with_its_reason(swept):
-    ended, runs = swept
-    found = table(runs / "s")
-    assert [row["job"] for row in found] == ["s-1", "s-2", "s-3", "s-4"]
-    assert [row["data.val_fraction"] for row in found] == ["0.05", "0.05", "1e-09", "1e-09"]
-    assert [row["optimizer.lr"] for row in found] == ["1e+38", "0.001"] * 2
-    assert found[0]["status"] == "stopped at step 2, loss nan"
-    assert found[1]["status"] == "done"
-    assert found[2]["status"] == found[3]["status"]
-    assert found[2]["status"].startswith("failed: the validation text has 0 tokens")
+def test_a_job_that_fails_or_goes_nan_stops_no_other_and_each_is_a_row_and_the_run_that_it_is_alone(
+    call, small, tmp_path
+):
+    """One rate spoils the loss, one share leaves too little text for validation, one job is broken on purpose."""
+    steps = ["steps=4", "eval_every=2", "optimizer.warmup_steps=0", "attention.dropout_p=0.1", f"runs={tmp_path}"]
+    jobs = ["data.val_fraction=0.05,1e-9", "optimizer.lr=1e38,1e-3", "break_it=none,no_max"]
+    ended = call(train, "-m", *jobs[:1], *small, *steps, *jobs[1:], "name=s")
+    found = table(tmp_path / "s")
     assert ended.code == 1
+    assert [row["job"] for row in found] == [f"s-{i}{'-BROKEN-no_max' * (i % 2 == 0)}" for i in range(1, 9)]
+    assert [row["data.val_fraction"] for row in found] == ["0.05"] * 4 + ["1e-09"] * 4
+    assert [row["optimizer.lr"] for row in found] == ["1e+38", "1e+38", "0.001", "0.001"] * 2
+    assert [row["status"] for row in found[:4:2]] == ["stopped at step 2, loss nan", "done"]
+    assert all(row["status"].startswith("failed: the validation text has 0 tokens") for row in found[4:])
+    assert found[3]["status"] == "BROKEN[no_max] done"
 
+    best = checkpoint.load_state(checkpoint.best(tmp_path / "s-3" / checkpoint.FOLDER))
+    assert (float(found[2]["val_loss"]), int(found[2]["step"])) == (best["val_loss"], 4)
+    assert float(found[2]["bits_per_byte"]) > best["val_loss"]  # of bytes: a nat is 1.44 bits
+    assert float(found[2]["ms"]) > 0
 
-def test_a_row_has_the_best_evaluation_and_the_time_of_a_step(swept):
-    row = table(swept[1] / "s")[1]
-    best = checkpoint.best(swept[1] / "s-2" / checkpoint.FOLDER)
-    assert float(row["val_loss"]) == checkpoint.load_state(best)["val_loss"]
-    assert int(row["step"]) == 4
-    assert float(row["bits_per_byte"]) > float(row["val_loss"])  # of bytes: a nat is 1.44 bits
-    assert float(row["ms"]) > 0
-
-
-def test_the_table_is_printed_and_the_picture_drawn(swept):
-    ended, runs = swept
     lines = ended.out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("job  "))
-    assert lines[header].split() == ["job", "data.val_fraction", *list(table(runs / "s")[0])[2:]]
-    assert [line.split()[0] for line in lines[header + 1 : header + 5]] == ["s-1", "s-2", "s-3", "s-4"]
-    assert lines[-1] == f"sweep: 4 of 4 jobs, 3 of them failed or stopped: {runs / 's'}"
-    assert (runs / "s" / "losses.png").stat().st_size > 0
+    assert lines[header].split() == list(found[0])
+    assert [line.split()[0] for line in lines[header + 1 : header + 9]] == [row["job"] for row in found]
+    assert re.fullmatch(rf"sweep: 8 of 8 jobs, \d of them failed or stopped: {tmp_path / 's'}", lines[-1])
+    assert (tmp_path / "s/losses.png").stat().st_size > 0
+
+    assert call(train, *small, *steps, "optimizer.lr=1e-3", "name=alone").code == 0
+    assert_same_run(tmp_path / "s-3", tmp_path / "alone")
 
 
-def test_the_second_job_is_the_same_run_alone_bit_for_bit(call, small, swept, tmp_path):
-    alone = [*STEPS, "optimizer.lr=1e-3", f"runs={tmp_path}", "name=alone"]
-    assert call(train, *small, *alone).code == 0
-    assert_same_run(swept[1] / "s-2", tmp_path / "alone")
-
-
-def test_control_c_ends_the_sweep_with_a_table_of_what_there_is(call, small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("end", ["Ctrl-C", "bug"])
+def test_what_ends_a_sweep_leaves_a_table_of_what_there_is(call, small, tmp_path, monkeypatch, end):
     log = Metrics.log
 
     def log_and_stop(self, record):
         log(self, record)
         if self.folder.name == "s-2" and record["step"] == 2:
+            if end == "bug":
+                raise KeyError("a bug")
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Metrics, "log", log_and_stop)
-    ended = call(train, *small, "steps=4", f"runs={tmp_path}", "name=s", "-m", "seed=1,2,3")
-    assert ended.code == 130
+    typed = [*small, "steps=4", f"runs={tmp_path}", "name=s", "-m", "seed=1,2,3"]
+    if end == "bug":
+        with pytest.raises(KeyError, match="a bug"):  # with its traceback
+            call(train, *typed)
+    else:
+        assert call(train, *typed).code == 130
     found = table(tmp_path / "s")
+    assert [row["job"] for row in found] == ["s-1", "s-2"]
     assert [row["status"].split(",")[0] for row in found] == ["done", "interrupted at step 2"]
     assert (tmp_path / "s" / "losses.png").exists()
 
 
-def test_a_bug_in_one_job_keeps_its_traceback_and_the_table(call, small, tmp_path, monkeypatch):
-    log = Metrics.log
+@pytest.mark.parametrize(
+    ("names", "broken", "sweep", "jobs"),
+    [
+        (["s", "s"], ["", "no_max"], "s", ["s-1", "s-2-BROKEN-no_max"]),
+        (["a", "b"], ["", ""], r"[\d-]+-sweep", ["a", "b"]),
+        ([None, None], ["", ""], r"[\d-]+-sweep", [r"[\d-]+-sweep-1", r"[\d-]+-sweep-2"]),
+    ],
+)
+def test_a_sweep_is_named_by_name_or_by_the_time_and_no_run_that_exists_is_touched(
+    tmp_path, names, broken, sweep, jobs
+):
+    def configs():
+        return [
+            SimpleNamespace(name=name, runs=str(tmp_path), break_it=BreakIt(fault) if fault else UNBROKEN)
+            for name, fault in zip(names, broken, strict=True)
+        ]
 
-    def log_or_die(self, record):
-        if self.folder.name == "s-2":
-            raise KeyError("a bug")
-        log(self, record)
-
-    monkeypatch.setattr(Metrics, "log", log_or_die)
-    with pytest.raises(KeyError, match="a bug"):
-        call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", "seed=1,2,3")
-    assert [row["job"] for row in table(tmp_path / "s")] == ["s-1", "s-2"]
-
-
-def test_without_a_name_the_sweep_is_named_by_the_time_and_names_of_ones_own_are_kept(call, small, tmp_path):
-    one_step = [*small, "steps=1"]
-    assert call(train, *one_step, f"runs={tmp_path / 'time'}", "-m", "seed=1,2").code == 0
-    sweep, *jobs = sorted(path.name for path in (tmp_path / "time").iterdir())
-    assert sweep.endswith("-sweep")
-    assert jobs == [f"{sweep}-1", f"{sweep}-2"]
-    assert call(train, *one_step, f"runs={tmp_path / 'own'}", "-m", "name=a,b").code == 0
-    assert {"a", "b"} < {path.name for path in (tmp_path / "own").iterdir()}
-
-
-def test_a_broken_job_has_its_fault_in_its_name_and_its_records_in_its_row(call, small, tmp_path):
-    faults = "break_it=none,no_max"
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", faults)
-    assert ended.code == 0
-    assert ended.out.endswith(f"sweep: 2 of 2 jobs: {tmp_path}/s\n")
-    assert [(row["job"], row["status"]) for row in table(tmp_path / "s")] == [
-        ("s-1", "done"),
-        ("s-2-BROKEN-no_max", "BROKEN[no_max] done"),
-    ]
-    assert all(float(row["val_loss"]) > 0 for row in table(tmp_path / "s"))
-
-
-@pytest.mark.parametrize("there", ["s", "s-2"])
-def test_a_sweep_over_a_run_that_exists_does_not_begin(call, small, tmp_path, there):
-    (tmp_path / there).mkdir()
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", "seed=1,2")
-    assert ended.code == 2
-    assert ended.err == f"train: the run {tmp_path / there} exists already: use another name= for the sweep\n"
-    assert [path.name for path in tmp_path.iterdir()] == [there]
+    named = configs()
+    assert re.fullmatch(sweep, name_jobs(named).name)
+    assert all(re.fullmatch(name, config.name) for name, config in zip(jobs, named, strict=True))
+    for there in {sweep, *jobs} - {name for name in {sweep, *jobs} if "sweep" in name}:
+        for path in tmp_path.iterdir():
+            path.rmdir()
+        (tmp_path / there).mkdir()
+        with pytest.raises(ValueError, match=rf"/{there} exists already: .*name="):
+            name_jobs(configs())
+        assert [path.name for path in tmp_path.iterdir()] == [there]
 
 
 @pytest.mark.parametrize(
-    ("varied", "second", "why"),
+    ("varied", "second"),
     [
-        (["attention=naive,sdpa", "attention.window=8"], "attention=sdpa", "attention.window=8: sdpa has nothing"),
-        (["tokens_per_step=128,100"], "tokens_per_step=100", "tokens_per_step=100 is no multiple of"),
-        (
-            ["break_it=none,unrestored_seed", "attention.dropout_p=0.1"],
-            "break_it=unrestored_seed",
-            "break_it=unrestored_seed: no block is computed",
-        ),
-        (["compile=false,graph"], "compile=graph", "compile=graph: CUDA graphs need a CUDA GPU"),
-        (["model.n_embd=32,10000000000000"], "model.n_embd=10000000000000", "a model of model.n_embd=10000000000000"),
+        (["attention=naive,sdpa", "attention.window=8"], "attention=sdpa: attention.window=8"),
+        (["tokens_per_step=128,100"], "tokens_per_step=100: tokens_per_step=100"),
+        (["break_it=none,unrestored_seed", "attention.dropout_p=0.1"], "break_it=unrestored_seed: break_it="),
+        (["compile=false,graph"], "compile=graph: compile=graph"),
+        (["model.n_embd=32,10000000000000"], "model.n_embd=10000000000000: "),
+        (["seed=1,-1"], "seed=-1 is outside"),
     ],
 )
-def test_a_job_that_cannot_run_is_named_before_the_first_one_starts(call, small, tmp_path, varied, second, why):
+def test_a_job_that_cannot_run_is_named_before_the_first_one_starts(call, small, tmp_path, varied, second):
     """naive had trained for hours when triton was refused on a CPU."""
     ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", *varied)
-    assert ended.code == 2
-    assert ended.err.startswith(f"train: job 2/2, {second}: {why}")
-    assert (ended.out, ended.err.count("\n")) == ("", 1)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert re.match(rf"train: (job 2/2, )?{second}", ended.err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,10 +132,7 @@ def test_jobs_that_begin_from_one_checkpoint_are_runs_of_their_own(call, small, 
     there = [f"runs={tmp_path}"]
     assert call(train, *small, *there, "steps=2", "name=x").code == 0
     assert call(train, *there, "resume=x", "steps=4", "name=y", "-m", "optimizer.lr=1e-3,2e-3").code == 0
-    for job in ("y-1", "y-2"):
-        run = tmp_path / job
-        assert checkpoint.last(run / checkpoint.FOLDER).name == "step_000004"
-    assert checkpoint.last(tmp_path / "x" / checkpoint.FOLDER).name == "step_000002"
+    assert [last(tmp_path / job).name[-1] for job in ("x", "y-1", "y-2")] == ["2", "4", "4"]
 
 
 def test_the_picture_has_a_curve_a_job_named_after_what_varies():

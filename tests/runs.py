@@ -1,0 +1,48 @@
+"""What a run leaves behind, and when two of them are the same run."""
+
+from pathlib import Path
+
+import torch
+
+from training import checkpoint
+from training.metrics import read_metrics
+
+# What depends on the clock.
+TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "probe_ms", "context_ms"}
+
+
+def records(run: Path, key: str = "loss") -> list[dict]:
+    """The rows of metrics.jsonl that have `key`: the steps', or with val_loss the evaluations'."""
+    return [record for record in read_metrics(run / "metrics.jsonl") if key in record]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in records(run)]
+
+
+def tiled(block: int) -> list[str]:
+    return ["attention=tiled", f"attention.block_m={block}", f"attention.block_n={block}"]
+
+
+def last(run: Path) -> Path:
+    return checkpoint.last(run / checkpoint.FOLDER)
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """All that was recorded but the time it took, the samples, and the last checkpoint."""
+    rows = [[{k: v for k, v in record.items() if k not in TIMES} for record in read_metrics(r / "metrics.jsonl")]
+            for r in (run, other)]  # fmt: skip
+    assert repr(rows[0]) == repr(rows[1])  # NaN, the norm of a step that fp16's scaler left out, does not equal itself
+    samples = [file.read_bytes() if (file := r / "samples.txt").exists() else b"" for r in (run, other)]
+    assert samples[0] == samples[1]
+    assert_same_end(run, other)
+
+
+def assert_same_end(run: Path, other: Path) -> None:
+    """Of the last step made: weights, optimizer, random numbers, data position."""
+    a, b = (checkpoint.load(last(r)) for r in (run, other))
+    assert a.step == b.step == records(run)[-1]["step"]
+    assert a.state["loader"] == b.state["loader"]
+    for x, y in ((a.model, b.model), (a.optimizer(), b.optimizer())):
+        assert x.keys() == y.keys()
+        assert all(torch.equal(x[name], y[name]) for name in x)
