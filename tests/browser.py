@@ -5,12 +5,7 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from base64 import b64decode
 from contextlib import contextmanager
-from io import BytesIO
-
-import numpy as np
-from matplotlib.image import imread
 
 from tests.processes import HANGS
 
@@ -21,7 +16,7 @@ DRIVER = shutil.which("chromedriver")
 MISSING = "" if BROWSER and DRIVER else "no Chromium and its driver here: apt-get install chromium chromium-driver"
 
 KEYS = {"Tab": "\ue004", "Enter": "\ue007", "ArrowLeft": "\ue012", "ArrowRight": "\ue014", "End": "\ue010"}
-KEYS |= {"Home": "\ue011", "Shift": "\ue008"}
+KEYS |= {"Home": "\ue011"}
 
 
 class Browser:
@@ -66,16 +61,6 @@ class Browser:
     def window(self, width: int, height: int = 800) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": min(width, height) < 600}
         self.command("Emulation.setDeviceMetricsOverride", **metrics)
-
-    def picture(self, id: str) -> np.ndarray:
-        """A screenshot of one element, uint8 (height, width, 3)."""
-        box = self.run(
-            """const r = document.getElementById(arguments[0]).getBoundingClientRect();
-            return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height, scale: 1}""",
-            id,
-        )
-        taken = self.command("Page.captureScreenshot", clip=box, captureBeyondViewport=True)["data"]
-        return (imread(BytesIO(b64decode(taken)))[..., :3] * 255).round().astype(np.uint8)
 
     def log(self, kind: str) -> list[dict]:
         return self.call("POST", "/se/log", {"type": kind})
