@@ -3,14 +3,8 @@
     python tests/compile_flash.py ARCH SHARED CASES [SOURCE]
 
 ARCH: 90 for sm_90. SHARED: bytes of shared memory that a program may have there. CASES: [[dtype, D, dropout], ..] in
-JSON; [dtype, V, "loss"] is the kernel of the loss, [dtype, D, "decode"] that of one new token's attention, [dtype,
-D, "pages"] the same with keys in pages, [dtype, D, "early"] with the stages that few programs have, [dtype, G,
-"heads"] those without and with rope for G query heads a key head, of size 64, [dtype, B, "linear768"] that of a linear
-layer with B rows of 768, [dtype, C, "token"] those of one of GPT-2's layers of width C, ["bool", C, "table"] that of
-whole dropout masks, [dtype, C, "norm"] that of a norm's backward, [dtype, D, "hopper"] those of
-kernels/hopper/forward.py, [dtype, D, "hopper_backward"] that of kernels/hopper/backward.py. SOURCE: a text to take for
-kernels/flash.py instead.
-Prints a JSON list: for each kernel what came out of it.
+JSON; instead of dropout a name of OTHERS below, for its kernel, where D is another number. SOURCE: a text to take for
+kernels/flash.py instead. Prints a JSON list: for each kernel what came out of it.
 
 tests/test_flash_compile.py runs it, in a process of its own, as Triton's interpreter must not be on. Launches go
 through the ordinary door with tensors of the CPU, and end where a kernel would start.
@@ -22,6 +16,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -56,7 +51,8 @@ def compile_only(self, *args, grid, warmup, **options):
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
     if self.__name__ in ("sum_kernel", "row_terms_kernel", "scaled_kernel", "visits_kernel"):  # compiled once for all
         return kernel
-    ptx, log = kernel.asm["ptx"], log.getvalue()
+    ptx = kernel.asm["ptx"]
+    log = logs.setdefault(ptx, log.getvalue())  # of a kernel that two cases have, ptxas reports once
     assembled, of_flash = dtype != "float32", not isinstance(dropout, str)
     found.append(
         {
@@ -112,78 +108,102 @@ sizes.starts_early = lambda device: ARCH >= 90
 sizes.shared_memory = lambda device: SHARED
 TILES = sizes.Tiles._fields[2:]
 
-found = []
-for dtype, D, dropout in CASES:
-    if dropout == "loss":
-        loss_in_place(torch.empty(2, D, dtype=getattr(torch, dtype)), torch.zeros(2, dtype=torch.int64), -1, 0.0, True)
-        continue
-    if dropout in ("decode", "pages", "early"):  # four query heads a key head, and all that the scores can have
-        heads = (torch.empty(1, H, 1, D, dtype=getattr(torch, dtype)) for H in (8, 2, 2))
-        kept = torch.empty(2, 2, 4096, D, dtype=getattr(torch, dtype))
-        zeros, problem = torch.zeros(2, dtype=torch.int64), Problem.of(1, 4096, softcap=2.0, slopes=torch.ones(8))
-        rope, table = torch.zeros(2, 4096, D // 2).unbind(), None
-        if dropout == "pages":
-            kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
-        splits = 1 if dropout == "early" else 8  # few programs may have DEEP
-        decode(*heads, *kept, zeros[:1], problem, zeros.int(), splits, rope, table)
-        continue
-    if dropout == "heads":
-        half = getattr(torch, dtype)
-        heads, kept = [torch.empty(1, H, 1, 64, dtype=half) for H in (D, 1, 1)], torch.empty(2, 1, 4096, 64, dtype=half)
-        zeros = torch.zeros(1, dtype=torch.int64)
-        for rope in (None, torch.zeros(2, 4096, 32).unbind()):
-            decode(*heads, *kept, zeros, Problem.of(1, 4096, 0.125), zeros.int(), 1, rope)
-        continue
-    if dropout == "token":  # qkv, attention, out, up, down
-        half = getattr(torch, dtype)
-        heads, kept = torch.empty(3, 1, 2, 1, 64, dtype=half), torch.empty(2, 2, 4096, 64, dtype=half)
-        zeros = torch.zeros(2, dtype=torch.int64)
-        norm, x, o = torch.nn.LayerNorm(D).to(half), torch.empty(1, D), torch.empty(1, D, dtype=half)
-        qkv, out, up, down = (torch.nn.Linear(K * D, N * D).to(half) for K, N in ((1, 3), (1, 1), (1, 4), (4, 1)))
-        linear(x, qkv, norm=norm)
-        decode(*heads, *kept, zeros[:1], Problem.of(1, 4096, 0.125), zeros.int(), 1)  # few programs may have DEEP
-        linear(o, out, add=x, dtype=x.dtype)
-        linear(x, up, norm=norm, activation="gelu_tanh")
-        linear(o.repeat(1, 4), down, add=x, dtype=x.dtype)
-        continue
-    if str(dropout).startswith("linear"):  # all that may stand before and after it
-        width = int(dropout.removeprefix("linear"))
-        layer, norm = torch.nn.Linear(width, 3072), torch.nn.LayerNorm(width)
-        for module in (layer, norm):
-            module.to(getattr(torch, dtype))
-        linear(torch.empty(D, width), layer, norm=norm, gate=layer, activation="silu", add=torch.empty(D, 3072))
-        continue
-    if dropout == "table":
-        keep_table(torch.tensor(1), torch.arange(128), torch.arange(256), D, 51)
-        continue
-    if dropout == "norm":  # all that one can have
-        dy, x, weight, stats = torch.empty(2, D, dtype=getattr(torch, dtype)), torch.empty(2, D), *torch.empty(2, D)
-        keep = torch.empty(2, D, dtype=torch.bool)
-        norm_backward(dy, x, x, stats, stats, weight, keep, 1.25, dy.dtype, True)
-        continue
-    if dropout == "hopper":
-        from kernels.hopper.forward import launch_forward
 
-        k = torch.empty(1, 2, 500, D, dtype=getattr(torch, dtype))
-        words = torch.zeros(1, 500, dtype=torch.int64)
-        others = {"window": 100, "documents_q": words, "documents_k": words, "seed": words[0, 0], "drop_threshold": 26}
-        for T, more in ((500, {}), (97, {}), (500, others)):  # the mask cuts one tile of every row; more; all there is
-            q, lse = torch.empty(1, 4, T, D, dtype=k.dtype), torch.empty(1, 4, T)
-            launch_forward(q, k, k, q, lse, lse, Problem.of(T, 500, **more))
-        if D == 64:  # other tiles for many keys
-            k = torch.empty(1, 2, 2548, D, dtype=k.dtype)
-            launch_forward(q, k, k, q, lse, lse, Problem.of(500, 2548))
-        continue
-    if dropout == "hopper_backward":
-        from kernels.hopper.backward import launch_backward
+def empty(*shape: int, dtype: str = "float32") -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype))
 
-        q, k = (torch.empty(1, H, 500, D, dtype=getattr(torch, dtype)) for H in (4, 2))
-        lse = torch.empty(1, 4, 500)
-        for more in ({}, {"seed": torch.tensor(1), "drop_threshold": 26, "numbers": torch.arange(4)}):
-            launch_backward(q, k, k, q, lse, q, lse, (q, k, k), Problem.of(500, 500, **more))
-        continue
-    q, k, v = (torch.randn(1, 2, 256, D, dtype=getattr(torch, dtype)).requires_grad_() for _ in "qkv")
+
+ZEROS = torch.zeros(2, dtype=torch.int64)
+
+
+def attention(dtype: str, D: int, dropout: bool) -> None:
+    q, k, v = (empty(1, 2, 256, D, dtype=dtype).requires_grad_() for _ in "qkv")
     seed = torch.tensor(1) if dropout else None
     o, _ = op.flash_attention(q, k, v, Problem.of(256, 256, scale=0.125, seed=seed, drop_threshold=26 * dropout))
-    torch.autograd.grad(o, (q, k, v), torch.randn_like(o))
+    torch.autograd.grad(o, (q, k, v), torch.zeros_like(o))
+
+
+def a_token(dtype: str, D: int, pages: bool = False, splits: int = 8) -> None:
+    """The attention of one: four query heads a key head, and all that the scores can have."""
+    heads = (empty(1, H, 1, D, dtype=dtype) for H in (8, 2, 2))
+    kept, table = empty(2, 2, 4096, D, dtype=dtype), None
+    problem, rope = Problem.of(1, 4096, softcap=2.0, slopes=torch.ones(8)), empty(2, 4096, D // 2).unbind()
+    if pages:
+        kept, table = kept.view(2, 64, 2, 64, D), (torch.zeros(1, 64, dtype=torch.int32), 4096)
+    decode(*heads, *kept, ZEROS[:1], problem, ZEROS.int(), splits, rope, table)
+
+
+def with_heads(dtype: str, G: int) -> None:
+    """One key head of size 64 for G query heads, without rope and with it."""
+    heads, kept = [empty(1, H, 1, 64, dtype=dtype) for H in (G, 1, 1)], empty(2, 1, 4096, 64, dtype=dtype)
+    for rope in (None, empty(2, 4096, 32).unbind()):
+        decode(*heads, *kept, ZEROS[:1], Problem.of(1, 4096, 0.125), ZEROS.int(), 1, rope)
+
+
+def a_layer(dtype: str, C: int) -> None:
+    """A token's kernels in one of GPT-2's layers of width C: qkv, attention, out, up, down."""
+    half = getattr(torch, dtype)
+    norm, x, o = torch.nn.LayerNorm(C).to(half), empty(1, C), empty(1, C, dtype=dtype)
+    qkv, out, up, down = (torch.nn.Linear(K * C, N * C).to(half) for K, N in ((1, 3), (1, 1), (1, 4), (4, 1)))
+    linear(x, qkv, norm=norm)
+    heads, kept = empty(3, 1, 2, 1, 64, dtype=dtype), empty(2, 2, 4096, 64, dtype=dtype)
+    decode(*heads, *kept, ZEROS[:1], Problem.of(1, 4096, 0.125), ZEROS.int(), 1)  # few programs may have DEEP
+    linear(o, out, add=x, dtype=x.dtype)
+    linear(x, up, norm=norm, activation="gelu_tanh")
+    linear(o.repeat(1, 4), down, add=x, dtype=x.dtype)
+
+
+def a_linear(dtype: str, B: int, K: int) -> None:
+    """A layer of width K for B rows, and all that may stand before and after it."""
+    layer, norm = (module.to(getattr(torch, dtype)) for module in (torch.nn.Linear(K, 3072), torch.nn.LayerNorm(K)))
+    linear(empty(B, K), layer, norm=norm, gate=layer, activation="silu", add=empty(B, 3072))
+
+
+def a_norm(dtype: str, C: int) -> None:
+    """The backward of one, with all that one can have."""
+    dy, x, weight, stats = empty(2, C, dtype=dtype), empty(2, C), *empty(2, C)
+    norm_backward(dy, x, x, stats, stats, weight, torch.empty(2, C, dtype=torch.bool), 1.25, dy.dtype, True)
+
+
+def of_hopper(dtype: str, D: int) -> None:
+    """The mask cuts one tile of every row; more; all that there is; of D = 64 with other tiles for many keys."""
+    from kernels.hopper.forward import launch_forward
+
+    words = torch.zeros(1, 500, dtype=torch.int64)
+    others = {"window": 100, "documents_q": words, "documents_k": words, "seed": words[0, 0], "drop_threshold": 26}
+    for T, T_k, more in ((500, 500, {}), (97, 500, {}), (500, 500, others), (500, 2548, {}))[: 4 if D == 64 else 3]:
+        q, k = empty(1, 4, T, D, dtype=dtype), empty(1, 2, T_k, D, dtype=dtype)
+        launch_forward(q, k, k, q, empty(1, 4, T), empty(1, 4, T), Problem.of(T, T_k, **more))
+
+
+def of_hopper_backward(dtype: str, D: int) -> None:
+    """Without dropout and with it."""
+    from kernels.hopper.backward import launch_backward
+
+    q, k = (empty(1, H, 500, D, dtype=dtype) for H in (4, 2))
+    for more in ({}, {"seed": torch.tensor(1), "drop_threshold": 26, "numbers": torch.arange(4)}):
+        problem = Problem.of(500, 500, **more)
+        launch_backward(q, k, k, q, empty(1, 4, 500), q, empty(1, 4, 500), (q, k, k), problem)
+
+
+logs: dict[str, str] = {}
+OTHERS = {
+    "loss": lambda dtype, V: loss_in_place(empty(2, V, dtype=dtype), ZEROS, -1, 0.0, True),
+    "table": lambda dtype, C: keep_table(torch.tensor(1), torch.arange(128), torch.arange(256), C, 51),
+    "norm": a_norm,
+    "decode": a_token,
+    "pages": partial(a_token, pages=True),
+    "early": partial(a_token, splits=1),  # few programs may have DEEP
+    "heads": with_heads,
+    "token": a_layer,
+    **{f"linear{K}": partial(a_linear, K=K) for K in (768, 1600, 4096)},
+    "hopper": of_hopper,
+    "hopper_backward": of_hopper_backward,
+}
+found: list[dict] = []
+for dtype, D, dropout in CASES:
+    if isinstance(dropout, bool):
+        attention(dtype, D, dropout)
+    else:
+        OTHERS[dropout](dtype, D)
 print(json.dumps(found))

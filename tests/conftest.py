@@ -27,7 +27,7 @@ from data.tokenizer import END_OF_TEXT, TokenizerConfig
 from training import config
 
 # A kernel is for the interpreter or for a GPU from the moment kernels/ is imported, so it is said before anything does.
-# Where there is a GPU, tests/test_gpu.py runs the kernels themselves.
+# Where there is a GPU, the kernels themselves run.
 if find_spec("triton") and not torch.cuda.is_available():
     import tests.interpreter  # noqa: F401
 

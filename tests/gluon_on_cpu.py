@@ -1,31 +1,39 @@
-"""Runs kernels/hopper/forward.py on a CPU, one step at a time, in an order that a seed decides.
+"""Runs kernels/hopper/ on a CPU, one step at a time, in an order that a seed decides.
 
-    hopper = on_cpu()                                    the module, with a Gluon that is made here
-    launch(hopper, seed, q, k, v, o, lse, lse2, problem)
+    with hopper_on_cpu(seed):                                       its kernels with a Gluon that is made here
+        attention(q, k, v, AttentionConfig("triton", kernel="hopper"))
 
 Triton's interpreter knows no Gluon. Here every job of every program is a thread, and only one of them runs at a time.
 Whenever one does something that others can see, the seed picks who goes on: another job, or a copy or matrix product
 that was started before. A place in shared memory holds NaN from the start of a copy to its end. So a job that does not
 wait, or that frees a place too early, gives other results in some order, or breaks a barrier. A job counts as one
-thread: what its own 32 or 128 threads do to each other is not seen.
+thread: what its own 32 or 128 threads do to each other is not seen. The small kernels in plain Triton run in Triton's
+interpreter.
 """
 
 import math
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from kernels import hopper
+from model.attention import KINDS
 from model.dropout import philox as philox_of_model
 
 LOW = 0xFFFFFFFF
-SOURCE = Path(__file__).resolve().parents[1] / "kernels" / "hopper" / "forward.py"
+UNCACHED = hopper.lacks_here.__wrapped__
+FOLDER = Path(__file__).resolve().parents[1] / "kernels" / "hopper"
 
 
 class Orders:
@@ -314,17 +322,45 @@ def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
     pointer.x.view(-1)[pointer.places[mask]] = values[mask].as_subclass(Tensor)
 
 
+def number_at(pointer: Pointer) -> Tensor:
+    return pointer.x.view(-1)[int(pointer.places) :][:1]
+
+
 def load(pointer: Pointer, mask: Tensor | None = None, other: int = 0) -> Any:
     if mask is None:
-        return Number(pointer.x.view(-1)[int(pointer.places)])
+        return Number(number_at(pointer))
     return tile(torch.where(mask, pointer.x.view(-1)[torch.where(mask, pointer.places, 0)], other))
 
 
-def atomic_add(pointer: Pointer, by: int) -> Number:
+def acquired(pointer: Pointer) -> Number:
+    """A number that other programs change. A job that asks again waits for another one."""
+    mine, place = job(), number_at(pointer)
+    seen = getattr(mine, "seen", None)
+    mine.pause(lambda: seen != (place.data_ptr(), int(place)))
+    mine.seen = place.data_ptr(), int(place)
+    return Number(place)
+
+
+def atomic_add(pointer: Pointer, by: int, sem: str = "") -> Number:
     job().pause()
-    found = Number(pointer.x)
-    pointer.x.add_(by)
+    place = number_at(pointer)
+    found = Number(place)
+    place += by
     return found
+
+
+def wait_written() -> None:
+    mine = job()
+    mine.pause(lambda: mine.landing == 0)
+
+
+def both_consumers() -> None:
+    """They meet once for each of their calls."""
+    mine = job()
+    mine.meetings = getattr(mine, "meetings", 0) + 1
+    came = mine.orders.__dict__.setdefault("came", Counter())  # by program
+    came[mine.program] += 1
+    mine.pause(lambda: came[mine.program] >= 2 * mine.meetings)
 
 
 def philox(*words: Any) -> tuple[Tensor, ...]:
@@ -342,8 +378,21 @@ def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
     return found
 
 
+def where(condition: Any, a: Any, b: Any) -> Any:
+    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+
+
+class Layout:
+    """How a tile lies in shared memory, which is nothing here."""
+
+    def __init__(self, *_: Any, **__: Any): ...
+
+    @staticmethod
+    def get_default_for(*_: Any) -> None: ...
+
+
 def language() -> dict[str, Any]:
-    """Gluon's functions, as far as kernels/hopper/forward.py calls them."""
+    """Gluon's functions, as far as kernels/hopper/ calls them."""
     return {
         "constexpr": lambda x: x,
         "shared_memory_descriptor": Place,
@@ -353,7 +402,7 @@ def language() -> dict[str, Any]:
         "cdiv": lambda a, b: Number(-(-a // b)),
         "minimum": least_or_greatest(min, torch.minimum),
         "maximum": least_or_greatest(max, torch.maximum),
-        "where": torch.where,
+        "where": where,
         "arange": lambda start, stop, layout: tile(torch.arange(start, stop, dtype=torch.int32)),
         "zeros": lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
         "full": lambda shape, value, dtype, layout: tile(torch.full(shape, value, dtype=dtype)),
@@ -379,55 +428,72 @@ def language() -> dict[str, Any]:
         "warp_specialize": warp_specialize,
         **dict.fromkeys(
             ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
-             "NVMMASharedLayout", "DistributedLinearLayout"), lambda *_: None),
+             "NVMMASharedLayout", "DistributedLinearLayout"), Layout),
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "uint32", "int64")},
     }  # fmt: skip
 
 
-def on_cpu(
-    change: Callable[[str], str] = lambda source: source, path: Path = SOURCE, more: dict[str, Any] | None = None
-) -> ModuleType:
-    """kernels/hopper/forward.py with the Gluon of this file. change: of its text, to plant a fault. path: of another
-    file that calls the functions `more` too, some of them in Gluon's language."""
-    more = more or {}
+Change = Callable[[str], str]
+
+
+@contextmanager
+def modules(found: dict[str, Any]) -> Iterator[None]:
+    """sys.modules with these; afterwards as it was, without what came meanwhile under their names."""
+    kept = {name: sys.modules.get(name) for name in found}
+    sys.modules.update(found)
+    try:
+        yield
+    finally:
+        for name, module in kept.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+def on_cpu(name: str, change: Change = lambda source: source) -> ModuleType:
+    """kernels/hopper/ `name`.py with the Gluon of this file. change: of its text, to plant a fault."""
     parts = {
         "jit": lambda f=None, **_: f or (lambda f: f),
-        "language": SimpleNamespace(**language() | more),
+        "builtin": lambda f: f,
+        "language": SimpleNamespace(**language()),
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,
                                     MBarrierLayout=lambda: "barriers"),
-        "tma": SimpleNamespace(async_load=copy_in, async_store=copy_out, store_wait=wait_copies),
+        "tma": SimpleNamespace(async_load=copy_in, async_store=copy_out, store_wait=wait_copies,
+                               async_atomic_add=lambda x, at, place: copy_out(x, at, place, add=True)),
         "warpgroup_mma": start_product,
         "warpgroup_mma_wait": wait_products,
-        **more,
     }  # fmt: skip
-    fakes: dict[str, Any] = {}
-    for name in ("", ".language", ".language._core", ".language.nvidia", ".language.nvidia.hopper"):
-        fakes[f"triton.experimental.gluon{name}"] = SimpleNamespace(**parts)
-    fakes["triton.experimental"] = SimpleNamespace(gluon=SimpleNamespace(**parts))
-    kept = {name: sys.modules.get(name) for name in fakes}
-    sys.modules.update(fakes)
-    try:
-        module = ModuleType(f"{path.stem}_on_cpu")
-        module.range = lambda *ends: map(Number, range(*ends))
-        sys.modules[module.__name__] = module  # dataclasses look it up
+    fakes: dict[str, Any] = {"triton.experimental": SimpleNamespace(gluon=SimpleNamespace(**parts))}
+    for part in ("", ".language", ".language._core", ".language.nvidia", ".language.nvidia.hopper"):
+        fakes[f"triton.experimental.gluon{part}"] = SimpleNamespace(**parts)
+    if name == "backward":  # it takes functions of the forward
+        fakes["kernels.hopper.forward"] = unchanged("forward")
+    module = ModuleType(f"{name}_on_cpu")
+    module.range = lambda *ends: map(Number, range(*ends))
+    sys.modules[module.__name__] = module  # dataclasses look it up
+    path = FOLDER / f"{name}.py"
+    with modules(fakes):
         exec(compile(change(path.read_text(encoding="utf-8")), path, "exec"), module.__dict__)
-    finally:
-        for name, found in kept.items():
-            if found is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = found
     module.philox = philox
+    module.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
+    module.shared_layout = lambda *_: None
+    if name == "backward":
+        module.wait_written, module.acquired, module.both_consumers = wait_written, acquired, both_consumers
+        module.as_table = lambda place, n: Place(place.x.view(torch.int32).view(-1)[: n * 128].view(n, 2, 8, 8))
+        module.as_kept_operand = lambda p, layout, dtype: p.relu().to(dtype)
+        module.halves = lambda place: Place(place.x.view(64, 2, 64).transpose(0, 1))
     return module
 
 
-def launch(
-    hopper: ModuleType, seed: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Any,
-    programs: int = 2,
-) -> None:  # fmt: skip
-    """launch_forward() of kernels/hopper/forward.py, on as many processors as `programs`."""
+unchanged = cache(on_cpu)
+
+
+def launched(module: ModuleType, name: str, seed: int, programs: int, *args: Any) -> None:
+    """launch_forward() or launch_backward() of a module, on as many processors as `programs`. Results that nothing
+    writes are NaN."""
     orders = Orders(seed)
+    kernel = getattr(module, f"{name}_kernel")
 
     class Kernel:
         def __getitem__(self, grid):
@@ -439,11 +505,33 @@ def launch(
 
             return run
 
-    kernel, hopper.forward_kernel = hopper.forward_kernel, Kernel()
-    hopper.processors = lambda device: programs
-    hopper.in_tiles = lambda x, rows, layout: Descriptor(x, rows)
-    hopper.shared_layout = lambda *_: None
-    try:
-        hopper.launch_forward(q, k, v, o, lse, lse2, problem)
-    finally:
-        hopper.forward_kernel = kernel
+    given = [x.detach() if isinstance(x, Tensor) else x for x in args]  # the threads of jobs record gradients
+    for x in given[3:6] if name == "forward" else args[7]:
+        x.fill_(math.nan)
+    parts = {f"{name}_kernel": Kernel(), "processors": lambda device: programs}
+    with patch.multiple(module, **parts), torch.autocast("cpu", enabled=False):
+        getattr(module, f"launch_{name}")(*given)
+
+
+@contextmanager
+def hopper_on_cpu(seed: int = 0, **changed: ModuleType) -> Iterator[None]:
+    """attention.kernel=hopper runs on a CPU, in the order that `seed` decides, on one to four processors. changed:
+    forward or backward, a module of on_cpu() with a fault."""
+    from kernels.hopper import backward, forward
+
+    def of_module(name: str, programs: int) -> Callable:
+        module = changed.get(name) or unchanged(name)
+        return lambda *args: launched(module, name, seed, programs, *args)
+
+    def lacks(dtype: torch.dtype, D: int, device: torch.device) -> str:
+        with patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)):
+            return UNCACHED(dtype, D, torch.device("cuda"))
+
+    KINDS.clear()  # which know where a kind of call is computed
+    with (
+        patch.object(hopper, "lacks_here", lacks),
+        patch.object(forward, "launch_forward", of_module("forward", 1 + seed % 3)),
+        patch.object(backward, "launch_backward", of_module("backward", 1 + seed % 4)),
+    ):
+        yield
+    KINDS.clear()

@@ -34,6 +34,7 @@ SAID = "said.txt"  # what pytest prints
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "hydra", "matplotlib", "tiktoken", "pytest", "xdist"])
 
+DEFINITION = "attention::test_it_is_the_definition_in_float64"
 PENALTY = "cache::test_a_talk_is_penalized_as_one_prompt_with_its_text"
 PAGES = "cache::test_neither_cache_nor_pages_change_a_token_that_is_drawn"
 TOKEN = "cache::test_a_token_has_the_logits_of_the_whole_text_and_in_pages_the_same_bits"
@@ -43,6 +44,7 @@ SESSION = "cache::test_a_session_answers_as_the_whole_text_does"
 NO_CACHE = "cache::test_what_has_no_cache_is_sampled_without"
 IN_PAGES = "decode::test_a_token_has_the_same_bits_in_pages"
 BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
+NORMS = "norm::test_gradients_are_within_twice_autograds_error"
 NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
 OPTIONS = "train::test_attentions_options_reach_every_layer_in_training_and_validation"
 RESUMED = "resume::test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit"
@@ -188,15 +190,16 @@ TABLE = [
     ("no norm before the head", "x = last_norm(self.norm, x, added)", "x = added.to(x)", f"arithmetic {IMPORTED}"),
     ("more than eight kinds of blocks run uncompiled", "max(config.recompile_limit, 2 + model.config.n_layer)",
      "config.recompile_limit", "gpt::test_blocks_that_are_alike_are_compiled_once_and_none_is_left_out"),
-    ("the stream's gradient ends at a norm", "gradient = tl.load(dres", "gradient = 0 * tl.load(dres", "norm"),
-    ("a program does its first rows alone", "tl.num_programs(0) * ROWS):", "N):", "norm"),
+    ("the stream's gradient ends at a norm", "gradient = tl.load(dres", "gradient = 0 * tl.load(dres", NORMS),
+    ("a program does its first rows alone", "tl.num_programs(0) * ROWS):", "N):", NORMS),
     ("a long table of sums is added up in part", "for first in range(0, P, 256):", "for first in range(0, 256, 256):",
-     "norm"),
-    ("a norm's mean has no gradient", "of_mean[:, None] + x_i", "0 * of_mean[:, None] + x_i", "norm"),
+     "norm::test_every_row_of_the_table_of_sums_counts_once"),
+    ("a norm's mean has no gradient", "of_mean[:, None] + x_i", "0 * of_mean[:, None] + x_i", NORMS),
     ("what was dropped has a gradient", "tl.where(kept != 0, gradient.to(tl.float32) * scale, 0.0)",
-     "gradient.to(tl.float32) * scale", "norm"),
+     "gradient.to(tl.float32) * scale", NORMS),
     ("zeros stand for the last norm's stream",
-     "by_function(norm, x, added, False)", "by_function(norm, x, added, True)[1]", "norm"),
+     "by_function(norm, x, added, False)", "by_function(norm, x, added, True)[1]",
+     "norm::test_the_gradient_along_the_stream_goes_from_kernel_to_kernel"),
     ("the head is tied when it should not be", "if config.tie_head:", "if True:", "arithmetic"),
     ("rope turns one half the wrong way", "b * cos + a * sin", "b * cos - a * sin", f"arithmetic {IMPORTED}"),
     ("a local layer has the other layers' rope base", "has_two and window is not None", "False", "gpt decode"),
@@ -213,11 +216,16 @@ TABLE = [
     ("rope's base is always 10000", "frequency = base **", "frequency = 10000.0 **", "arithmetic"),
     ("every layer has the first one's window",
      "Block(config, attention_config.layer(i)", "Block(config, attention_config.layer(0)", OPTIONS),
-    ("z_loss has the wrong sign", "1 + 2 * z_loss * lse", "1 - 2 * z_loss * lse", "loss"),
-    ("z_loss has the wrong sign in the kernel", "1 + 2 * z_loss * (m", "1 - 2 * z_loss * (m", "loss"),
-    ("the loss's running sum is not rescaled", "l * tl.exp2((m - m_new) * LOG2E)", "l", "loss"),
-    ("two chunks of logits at a time", "del dlogits", "pass", "loss"),
-    ("ignored targets count in the mean", "return total / count", "return total / len(targets)", "loss"),
+    ("z_loss has the wrong sign", "1 + 2 * z_loss * lse", "1 - 2 * z_loss * lse",
+     "loss::test_is_cross_entropy_in_value_and_gradient"),
+    ("z_loss has the wrong sign in the kernel", "1 + 2 * z_loss * (m", "1 - 2 * z_loss * (m",
+     "loss::test_rows_that_are_no_symbols_do_not_count_and_get_no_gradient"),
+    ("the loss's running sum is not rescaled", "l * tl.exp2((m - m_new) * LOG2E)", "l",
+     "loss::test_a_block_that_lies_lower_than_the_other_weighs_less"),
+    ("two chunks of logits at a time", "del dlogits", "pass",
+     "loss::test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made"),
+    ("ignored targets count in the mean", "return total / count", "return total / len(targets)",
+     "loss::test_is_cross_entropy_in_value_and_gradient"),
     ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sampler"),
     ("top_k keeps one too few", "logits < smallest", "logits <= smallest", "sampler"),
     ("min_p is a share of 1", "logits < math.log(self.min_p)", "logits.softmax(-1) < self.min_p", "sampler"),
@@ -330,14 +338,15 @@ TABLE = [
     ("what follows a prompt does not move the position", "self.at.fill_(past + T - 1)", "pass", SEVERAL),
     ("a cut does not move the position", "self.at.clamp_(max=T - 1)", "pass", SEVERAL),
     # --- attention ---
-    ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", "attention"),
-    ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=cap_gradient)", "cap_gradient.copy_(s)", "attention"),
-    ("lse's gradient has the wrong sign", "delta -= dlse", "delta += dlse", "attention"),
-    ("half of the heads have another slope", "2 ** (-8 * i / n)", "2 ** (-4 * i / n)", "attention"),
+    ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", DEFINITION),
+    ("softcap's derivative is 1 - tanh", "torch.mul(s, s, out=cap_gradient)", "cap_gradient.copy_(s)", DEFINITION),
+    ("lse's gradient has the wrong sign", "delta -= dlse", "delta += dlse", DEFINITION),
+    ("half of the heads have another slope", "2 ** (-8 * i / n)", "2 ** (-4 * i / n)", DEFINITION),
     ("a window sees one key more", "seen &= j >= i + mask.at_least", "seen &= j > i + mask.at_least - 2",
-     "attention mask"),
-    ("a tile at a window's edge counts as whole", "whole &= left >= last", "whole &= left >= last - 1", "mask"),
-    ("dropout's survivors are not scaled", "256 / (256 - drop_threshold(dropout_p))", "1.0", "attention"),
+     DEFINITION),
+    ("a tile at a window's edge counts as whole", "whole &= left >= last", "whole &= left >= last - 1",
+     "mask::test_a_tile_is_never_skipped_with_something_seen_nor_called_whole_with_something_hidden"),
+    ("dropout's survivors are not scaled", "256 / (256 - drop_threshold(dropout_p))", "1.0", DEFINITION),
     ("the threshold is cut off, not rounded", "threshold = round(", "threshold = int(", "dropout"),
     ("the dropout bits have a round less", "ROUNDS = 7", "ROUNDS = 6", "dropout"),
     # --- weights in and out ---

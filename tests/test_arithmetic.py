@@ -186,17 +186,16 @@ def test_evaluating_sampling_and_probing_leave_training_as_it_was(run):
 # --- the learning rate ----------------------------------------------------------------------------------------------
 
 
-def test_cosine_at_its_corners():
-    rates = OptimizerConfig(lr=0.5, warmup_steps=4, min_lr_ratio=0.25)
-    found = {step: learning_rate(step, 12, rates) for step in (1, 4, 5, 8, 12)}
-    after = 0.125 + 0.375 * (1 + math.cos(math.pi / 8)) / 2
-    assert found == {1: 0.125, 4: 0.5, 5: after, 8: 0.125 + 0.375 / 2, 12: 0.125}
+AFTER = 0.125 + 0.375 * (1 + math.cos(math.pi / 8)) / 2
+COSINE = {1: 0.125, 4: 0.5, 5: AFTER, 8: 0.125 + 0.375 / 2, 12: 0.125}
+WSD = {1: 0.125, 4: 0.5, 5: 0.5, 12: 0.5, 13: 0.125 + 0.375 * 0.75, 16: 0.125}
 
 
-def test_wsd_at_its_corners():
-    rates = OptimizerConfig(lr=0.5, schedule="wsd", decay_fraction=0.25, warmup_steps=4, min_lr_ratio=0.25)
-    found = {step: learning_rate(step, 16, rates) for step in (1, 4, 5, 12, 13, 16)}
-    assert found == {1: 0.125, 4: 0.5, 5: 0.5, 12: 0.5, 13: 0.125 + 0.375 * 0.75, 16: 0.125}
+@pytest.mark.parametrize(("schedule", "right"), [("cosine", COSINE), ("wsd", WSD)], ids=["cosine", "wsd"])
+def test_a_schedule_at_its_corners(schedule, right):
+    more = {"decay_fraction": 0.25} if schedule == "wsd" else {}
+    rates = OptimizerConfig(lr=0.5, schedule=schedule, warmup_steps=4, min_lr_ratio=0.25, **more)
+    assert {step: learning_rate(step, max(right), rates) for step in right} == right
 
 
 def test_the_usual_rate_is_gpt3s_for_gpt2s_width_and_falls_with_the_width():
@@ -240,17 +239,8 @@ def test_three_steps_of_muon_are_its_formulas():
 
 # --- the first weights ----------------------------------------------------------------------------------------------
 
-FAMILIES = {
-    "gpt2": {},
-    "modern": {
-        "position": "rope",
-        "norm": "rmsnorm",
-        "mlp": "swiglu",
-        "bias": False,
-        "n_kv_head": 2,
-        "tie_head": False,
-    },
-}
+MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2, "tie_head": False}
+FAMILIES = {"gpt2": {}, "modern": MODERN}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -336,11 +326,7 @@ def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
 
 # --- on record ------------------------------------------------------------------------------------------------------
 
-RUNS = {
-    "gpt2": [],
-    "modern": [*["model.position=rope", "model.norm=rmsnorm", "model.mlp=swiglu", "model.bias=false"],
-               *["model.n_kv_head=1", "model.tie_head=false"]],
-}  # fmt: skip
+RUNS = {"gpt2": [], "modern": [f"model.{key}={value}" for key, value in (MODERN | {"n_kv_head": 1}).items()]}
 RECORDED = {
     "gpt2": [5.55830717, 5.42828862, 5.14867851, 4.93967743, 4.79217887,
              4.62050053, 4.51222312, 4.43780438, 4.38924505, 4.36241699],

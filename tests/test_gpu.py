@@ -1,16 +1,29 @@
-"""The same cases on a CUDA GPU: pytest -m gpu. Where there is none, every test here says so and is skipped."""
+"""What only a CUDA GPU shows: pytest -m gpu. What the kernels compute is in tests/test_attention.py, tests/test_loss.py
+and tests/test_norm.py, which run there too."""
 
 import math
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+pytest.importorskip("triton", reason="triton is made for Linux")
+
+from triton.testing import do_bench
+
+import breakit
+import train
+from data.loader import Batch
+from kernels.loss import loss_in_place
+from kernels.norm import norm_backward
 from kernels.problem import Problem
 from lab.meter import median_ms
 from model import loss as loss_module
@@ -20,97 +33,58 @@ from model.break_it import BreakIt
 from model.dropout import keep_mask, keep_table
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, next_token_loss
-from model.mask import Tiling
 from model.recompute import RecomputingGPT
+from sampling import token
 from sampling.cache import KVCache
+from sampling.decode import decode
+from sampling.generate import NotFinite, Sampler, Session, generate, run_prompts
+from sampling.token import layers_for
+from tests.implementations import HALVES, HOPPER, NAIVE, ON_HOPPER, over
+from tests.implementations import TRITON as PORTABLE
 from tests.reference import (
-    CASES,
     DTYPES,
     FLAT_ROWS,
-    FOR_SDPA,
-    SEED,
+    PLACES,
     Case,
     assert_flat_row,
     assert_within_budget,
     case_name,
-    drawn,
+    dominated,
     oracle,
     run,
 )
-from tests.test_norm import assert_kernel_is_right
+from tests.test_decode import decoded
+from tests.test_loss import of, problem
 from tests.test_norm import inputs as norm_inputs
 from tests.test_norm import results as norm_results
-from training.optimizer import OptimizerConfig
+from training import checkpoint
+from training.memory import COMPILED, bytes_of
+from training.metrics import read_metrics
+from training.optimizer import OptimizerConfig, build_optimizers
+from training.probe import ProbeConfig
 from training.record import compiled as in_stages
+from training.state import optimizer_tensors
+from training.step import TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-NAIVE, TILED, TRITON = AttentionConfig("naive"), AttentionConfig("tiled", 32, 64), AttentionConfig("triton")
-PORTABLE = replace(TRITON, kernel="portable")
+TRITON = AttentionConfig("triton")
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 
 
-@pytest.mark.parametrize("config", [TILED, TRITON], ids=["tiled", "triton"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_tiled_and_triton_are_within_twice_naives_error(case, dtype, config):
-    inputs = case.inputs(dtype, "cuda")
-    reference = oracle(inputs, case)
-    assert_within_budget(run(inputs, case, config), run(inputs, case, NAIVE), reference)
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_tiled_with_keys_outside_is_within_twice_naives_error(case):
-    inputs = case.inputs(torch.bfloat16, "cuda")
-    found = run(inputs, case, replace(TILED, order="keys_outside"))
-    assert_within_budget(found, run(inputs, case, NAIVE), oracle(inputs, case))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [Case(1, H=4, H_kv=2), Case(1, 50, H=4, H_kv=1), Case(50, 1, H=4, H_kv=2), Case(50, window=2, causal=False)],
-    ids=case_name,
-)
-def test_numbers_that_are_one_reach_the_loops_of_a_kernel(case):
-    """Triton 3.6 made None of them: T = 1 with grouped heads, which is how a sample begins, did not compile."""
-    inputs = case.inputs(torch.bfloat16, "cuda")
-    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), oracle(inputs, case))
+# --- attention -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", ["naive", "tiled", "triton"])
 @pytest.mark.parametrize(("keys", "score", "v", "naive", "tiled"), FLAT_ROWS)
 def test_without_the_maximum_a_flat_row_overflows_as_its_sums_do(impl, keys, score, v, naive, tiled):
     assert_flat_row(impl, keys, score, v, naive if impl == "naive" else tiled, "cuda")
-
-
-@pytest.mark.parametrize("case", FOR_SDPA, ids=case_name)
-def test_sdpa_means_the_same_masks_and_scale(case):
-    inputs = case.inputs(torch.float32, "cuda")
-    options = {"causal": case.causal, "softmax_scale": case.softmax_scale}
-    o = attention(inputs["q"], inputs["k"], inputs["v"], AttentionConfig("sdpa"), **options)
-    naive, reference = run(inputs, case, NAIVE), oracle(inputs, case)
-    assert_within_budget({"o": o}, {"o": naive["o"]}, {"o": reference["o"]})
-
-
-def test_the_dropout_mask_has_the_bits_it_has_on_a_cpu():
-    tile = (3, range(100, 300), range(2**20, 2**20 + 100), 0.1)
-    assert torch.equal(
-        keep_mask(torch.tensor(11, device="cuda"), *tile).cpu(),
-        keep_mask(torch.tensor(11), *tile),
-    )
-
-
-@pytest.mark.parametrize(("N", "rows", "C"), [(1, range(1), 1), (3, range(33), 70), (128, range(64, 256), 384)])
-def test_the_kernel_of_whole_rows_writes_the_bits_of_a_cpu(N, rows, C):
-    seed = torch.tensor(-(2**62) - 12345)
-    definition = keep_mask(seed, N, rows, range(C), 0.2)
-
-    def table(seed):
-        return keep_table(seed, torch.arange(N, device="cuda"), torch.tensor(rows, device="cuda"), C, 0.2)
-
-    assert torch.equal(table(seed.cuda()).cpu(), definition)
-    assert torch.equal(torch.compile(table, fullgraph=True, dynamic=False)(seed.cuda()).cpu(), definition)
 
 
 def test_whole_masks_past_two_to_the_31_elements_are_found():
@@ -121,78 +95,37 @@ def test_whole_masks_past_two_to_the_31_elements_are_found():
         assert torch.equal(keep[n, i : i + 64, j : j + 64].cpu(), tile)
 
 
-def test_a_compiled_mask_has_the_same_bits():
-    """torch.compile once multiplied its counters as it does indices, in 32 bits."""
-    tile = (6, range(3, 100), range(2**20, 2**20 + 130), 0.3)
-    compiled = torch.compile(keep_mask, fullgraph=True)(torch.tensor(11, device="cuda"), *tile)
-    assert torch.equal(compiled.cpu(), keep_mask(torch.tensor(11), *tile))
+def peak(function) -> int:
+    """Bytes that were taken meanwhile, at most."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def test_tiled_memory_is_linear_and_naives_is_not():
-    def peak(impl: str, T: int) -> int:
-        q, k, v = (torch.randn(1, 4, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        attention(q, k, v, AttentionConfig(impl, 256, 256)).sum().backward()
-        return torch.cuda.max_memory_allocated() - before
+    def of(impl: str, T: int) -> int:
+        qkv = [randn(1, 4, T, 64).requires_grad_() for _ in "qkv"]
+        return peak(lambda: attention(*qkv, AttentionConfig(impl, 256, 256)).sum().backward())
 
-    assert peak("naive", 8192) > 3.5 * peak("naive", 4096)
-    assert peak("tiled", 8192) < 2.1 * peak("tiled", 4096)
+    assert of("naive", 8192) > 3.5 * of("naive", 4096)
+    assert of("tiled", 8192) < 2.1 * of("tiled", 4096)
 
 
-# --- triton ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sizes():
-    return pytest.importorskip("kernels.sizes", reason="triton is made for Linux")
-
-
-def in_float64(inputs: dict) -> dict:
-    return {name: x.double() for name, x in inputs.items()}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(1024, D=16, H=4),
-        Case(1500, D=40, H=4, H_kv=1),
-        Case(2048, D=64, dropout_p=0.1),
-        Case(4096, D=64, B=1, H=4, H_kv=2),
-        Case(4096, D=128, B=1),
-        Case(2048, D=64, sigma=4.0),
-        Case(2000, D=128, sigma=3.0, dropout_p=0.1),
-        Case(1024, 3000, D=80, dropout_p=0.3),
-        Case(2049, D=256, B=1),
-        Case(2048, D=256, B=1, H_kv=1, dropout_p=0.1),
-        Case(3001, D=128, window=700, H=4, H_kv=2),
-        Case(2500, 1700, D=64, causal=False, window=300),
-        Case(4000, D=80, documents=(1000, 1, 1500, 1499), dropout_p=0.1),
-    ],
-    ids=case_name,
-)
-def test_triton_is_within_twice_naives_error_at_length(case):
-    """The oracle draws masks element by element, too slowly for this. tests/test_attention.py has naive equal to it."""
-    inputs = case.inputs(torch.bfloat16, "cuda")
-    reference = {name: x.cpu() for name, x in run(in_float64(inputs), case, NAIVE).items()}
-    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), reference)
-
-
-def test_more_heads_than_a_grids_second_axis_has_places():
-    """65,535: where others put batch and heads on that axis, they fail."""
-    case = Case(5, B=33_000, D=16)
-    inputs = case.inputs(torch.bfloat16, "cuda")
-    reference = {name: x.cpu() for name, x in run(in_float64(inputs), case, NAIVE).items()}
-    assert_within_budget(run(inputs, case, TRITON), run(inputs, case, NAIVE), reference)
+@pytest.mark.parametrize("config", [PORTABLE, TRITON], ids=["portable", "auto"])
+def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients(config):
+    """The backward for Hopper sums dq in float32."""
+    q, k, v, do = (randn(1, 12, 65_536, 64).requires_grad_() for _ in range(4))
+    taken = peak(lambda: torch.autograd.grad(attention(q, k, v, config), (q, k, v), do))
+    sums = 0 if config is PORTABLE else 4 * q.numel()
+    assert taken <= (4 + 0.1 * 8) * q.nbytes + sums  # o and three gradients, beside q, k, v and do
 
 
 def test_rows_past_two_to_the_31_numbers_are_found():
     """A million tokens of a packed projection with GPT-2's row stride of 2,304. For the window's sake the last rows can
     be checked by themselves."""
     T, last, window = 2**20 + 100, 256, 128
-    generator = torch.Generator("cuda").manual_seed(0)
-    qkv = torch.randn(1, T, 2304, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
-    do = torch.randn(1, 12, last, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    qkv, do = randn(1, T, 2304).requires_grad_(), randn(1, 12, last, 64)
 
     def results(qkv, config) -> dict:
         q, k, v = (x.unflatten(-1, (12, 64)).transpose(1, 2) for x in qkv.split(768, dim=-1))
@@ -205,109 +138,106 @@ def test_rows_past_two_to_the_31_numbers_are_found():
     assert_within_budget(results(qkv, TRITON), results(end, NAIVE), reference)
 
 
-def test_triton_gives_the_same_bits_two_hundred_times():
-    case = Case(1024, D=64, H=4, H_kv=2, dropout_p=0.1)
+@pytest.mark.parametrize(
+    "case",
+    [Case(T, B=2, H=12, H_kv=4, D=D, dropout_p=p) for T, D, p in
+     ((1500, 64, 0.0), (1500, 128, 0.0), (2500, 64, 0.0), (1500, 64, 0.1), (1500, 128, 0.1))],
+    ids=case_name,
+)  # fmt: skip
+@over("triton", "hopper")
+def test_the_same_bits_five_hundred_times_beside_other_work(row, case):
+    """A race between copies and products would show as other bits, and so would tiles of keys that add to dq in
+    another order. A second stream takes processors and memory, so programs begin late."""
+    inputs = row.inputs(case, torch.bfloat16)
+    first, beside, x = row.run(inputs, case), torch.cuda.Stream(), randn(4096, 4096)
+    same = torch.ones((), dtype=torch.bool, device="cuda")
+    for i in range(500):
+        if i % 10 == 0:
+            with torch.cuda.stream(beside):
+                x = (x @ x).clamp(-1, 1)
+        held = torch.empty(i % 7 * 2**20, device="cuda").fill_(torch.nan)  # so that results and sums lie elsewhere
+        again = row.run(inputs, case)
+        for name in first:
+            same &= (again[name] == first[name]).all()
+        del held, again
+    assert same
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("case", "forward", "backward"),
+    [
+        (Case(300, D=64), HOPPER, HOPPER),
+        (Case(300, D=128, causal=False), HOPPER, HOPPER),
+        (Case(300, D=64, dropout_p=0.1), HOPPER, HOPPER),
+        (Case(300, D=128, window=100), HOPPER, PORTABLE),
+        (Case(300, D=64, documents=(100, 200)), HOPPER, PORTABLE),
+        (Case(300, D=128, dropout_p=0.1, window=100), PORTABLE, PORTABLE),
+        (Case(300, D=64, softcap=2.0), PORTABLE, PORTABLE),
+        (Case(300, D=80), PORTABLE, PORTABLE),
+    ],
+    ids=lambda x: case_name(x) if isinstance(x, Case) else x.kernel,
+)
+def test_auto_takes_the_faster_kernels_that_can(case, forward, backward):
     inputs = case.inputs(torch.bfloat16, "cuda")
-    first = run(inputs, case, TRITON)
-    for _ in range(200):
-        again = run(inputs, case, TRITON)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    auto, found = run(inputs, case, TRITON), run(inputs, case, forward)
+    assert all(torch.equal(auto[name], found[name]) for name in auto)
+    portable = run(inputs, case, PORTABLE)
+    assert torch.equal(auto["lse"], portable["lse"]) == (forward is PORTABLE)
+    assert torch.equal(auto["dq"], portable["dq"]) == (backward is PORTABLE is forward)
 
 
-@pytest.mark.parametrize("tile", [None, (64, 64, 4, 2), (128, 32, 4, 2), (32, 128, 4, 1)], ids=str)
-def test_every_triton_kernel_draws_the_bits_of_the_definition(tile, sizes, monkeypatch):
-    if tile is not None:
-        monkeypatch.setattr(sizes, "tiles_for", lambda *_: sizes.Tiles(*tile))
-    found = drawn(TRITON, 2048, 0.1, D=64, dtype=torch.bfloat16, device="cuda")
-    definition = keep_mask(torch.tensor(SEED), 2, range(2048), range(2048), 0.1)
-    assert all(torch.equal(mask.cpu(), definition) for mask in found.values())
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("same_values", [False, True], ids=["values", "same_values"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_gradients_of_keys_that_dominate_are_as_exact_as_flash_attentions(places, same_values, D, dtype):
+    """At most 1.1 times the error of PyTorch's FlashAttention: the norm of a head's error, and the largest, both as
+    means over 1,024 heads. The error of one head is chance: where o lies between two 16-bit numbers, the order of
+    summing may decide which it becomes, and such roundings of o are most of what is wrong in dq and dk. The means of
+    two right kernels differ by less than 2.5 % (standard deviation, on a CPU).
+
+    Which p is rounded depends on the order of the keys: it is 1, and exact, for the largest score that was visited.
+    PyTorch's FlashAttention and hopper visit the last keys first, portable the first. So FlashAttention's errors for
+    portable are the larger ones of two problems: the same, and that with the dominant keys in the opposite order."""
+    for above in (8.0, 16.0, 30.0):
+        for apart in (0.0, 0.125):
+            here = gradient_errors(D, dtype, above, apart, places, same_values, [HOPPER, PORTABLE])
+            turned = gradient_errors(D, dtype, above, apart, places[::-1], same_values, [])["flash"]
+            for name, flash in here["flash"].items():
+                assert (here["hopper"][name] <= 1.1 * flash).all(), (name, above, apart)
+                assert (here["portable"][name] <= 1.1 * torch.maximum(flash, turned[name])).all(), (name, above, apart)
 
 
-def test_triton_drops_the_share_that_was_asked_for_everywhere():
-    """Kept weights are counted over 4,096 heads and 64 seeds: overall, and at each place, within five deviations of
-    what coins of 230 in 256 give."""
-    T, seeds = 64, 64
-    q = torch.zeros(64, 64, T, T, device="cuda", dtype=torch.bfloat16)
-    v = torch.eye(T, device="cuda", dtype=torch.bfloat16).expand_as(q)
-    kept = torch.zeros(T, T, device="cuda", dtype=torch.int64)
-    for seed in range(seeds):
-        options = {"causal": False, "seed": torch.tensor(seed, device="cuda")}
-        kept += (attention(q, q, v, replace(TRITON, dropout_p=0.1), **options) != 0).sum((0, 1))
-    draws, share = seeds * 64 * 64, 230 / 256
-    for counted, n in ((kept, draws), (kept.sum(), draws * T * T)):
-        assert ((counted - n * share).abs() <= 5 * math.sqrt(n * share * (1 - share))).all()
+def gradient_errors(
+    D: int, dtype: torch.dtype, above: float, apart: float, places: list[int], same_values: bool, configs: list
+) -> dict[str, dict[str, Tensor]]:
+    """By kernel (flash, and those of configs) and name of a gradient: the norm and the largest error of a head, float64
+    (2,), means over 1,024 heads."""
+    case = Case(340, D=D, softmax_scale=1.0)
+    sums: dict[str, dict[str, Tensor]] = {}
+    for seed in range(4):  # at a time, for the memory of naive in float64
+        inputs = dominated(D, dtype, above, apart, places, same_values, case.T, "cuda", B=128, seed=seed)
+        right = run({key: x.double() for key, x in inputs.items()}, case, NAIVE)
+        q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        flash = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs["do"]), strict=True))
+        for kernel, found in [("flash", flash), *((x.kernel, run(inputs, case, x)) for x in configs)]:
+            errors = {name: norm_and_largest(found[name], right[name]) / 4 for name in flash}
+            sums[kernel] = {name: errors[name] + sums.get(kernel, {}).get(name, 0.0) for name in errors}
+    return sums
 
 
-def test_the_triton_op_is_registered_as_torch_wants_it(sizes):
-    q, k, v = torch.randn(3, 1, 2, 100, 64, device="cuda", dtype=torch.bfloat16)
-    seed = torch.tensor(SEED, device="cuda")
-    problem = Problem.of(100, 100, scale=0.125, window=51, seed=seed, drop_threshold=26)
-    torch.library.opcheck(
-        torch.ops.tilegpt.flash_forward.default, ([q, k, v], [q.shape[1], k.shape[1]], *problem.fields, False, "auto")
-    )
-
-
-def test_gradients_side_by_side_have_the_bits_of_those_put_together():
-    from kernels.op import heads_of
-
-    qkv = torch.randn(2, 300, 8 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    config, seed = AttentionConfig("triton", dropout_p=0.2), torch.tensor(7, device="cuda")
-
-    def attend(qkv, whole):
-        q, k, v = heads_of(qkv, (4, 2))
-        return attention(q, k, v, config, seed=seed, qkv=qkv if whole else None)
-
-    def both(function, whole):
-        o = function(qkv, whole)
-        return o, torch.autograd.grad(o.square().sum(), qkv)[0]
-
-    apart = both(attend, False)
-    for function in (attend, torch.compile(attend, fullgraph=True)):
-        assert all(torch.equal(a, b) for a, b in zip(both(function, True), apart, strict=True))
-
-
-def test_compiled_triton_is_one_graph_and_gives_the_same_bits():
-    case = Case(300, D=64, H=4, H_kv=2, window=200, dropout_p=0.1)
-    inputs = case.inputs(torch.bfloat16, "cuda")
-    q, k, v = (inputs[name].requires_grad_() for name in "qkv")
-    config, seed = replace(TRITON, window=200, dropout_p=0.1), torch.tensor(SEED, device="cuda")
-
-    def plain(q, k, v):
-        return attention(q, k, v, config, seed=seed)
-
-    found = [f(q, k, v) for f in (plain, torch.compile(plain, fullgraph=True))]
-    gradients = [torch.autograd.grad(o, (q, k, v), inputs["do"]) for o in found]
-    assert torch.equal(*found)
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-FAILED = ["no_max", "no_rescale_sum", "no_rescale_output", "local_mask", "stale_seed"]
-
-
-@pytest.mark.parametrize("failure", FAILED)
-def test_triton_breaks_as_tiled_does_in_the_same_tiles(failure, sizes):
-    case = Case(150, D=64, sigma=2.0, B=1, dropout_p=0.2)
-    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt(failure)
-    same = AttentionConfig("tiled", sizes.FLOAT32.BLOCK_M, sizes.FLOAT32.BLOCK_N)
-    found, of_tiled, whole = (
-        run(inputs, case, config, break_it=b) for config, b in ((TRITON, broken), (same, broken), (TRITON, BreakIt()))
-    )
-    reference = run(in_float64(inputs), case, same, break_it=broken)
-    assert_within_budget(found, of_tiled, {name: x.cpu() for name, x in reference.items()})
-    if failure != "no_max":  # which no score is large enough for
-        assert any(not torch.equal(found[name], whole[name]) for name in found)
-
-
-def test_without_guards_triton_has_nan_where_tiled_has():
-    case = Case(40, 24, B=1)
-    inputs, broken = case.inputs(torch.float32, "cuda"), BreakIt("unguarded_mask")
-    found, of_tiled = (run(inputs, case, config, break_it=broken) for config in (TRITON, TILED))
-    assert found["o"].isnan().any()
-    assert all(torch.equal(found[name].isnan(), of_tiled[name].isnan()) for name in ("o", "dq", "dk", "dv"))
+def norm_and_largest(found: Tensor, right: Tensor) -> Tensor:
+    """The norm of a head's error and its largest, (2,), means over the heads."""
+    errors = (found.double() - right).flatten(0, 1).flatten(1)  # (heads, T * D)
+    return torch.stack([errors.norm(dim=1).mean(), errors.abs().amax(1).mean()])
 
 
 def test_a_replayed_cuda_graph_draws_a_new_mask_when_the_seed_changes():
-    q, k, v = torch.randn(3, 2, 2, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    q, k, v = randn(3, 2, 2, 256, 64).unbind()
     config, seed = replace(TRITON, dropout_p=0.1), torch.tensor(1, device="cuda")
     first = attention(q, k, v, config, seed=seed)  # compiled by now: a capture may not
     graph = torch.cuda.CUDAGraph()
@@ -323,7 +253,7 @@ def test_a_replayed_cuda_graph_draws_a_new_mask_when_the_seed_changes():
 
 def test_triton_runs_on_the_current_stream():
     """On another it would read q before the copy that waits in front of it has been made."""
-    q, new = torch.randn(2, 1, 2, 256, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    q, new = randn(2, 1, 2, 256, 64).unbind()
     expected = attention(new, new, new, TRITON)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -341,66 +271,34 @@ def test_triton_runs_where_its_tensors_are_whatever_the_current_device():
     assert all(torch.equal(here[name].cpu(), there[name].cpu()) for name in here)
 
 
-def test_autocast_does_not_reach_into_triton():
-    q = torch.randn(1, 2, 100, 64, device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        inside = attention(q, q, q, TRITON)
-    assert torch.equal(inside, attention(q, q, q, TRITON))
-
-
-@pytest.mark.parametrize("config", [PORTABLE, TRITON], ids=["portable", "auto"])
-def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients(config):
-    """The backward for Hopper sums dq in float32."""
-    shape = (1, 12, 65_536, 64)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    o = attention(*(x.requires_grad_() for x in (q, k, v)), config)
-    gradients = torch.autograd.grad(o, (q, k, v), do)
-    held = sum(x.nbytes for x in (q, k, v, do, o, *gradients))
-    sums = 0 if config is PORTABLE else 4 * q.numel()
-    assert torch.cuda.max_memory_allocated() - before <= 1.1 * held + sums
-
-
-def tiles_kept(config: AttentionConfig, documents: torch.Tensor | None, T: int) -> int:
-    """How many tiles of 64 x 64 the mask leaves to compute."""
-    blocks = config.block_mask and torch.tensor([[block == "x" for block in row] for row in config.block_mask])
-    tokens = {} if documents is None else {"documents_q": documents.cpu(), "documents_k": documents.cpu()}
-    problem = Problem.of(T, T, window=config.window, blocks=blocks, block_size=config.block_mask_size, **tokens)
-    return sum(1 for _, visits in Tiling(problem, 64, 64).by_rows() for _ in visits)
+HALF = {
+    "window": {"window": round(16_384 * (1 - 0.5**0.5))},  # what it leaves out is a triangle of half the area
+    "documents": {},
+    "block_mask": {  # a chessboard: the diagonal, and every second block below it
+        "block_mask": ["".join("x" if (i - j) % 2 == 0 else "." for j in range(16)) for i in range(16)],
+        "block_mask_size": 1024,
+    },
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["window", "documents", "block_mask"])
-def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind, sizes):
+@pytest.mark.parametrize("kind", HALF)
+def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind):
     """Half of the tiles, at most 60 % of the time, forward and backward together, at T = 16,384 (two sequences, as the
     race has of that length: one takes hardly longer than starting its kernels). The portable kernels, which have all
     masks: the backward for Hopper has none, and would make the whole faster than its half."""
-    T = 16_384
-    documents, config = None, PORTABLE
-    if kind == "window":
-        window = round(T * (1 - 0.5**0.5))  # what it leaves out is a triangle of half the area
-        config = replace(PORTABLE, window=window)
-    elif kind == "documents":
-        documents = (torch.arange(T, device="cuda") // (T // 2)).expand(2, T)
-    else:  # a chessboard: the diagonal, and every second block below it
-        picture = ["".join("x" if (i - j) % 2 == 0 else "." for j in range(16)) for i in range(16)]
-        config = replace(PORTABLE, block_mask=picture, block_mask_size=1024)
-    assert round(tiles_kept(config, documents, T) / tiles_kept(PORTABLE, None, T), 2) == 0.5
-    q, k, v, do = torch.randn(4, 2, 12, T, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    T, config = 16_384, replace(PORTABLE, **HALF[kind])
+    documents = (torch.arange(T, device="cuda") // (T // 2)).expand(2, T) if kind == "documents" else None
+    q, k, v, do = randn(4, 2, 12, T, 64).unbind()
 
     def milliseconds(config, documents) -> float:
         def step():
             o = attention(*(x.detach().requires_grad_() for x in (q, k, v)), config, documents=documents)
             o.backward(do)
 
-        return sizes.triton.testing.do_bench(step, return_mode="min")  # other tests may use the GPU at the same time
+        return do_bench(step, return_mode="min")  # other tests may use the GPU at the same time
 
     assert milliseconds(config, documents) <= 0.6 * milliseconds(PORTABLE, None)
-
-
-# --- measuring -------------------------------------------------------------------------------------------------------
 
 
 def test_a_host_that_is_late_does_not_count():
@@ -414,73 +312,40 @@ def test_a_host_that_is_late_does_not_count():
     assert median_ms(slow, x.device) < 0.5
 
 
-# --- the loss --------------------------------------------------------------------------------------------------------
+# --- the loss and norms ----------------------------------------------------------------------------------------------
 
 
-def of_loss(x, weight, targets) -> dict[str, torch.Tensor]:
-    loss = next_token_loss(x, weight, targets, z_loss=1e-3)
-    dx, dweight = torch.autograd.grad(loss * 1024, (x, weight))
-    return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
-
-
-def loss_inputs(n: int, V: int, C: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    x, weight = (torch.randn(rows, C, device="cuda", generator=generator).to(dtype) for rows in (n, V))
-    targets = torch.randint(V, (n,), device="cuda", generator=generator)
+def loss_inputs(n: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, targets = problem(n, torch.bfloat16, V, 64)
     targets[::7] = IGNORE
-    return x.requires_grad_(), weight.requires_grad_(), targets
+    return x, weight, targets
 
 
-@pytest.mark.parametrize("V", [65, 257, 4096, 50_257, 50_304])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_kernel_of_the_loss_is_within_twice_torchs_error(dtype, V, monkeypatch):
-    x, weight, targets = loss_inputs(700, V, 64, dtype)
-    assert loss_module.has_loss_kernel(x)
-    assert not loss_module.has_loss_kernel(x.double())
-    monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
-    found = of_loss(x, weight, targets)
-    monkeypatch.setattr(loss_module, "has_loss_kernel", lambda x: False)
-    reference = of_loss(*(t.detach().double().requires_grad_() for t in (x, weight)), targets)
-    assert_within_budget(
-        found, of_loss(x, weight, targets), {name: right.cpu().double() for name, right in reference.items()}
-    )
+def of_loss(x, weight, targets, compute=next_token_loss) -> dict[str, Tensor]:
+    return of(compute(x, weight, targets, z_loss=1e-3), x, weight)
 
 
-def test_a_compiled_loss_differs_by_the_rounding_of_its_divisions(monkeypatch):
+def test_a_compiled_loss_differs_by_the_rounding_of_its_divisions_and_a_replayed_one_by_nothing(monkeypatch):
     """Compiled, the sum over the tokens and the gradients are divided by the number of tokens less exactly."""
     monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
-    x, weight, targets = loss_inputs(700, 4096, 64, torch.bfloat16)
-    eager = of_loss(x, weight, targets)
-    loss = torch.compile(next_token_loss, fullgraph=True)(x, weight, targets, z_loss=1e-3)
-    compiled = loss.detach(), *torch.autograd.grad(loss * 1024, (x, weight))
-    for name, other in zip(eager, compiled, strict=True):
+    inputs = loss_inputs(700, 4096)
+    eager = of_loss(*inputs)
+    for name, other in of_loss(*inputs, torch.compile(next_token_loss, fullgraph=True)).items():
         torch.testing.assert_close(other, eager[name], rtol=2 * torch.finfo(other.dtype).eps, atol=0.0)
-
-
-def test_a_replayed_loss_has_the_same_bits(monkeypatch):
-    monkeypatch.setattr(loss_module, "KERNEL_CHUNK", 512)
-    x, weight, targets = loss_inputs(700, 4096, 64, torch.bfloat16)
-    eager = of_loss(x, weight, targets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = of_loss(x, weight, targets)
+        captured = of_loss(*inputs)
     graph.replay()
     assert not [name for name, other in eager.items() if not torch.equal(other, captured[name])]
 
 
 def test_the_loss_needs_no_more_memory_than_a_chunks_logits_beside_its_gradients():
-    x, weight, targets = loss_inputs(2 * loss_module.KERNEL_CHUNK + 100, 50_304, 64, torch.bfloat16)
-    of_loss(*loss_inputs(10, 50_304, 64, torch.bfloat16))  # the workspaces of its products stay
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    of_loss(x, weight, targets)
-    logits = loss_module.KERNEL_CHUNK * 50_304 * 2
-    assert torch.cuda.max_memory_allocated() - before <= 1.05 * logits
+    inputs = loss_inputs(2 * loss_module.KERNEL_CHUNK + 100, 50_304)
+    of_loss(*loss_inputs(10, 50_304))  # the workspaces of its products stay
+    assert peak(lambda: of_loss(*inputs)) <= 1.05 * loss_module.KERNEL_CHUNK * 50_304 * 2
 
 
-def test_rows_of_logits_past_two_to_the_31_numbers_are_found(sizes):
-    from kernels.loss import loss_in_place
-
+def test_rows_of_logits_past_two_to_the_31_numbers_are_found():
     N, V = 16_400, 131_072
     logits = torch.zeros(N, V, device="cuda", dtype=torch.bfloat16)
     logits[-1, 5] = 20
@@ -491,32 +356,9 @@ def test_rows_of_logits_past_two_to_the_31_numbers_are_found(sizes):
     assert (logits[:, 6] > 0).all()
 
 
-# --- norms -----------------------------------------------------------------------------------------------------------
-
-NORM_TOKENS = 5003  # each program has several blocks of rows, and the last block is not whole
-
-
-@pytest.mark.parametrize("kind", ["layernorm", "layernorm without bias", "rmsnorm"])
-@pytest.mark.parametrize("keep", [False, True], ids=["whole", "dropped"])
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "bfloat16")], ids=str)
-@pytest.mark.parametrize("C", [70, 128, 384, 768, 1600, 2048, 4096, 8192])
-def test_the_kernel_of_norms_is_within_twice_autograds_error(C, dtypes, keep, kind, monkeypatch):
-    stream, next_dtype = (getattr(torch, name) for name in dtypes)
-    assert_kernel_is_right(norm_inputs(C, kind, stream, next_dtype, keep, "cuda", NORM_TOKENS), monkeypatch)
-
-
-def test_norms_have_the_kernel_where_there_will_be_a_backward():
-    norm, x, *_ = norm_inputs(768, "layernorm", torch.float32, torch.bfloat16, False, "cuda")
-    assert norm_module.runs_kernel(norm, x)
-    assert not norm_module.runs_kernel(norm, x.double())
-    assert not norm_module.runs_kernel(norm, x.repeat(1, 11))
-    with torch.no_grad():
-        assert not norm_module.runs_kernel(norm, x)
-
-
 @pytest.mark.parametrize("C", [384, 768])
 def test_a_recorded_norm_has_the_bits_of_the_compiled_one_a_hundred_times(C, monkeypatch):
-    given = norm_inputs(C, "layernorm", torch.float32, torch.bfloat16, True, "cuda", NORM_TOKENS)
+    given = norm_inputs(C, "layernorm", torch.float32, torch.bfloat16, True)
     torch._dynamo.reset()
     monkeypatch.setattr("tests.test_norm.add_and_norm", torch.compile(norm_module.add_and_norm, fullgraph=True))
     stream = torch.cuda.Stream()
@@ -531,9 +373,7 @@ def test_a_recorded_norm_has_the_bits_of_the_compiled_one_a_hundred_times(C, mon
             assert not [name for name, x in first.items() if not torch.equal(recorded[name], x)]
 
 
-def test_rows_of_a_norm_past_two_to_the_31_numbers_are_found(sizes):
-    from kernels.norm import norm_backward
-
+def test_rows_of_a_norm_past_two_to_the_31_numbers_are_found():
     N, C = 2**31 // 4096 + 100, 4096
     dy = torch.zeros(N, C, device="cuda", dtype=torch.bfloat16)
     x = torch.ones_like(dy)
@@ -576,66 +416,21 @@ def test_a_compiled_model_learns_as_the_plain_one_does(impl, dropout_p):
     assert (plain - other).abs().max() <= torch.finfo(torch.bfloat16).eps * plain.max()
 
 
-@pytest.mark.slow
-def test_a_resumed_run_equals_the_unbroken_one(tmp_path: Path):
-    """On one GPU, dropout on: the CUDA generator's state and the fused optimizer's are in the checkpoint."""
-    from safetensors.torch import load_file
-
-    import train
-    from training.metrics import read_metrics
-
-    cfg = train.Config(
-        model=GPTConfig(n_layer=2, n_head=2, n_embd=64, context_length=128, mlp="gelu", dropout_p=0.1),
-        attention=replace(TILED, dropout_p=0.1),
-        name="whole",
-        runs=str(tmp_path),
-        steps=20,
-        tokens_per_step=2048,
-        eval_every=10,
-        eval_tokens=1024,
-        checkpoint_every=10,
-        sample_every=0,
-        device="cuda",
-    )
-    cfg.data.cache, cfg.wandb.mode = str(tmp_path / "cache"), "disabled"
-    # Embedding's gradient adds atomically on a GPU unless told not to; the rest here is repeatable as it is.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert train.main(replace(cfg)) == 0
-        first_half = tmp_path / "whole" / "checkpoints" / "step_000010"
-        assert train.main(replace(cfg, name="again", resume=str(first_half))) == 0
-    finally:
-        torch.use_deterministic_algorithms(False)
-    whole, again = (
-        load_file(tmp_path / run / "checkpoints/step_000020/model.safetensors") for run in ("whole", "again")
-    )
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    losses = [
-        [record["loss"] for record in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in record][-10:]
-        for run in ("whole", "again")
-    ]
-    assert losses[0] == losses[1]
-
-
-# --- a step without the host ------------------------------------------------------------------------------------------
-
+ALL = {"impl": "triton", "dropout_p": 0.1, "documents": True, "window": 100, "kind": "muon", "ema_decay": 0.9,
+       "tokens_per_step": 4096, "z_loss": 1e-3}  # fmt: skip
+TWICE = {"impl": "triton", "dropout_p": 0.1, "model_dropout": 0.1}
 RECIPES = {
     "sdpa-adamw": {"impl": "sdpa", "model_dropout": 0.1},
     "sdpa-lengths": {"impl": "sdpa", "length_warmup_steps": 40, "length_warmup_from": 32},
     "sdpa-muon-average-passes": {"impl": "sdpa", "kind": "muon", "ema_decay": 0.9, "tokens_per_step": 4096},
     "triton-fp16": {"impl": "triton", "dropout_p": 0.1, "dtype": "fp16", "z_loss": 1e-3},
-    "triton-documents-muon-all": {
-        "impl": "triton", "dropout_p": 0.1, "documents": True, "window": 100, "kind": "muon", "ema_decay": 0.9,
-        "tokens_per_step": 4096, "z_loss": 1e-3,
-    },
-    "triton-recomputed": {"impl": "triton", "dropout_p": 0.1, "model_dropout": 0.1, "recomputed": True},
-    "triton-selective": {"impl": "triton", "dropout_p": 0.1, "model_dropout": 0.1, "recomputed": "selective"},
-    "triton-selective-in-pieces": {
-        "impl": "triton", "dropout_p": 0.1, "model_dropout": 0.1, "recomputed": "selective", "chunk": 64,
-    },
+    "triton-documents-muon-all": ALL,
+    "triton-recomputed": TWICE | {"recomputed": "true"},
+    "triton-selective": TWICE | {"recomputed": "selective"},
+    "triton-selective-in-pieces": TWICE | {"recomputed": "selective", "chunk": 64},
     "sdpa-selective": {"impl": "sdpa", "recomputed": "selective"},
     "naive-muon-fp16": {"impl": "naive", "dropout_p": 0.1, "kind": "muon", "dtype": "fp16"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -646,44 +441,42 @@ def repeatable():
     torch.use_deterministic_algorithms(False)
 
 
-def small_run(tmp_path: Path, name: str, way: str, steps: int, recipe: dict, **keys):
-    """The configuration of a small run: batches of 2,048 tokens."""
-    import train
+@pytest.fixture
+def late(monkeypatch):
+    """late(cycles): from now on a recording begins late, as on a GPU with other work. torch clears the generator's
+    offset on the stream that records; the first replay drew the first step's numbers again."""
+    begin = torch.cuda.CUDAGraph.capture_begin
 
+    def late(cycles: int) -> None:
+        def capture_begin(self, *args, **kwargs):
+            torch.cuda._sleep(cycles)  # on the stream that records
+            return begin(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
+
+    return late
+
+
+def train_small(tmp_path: Path, name: str, way: str, steps: int, recipe: dict, ends: int = 0, **keys) -> Path:
+    """A small run of batches of 2,048 tokens: its folder. ends: what train.main() returns."""
     recipe = {"impl": "sdpa", "dropout_p": 0.0, "documents": False, "window": None, "kind": "adamw"} | recipe
-    of_attention = {key: recipe.pop(key) for key in ("impl", "dropout_p", "documents", "window")}
-    size = {"n_layer": 2, "n_head": 2, "n_embd": 128, "context_length": 128}
-    cfg = train.Config(
-        model=GPTConfig(
-            **size,
-            dropout_p=recipe.pop("model_dropout", 0.0),
-            activation_checkpointing=recipe.pop("recomputed", "false"),
-            chunk=recipe.pop("chunk", None),
-        ),
-        attention=AttentionConfig(**of_attention),
-        optimizer=OptimizerConfig(kind=recipe.pop("kind"), warmup_steps=10),
-        name=name,
-        runs=str(tmp_path),
-        steps=steps,
-        eval_every=1000,
-        eval_tokens=1024,
-        checkpoint_every=1000,
-        sample_every=0,
-        device="cuda",
-        compile=way,
-        **recipe,
-    )
-    for key, value in keys.items():
+    attention = AttentionConfig(**{key: recipe.pop(key) for key in ("impl", "dropout_p", "documents", "window")})
+    of_model = {"model_dropout": "dropout_p", "recomputed": "activation_checkpointing", "chunk": "chunk"}
+    of_model = {field: recipe.pop(key) for key, field in of_model.items() if key in recipe}
+    model = GPTConfig(n_layer=2, n_head=2, n_embd=128, context_length=128, **of_model)
+    optimizer = OptimizerConfig(kind=recipe.pop("kind"), warmup_steps=10)
+    never = {"eval_every": 1000, "eval_tokens": 1024, "checkpoint_every": 1000, "sample_every": 0}
+    where = {"runs": str(tmp_path), "device": "cuda", "compile": way}
+    cfg = train.Config(model, attention=attention, optimizer=optimizer, name=name, steps=steps, **where)
+    for key, value in {**never, **recipe, **keys}.items():
         setattr(cfg, key, value)
     cfg.data.cache, cfg.wandb.mode = str(tmp_path / "cache"), "disabled"
-    return cfg
+    assert train.main(cfg) == ends
+    return tmp_path / name
 
 
-def what_it_was(run: Path) -> tuple[list[tuple], dict[str, torch.Tensor]]:
+def what_it_was(run: Path) -> tuple[list[tuple], dict[str, Tensor]]:
     """Loss, norm and scale of each step, all validation losses, and all tensors of the last checkpoint."""
-    from training import checkpoint
-    from training.metrics import read_metrics
-
     names = ("step", "loss", "grad_norm", "loss_scale", "val_loss")
     steps = [tuple(row.get(name) for name in names) for row in read_metrics(run / "metrics.jsonl")]
     last = checkpoint.load(checkpoint.last(run / checkpoint.FOLDER))
@@ -699,75 +492,28 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_recorded_run_is_the_compiled_one_bit_for_bit(tmp_path, repeatable, recipe):
     """Its evaluations too, which are recorded beside the step, and replayed from the second one on."""
-    import train
-
-    for way in ("true", "graph"):
-        assert train.main(small_run(tmp_path, way, way, 200, dict(RECIPES[recipe]), eval_every=25)) == 0
-    assert_same_run(tmp_path / "true", tmp_path / "graph")
+    assert_same_run(*(train_small(tmp_path, way, way, 200, recipe, eval_every=25) for way in ("true", "graph")))
 
 
 @pytest.mark.slow
-def test_a_step_whose_recording_takes_long_draws_the_same(tmp_path, repeatable, monkeypatch):
-    """torch clears the generator's offset on the stream that records. Where that came late, as on a GPU with other
-    work, the first replay drew the first step's dropout again."""
-    import train
-
-    recipe, begin = RECIPES["triton-documents-muon-all"], torch.cuda.CUDAGraph.capture_begin
-
-    def late(self, *args, **kwargs):
-        torch.cuda._sleep(2 * 10**9)  # cycles, on the stream that records
-        return begin(self, *args, **kwargs)
-
-    assert train.main(small_run(tmp_path, "soon", "graph", 20, dict(recipe))) == 0
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
-    assert train.main(small_run(tmp_path, "late", "graph", 20, dict(recipe))) == 0
-    assert_same_run(tmp_path / "soon", tmp_path / "late")
+def test_a_step_whose_recording_takes_long_draws_the_same(tmp_path, repeatable, late):
+    soon = train_small(tmp_path, "soon", "graph", 20, ALL)
+    late(2 * 10**9)
+    assert_same_run(soon, train_small(tmp_path, "late", "graph", 20, ALL))
 
 
 @pytest.mark.slow
-def test_a_recorded_run_resumed_in_its_middle_is_the_unbroken_one(tmp_path, repeatable):
-    import train
-
-    recipe = RECIPES["triton-documents-muon-all"]
-    assert train.main(small_run(tmp_path, "whole", "graph", 60, dict(recipe), checkpoint_every=31)) == 0
-    there = str(tmp_path / "whole/checkpoints/step_000031")
-    assert train.main(small_run(tmp_path, "again", "graph", 60, dict(recipe), resume=there)) == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "again")
-
-
-KILLED_AT_45 = """
-import os, signal, sys
-from pathlib import Path
-import torch, train
-from tests.test_gpu import RECIPES, small_run
-torch.use_deterministic_algorithms(True, warn_only=True)
-log_oldest = train.log_oldest
-def killed(run):
-    if run.enqueued[0].step == 45:
-        run.writer.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return log_oldest(run)
-train.log_oldest = killed
-train.main(small_run(Path(sys.argv[1]), "killed", "graph", 60, dict(RECIPES[sys.argv[2]]), checkpoint_every=31))
-"""
-
-
-@pytest.mark.slow
-def test_a_recorded_run_that_is_killed_and_resumed_is_the_unbroken_one(tmp_path, repeatable):
-    import train
-
-    name = "triton-documents-muon-all"
-    there = Path(__file__).parent.parent
-    ended = subprocess.run([sys.executable, "-c", KILLED_AT_45, str(tmp_path), name], cwd=there, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    keys = {"checkpoint_every": 31}
-    again = small_run(tmp_path, "killed", "graph", 60, dict(RECIPES[name]), resume=str(tmp_path / "killed"), **keys)
-    assert train.main(again) == 0
-    assert train.main(small_run(tmp_path, "whole", "graph", 60, dict(RECIPES[name]), **keys)) == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+@pytest.mark.parametrize(
+    ("way", "recipe"), [("graph", ALL), ("false", {"impl": "tiled", "dropout_p": 0.1, "model_dropout": 0.1})]
+)
+def test_a_run_resumed_in_its_middle_is_the_unbroken_one(tmp_path, repeatable, way, recipe):
+    """The CUDA generator's state and the fused optimizer's are in the checkpoint."""
+    whole = train_small(tmp_path, "whole", way, 60, recipe, checkpoint_every=31)
+    there = str(whole / "checkpoints/step_000031")
+    assert_same_run(whole, train_small(tmp_path, "again", way, 60, recipe, resume=there))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -804,8 +550,6 @@ def test_a_selective_checkpoint_changes_no_bit_and_runs_attention_once(impl, com
 def test_a_step_takes_no_more_memory_than_is_counted(form, chunk, compiled):
     """Three layers of GPT-2, 131,072 tokens. Eager within 15 %, in pieces it may take a quarter less. Compiled, what is
     computed again may take COMPILED times as much."""
-    from training.memory import COMPILED, bytes_of
-
     config = GPTConfig(
         n_layer=3, context_length=2**17, vocab_size=50304, position="rope", residual_dtype="autocast",
         activation_checkpointing=form, chunk=chunk,
@@ -824,7 +568,6 @@ def test_a_step_takes_no_more_memory_than_is_counted(form, chunk, compiled):
     adamw = 8 * model.parameter_count()
     taken = torch.cuda.max_memory_allocated() - before + adamw
     counted = bytes_of(config, attention, 1, "bf16", ema=False)
-    print(f"{form} {chunk} compiled={compiled}: {taken / 2**30:.2f} GiB, counted {counted / 2**30:.2f}")
     assert taken <= (COMPILED if compiled and form != "false" else 1.15) * counted
     assert compiled or taken >= (0.75 if chunk else 0.85) * counted
 
@@ -858,8 +601,6 @@ def test_a_model_of_a_million_tokens_is_right_at_its_end():
 
 def plant_on_device(monkeypatch, at: int, *, loss: bool) -> None:
     """The loss of update number `at` is NaN, or its gradient is infinite. The device counts, so a graph has it too."""
-    from training.step import TrainStep
-
     update = TrainStep.update
 
     def planted(self, batches):
@@ -884,15 +625,10 @@ def plant_on_device(monkeypatch, at: int, *, loss: bool) -> None:
 @pytest.mark.parametrize("loss", [True, False], ids=["loss", "norm"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_recorded_run_stops_before_the_update_that_is_bad(tmp_path, monkeypatch, capsys, kind, loss):
-    import train
-    from training import checkpoint
-    from training.state import optimizer_tensors
-
     plant_on_device(monkeypatch, 37, loss=loss)
     stopped, stop = [], train.stop_at_nan
     monkeypatch.setattr(train, "stop_at_nan", lambda run, *rest: stopped.append(run) or stop(run, *rest))
-    cfg = small_run(tmp_path, "x", "graph", 100, {"kind": kind, "ema_decay": 0.9}, checkpoint_every=36)
-    assert train.main(cfg) == 1
+    train_small(tmp_path, "x", "graph", 100, {"kind": kind, "ema_decay": 0.9}, ends=1, checkpoint_every=36)
     assert "step 37: loss" in capsys.readouterr().out
     before = checkpoint.load(tmp_path / "x/checkpoints/step_000036")
     (run,) = stopped
@@ -907,13 +643,9 @@ def test_a_recorded_run_stops_before_the_update_that_is_bad(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_a_recorded_run_keeps_the_batch_that_stopped_it(tmp_path, capsys):
     """Without the maximum a weight becomes infinite, after the recording and between two looks."""
-    import breakit
-    import train
-
-    cfg = small_run(tmp_path, "x", "graph", 200, {"impl": "triton"})
-    cfg.break_it, cfg.probe.every = BreakIt("no_max", 100.0), 1000
-    cfg.optimizer.lr = 1e-2
-    assert train.main(cfg) == 1
+    keys = {"break_it": BreakIt("no_max", 100.0), "probe": ProbeConfig(every=1000)}
+    keys["optimizer"] = OptimizerConfig(lr=1e-2, warmup_steps=10)
+    train_small(tmp_path, "x", "graph", 200, {"impl": "triton"}, ends=1, **keys)
     (run,) = (path for path in tmp_path.iterdir() if path.name.startswith("x-"))
     (kept,) = (run / "faults").iterdir()
     said = capsys.readouterr().out
@@ -923,49 +655,36 @@ def test_a_recorded_run_keeps_the_batch_that_stopped_it(tmp_path, capsys):
     assert "not finite" in capsys.readouterr().out
 
 
+def step_of(model: GPT, averaged: GPT, kind: str, dtype: torch.dtype, way: str, **options) -> TrainStep:
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    optimizers = build_optimizers(model, OptimizerConfig(kind=kind))
+    options = {"grad_clip": 1.0, "z_loss": 0.0, "stop_on_nan": True} | options
+    return TrainStep(model, averaged, optimizers, scaler, torch.autocast("cuda", dtype), way=way, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "compiled", "recorded"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_no_step_waits_for_the_device(way, kind):
     """torch raises an error at anything that would: a number read, memory copied that is not pinned."""
-    from data.loader import Batch
-    from training.optimizer import OptimizerConfig, build_optimizers
-    from training.step import TrainStep
-
     torch.manual_seed(0)
     size = GPTConfig(n_layer=2, n_head=2, n_embd=64, context_length=64, vocab_size=257)
-    model = GPT(size, AttentionConfig("triton", dropout_p=0.1)).cuda()
-    averaged = GPT(size, AttentionConfig("triton")).cuda()
-    step = TrainStep(
-        model, averaged, build_optimizers(model, OptimizerConfig(kind=kind)), torch.amp.GradScaler("cuda"),
-        torch.autocast("cuda", torch.float16), way=way, grad_clip=1.0, z_loss=1e-4, stop_on_nan=True,
-    )  # fmt: skip
+    model, averaged = (GPT(size, AttentionConfig("triton", dropout_p=p)).cuda() for p in (0.1, 0.0))
+    step = step_of(model, averaged, kind, torch.float16, way, z_loss=1e-4)
     x, y = torch.randint(257, (2, 2, 4, 64)).pin_memory()
     losses = [step(Batch(x, y, None), 1e-3, 0.1).numbers().loss for _ in range(5)]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         for _ in range(20):
             report = step(Batch(x, y, None), 1e-3, 0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert report.numbers().loss < losses[0]
     assert report.seconds() > 0
 
 
-EVALUATED = {
+YARN = {"position": "rope", "yarn_factor": 2.0, "yarn_original": 64, "norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 1}
+RECORDED = {
     "documents-window": ({"bias": False}, {"impl": "triton", "dropout_p": 0.1, "documents": True, "window": 40}),
-    "rope-grouped": (
-        {
-            "position": "rope",
-            "yarn_factor": 2.0,
-            "yarn_original": 64,
-            "norm": "rmsnorm",
-            "mlp": "swiglu",
-            "n_kv_head": 1,
-        },
-        {"impl": "sdpa"},
-    ),
+    "rope-grouped": (YARN, {"impl": "sdpa"}),
     "local-rope": ({"position": "rope", "rope_base_local": 1e3}, {"impl": "triton", "windows": (32, None)}),
     "alibi-softcap": ({"position": "none"}, {"impl": "triton", "alibi": True, "softcap": 20.0}),
     "blocks": ({}, {"impl": "triton", "block_mask": ("x.", "xx"), "block_mask_size": 64}),
@@ -974,14 +693,9 @@ EVALUATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVALUATED)
-def test_a_recorded_evaluation_has_the_bits_of_one_from_python_and_changes_no_step(name, repeatable):
+@pytest.mark.parametrize(("changes", "attention"), RECORDED.values(), ids=RECORDED)
+def test_a_recorded_evaluation_has_the_bits_of_one_from_python_and_changes_no_step(changes, attention, repeatable):
     """Its memory is that of the recorded step. Neither may find there what it needs."""
-    from data.loader import Batch
-    from training.optimizer import OptimizerConfig, build_optimizers
-    from training.step import TrainStep
-
-    changes, attention = EVALUATED[name]
     documents = (torch.arange(128) // 50).int() if "documents" in attention else None
 
     def draw(generator: torch.Generator, *shape: int) -> Batch:
@@ -993,10 +707,7 @@ def test_a_recorded_evaluation_has_the_bits_of_one_from_python_and_changes_no_st
         torch.manual_seed(0)
         size = {"n_layer": 2, "n_head": 2, "n_embd": 128, "context_length": 128, "vocab_size": 257, "dropout_p": 0.1}
         model = GPT(GPTConfig(**size, **changes), AttentionConfig(**attention)).cuda()
-        step = TrainStep(
-            model, model, build_optimizers(model, OptimizerConfig()), torch.amp.GradScaler("cuda", enabled=False),
-            torch.autocast("cuda", torch.bfloat16), way="eager", grad_clip=1.0, z_loss=0.0, stop_on_nan=True,
-        )  # fmt: skip
+        step = step_of(model, model, "adamw", torch.bfloat16, "eager")
         step.way = "recorded"  # as it is: compiling takes long
         trained, evaluated = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
         losses.append([])
@@ -1016,26 +727,21 @@ def test_a_recorded_evaluation_has_the_bits_of_one_from_python_and_changes_no_st
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 # One query row; windows are buffers that are as long as the window, in tests/test_decode.py and below.
-DECODED = {
-    "plain": Case(1, 1500, H=3, D=64),
-    "one": Case(1, 1, B=16),
-    "two": Case(1, 2, B=16),
-    "grouped": Case(1, 1300, H=8, H_kv=2, D=128),
-    "71-heads-one-key-head": Case(1, 900, B=1, H=71, H_kv=1, D=64),
-    "alibi": Case(1, 700, H=6, H_kv=2, D=32, alibi=True),
-    "softcap": Case(1, 700, H=4, D=64, softcap=0.7, softmax_scale=0.5),
-    "large-scores": Case(1, 2000, H=4, D=64, sigma=4.0),
-    **{f"D={D}": Case(1, 777, H=4, H_kv=2, D=D) for D in (16, 24, 80, 96, 160, 256)},
-}
+DECODED = [
+    *(Case(1, 1500, H=3, D=64), Case(1, 1, B=16), Case(1, 2, B=16), Case(1, 1300, H=8, H_kv=2, D=128)),
+    Case(1, 900, B=1, H=71, H_kv=1, D=64),
+    Case(1, 700, H=6, H_kv=2, D=32, alibi=True),
+    Case(1, 700, H=4, D=64, softcap=0.7, softmax_scale=0.5),
+    Case(1, 2000, H=4, D=64, sigma=4.0),
+    *(Case(1, 777, H=4, H_kv=2, D=D) for D in (16, 24, 80, 96, 160, 256)),
+]
 
 
 @pytest.mark.parametrize("splits", [None, 1, 2, 7, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", DECODED.values(), ids=DECODED)
+@pytest.mark.parametrize("case", DECODED, ids=case_name)
 def test_one_row_of_the_kernel_is_within_twice_naives_error(case, dtype, splits):
     """As in tests/test_decode.py: buffers that are longer than the keys, of which what lies past them is NaN."""
-    from tests.test_decode import decoded
-
     inputs = case.inputs(dtype, "cuda")
     right, naive = oracle(inputs, case), run(inputs, case, NAIVE)
     for _ in range(3):  # tickets are drawn again, and the last program is another one
@@ -1044,8 +750,6 @@ def test_one_row_of_the_kernel_is_within_twice_naives_error(case, dtype, splits)
 
 
 def test_the_decode_kernel_gives_the_same_bits_two_hundred_times():
-    from tests.test_decode import decoded
-
     case = Case(1, 5000, B=3, H=8, H_kv=2, D=128)
     inputs = case.inputs(torch.bfloat16, "cuda")
     first = decoded(inputs, case, splits=40)
@@ -1054,11 +758,9 @@ def test_the_decode_kernel_gives_the_same_bits_two_hundred_times():
 
 def test_keys_past_two_to_the_31_numbers_are_found():
     """The last key head of a buffer of 2**31 numbers and more has one key that has all the weight."""
-    from sampling.decode import decode
-
     N, S, D = 9, 2**21, 128
-    keys, values = torch.zeros(2, N, S, D, device="cuda", dtype=torch.bfloat16)
-    q, k, v = torch.zeros(3, 1, N, 1, D, device="cuda", dtype=torch.bfloat16)
+    keys, values = randn(2, 1, 1, 1).expand(2, N, S, D).clone().zero_()
+    q, k, v = randn(3, 1, N, 1, D).zero_()
     q[..., 0], keys[-1, S - 2, 0], values[-1, S - 2, 3] = 1, 100, 7
     v[:, -1, :, 5] = 3
     tickets = torch.zeros(N, dtype=torch.int32, device="cuda")
@@ -1072,6 +774,15 @@ SAMPLED = {
     "windows-alibi-softcap": {"windows": [100, None], "position": "none", "alibi": True, "softcap": 5.0},
 }
 SAMPLE_SIZE = GPTConfig(n_layer=2, n_head=4, n_embd=256, context_length=256, vocab_size=1000)
+LENGTHS = pytest.mark.parametrize("lengths", [(20,), (3, 50, 90), (70,) * 20], ids=["one", "three", "twenty"])
+MODELS = pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
+SAMPLERS = {
+    "likeliest": {"temperature": 0},
+    "any": {},
+    "top": {"top_k": 50, "top_p": 0.9},
+    "penalized": {"min_p": 0.01, "repetition_penalty": 1.3},
+}
+DRAWN = pytest.mark.parametrize("sampler", [Sampler(**options) for options in SAMPLERS.values()], ids=SAMPLERS)
 
 
 def sampled_model(changes: dict, dtype: torch.dtype = torch.bfloat16) -> GPT:
@@ -1085,84 +796,81 @@ def sampled_model(changes: dict, dtype: torch.dtype = torch.bfloat16) -> GPT:
     return model.to(dtype)
 
 
-def sampled(model: GPT, prompts, sampler, count=200, past_context="slide") -> torch.Tensor:
-    from sampling.generate import generate
-
-    generator = torch.Generator("cuda").manual_seed(3)
-    return torch.stack(list(generate(model, prompts, count, sampler, generator, past_context=past_context)))
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
 
 
-@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}, {"top_k": 50, "top_p": 0.9}], ids=str)
-@pytest.mark.parametrize("lengths", [(20,), (3, 50, 20), (5,) * 20], ids=["one", "three", "twenty"])
-@pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
-def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, sampler, monkeypatch):
-    """The likeliest ones and those that a seed draws; the context of 256 fills up, and its last half runs again."""
-    from sampling import token
-    from sampling.generate import Sampler
-
-    model = sampled_model(changes)
-    prompts = [torch.randint(1000, (length,), device="cuda") for length in lengths]
-    recordings, record = [], token.NextToken.record
-    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
-    found = sampled(model, prompts, Sampler(**sampler), 400, "half")
-    assert len(recordings) == 1
-    monkeypatch.setattr(token, "WARM_UP", 1000)
-    assert torch.equal(sampled(model, prompts, Sampler(**sampler), 400, "half"), found)
-    assert len(recordings) == 1
-    assert len(found.unique()) > (2 if sampler.get("temperature") == 0 else 20)
+def some_tokens(*shape: int) -> Tensor:
+    return torch.randint(1000, shape, device="cuda")
 
 
-@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}], ids=str)
-@pytest.mark.parametrize("lengths", [(20,), (3, 50, 90), (70,) * 20], ids=["one", "three", "twenty"])
-@pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
-def test_recorded_tokens_in_pages_are_those_in_buffers_bit_for_bit(changes, lengths, sampler, monkeypatch):
-    """Pages come while the recorded token runs, and when their memory moves it is recorded again. Twenty samples share
-    a prompt, whose last page is copied. The context of 256 fills up, and its last half runs again."""
-    from sampling import token
-    from sampling.generate import Sampler, generate
-
-    model = sampled_model(changes)
-    prompts = [torch.randint(1000, (length,), device="cuda") for length in lengths]
-    if len(lengths) == 20:
-        prompts = prompts[:1] * 20
-    recordings, record, found = [], token.NextToken.record, []
-    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
-    for page in (None, 64):
-        generators = [torch.Generator("cuda").manual_seed(seed) for seed in range(len(lengths))]
-        cache = KVCache(model, len(lengths), page=page)
-        tokens = generate(model, prompts, 400, Sampler(**sampler), generators, cache=cache, past_context="half")
-        found.append(torch.stack(list(tokens)))
-    assert torch.equal(*found)
-    assert 3 <= len(recordings) <= 8  # of the buffers one
-
-
-def test_pages_that_come_do_not_wait_for_the_device():
-    from sampling.generate import Sampler, generate
-
-    model = sampled_model({})
-    prompt = torch.randint(1000, (1, 60), device="cuda").expand(4, -1)
-    cache = KVCache(model, 4, page=64)
-    tokens = generate(model, prompt, 190, Sampler(), torch.Generator("cuda").manual_seed(0), cache=cache)
-    for _ in range(10):
-        next(tokens)
+@contextmanager
+def without_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = [next(tokens) for _ in range(170)]
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(found) == 170
-    assert [len(held) for held in cache.pages.held] == [4] * 4
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> list:
+    """The recordings of a token's graph."""
+    found, record = [], token.NextToken.record
+    monkeypatch.setattr(token.NextToken, "record", lambda self: found.append(self) or record(self))
+    return found
+
+
+@DRAWN
+@LENGTHS
+@MODELS
+def test_recorded_tokens_are_the_unrecorded_ones_bit_for_bit(changes, lengths, sampler, monkeypatch, recordings):
+    """The likeliest ones and those that seeds draw, one for each row; the context of 256 fills up, and its last half
+    runs again. With pages as without: those come while the recorded token runs, and when their memory moves it is
+    recorded again. Twenty samples share a prompt, whose last page is copied."""
+    model = sampled_model(changes)
+    prompts = [some_tokens(length) for length in lengths]
+    prompts = prompts[:1] * 20 if len(lengths) == 20 else prompts
+
+    def tokens(page: int | None = None) -> Tensor:
+        generators = [seeded(i) for i in range(len(lengths))]
+        cache = KVCache(model, len(lengths), page=page)
+        options = {"cache": cache, "past_context": "half"}
+        return torch.stack(list(generate(model, prompts, 400, sampler, generators, **options)))
+
+    found = tokens()
+    assert len(recordings) == 1
+    assert torch.equal(tokens(page=64), found)
+    assert 3 <= len(recordings) <= 8
+    recordings.clear()
+    monkeypatch.setattr(token, "WARM_UP", 1000)
+    assert torch.equal(tokens(), found)
+    assert not recordings
+    assert len(found.unique()) > (2 if sampler.temperature == 0 else 20)
+    if len(lengths) == 20 and sampler.temperature > 0:
+        assert len({tuple(row) for row in found.T.tolist()}) == 20
+
+
+@DRAWN
+@pytest.mark.parametrize("page", [None, 64])
+def test_no_recorded_token_waits_for_the_device(page, sampler):
+    """torch raises an error at anything that would, pages that come included. What is read has come with an event."""
+    model = sampled_model({})
+    cache, prompt = KVCache(model, 4, page=page), some_tokens(1, 60).expand(4, -1)
+    tokens = generate(model, prompt, 190, sampler, seeded(0), cache=cache)
+    list(islice(tokens, 10))
+    with without_waiting():
+        found = list(islice(tokens, 170))
+    assert all(token.device.type == "cpu" and token.shape == (4,) for token in found)
+    assert page is None or [len(held) for held in cache.pages.held] == [4] * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16, 20])
-@pytest.mark.parametrize("changes", SAMPLED.values(), ids=SAMPLED)
+@MODELS
 def test_logits_of_single_tokens_are_within_twice_the_models_error(changes, rows, dtype):
     """Of the fused kernels (up to 16 sequences) and of the modules with the decode kernel."""
-    from sampling.generate import run_prompts
-    from sampling.token import layers_for
-
-    text = torch.randint(1000, (rows, 120), device="cuda")
+    text = some_tokens(rows, 120)
     with torch.no_grad():
         naive = sampled_model({**changes, "impl": "naive"}, dtype).next_logits(text)
         right = sampled_model({**changes, "impl": "naive"}, torch.float64).next_logits(text)
@@ -1171,65 +879,38 @@ def test_logits_of_single_tokens_are_within_twice_the_models_error(changes, rows
         run_prompts(model, list(text[:, :100]), cache)
         for t in range(100, 120):
             cache.grow()
-            token = text[:, t : t + 1]
-            found = model.next_logits(token, cache.move(layers_for(token)))
+            column = text[:, t : t + 1]
+            found = model.next_logits(column, cache.move(layers_for(column)))
     right = right.cpu()
     difference, allowed = ((x.cpu().double() - right).abs().max() for x in (found, naive))
     assert difference <= 2 * (allowed + torch.finfo(dtype).eps * right.abs().max())
 
 
-@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}, {"top_k": 50, "top_p": 0.9}], ids=str)
-def test_no_recorded_token_waits_for_the_device(sampler):
-    """torch raises an error at anything that would. What is read of a token has arrived with an event."""
-    from sampling.generate import Sampler, generate
-
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_become_nan_in_a_recorded_token_end_the_sample(temperature):
     model = sampled_model({})
-    tokens = generate(model, torch.randint(1000, (2, 20), device="cuda"), 100, Sampler(**sampler))
-    for _ in range(10):
-        next(tokens)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = [next(tokens) for _ in range(50)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(token.device.type == "cpu" and token.shape == (2,) for token in found)
-
-
-@pytest.mark.parametrize("sampler", [{"temperature": 0}, {}], ids=str)
-def test_logits_that_become_nan_in_a_recorded_token_end_the_sample(sampler):
-    from sampling.generate import NotFinite, Sampler, generate
-
-    model = sampled_model({})
-    tokens = generate(model, torch.randint(1000, (1, 20), device="cuda"), 100, Sampler(**sampler))
-    for _ in range(10):
-        next(tokens)
+    tokens = generate(model, some_tokens(1, 20), 100, Sampler(temperature))
+    list(islice(tokens, 10))
     with torch.no_grad():
         model.norm.weight.fill_(math.nan)
     next(tokens)  # chosen before
-    with pytest.raises(NotFinite, match="the logits are NaN"):
+    with pytest.raises(NotFinite):
         next(tokens)
 
 
 def test_a_draw_without_a_wait_is_multinomials():
-    from sampling.generate import Sampler
-
-    logits = torch.randn(5, 1000, device="cuda") * 3
-    found = Sampler(1.0).choose(logits, torch.Generator("cuda").manual_seed(5))
-    assert torch.equal(
-        found, torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator("cuda").manual_seed(5))[:, 0]
-    )
+    logits = randn(5, 1000, dtype=torch.float32) * 3
+    found = Sampler(1.0).choose(logits, seeded(5))
+    assert torch.equal(found, torch.multinomial(logits.softmax(-1), 1, generator=seeded(5))[:, 0])
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-30, 0.8, 2.0])
 def test_the_kernel_chooses_as_plain_pytorch(temperature):
     """choose_unseen() takes the kernel on a GPU, choose() does not."""
-    from sampling.generate import Sampler
-
-    logits, sampler = torch.randn(3, 50_257, device="cuda") * 2, Sampler(temperature)
+    logits, sampler = randn(3, 50_257, dtype=torch.float32) * 2, Sampler(temperature)
     for seed in range(100):
-        one, other = (torch.Generator("cuda").manual_seed(seed) for _ in "ab")
-        found = sampler.choose_unseen(logits, one)
-        assert torch.equal(found[:-1], sampler.choose(logits, other))
+        found = sampler.choose_unseen(logits, seeded(seed))
+        assert torch.equal(found[:-1], sampler.choose(logits, seeded(seed)))
         assert found[-1] == 0
     for where in (slice(None), slice(5000, 5001), slice(50_256, 50_257)):
         spoilt = logits.clone()
@@ -1239,60 +920,25 @@ def test_the_kernel_chooses_as_plain_pytorch(temperature):
         assert ((found >= 0) & (found < 50_257)).all()  # the next token runs before the host knows
 
 
-def test_a_recording_that_takes_long_does_not_set_the_draws_back(monkeypatch):
-    """torch clears a generator's offset on the stream that records. The first replay drew the first token's draws again
-    where that came late, as on a GPU with other work."""
-    from sampling import token
-    from sampling.generate import Sampler
-
-    model, prompts = sampled_model({}), [torch.randint(1000, (20,), device="cuda")]
-    begin = torch.cuda.CUDAGraph.capture_begin
-
-    def late(self, *args, **kwargs):
-        torch.cuda._sleep(2 * 10**8)  # cycles, on the stream that records
-        return begin(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
-    found = sampled(model, prompts, Sampler(), 30)
-    monkeypatch.setattr(token, "WARM_UP", 1000)
-    assert torch.equal(sampled(model, prompts, Sampler(), 30), found)
-
-
-def test_recorded_rows_draw_from_their_own_generators(monkeypatch):
-    """With what a penalty remembers, too: the same bits as without recording."""
-    from sampling import token
-    from sampling.generate import Sampler, generate
-
-    model, found = sampled_model({}), []
-    prompt = torch.randint(1000, (1, 20), device="cuda").expand(3, -1)
-    sampler = Sampler(1.0, min_p=0.01, repetition_penalty=1.3)
+def test_a_recording_that_takes_long_does_not_set_the_draws_back(monkeypatch, late):
+    model, prompts, found = sampled_model({}), [some_tokens(20)], []
+    late(2 * 10**8)
     for warm_up in (token.WARM_UP, 1000):
         monkeypatch.setattr(token, "WARM_UP", warm_up)
-        generators = [torch.Generator("cuda").manual_seed(seed) for seed in (1, 2, 3)]
-        found.append(torch.stack(list(generate(model, prompt, 200, sampler, generators))))
+        found.append(torch.stack(list(generate(model, prompts, 30, Sampler(), seeded(3)))))
     assert torch.equal(*found)
-    assert len({tuple(row) for row in found[0].T.tolist()}) == 3
 
 
 @pytest.mark.parametrize("past_context", ["slide", "half"])
-def test_a_session_answers_as_without_a_cache(past_context, monkeypatch):
+def test_a_session_answers_as_without_a_cache(past_context, recordings):
     """One token is recorded for all turns. Answers are cut short, when the GPU is a token ahead; past the context."""
-    from itertools import islice
-
-    from sampling import token
-    from sampling.generate import Sampler, Session
-
-    recordings, record = [], token.NextToken.record
-    monkeypatch.setattr(token.NextToken, "record", lambda self: recordings.append(self) or record(self))
     model, answers = sampled_model(SAMPLED["rope-grouped"], torch.float32), []
     for cache in (True, False):
-        generator = torch.Generator("cuda").manual_seed(1)
-        session = Session(model, Sampler(0), generator, cache=cache, past_context=past_context)
+        session = Session(model, Sampler(0), seeded(1), cache=cache, past_context=past_context)
         text, said = list(range(30)), []
         for count in (5, 40, 1, 90, 60, 90, 30):
-            answer = list(islice(session.answer(text, 100), count))
-            said.append(answer)
-            text += [*answer[: count - count // 3], 7, 8, 9]
+            said.append(list(islice(session.answer(text, 100), count)))
+            text += [*said[-1][: count - count // 3], 7, 8, 9]
         answers.append(said)
     assert answers[0] == answers[1]
     assert len(recordings) == 1
@@ -1300,13 +946,10 @@ def test_a_session_answers_as_without_a_cache(past_context, monkeypatch):
 
 def test_a_talk_that_is_recorded_once_draws_and_penalizes_as_an_unrecorded_one(monkeypatch):
     """What the graph reads and writes stays at its place: the generator, and what a penalty counts."""
-    from sampling import token
-    from sampling.generate import Sampler, Session
-
     model, sampler, answers = sampled_model({}), Sampler(1.0, repetition_penalty=1.3), []
     for warm_up in (token.WARM_UP, 1000):
         monkeypatch.setattr(token, "WARM_UP", warm_up)
-        session, text = Session(model, sampler, torch.Generator("cuda").manual_seed(2), past_context="half"), [1]
+        session, text = Session(model, sampler, seeded(2), past_context="half"), [1]
         for turn in range(8):
             text += [turn, *session.answer([*text, turn], 40)]
         answers.append(text)
