@@ -47,7 +47,7 @@ class Ended(NamedTuple):
 
 # A file goes to a core as a whole (--dist loadfile). The longest begin first, or one core would end with one of them
 # while the others wait. test_flash_compile starts four compilers of its own.
-LONGEST = ["flash_compile", "train", "lab", "flash", "bad_input", "sweep", "explorer", "attention", "bench"]
+LONGEST = ["flash_compile", "attention", "resume", "decode", "cache", "parallel", "exchange", "flash", "lab", "train"]
 
 
 def pytest_collection_modifyitems(items):

@@ -388,7 +388,8 @@ OTHER = {int: 7, float: 7.5, bool: True, str: "x"}  # than every default
 
 @pytest.mark.parametrize("schema", [settings.Bench, settings.BreakIt])
 def test_every_key_is_refused_by_every_mode_that_does_not_read_it(schema):
-    modes = {"trace": {"trace": True}, "explorer": {"explorer": True}, "replay": {"replay": "x"}, "lab": {}}
+    modes: dict[str, dict] = {name: {name: True} for name in ("trace", "look", "explorer")}
+    modes |= {"replay": {"replay": "x"}, "lab": {}}
     if schema is settings.Bench:
         modes = {mode: {"mode": mode} for mode in settings.MODES.split()}
     tried = 0
@@ -398,7 +399,7 @@ def test_every_key_is_refused_by_every_mode_that_does_not_read_it(schema):
         if names := entry.metadata["key"].among:
             value = names[-1]
         for mode, given in modes.items():
-            if mode in entry.metadata["modes"] or entry.name in ("mode", "trace", "explorer", "replay"):
+            if mode in entry.metadata["modes"] or entry.name in ("mode", *modes):
                 continue
             with pytest.raises(ValueError, match=f"^{entry.name}="):
                 schema(**given | {entry.name: [value] if "list" in kind else value})
