@@ -541,6 +541,7 @@ def test_a_second_derivative_through_a_compiled_function_is_refused_too(way, mon
         SECOND[way](TILED, *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not second.REFUSED_BY_PYTORCH, reason="PyTorch before 2.13 lost it without a word")
 @pytest.mark.parametrize(
     "computed",

@@ -64,6 +64,7 @@ print(min(faults() for _ in range(5)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
 def test_freed_memory_is_kept_for_the_next_step():
     """Page faults of ten steps that make the same eight tensors: none once their memory is kept."""

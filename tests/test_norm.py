@@ -126,6 +126,7 @@ def of_model(backend: str | Callable | None = None, recomputed: bool = False, **
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
@@ -159,6 +160,7 @@ def test_the_gradient_along_the_stream_goes_from_kernel_to_kernel(kernel, monkey
         assert dres.data_ptr() == dx.data_ptr()
 
 
+@pytest.mark.slow
 def test_compiled_the_gradient_along_the_stream_goes_from_op_to_op(kernel):
     graphs = []
 

@@ -344,6 +344,7 @@ def test_a_peer_that_is_not_nanogpts_is_refused(tiny, tmp_path, text):
     assert not (tmp_path / "steps.csv").exists()
 
 
+@pytest.mark.slow
 def test_every_length_is_timed_with_every_attention(tiny, monkeypatch, tmp_path, call):
     """A step has as many tokens at each length, but for a length that is longer. Without memory a row has no time."""
     made = []

@@ -23,6 +23,7 @@ def table(folder) -> list[dict]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_or_goes_nan_stops_no_other_and_each_is_a_row_and_the_run_that_it_is_alone(
     call, small, tmp_path
 ):
