@@ -354,6 +354,11 @@ def test_a_session_answers_as_the_whole_text_does(past_context, changes, ahead, 
             assert list(islice(session.answer(text, 20), 1)) == expected(1, draws)
 
 
+def test_a_text_that_fills_the_context_is_answered_by_one_token():
+    session = Session(made(), Sampler(0), None, past_context="stop")
+    assert [len(list(session.answer(texts(n)[0].tolist(), 5))) for n in (CONTEXT, CONTEXT + 1)] == [1, 0]
+
+
 def test_a_turn_runs_only_what_is_new(monkeypatch):
     model, ran = made(), []
     run = model.through_blocks

@@ -714,6 +714,12 @@ def test_a_changed_configuration_gives_transformers_logits_or_is_refused(
         assert_within_budget({"logits": ours(idx)}, {"logits": theirs32}, {"logits": theirs64})
 
 
+def test_a_mistral_that_says_nothing_of_a_window_has_transformers_default(copy, transformers):
+    read = json.loads((copy("mistral") / "config.json").read_text())
+    del read["sliding_window"]
+    assert configuration(read)[1].window == transformers.MistralConfig().sliding_window == 4096
+
+
 def test_a_value_however_deeply_nested_is_refused_in_one_line(copy):
     """json reads some that it cannot write, which made the message a RecursionError."""
     folder = copy("llama")

@@ -36,10 +36,12 @@ sized = implementations.sized
 INTERPRETED = pytest.mark.skipif(CUDA, reason="is for the interpreter")
 
 
-def test_a_picture_of_whole_tiles_is_right_in_bfloat16(sized):
-    """The kernel does not look at the blocks then."""
+@pytest.mark.parametrize("T", [224, 100], ids=["whole", "cut"])
+def test_a_picture_of_tiles_that_are_whole_or_cut_by_the_first_query_is_right_in_bfloat16(sized, T):
+    """Where they are whole, the kernel does not look at the blocks."""
     config = sized(TRITON, 32, 32)
-    case = Case(224, B=1, H=1, D=16, causal=False, blocks=("xxxxxxx", "xxxx..x", *["xxxxxxx"] * 5))
+    picture = ("xxxxxxx", "xxxx..x", "xxxxxxx", "x.xxxxx", "xxx.xxx", "xxxxx.x", "xx.xxxx")
+    case = Case(T, 224, B=1, H=1, D=16, causal=False, blocks=picture)
     inputs = case.inputs(torch.bfloat16, DEVICE)
     assert_within_budget(run(inputs, case, config), run(inputs, case, NAIVE), exact(inputs, case))
 
@@ -333,6 +335,14 @@ def test_no_pair_is_missed_and_no_tile_called_whole_that_hides_one(kind, transpo
         real = tiles_of(torch.ones_like(seen), M, N, False).any(3, keepdim=True)
         hides = ~tiles_of(seen, M, N, True) & real if transposed else ~(tiles_of(seen, M, N, True))
         assert not (hides.any(-1).any(-1) & whole).any()
+
+
+@INTERPRETED
+@pytest.mark.parametrize("document", [3, 550])
+def test_a_document_is_found_among_more_tiles_than_are_looked_at_at_once(document):
+    numbers = torch.arange(600).repeat_interleave(16)[None]
+    mask = Problem.of(16, 9600, causal=False, documents_q=torch.full((1, 16), document), documents_k=numbers).mask
+    assert answers(mask, 16, 16, False)[0].flatten().nonzero().tolist() == [[document]]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["rising", "unsorted"])

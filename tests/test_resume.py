@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +20,12 @@ import train
 import training.record
 import training.step
 from model.attention import AttentionConfig
+from model.gpt import GPTConfig
 from sampling.generate import Sampler
 from tests.processes import HANGS
 from tests.runs import assert_same_end, assert_same_run, last, losses, records, tiled
 from training import activities, checkpoint, config, context
-from training.resume import changed, edits
+from training.resume import changed, edits, refuse_another_model
 
 DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
 TWO_PASSES = [*tiled(16), *DROPOUT, "tokens_per_step=256"]
@@ -334,6 +335,15 @@ def test_a_key_that_an_old_checkpoint_lacks_has_its_default(resumed, tmp_path):
     assert "optimizer.lr 0.001 -> 0.0144" in ended.out
 
 
+def test_a_run_goes_on_with_its_context_and_is_measured_with_any():
+    cfg = train.Config(model=GPTConfig(position="rope", context_length=32))
+    made = checkpoint.Checkpoint(Path("step_000001"), 1, {}, {"config": asdict(cfg), "broken": ""}, "")
+    cfg.model.context_length = 64
+    refuse_another_model(made, replace(cfg, eval_only=True, resume="x"))
+    with pytest.raises(ValueError, match=r"model\.context_length"):
+        refuse_another_model(made, cfg)
+
+
 @pytest.mark.parametrize("place", ["favourite", "folder/favourite"])
 def test_a_checkpoint_under_a_name_of_ones_own_is_resumed_as_a_new_run(resumed, tmp_path, monkeypatch, place):
     """favourite: IndexError of parents[1]. folder/favourite: name '' and "the run runs exists already"."""
@@ -343,7 +353,10 @@ def test_a_checkpoint_under_a_name_of_ones_own_is_resumed_as_a_new_run(resumed, 
     (tmp_path / "favourite").rename(place)
     ended = resumed("steps=4", f"resume={place}")
     assert ended.code == 0, ended.err
-    assert len([*(tmp_path / "runs").iterdir()]) == 2
+    (new,) = {run.name for run in (tmp_path / "runs").iterdir()} - {"x"}
+    assert (
+        resumed("steps=6", f"resume={place}", f"name={new}").code == 2
+    )  # it is another run's, though the same weights
 
 
 def test_a_text_that_is_another_than_the_checkpoints_is_refused(resumed, tmp_path):

@@ -175,6 +175,12 @@ def test_a_full_token_file_is_followed_by_another(make, tmp_path, monkeypatch):
             assert np.array_equal(getattr(whole, name)[:], getattr(found, name)[:]), name
 
 
+def test_documents_begin_at_the_same_tokens_however_large_a_block_is_read(monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK", 3)
+    ends, largest = shards.inspect(np.array([7, 9, 1, 9, 9, 3, 12, 9]), 9)
+    assert (ends.tolist(), largest) == ([1, 3, 4, 7], 12)
+
+
 @pytest.mark.parametrize("lengths", [[5, 3, 4], [0, 5, 0, 0, 7, 0], [12], [1] * 12])
 def test_shards_read_like_one_array(lengths):
     whole = np.arange(12, dtype=np.uint16)

@@ -15,7 +15,7 @@ from model.break_it import UNBROKEN, BreakIt
 from tests.runs import assert_same_run, last
 from training import checkpoint
 from training.metrics import Metrics
-from training.sweep import free_memory, losses_figure, name_jobs, result
+from training.sweep import free_memory, losses_figure, name_jobs, result, sweep
 
 
 def table(folder) -> list[dict]:
@@ -54,6 +54,12 @@ def test_a_job_that_fails_or_goes_nan_stops_no_other_and_each_is_a_row_and_the_r
 
     assert call(train, *small, *steps, "optimizer.lr=1e-3", "name=alone").code == 0
     assert_same_run(tmp_path / "s-3", tmp_path / "alone")
+
+
+def test_a_sweep_fails_whichever_of_its_jobs_does(tmp_path):
+    codes = iter([1, 0])
+    jobs = [(SimpleNamespace(name="s", runs=str(tmp_path), break_it=UNBROKEN), [f"seed={i}"]) for i in (1, 2)]
+    assert sweep(lambda _: next(codes), jobs) == 1
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "bug"])

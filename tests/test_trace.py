@@ -53,6 +53,7 @@ def test_the_worked_row_has_the_numbers_of_its_story(told):
         assert numbers(line)[:3] == [f"{x[1]:.4f}" for x in (tile.m, tile.l, tile.alpha)]
     assert [float(x) for x in numbers(lines[3])[:4]] == CAT_OUTPUT[3]
     assert len(lines) == 4
+    assert [float(x) for x in numbers(told("row=0")[-1])[:4]] == CAT_OUTPUT[0]
 
 
 def test_a_broken_row_is_shown_beside_the_right_one(told):
