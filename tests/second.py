@@ -73,6 +73,7 @@ def by_func(config: AttentionConfig, way: Callable, *qkv: Tensor) -> None:
 
 def inside_a_graph(computed: Callable[[Tensor], Tensor]) -> None:
     """A penalty on the gradient of a weight. What `computed` gets, a vector, is made inside of the compiled graph."""
+    torch._dynamo.reset()  # so that each function is compiled afresh
     x, weight = torch.randn(128), torch.ones(128, requires_grad=True)
     loss = torch.compile(lambda x, weight: computed(x + weight), backend="aot_eager")(x, weight)
     (found,) = grad(loss, weight, create_graph=True)
