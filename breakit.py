@@ -28,8 +28,9 @@ on the first tokens of the validation text. out=PATH.json keeps the trace: q, k 
     python breakit.py look=true run=NAME prompt='def f(x):'      every head's weights on a text, as a page to click on
 
 look= draws the attention weights of all layers and heads, names heads with a known pattern (reads the token before, or
-copies), and lets you follow each token. It writes look.html, or out=PATH.html. Without a prompt the text is the first
-256 tokens of the validation text. A broken run is shown as it is, and beside that with the whole algorithm.
+copies), and lets you follow each token. It writes look.html into the run's folder, or out=PATH.html. Without a prompt
+the text is the first 256 tokens of the validation text. A broken run is shown as it is, and beside that with the whole
+algorithm.
 
     python breakit.py explorer=true                              docs/explorer.html, the same to click through
 
@@ -64,7 +65,7 @@ def main(cfg: Config) -> None:
         case ["trace"]:
             trace_of(cfg)
         case ["look"]:
-            look(cfg.run or "latest", Path(cfg.runs), cfg.prompt, cfg.tokens, Path(cfg.out or "look.html"))
+            look(cfg.run or "latest", Path(cfg.runs), cfg.prompt, cfg.tokens, Path(cfg.out) if cfg.out else None)
         case ["explorer"]:
             explorer(Path(cfg.real), Path(cfg.out or PAGE))
         case ["replay"]:

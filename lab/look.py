@@ -42,10 +42,13 @@ class Text(NamedTuple):
     about: str
 
 
-def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path) -> None:
-    """Writes the page of a run's best checkpoint. run: a name in `runs`, a folder, or latest. prompt: the text; None:
-    the first `tokens` of the run's validation text. ValueError for a run that does not exist, and for a text longer
-    than the model's context."""
+def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path | None) -> None:
+    """Writes the page of a run's best checkpoint.
+
+    run: a name in `runs`, a folder, or latest. prompt: the text; None: the first `tokens` of the run's validation text.
+    out: the file; None: look.html in the run's folder.
+    ValueError for a run that does not exist, and for a text longer than the model's context.
+    """
     found = checkpoint.load(checkpoint.find(run, runs, option="run", which="best"))
     attention = config.from_dict(AttentionConfig, found.state["config"]["attention"])
     attention = replace(attention, impl="tiled", kernel="auto", autotune=False)
@@ -75,6 +78,8 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
         + ("" if runs == Path("runs") else f" runs={shlex.quote(str(runs))}")
         + (f" prompt={shlex.quote(prompt)}" if prompt is not None else f" tokens={T}"),
     }
+    if out is None:
+        out = (found.path.parent.parent if found.path.parent.name == checkpoint.FOLDER else Path()) / "look.html"
     data = json.dumps(plain(page), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     written = TEMPLATE.read_text(encoding="utf-8").replace(WEIGHTS, data)
     write(out, written)
