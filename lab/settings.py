@@ -185,7 +185,7 @@ class BreakIt:
     out: str | None = of(
         "lab trace look explorer",
         None,
-        "lab: folder; null: runs/breakit | trace: .json | look: .html; null: in the run | explorer: .html",
+        "lab: folder; null: runs/breakit | trace: .json | look: .html; null: its run | explorer: .html",
     )
 
     def __post_init__(self):
