@@ -421,6 +421,7 @@ def refused(call, there, monkeypatch):
     resume=done steps=8 tokenizer=bpe                   tokenizer.kind
     resume=done steps=8 optimizer=muon                  use optimizer=adamw
     resume=done steps=8 attention.window=4              attention.window=None
+    resume=done steps=8 attention.documents=true        attention.documents=False
     resume=done steps=8 break_it=no_max                 break_it: none
     resume=done steps=8 ema_decay=2                     ema_decay=2.0
 """)

@@ -204,6 +204,10 @@ def test_neither_cache_nor_pages_change_a_token_that_is_drawn(past_context, chan
         assert one.unique(dim=0).shape[0] == 4 or one.shape[1] == 1
 
 
+def test_half_of_an_odd_context_is_rounded_up():
+    assert [tokens_seen(n, 5, "half") for n in range(4, 12)] == [4, 5, 3, 4, 5, 3, 4, 5]
+
+
 def test_stop_ends_where_the_first_sequence_has_filled_its_context():
     """The last token is chosen from a full context."""
     model = made()

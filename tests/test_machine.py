@@ -136,6 +136,7 @@ def test_a_second_signal_is_named_and_under_nohup_a_lost_connection_stops_nothin
     try:
         with stop_signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
+            assert signals == []
             os.kill(os.getpid(), signal.SIGINT)
             with pytest.raises(KeyboardInterrupt) as raised:
                 os.kill(os.getpid(), signal.SIGTERM)
