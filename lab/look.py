@@ -19,7 +19,7 @@ from torch import Tensor
 from data.loader import validation_batches
 from data.tokenizer import from_json
 from lab.files import plain, write
-from lab.runs import ids_of, text_of
+from lab.runs import beyond_causal, ids_of, text_of
 from model.attention import AttentionConfig
 from model.gpt import GPT
 from training import checkpoint, config
@@ -74,9 +74,7 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
         "steps": STEPS,
         "point": -(-T // size),  # tokens along a side of a point of a picture
         "views": views(nets, text, broken, size),
-        "trace": f"python breakit.py trace=true run={shlex.quote(run)}"
-        + ("" if runs == Path("runs") else f" runs={shlex.quote(str(runs))}")
-        + (f" prompt={shlex.quote(prompt)}" if prompt is not None else f" tokens={T}"),
+        "trace": "" if beyond_causal(attention) else trace_command(found.path, prompt, T),
     }
     if out is None:
         out = (found.path.parent.parent if found.path.parent.name == checkpoint.FOLDER else Path()) / "look.html"
@@ -91,6 +89,12 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
                 print(
                     f"layer {layer['layer']}, head {number} {PATTERNS[head['pattern']]} ({share:.0f} % of its weight)"
                 )
+
+
+def trace_command(path: Path, prompt: str | None, tokens: int) -> str:
+    """What prints a row of the same text tile by tile, but for the layer, the head and the row."""
+    text = f"tokens={tokens}" if prompt is None else f"prompt={prompt}"
+    return f"python breakit.py trace=true {shlex.quote(f'run={path}')} {shlex.quote(text)}"
 
 
 def of_prompt(found: checkpoint.Checkpoint, prompt: str) -> Text:

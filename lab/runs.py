@@ -49,8 +49,8 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
     found = checkpoint.load(path)
     trained = found.state["config"]
     attention = config.from_dict(AttentionConfig, trained["attention"])
-    if beyond := [typed for name, typed in wanted(attention).items() if name in (*OF_MASK, *OF_SCORE)]:
-        raise ValueError(f"run={run} has {', '.join(beyond)}: breakit.py knows the causal mask alone")
+    if beyond := beyond_causal(attention):
+        raise ValueError(f"run={run} has {', '.join(beyond)}: only look=true shows more than the causal mask")
     # auto, so that a run from a GPU can be loaded on any machine
     attention = AttentionConfig("auto", softmax_scale=attention.softmax_scale)
     net = found.network(attention, device).eval()
@@ -60,6 +60,11 @@ def model_of_run(run: str, runs: Path, device: torch.device) -> Model:
         data = DataConfig("bin", str(dataset.folder), cache=data.cache)
     begin = found.state.get("begin", dataset.encoding.eot_token)
     return Model(name, path, net, dataset, data, tokenizer, attention, begin)
+
+
+def beyond_causal(attention: AttentionConfig) -> list[str]:
+    """The options of the mask and the score, as they are typed: the lab and the trace know the causal mask alone."""
+    return [typed for name, typed in wanted(attention).items() if name in (*OF_MASK, *OF_SCORE)]
 
 
 def text_of(found: checkpoint.Checkpoint) -> tuple[DataConfig, TokenizerConfig, Dataset]:

@@ -326,7 +326,7 @@ KINDS = ["no data", "sorted documents", "unsorted documents", "pack", "blocks", 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pair_is_missed_and_no_tile_called_whole_that_hides_one(kind, transposed):
     draw = torch.Generator().manual_seed(0)
-    for _ in range(8):
+    for _ in range(20):
         mask, (M, N) = random_mask(draw, kind), 2 ** torch.randint(4, 8, (2,), generator=draw)
         visited, whole = answers(mask, int(M), int(N), transposed)
         seen = seen_pairs(mask)
@@ -361,7 +361,7 @@ def test_documents_of_the_largest_numbers_are_those_of_small_ones(order, sized):
 def test_documents_in_order_cost_no_tile_too_many(transposed):
     """Without a window: where one meets the documents' edges, a tile may hold a pair for each and none for both."""
     draw = torch.Generator().manual_seed(0)
-    for _ in range(8):
+    for _ in range(20):
         mask, (M, N) = random_mask(draw, "sorted documents"), 2 ** torch.randint(4, 8, (2,), generator=draw)
         mask = mask._replace(at_least=None)
         visited, _ = answers(mask, int(M), int(N), transposed)

@@ -124,7 +124,7 @@ BACKWARD += [replace(case, dropout_p=0.1) for case in BACKWARD]
 def test_no_order_of_jobs_and_copies_changes_a_bit(compute, case):
     """In the backward the tiles of keys add to dq in one order, on any number of processors."""
     first = compute(case)
-    for seed in range(1, 7):
+    for seed in range(1, 10 if compute is forward else 8):
         again = compute(case, seed)
         assert all(torch.equal(first[name], again[name]) for name in first)
 

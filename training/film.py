@@ -7,7 +7,6 @@ Dark blue is a large weight (its square root), red one that is not finite. A poi
 (training/weights.py).
 """
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +50,8 @@ def keep(folder: Path, step: int, found: list[Reading]) -> None:
 
 
 def frames(folder: Path, last: int) -> dict[int, Path]:
-    """{step: file} of the frames up to a step. A run that was resumed from an earlier one may have later ones."""
-    found = {int(file.stem.removeprefix("step_")): file for file in (folder / "film").glob("step_*.png")
-             if re.fullmatch(r"step_\d+", file.stem)}  # fmt: skip
+    """{step: file} of the frames up to a step. The next frame may be there before the strip of this one is drawn."""
+    found = {int(file.stem.removeprefix("step_")): file for file in (folder / "film").glob("step_*.png")}
     return {step: found[step] for step in sorted(found) if step <= last}
 
 

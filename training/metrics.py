@@ -283,7 +283,10 @@ class Metrics:
         return self.begin_wandb()
 
     def _keep_until(self, step: int | None) -> None:
-        """Delete the records and samples after `step`; all of them if it is None."""
+        """Delete the records, samples and frames of the film after `step`; all of them if it is None."""
+        for frame in (self.folder / "film").glob("step_*.png"):
+            if step is None or int(frame.stem.removeprefix("step_")) > step:
+                frame.unlink()
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
         if step is None:  # a new run in an old folder gets a new wandb run
             (self.folder / "wandb_id.txt").unlink(missing_ok=True)
