@@ -47,8 +47,8 @@ from parallel.processes import (
     refuse_what_is_for_one,
     sends_from_python,
 )
-from training import checkpoint, config, context
-from training.activities import ACTIVITIES, between_steps, find_the_fault, look_at_the_failure
+from training import ahead, checkpoint, config, context, start
+from training.activities import ACTIVITIES, between_steps, find_the_fault, look_at_the_failure, session_of
 from training.machine import (
     DTYPES,
     Signals,
@@ -93,6 +93,7 @@ def main(cfg: Config) -> int:
         begin_collecting()
         refuse_several("eval_only=true measures in one process")
         return context.evaluate(copy.deepcopy(cfg))
+    began = start.BEGAN.pop() if start.BEGAN else time.perf_counter()
     with ExitStack() as stack:
         ranks = stack.enter_context(join(cfg))
         caught = stack.enter_context(stop_signals())
@@ -102,6 +103,7 @@ def main(cfg: Config) -> int:
         except Stopping:
             return 128 + caught[0]
         begin_collecting()
+        run.began, run.spent["starting"] = began, time.perf_counter() - began
         try:
             with out_of_memory_as(lambda: ValueError(less_memory(run))):
                 run.code = loop(run)
@@ -128,7 +130,9 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     device = pick_device(own_device(cfg.device))
     dtype = pick_dtype(cfg.dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.break_it, in_a_ring(cfg), cfg.model, DTYPES[dtype])
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
+    way, _ = choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
+    if way != "eager" and device.type == "cuda":
+        ahead.import_compiler()
     refuse_another_parent(cfg)
     ranks, rows, own_passes = divide(ranks, cfg, passes(cfg))
     refuse_what_is_for_one(cfg, attention)
@@ -205,6 +209,8 @@ def loop(run: Run) -> int:
         return stop_at_signal(run, signals[0])
     until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
+    if ahead.NOTES and cfg.sample_every and cfg.sample_tokens:
+        ahead.begin_sampling(session_of(run))
     run.train_step.restart_clock()
     while not run.ending:
         enqueue(run)
@@ -214,7 +220,8 @@ def loop(run: Run) -> int:
             if bad := log_oldest(run):
                 return stop_at_nan(run, *bad)
         if (due or signals) and not run.enqueued:
-            signals = between_steps(run, signals)
+            with run.spending("between steps"):
+                signals = between_steps(run, signals)
             if signals and (run.unfinished or run.step < cfg.steps):
                 return stop_at_signal(run, signals[0])
             run.train_step.restart_clock()
@@ -267,6 +274,10 @@ def log_oldest(run: Run) -> tuple[Update, Numbers] | None:
     if run.pace is None or seconds < run.pace / 2:  # a compilation has ended: the steps to come are like this one
         run.pace = seconds
     run.pace = 0.9 * run.pace + 0.1 * seconds
+    if done.report.warm and not run.spent["steps"] and run.device.type == "cuda" and run.train_step.way != "eager":
+        ahead.end()
+    run.spent["steps" if done.report.warm else "cold steps"] += seconds
+    run.cold += not done.report.warm
     last = run.ending and done.step == run.step
     if done.step % run.cfg.log_every == 0 or last or numbers.stopped:
         run.metrics.log(run.record_of(done, numbers, seconds))

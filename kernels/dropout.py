@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.flash import philox
 from kernels.launch import on
+from kernels.problem import order_keys
 
 PIECES = 128  # of 4 rows x 32 columns, in a program: a thread's
 
@@ -61,3 +62,6 @@ def bytes_of(word):
     """uint32 (P, 8) to (P, 32): byte b of word j at column 8 b + j."""
     even, odd = tl.join(word & 255, word >> 16 & 255), tl.join(word >> 8 & 255, word >> 24)  # (P, 8, 2)
     return tl.join(even, odd).reshape(word.shape[0], 8, 4).permute(0, 2, 1).reshape(word.shape[0], 32)
+
+
+order_keys(globals())

@@ -32,7 +32,7 @@ import math
 import triton
 import triton.language as tl
 
-from kernels.problem import Dropout, Mask, Score, Task
+from kernels.problem import Dropout, Mask, Score, Task, order_keys
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -562,3 +562,6 @@ def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     i, d = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     head = x.pointer + tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h
     return head + (i.to(tl.int64) * x.stride_t + d), (i < x.rows) & (d < x.width)
+
+
+order_keys(globals())

@@ -191,6 +191,14 @@ FIELDS = ", ".join(
 FIELDS += ", str[] broken"
 
 
+def order_keys(module: dict[str, Any]) -> None:
+    """Has Triton compute the keys of a module's kernels in their order, by which its cache finds them. By itself it
+    does so at the first launch, and what it finds then depends on which kernels were launched before. Then one script,
+    or one rank, would not find what another one has compiled."""
+    for kernel in list(module.values()):
+        getattr(kernel, "cache_key", None)
+
+
 def runs_kernels(device: torch.device) -> bool:
     """Whether Triton's kernels run there: Triton is installed, and it is an NVIDIA GPU from Ampere on."""
     if device.type != "cuda" or torch.version.hip or not HAS_TRITON:

@@ -140,7 +140,9 @@ def dropped(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
 
 
 def random_seeds(n: int, device: torch.device) -> Tensor:
-    return torch.randint(2**63 - 1, (n,), device=device)
+    # 16 bytes apart: Triton would compile a kernel once more for a pointer that is no multiple of 16.
+    seeds = torch.empty((n, 2), dtype=torch.int64, device=device)[:, 0]
+    return seeds.copy_(torch.randint(2**63 - 1, (n,), device=device))
 
 
 def whole_rows(seed: Tensor, numbers: Tensor, rows: Tensor, C: int, dropout_p: float) -> Tensor:
@@ -154,7 +156,7 @@ def whole_rows(seed: Tensor, numbers: Tensor, rows: Tensor, C: int, dropout_p: f
 seeds_op = torch.library.custom_op(
     "tilegpt::draw_seeds", random_seeds, mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
 )
-seeds_op.register_fake(lambda n, device: torch.empty(n, dtype=torch.int64, device=device))
+seeds_op.register_fake(lambda n, device: torch.empty((n, 2), dtype=torch.int64, device=device)[:, 0])
 table_op = torch.library.custom_op("tilegpt::keep_table", whole_rows, mutates_args=())
 table_op.register_fake(
     lambda seed, numbers, rows, C, dropout_p: seed.new_empty((len(numbers), len(rows), C), dtype=torch.bool)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels import sizes
 from kernels.launch import on
+from kernels.problem import order_keys
 
 BLOCK = 1024  # tokens of a part
 
@@ -93,3 +94,6 @@ def merge_kernel(most_of, best_of, token_of, made, B, P, temperature, WIDTH: tl.
             none |= (most == float("inf")) | (most == -float("inf"))
         spoilt |= none.to(tl.int32)
     tl.store(made + B, spoilt)
+
+
+order_keys(globals())

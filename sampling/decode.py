@@ -42,7 +42,7 @@ from torch import Tensor
 from kernels import sizes
 from kernels.flash import LOG2E, tanh
 from kernels.launch import on, precision
-from kernels.problem import Problem
+from kernels.problem import Problem, order_keys
 from kernels.sizes import block_d
 
 LOWEST = tl.constexpr(-torch.finfo(torch.float32).max)  # finite: -inf - -inf is NaN
@@ -351,3 +351,6 @@ def write(o, acc, l, G: tl.constexpr, D: tl.constexpr):
     """Step 6: the G rows of o that share a key head."""
     g, d = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
     tl.store(o + g * D + d, tl.div_rn(acc, l[:, None]).to(o.dtype.element_ty), mask=(g < G) & (d < D))
+
+
+order_keys(globals())

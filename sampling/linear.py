@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from kernels import sizes
 from kernels.flash import LOG2E, tanh
 from kernels.launch import on, precision
+from kernels.problem import order_keys
 from model.layers import Layers
 from model.norm import Norm
 
@@ -271,3 +272,6 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "silu":
         x = x / (1 + tl.exp2(-x * LOG2E))
     return x
+
+
+order_keys(globals())

@@ -188,7 +188,8 @@ def test_a_dispatch_mode_sees_the_op():
 def side_by_side(D: int, whole: bool, through=lambda f: f) -> tuple[torch.Tensor, torch.Tensor]:
     """o of q, k and v that are views of one tensor, with grouped heads, and that tensor's gradient. through: wraps the
     function."""
-    qkv = torch.randn(2, 40, 4 * D, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+    generator = torch.Generator(DEVICE).manual_seed(0)  # .to(DEVICE) would be counted as a copy
+    qkv = torch.randn(2, 40, 4 * D, generator=generator, device=DEVICE, requires_grad=True)
     config, seed = replace(TRITON, window=30, dropout_p=0.2), torch.tensor(SEED, device=DEVICE)
 
     def attend(qkv):

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -182,6 +183,21 @@ def what_to_try(run: Run, numbers: Numbers) -> str:
     return f"{stopped}{kept}\ntry: {'; '.join(tries)}"
 
 
+def where_time_went(run: Run) -> str:
+    """The run's time in five parts. A step in which kernels were compiled counts as training for as long as the others
+    take."""
+    total, spent = time.perf_counter() - run.began, run.spent
+    compiling = max(0.0, spent["cold steps"] - run.cold * (run.pace or 0.0))
+    parts = {
+        "starting": spent["starting"],
+        "compiling": compiling,
+        "training": spent["steps"] + spent["cold steps"] - compiling,
+        "evaluations, samples and checkpoints": spent["between steps"],
+    }
+    parts["the rest"] = max(0.0, total - sum(parts.values()))
+    return f"{total:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+
+
 def say_what_is_there(run: Run) -> None:
     """Prints the last lines of a run that reached its end: its files, and the commands to try next."""
     cfg, folder = run.cfg, run.folder
@@ -198,6 +214,7 @@ def say_what_is_there(run: Run) -> None:
     if samples.exists() and samples.stat().st_size:
         show(f"  samples      {samples}")
     show(f"  checkpoints  {folder / checkpoint.FOLDER}")
+    show(f"  time         {where_time_went(run)}")
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
     begin = ["prompt=def "] if cfg.data.source == "pystdlib" else []
     show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))

@@ -126,8 +126,9 @@ class Instant:
 class Report:
     """An update's numbers, on their way to the host."""
 
-    def __init__(self, arrival: Tensor, begin: Instant, end: Instant) -> None:
-        self.arrival, self.begin, self.end = arrival, begin, end
+    def __init__(self, arrival: Tensor, begin: Instant, end: Instant, warm: bool = True) -> None:
+        """warm: whether the step was not one of the first ones, in which kernels are compiled and steps recorded."""
+        self.arrival, self.begin, self.end, self.warm = arrival, begin, end, warm
 
     def arrived(self) -> bool:
         """Whether numbers() need not wait."""

@@ -9,9 +9,9 @@ metrics = folder_of(cfg, folder, ...)                 the locked folder runs/NAM
 import copy
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +24,11 @@ from data.made import SHORTEST
 from model.attention import AttentionConfig
 from model.gpt import GPT
 from model.recompute import RecomputingGPT
+from parallel.part import UNDIVIDED
 from parallel.processes import Ranks, sends_from_python
 from parallel.shard import shard
 from sampling.generate import Session
-from training import checkpoint
+from training import ahead, checkpoint
 from training.files import lock
 from training.machine import Signals, memory_gib, peak_flops, set_precision
 from training.memory import settle
@@ -71,6 +72,9 @@ class Run:
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     enqueued: deque[Update] = field(default_factory=deque)  # updates whose numbers have not arrived, oldest first
     pace: float | None = None  # seconds a step, smoothed
+    began: float = field(default_factory=time.perf_counter)
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by what took them
+    cold: int = 0  # steps in which kernels were compiled
     left: float = math.inf  # seconds until max_minutes are over
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
     session: Session | None = None  # what writes samples, if it stays from sample to sample
@@ -86,6 +90,13 @@ class Run:
     def ending(self) -> bool:
         """Whether this step is the last one: it is number `steps`, or max_minutes are over."""
         return self.step == self.cfg.steps or self.left <= 0
+
+    @contextmanager
+    def spending(self, on: str) -> Iterator[None]:
+        """Adds the time inside to what was spent on this."""
+        started = time.perf_counter()
+        yield
+        self.spent[on] += time.perf_counter() - started
 
     @property
     def accumulation(self) -> int:
@@ -205,6 +216,9 @@ def trainer_of(
     if parent:
         model.load_state_dict(parent.model)
     averaged = copy.deepcopy(model) if cfg.ema_decay else model
+    if ranks.part == UNDIVIDED and not cfg.parallel.shard:
+        T = cfg.length_at(1)
+        ahead.begin(model, autocast, cfg.z_loss, (rows * cfg.model.context_length // T, T))
     if cfg.parallel.shard:
         for network in dict.fromkeys((model, averaged)):
             shard(network, ranks.size, device)

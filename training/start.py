@@ -10,6 +10,7 @@ Imports neither torch nor triton, whose libraries read the environment once, whe
 
 import os
 import signal
+import time
 from pathlib import Path
 
 # An OpenMP thread that has finished its share of an operation spins until the others have. On a machine that runs
@@ -19,10 +20,12 @@ SPINS = {
     "GOMP_SPINCOUNT": "1000",  # GNU's runtime, in torch's packages for Linux: rounds of its loop, a few microseconds
     "KMP_BLOCKTIME": "0",  # Intel's and LLVM's, on a Mac and in conda: milliseconds
 }
+BEGAN: list[float] = []  # when the script began, by time.perf_counter(), until a run counts it as its own beginning
 
 
 def begin() -> None:
     """Sets the environment of this process and of those that it starts. What the user has set stays."""
+    BEGAN.append(time.perf_counter())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
     if "OMP_WAIT_POLICY" not in os.environ:
         for name, value in SPINS.items():

@@ -142,7 +142,7 @@ class TrainStep:
         arrival = self.arrivals[self.steps % len(self.arrivals)]
         self.steps += 1
         arrival.copy_(self.measured, non_blocking=self.device.type == "cuda")
-        report = Report(arrival, self.clock, Instant(self.device))
+        report = Report(arrival, self.clock, Instant(self.device), warm=self.steps > self.record_at + 1)
         self.clock = report.end
         return report
 

@@ -64,7 +64,7 @@ from kernels.hopper.forward import (
     shared_layout,
 )
 from kernels.launch import in_tiles, marks, run
-from kernels.problem import Problem
+from kernels.problem import Problem, order_keys
 
 
 @builtin
@@ -696,3 +696,6 @@ def wait_written():
     """Waits until what this thread copied or added is in memory, for all programs."""
     wait: gl.constexpr = "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+order_keys(globals())

@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.flash import key_tiles as tiles_of_flash
 from kernels.flash import philox as philox_of_flash
 from kernels.launch import LOWEST, how_for, in_tiles, run, task_of
-from kernels.problem import Mask, Problem, Visits
+from kernels.problem import Mask, Problem, Visits, order_keys
 from kernels.problem import Task as Portable
 from kernels.sizes import Tiles
 
@@ -621,3 +621,6 @@ def as_operand(p, o_layout: gl.constexpr, dtype: gl.constexpr):
 def as_matrix(tile, ROWS: gl.constexpr, how: gl.constexpr):
     """A tile (1, 1, ROWS, D) in shared memory as (ROWS, D)."""
     return tile.reshape((ROWS, how.D))
+
+
+order_keys(globals())

@@ -1,0 +1,84 @@
+"""Kernels that are compiled before the run needs them (training/ahead.py)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from training import ahead
+
+ROOT = Path(__file__).resolve().parents[1]
+# In a process without Triton's interpreter, for a GPU that need not be there.
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, ".")
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    launcher_cls = utils = staticmethod(lambda *given: None)
+    get_current_device = get_current_stream = lambda self, *given: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+found, loaded = [], []
+triton.runtime.driver.set_active(Driver())
+triton.knobs.compilation.listener = lambda *, metadata, cache_hit, **others: found.append((metadata["name"], cache_hit))
+from kernels.dropout import keep_table
+from kernels.loss import loss_in_place
+from training import ahead
+ahead.rng_state, ahead.set_rng_state = torch.get_rng_state, torch.set_rng_state
+
+def step():
+    rows = torch.arange(64)
+    keep_table(torch.tensor(1), rows[:2], rows, 64, 26)
+    loss_in_place(torch.empty(16, 64), rows[:16], -1, 0.0, True)
+
+before = torch.get_rng_state()
+ahead.compile_aside(lambda: (step(), torch.randn(3)))
+assert torch.equal(before, torch.get_rng_state())
+assert found == []  # nothing was compiled in this process
+if sys.argv[1] == "killed":
+    for processes in ahead.PROCESSES.values():
+        os.kill(processes[0].pid, signal.SIGKILL)
+launch = JITFunction.run
+JITFunction.run = lambda self, *args, grid, warmup, **options: launch(self, *args, grid=grid, warmup=True, **options)
+step()
+print(found)
+"""
+
+
+def begun_then_launched(how: str, cache: Path) -> list[tuple[str, bool]]:
+    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", SCRIPT, how]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return eval(done.stdout)
+
+
+def test_a_launch_finds_what_was_compiled_aside(tmp_path):
+    assert begun_then_launched("whole", tmp_path) == [("keep_kernel", True), ("loss_kernel", True)]
+
+
+@pytest.mark.slow
+def test_a_launch_compiles_by_itself_what_a_process_did_not(tmp_path):
+    assert [name for name, _ in begun_then_launched("killed", tmp_path)] == ["keep_kernel", "loss_kernel"]
+
+
+def test_every_kind_of_block_is_computed_once_and_nothing_is_kept():
+    """With windows [8, 8, null] twice: of each window the first block, which has nothing to add, and a later one."""
+    config = GPTConfig(vocab_size=11, n_layer=6, n_head=2, n_embd=8, context_length=16)
+    model = GPT(config, AttentionConfig("naive", windows=[8, 8, None]))
+    calls = []
+    model.layer = lambda block, x, added, context: (
+        calls.append((list(model.blocks).index(block), added is None)) or block.forward(x, added, context)
+    )
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    ahead.one_of_each(model, torch.zeros(2, 16, dtype=torch.int64))
+    assert calls == [(0, True), (1, False), (2, False)]
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
