@@ -379,7 +379,7 @@ def test_rows_of_a_norm_past_two_to_the_31_numbers_are_found():
     x = torch.ones_like(dy)
     dy[-1, 5] = 1
     mean, rstd = torch.zeros(N, device="cuda"), torch.ones(N, device="cuda")
-    dx, _, dweight = norm_backward(dy, None, x, mean, rstd, torch.ones(C, device="cuda"), None, 1.0, None, True)
+    dx, _, dweight = norm_backward(dy, None, (x, mean, rstd, torch.ones(C, device="cuda"), None), 1.0, None, True)
     assert not dx[:-1].any()
     assert dx[-1, 5] > 0.99
     for row in dweight:
