@@ -55,12 +55,12 @@ def ring_attention(
 
 
 class Ring(torch.autograd.Function):
-    """Saves q, k, v, o and lse of the part's own tokens."""
+    """Saves q, k, v, documents, o and lse; all but documents of the part's own tokens."""
 
     @staticmethod
     def forward(ctx, q, k, v, documents, config, part):
         if isinstance(_get_current_dispatch_mode(), KEEPS):  # a checkpoint knows what to keep by its op
-            o, lse = forward_op(q, k, v, documents, json.dumps(asdict(config)), *part)
+            o, lse = forward_op(q, k, v, documents, json.dumps(asdict(config)), json.dumps(part))
         else:
             o, lse = forward(q, k, v, documents, config, part)
         ctx.save_for_backward(q, k, v, documents, o, lse)
@@ -70,8 +70,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, documents, o, lse = ctx.saved_tensors
-        return *gradients(q, k, v, documents, o, lse, do, *ctx.description), None, None, None
+        return *gradients(ctx.saved_tensors, do, *ctx.description), None, None, None
 
 
 def forward(
@@ -100,19 +99,16 @@ def forward(
 
 @torch.library.custom_op("tilegpt::ring_forward", mutates_args=())
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, config: str,
-    share: int, shares: int, rank: int, ranks: int, group: str, ring: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """forward() with arguments that an op can take: the configuration as JSON, and the fields of the part."""
-    part = Part(share, shares, rank, ranks, group, ring)
-    return forward(q, k, v, documents, AttentionConfig(**json.loads(config)), part)
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, config: str, part: str
+) -> tuple[Tensor, Tensor]:
+    """forward() with arguments that an op can take: the configuration and the part as JSON."""
+    return forward(q, k, v, documents, AttentionConfig(**json.loads(config)), Part(*json.loads(part)))
 
 
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, o: Tensor, lse: Tensor, do: Tensor,
-    config: AttentionConfig, part: Part,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv like q, k and v. Sums over the parts are in float32 (float64 for float64 inputs)."""
+def gradients(saved: Any, do: Tensor, config: AttentionConfig, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv like q, k and v. Sums over the parts are in float32 (float64 for float64 inputs). saved: as in
+    Ring."""
+    q, k, v, documents, o, lse = saved
     kv = torch.stack((k, v))
     dq = torch.zeros_like(q, dtype=lse.dtype)
     returning: Callable[[], Tensor] | None = None

@@ -64,10 +64,10 @@ class Fault(NamedTuple):
 
 TABLE = [
     # --- the step ---
-    ("gradients are never clipped", "self.grad_clip or math.inf", "math.inf", "arithmetic"),
+    ("gradients are never clipped", "optimizer.grad_clip or math.inf", "math.inf", "arithmetic"),
     ("the loss is not divided by the passes", "share / (len(batches.x) * ranks.size)", "share",
      "arithmetic"),
-    ("z_loss is not handed on", "z_loss=self.z_loss", "z_loss=0.0", "arithmetic"),
+    ("z_loss is not handed on", "z_loss=self.cfg.z_loss", "z_loss=0.0", "arithmetic"),
     ("gradients add up over the steps", "self.model.zero_grad(set_to_none=True)", "pass", "arithmetic"),
     ("gradients stay scaled in fp16", "self.scaler.unscale_(optimizer)", "pass", NORM),
     ("fp16 steps over infinite gradients",

@@ -63,6 +63,7 @@ from training.metrics import read_metrics
 from training.optimizer import OptimizerConfig, build_optimizers
 from training.probe import ProbeConfig
 from training.record import compiled as in_stages
+from training.settings import Config
 from training.state import optimizer_tensors
 from training.step import TrainStep
 
@@ -658,8 +659,7 @@ def test_a_recorded_run_keeps_the_batch_that_stopped_it(tmp_path, capsys):
 def step_of(model: GPT, averaged: GPT, kind: str, dtype: torch.dtype, way: str, **options) -> TrainStep:
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
     optimizers = build_optimizers(model, OptimizerConfig(kind=kind))
-    options = {"grad_clip": 1.0, "z_loss": 0.0, "stop_on_nan": True} | options
-    return TrainStep(model, averaged, optimizers, scaler, torch.autocast("cuda", dtype), way=way, **options)
+    return TrainStep(model, averaged, optimizers, scaler, torch.autocast("cuda", dtype), way, Config(**options))
 
 
 @pytest.mark.slow
