@@ -4,6 +4,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads. None switches a rule
 """
 
 import math
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple, get_type_hints
 
@@ -48,6 +49,21 @@ class Dropout(NamedTuple):
     threshold: int  # 0 to 255: a weight is dropped if its random byte is below this
     zero: float  # 0.0. A constant would make the compiler round first and select 16-bit halves (LOG.md)
     numbers: Tensor | None = None  # (B * H,) integers: each batch-head's number in the dropout mask; None: b*H + h
+
+
+class Given(NamedTuple):
+    """The tensors of a Problem, each as above; they may change from call to call."""
+
+    documents_q: Tensor | None = None
+    documents_k: Tensor | None = None
+    positions: Tensor | None = None
+    blocks: Tensor | None = None
+    slopes: Tensor | None = None
+    seed: Tensor | None = None
+    numbers: Tensor | None = None
+
+
+NOTHING = Given()
 
 
 class Visits(NamedTuple):
@@ -147,14 +163,12 @@ class Problem(NamedTuple):
         return 256 / (256 - self.dropout.threshold)
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> Given:
         """All of the problem's tensors."""
-        mask = self.mask
-        words = mask.documents_q, mask.documents_k, mask.positions, mask.blocks
-        return *words, self.score.slopes, self.dropout.seed, self.dropout.numbers
+        return Given(*self.mask[4:8], self.score.slopes, self.dropout.seed, self.dropout.numbers)
 
-    def having(self, tensors: tuple[Tensor | None, ...] = (None,) * 7) -> "Problem":
-        """The problem with these tensors, in the order of `tensors`."""
+    def having(self, tensors: Iterable[Tensor | None] = NOTHING) -> "Problem":
+        """The problem with these tensors, in the order of Given."""
         documents_q, documents_k, positions, blocks, slopes, seed, numbers = tensors
         return self._replace(
             mask=self.mask._replace(

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.keys import check, key
-from kernels.problem import Problem
+from kernels.problem import NOTHING, Given, Problem
 from model.abilities import check_switches, wanted, why_not
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
@@ -141,9 +141,9 @@ def attention(
     """
     if (v.shape, v.dtype, v.device) != (k.shape, k.dtype, k.device):
         check_inputs(q, k, v)
-    tokens = {} if documents is None else of_documents(q, k, documents)
-    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it, numbers, slopes)
-    return attend(q, k, v, problem, config, return_lse, qkv)
+    documents_q, documents_k = (None, None) if documents is None else of_documents(q, k, documents)
+    given = Given(documents_q, documents_k, slopes=slopes, seed=seed, numbers=numbers)
+    return attend(q, k, v, problem_of(q, k, config, given, causal, softmax_scale, break_it), config, return_lse, qkv)
 
 
 def attention_varlen(
@@ -171,15 +171,15 @@ def attention_varlen(
         raise ValueError(
             "attention.block_mask is a picture of one sequence, not of a pack: leave it out, or use windows"
         )
-    tokens = packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    given = packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])._replace(seed=options.pop("seed", None))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     check_inputs(q, k, v)
-    found = attend(q, k, v, problem_of(q, k, config, tokens, **options), config, return_lse)
+    found = attend(q, k, v, problem_of(q, k, config, given, **options), config, return_lse)
     o = (found[0] if return_lse else found)[0].transpose(0, 1)
     return (o, found[1][0]) if return_lse else o
 
 
-def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> dict[str, Tensor]:
+def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     """documents_q (B, T) and documents_k (B, T_k) of attention()'s documents. Raises ValueError."""
     check_inputs(q, k, k)
     T, T_k = q.shape[2], k.shape[2]
@@ -190,7 +190,7 @@ def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> dict[str, Tensor]:
         )
     if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
-    return {"documents_q": documents[:, T_k - T :], "documents_k": documents}
+    return documents[:, T_k - T :], documents
 
 
 def attend(
@@ -233,53 +233,46 @@ def problem_of(
     q: Tensor,
     k: Tensor,
     config: AttentionConfig,
-    tokens: dict[str, Any] | None = None,
+    given: Given = NOTHING,
     causal: bool = True,
     softmax_scale: float | None = None,
-    seed: Tensor | None = None,
     break_it: BreakIt = UNBROKEN,
-    numbers: Tensor | None = None,
-    slopes: Tensor | None = None,
 ) -> Problem:
-    """The arguments of attention() as one Problem. tokens: documents_q, documents_k, positions of a Mask. What no
-    call of a kind changes is checked and made once. Raises ValueError."""
-    tokens = tokens or {}
-    blocks, dropped = config.block_mask, seed is not None and config.dropout_p > 0
+    """The arguments of attention() as one Problem. given: all of its tensors but blocks; slopes None for the usual
+    ones, and a seed that dropout may leave unused. What no call of a kind changes is checked and made once. Raises
+    ValueError."""
     if torch.compiler.is_compiling():
-        kind = kind_of(q, k, config, tokens, causal, softmax_scale, break_it, dropped)
+        kind = kind_of(q, k, config, given, causal, softmax_scale, break_it)
     else:
         key = (
-            OPTIONS(config), blocks and tuple(blocks), q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
-            tuple(tokens), causal, softmax_scale, break_it.broken, break_it.score_gain, dropped,
+            OPTIONS(config), config.block_mask and tuple(config.block_mask), q.shape, k.shape, q.dtype, k.dtype,
+            q.device, k.device, given.documents_q is None, given.positions is None, given.seed is None,
+            causal, softmax_scale, break_it.broken, break_it.score_gain,
         )  # fmt: skip
         if key not in KINDS:
             if len(KINDS) >= MANY:
                 KINDS.clear()
-            KINDS[key] = kind_of(q, k, config, tokens, causal, softmax_scale, break_it, dropped)._replace(kind={})
+            KINDS[key] = kind_of(q, k, config, given, causal, softmax_scale, break_it)._replace(kind={})
         kind = KINDS[key]
-    mask, score, dropout = kind.mask, kind.score, kind.dropout
-    if tokens:
-        mask = mask._replace(**{name: x.contiguous() for name, x in tokens.items()})
-    if blocks is not None:
-        picture = blocks_of(tuple(blocks), q.device)
-        mask = mask._replace(blocks=picture, block_columns=picture.shape[1])
+    words, slopes = [None if x is None else x.contiguous() for x in given[:3]], None
+    blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
     if config.alibi:
-        slopes = alibi_slopes(q.shape[1], q.device) if slopes is None else slopes
-        score = score._replace(slopes=slopes.to(sum_dtype(q.dtype)))
-    if seed is not None:
-        if not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
-            raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
-        dropout = dropout._replace(seed=seed, numbers=numbers) if dropped else dropout
-    return Problem(mask, score, dropout, kind.broken, kind.kind)
+        slopes = alibi_slopes(q.shape[1], q.device) if given.slopes is None else given.slopes
+        slopes = slopes.to(sum_dtype(q.dtype))
+    seed, dropped = given.seed, given.seed is not None and config.dropout_p > 0
+    if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
+        raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
+    return kind.having((*words, blocks, slopes, *((seed, given.numbers) if dropped else (None, None))))
 
 
 def kind_of(
-    q: Tensor, k: Tensor, config: AttentionConfig, tokens: dict[str, Any], causal: bool,
-    softmax_scale: float | None, break_it: BreakIt, dropped: bool,
+    q: Tensor, k: Tensor, config: AttentionConfig, given: Given, causal: bool, softmax_scale: float | None,
+    break_it: BreakIt,
 ) -> Problem:  # fmt: skip
     """problem_of() without its tensors."""
     check_inputs(q, k, k)
-    check_switches(config, break_it, causal, len(tokens) > 0, softmax_scale)
+    tokens = given.documents_q is not None or given.positions is not None
+    check_switches(config, break_it, causal, tokens, softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     usual = q.shape[-1] ** -0.5 if "no_scale" not in break_it.broken else 1.0
@@ -295,9 +288,10 @@ def kind_of(
         window=config.window,
         softcap=config.softcap,
         block_size=config.block_mask_size,
-        drop_threshold=drop_threshold(config.dropout_p) if dropped else 0,
+        blocks=blocks_of(tuple(config.block_mask), q.device) if config.block_mask else None,
+        drop_threshold=0 if given.seed is None else drop_threshold(config.dropout_p),
+        positions=given.positions,
         broken=break_it.broken,
-        **tokens,
     ).having()
 
 

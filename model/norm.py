@@ -93,7 +93,7 @@ class Form(NamedTuple):
     """What a norm computes: layer norm or RMS norm, with this epsilon, rounded to this dtype."""
 
     layer: bool
-    eps: float
+    eps: float | None  # None is torch.nn.RMSNorm's own default; model.norm_eps is always a number
     dtype: torch.dtype
 
 

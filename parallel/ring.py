@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from kernels.problem import Problem
+from kernels.problem import NOTHING, Given, Problem
 from model.attention import AttentionConfig, attend, problem_of
 from model.tiled import KEEPS, LOG2E, LOWEST, Loops, merge, sum_dtype
 from model.tiled import gradients as tiled_gradients
@@ -83,10 +83,10 @@ def forward(
     m = torch.full_like(l, LOWEST)
     for i in range(part.ranks):
         arriving = send(kv, part) if i + 1 < part.ranks else None
-        for rows, columns, causal, tokens in visits(q, i, config, part, documents):
+        for rows, columns, causal, given in visits(q, i, config, part, documents):
             k_i, v_i = kv[:, :, :, columns]
             q_i = q[:, :, rows]
-            problem = problem_of(q_i, k_i, config, tokens, causal)
+            problem = problem_of(q_i, k_i, config, given, causal)
             o_i, lse_i = attend(q_i, k_i, v_i, problem, config, return_lse=True)
             m_i = lse_i.unsqueeze(-1) * LOG2E
             before = m[:, :, rows], l[:, :, rows], acc[:, :, rows]
@@ -115,10 +115,10 @@ def gradients(saved: Any, do: Tensor, config: AttentionConfig, part: Part) -> tu
     for i in range(part.ranks):
         arriving = send(kv, part) if i + 1 < part.ranks else None
         dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        for rows, columns, causal, tokens in visits(q, i, config, part, documents):
+        for rows, columns, causal, given in visits(q, i, config, part, documents):
             q_i, o_i, do_i, lse_i = (x[:, :, rows] for x in (q, o, do, lse))
             k_i, v_i = kv[:, :, :, columns]
-            problem = problem_of(q_i, k_i, config, tokens, causal)
+            problem = problem_of(q_i, k_i, config, given, causal)
             dq_i, dk_i, dv_i = part_gradients(q_i, k_i, v_i, o_i, lse_i.contiguous(), do_i, config, problem)
             dq[:, :, rows] += dq_i
             dkv[:, :, :, columns] += torch.stack((dk_i, dv_i))
@@ -150,9 +150,9 @@ def part_gradients(
 
 def visits(
     q: Tensor, i: int, config: AttentionConfig, part: Part, documents: Tensor | None
-) -> Iterator[tuple[slice, slice, bool, dict[str, Tensor]]]:
+) -> Iterator[tuple[slice, slice, bool, Given]]:
     """Which of the part's queries see which of the keys that have come i processes far: rows, columns, whether
-    causally, and fields of a Problem that say where they are."""
+    causally, and the tensors of a Problem that say where they are."""
     n = q.shape[2]
     source = part._replace(rank=(part.rank - i) % part.ranks)
     both, early, late = slice(0, n), slice(0, n // 2), slice(n // 2, n)
@@ -162,13 +162,13 @@ def visits(
     if in_pieces:
         found = [(rows, early)] + [(late, late)] * (source.rank >= part.rank)
     for rows, columns in found:
-        tokens: dict[str, Tensor] = {}
+        given = NOTHING
         if documents is not None:
-            tokens |= {"documents_q": part.cut(documents)[:, rows], "documents_k": source.cut(documents)[:, columns]}
+            given = Given(part.cut(documents)[:, rows], source.cut(documents)[:, columns])
         if in_pieces:
             places = torch.arange(part.ranks * n, device=q.device)[None]
-            tokens["positions"] = part.cut(places)[0, rows] - source.cut(places)[0, columns.start]
-        yield rows, columns, i == 0, tokens
+            given = given._replace(positions=part.cut(places)[0, rows] - source.cut(places)[0, columns.start])
+        yield rows, columns, i == 0, given
 
 
 def send(x: Tensor, part: Part) -> Callable[[], Tensor]:

@@ -312,7 +312,7 @@ def random_mask(draw: torch.Generator, kind: str) -> Mask:
         found |= {"documents_q": numbers[:, -T:], "documents_k": numbers[:, -T_k:]}
     if kind == "pack":
         cu_q, cu_k = (torch.randint(n + 1, (3,), generator=draw).sort().values.tolist() for n in (T, T_k))
-        found |= packed(torch.tensor([0, *cu_q, T]), torch.tensor([0, *cu_k, T_k]), T, T_k)
+        found |= packed(torch.tensor([0, *cu_q, T]), torch.tensor([0, *cu_k, T_k]), T, T_k)._asdict()
     if "blocks" in kind:
         found |= {"blocks": torch.rand(12, 12, generator=draw) < 0.4, "block_size": 32}
     return Problem.of(T, T_k, **found).mask

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from conf.keys import check, key
-from kernels.problem import Problem
+from kernels.problem import Given, Problem
 from model import gpt
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import BreakIt
@@ -78,11 +78,11 @@ class Call:
     def problem(self, break_it: BreakIt | None = None) -> Problem:
         """The call as the implementations of attention() take it. break_it: replaces the call's own."""
         T, T_k = self.q.shape[2], self.k.shape[2]
-        tokens = {}
-        if self.documents is not None:
-            tokens = {"documents_q": self.documents[:, T_k - T :], "documents_k": self.documents}
+        documents_q = None if self.documents is None else self.documents[:, T_k - T :]
         broken = self.break_it if break_it is None else break_it
-        return problem_of(self.q, self.k, self.config, tokens, seed=self.seed, break_it=broken)
+        return problem_of(
+            self.q, self.k, self.config, Given(documents_q, self.documents, seed=self.seed), break_it=broken
+        )
 
 
 def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
