@@ -125,7 +125,7 @@ def launch(
         tile, how, launched = problem.kind[place]
         launched(*work(tile)[1:], how)
         return tile.BLOCK_M
-    dropout = problem.seed is not None
+    dropout = problem.dropout.seed is not None
     tile = usual = sizes.tiles_for(name, q, dropout)
     if autotune:
         tile = sizes.tuned(name, lambda tile: launch_once(name, work, q, problem, tile), q, dropout, rows, usual)
@@ -225,7 +225,7 @@ def precision(dtype: torch.dtype) -> str:
 
 def local_mask(problem: Problem, q: Tensor) -> Mask:
     """The problem's mask with break_it=local_mask: it counts from the corner of the forward's tile."""
-    tile = sizes.tiles_for("forward", q, problem.seed is not None)
+    tile = sizes.tiles_for("forward", q, problem.dropout.seed is not None)
     return problem.mask._replace(at_most=None, local_m=tile.BLOCK_M, local_n=tile.BLOCK_N)
 
 

@@ -125,34 +125,6 @@ class Problem(NamedTuple):
         )
 
     @property
-    def T(self) -> int:
-        return self.mask.T
-
-    @property
-    def T_k(self) -> int:
-        return self.mask.T_k
-
-    @property
-    def scale(self) -> float:
-        return self.score.scale
-
-    @property
-    def softcap(self) -> float | None:
-        return self.score.softcap
-
-    @property
-    def slopes(self) -> Tensor | None:
-        return self.score.slopes
-
-    @property
-    def seed(self) -> Tensor | None:
-        return self.dropout.seed
-
-    @property
-    def numbers(self) -> Tensor | None:
-        return self.dropout.numbers
-
-    @property
     def dropout_p(self) -> float:
         """The share of weights that is dropped: attention.dropout_p rounded to steps of 1/256."""
         return self.dropout.threshold / 256

@@ -300,7 +300,7 @@ def nan_share(shown: Shown) -> Panel:
 def scores_of(call: Call) -> Tensor:
     """The scores of a causal call, (B, H, T, T), -inf where hidden."""
     groups = call.q.shape[1] // call.k.shape[1]
-    s = call.q.double() @ call.k.double().repeat_interleave(groups, dim=1).mT * call.problem().scale
+    s = call.q.double() @ call.k.double().repeat_interleave(groups, dim=1).mT * call.problem().score.scale
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
 
 

@@ -217,7 +217,7 @@ def attend(
                 documents = {} if problem.mask.documents_q is None else {"documents": "documents"}
                 if why := why_not("sdpa", wanted(config) | documents | ({"lse": "return_lse"} if return_lse else {})):
                     raise ValueError(why)
-                return sdpa(q, k, v, problem, 0.0 if problem.seed is None else config.dropout_p)
+                return sdpa(q, k, v, problem, 0.0 if problem.dropout.seed is None else config.dropout_p)
             case _:
                 raise ValueError(f"attention.impl={config.impl} cannot run here; resolve() it at start-up")
     return (o, lse) if return_lse else o
@@ -336,22 +336,20 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
 
 def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """o (B, H, T, D) in q's dtype and lse (B, H, T), float32 (float64 for float64 inputs), by the formulas."""
-    rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
+    mask, dropout, broken = problem.mask, problem.dropout, problem.broken
+    rows, columns = range(mask.T), range(mask.T_k)
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, dim=1)  # (B, H, T_k, D)
     v = v.repeat_interleave(groups, dim=1)
 
-    scale = problem.scale
+    scale = problem.score.scale
     if q.dtype == torch.float16:
         # q is scaled before the product, because q k^T exceeds fp16's 65,504 long before the scores do. A power of two
         # rounds nothing but elements of q below 5e-4, to steps of 6e-8.
         first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
         q, scale = q * first, scale / first
     s = (q @ k.mT).to(sum_dtype(q.dtype)) * scale  # 1: (B, H, T, T_k)
-    if problem.softcap is not None:
-        s = problem.softcap * torch.tanh(s / problem.softcap)
-    if problem.slopes is not None:
-        s = s - problem.slopes[:, None, None] * distance(problem, rows, columns, q.device)
+    s = modified(s, problem, rows, columns)
     s = s.masked_fill(~visible(problem, rows, columns, q.device).unsqueeze(1), -INF)  # 2
     # 3: m cancels out of p and its gradient; it only keeps exp from overflowing. A row that sees no key has m = -inf,
     # and exp(-inf - -inf) would be NaN, so its m is set to 0.
@@ -363,13 +361,21 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     empty = l == 0
     l = l.masked_fill(empty, 1.0) if guard else l
     p = p / l
-    if problem.seed is not None:  # 4
-        batch_heads = p.shape[0] * p.shape[1] if problem.numbers is None else problem.numbers
-        keep = keep_mask(problem.seed, batch_heads, rows, columns, problem.dropout_p)
+    if dropout.seed is not None:  # 4
+        batch_heads = p.shape[0] * p.shape[1] if dropout.numbers is None else dropout.numbers
+        keep = keep_mask(dropout.seed, batch_heads, rows, columns, problem.dropout_p)
         p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
     o = p.to(v.dtype) @ v  # 5
     lse = (m + l.log()).masked_fill(empty, -INF).squeeze(-1)  # 6
     return o, lse
+
+
+def modified(s: Tensor, problem: Problem, rows: range, columns: range) -> Tensor:
+    """The rest of step 1: softcap and alibi of s = q k^T * softmax_scale, (B, H, R, S)."""
+    cap, slopes = problem.score.softcap, problem.score.slopes
+    if cap is not None:
+        s = cap * torch.tanh(s / cap)
+    return s if slopes is None else s - slopes[:, None, None] * distance(problem, rows, columns, s.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,14 +385,14 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) -> Tensor:
     """o (B, H, T, D). Dropout is PyTorch's own: it draws another mask, and does not round dropout_p to 1/256."""
     bias: Tensor | None = None
-    causal = problem.mask.at_most is not None
-    aligned = problem.T == problem.T_k  # is_causal aligns the first row and key, not the last ones
-    if causal and problem.T < problem.T_k:  # this bias takes no T x T_k memory if a kernel knows it
+    T, T_k, causal = problem.mask.T, problem.mask.T_k, problem.mask.at_most is not None
+    aligned = T == T_k  # is_causal aligns the first row and key, not the last ones
+    if causal and T < T_k:  # this bias takes no T x T_k memory if a kernel knows it
         from torch.nn.attention.bias import causal_lower_right  # imported here: torch._dynamo takes 2 s
 
-        bias = causal_lower_right(problem.T, problem.T_k)
+        bias = causal_lower_right(T, T_k)
     elif causal and not aligned:  # some rows see no key, and that bias gives them NaN
-        bias = visible(problem, range(problem.T), range(problem.T_k), q.device)[0]
+        bias = visible(problem, range(T), range(T_k), q.device)[0]
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -394,7 +400,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) ->
         bias,
         dropout_p,
         is_causal=causal and aligned,
-        scale=problem.scale,
+        scale=problem.score.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 

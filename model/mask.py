@@ -73,7 +73,7 @@ class Tiling:
 
     def __init__(self, problem: Problem, block_m: int, block_n: int):
         self.mask = mask = problem.mask
-        self.row_tiles, self.column_tiles = tiles(problem.T, block_m), tiles(problem.T_k, block_n)
+        self.row_tiles, self.column_tiles = tiles(mask.T, block_m), tiles(mask.T_k, block_n)
         # break_it=local_mask breaks the causal mask: then no tile is EMPTY, and none is WHOLE.
         self.local = "local_mask" in problem.broken
         self.at_least, self.at_most = mask.at_least, None if self.local else mask.at_most

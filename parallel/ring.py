@@ -144,7 +144,7 @@ def part_gradients(
         return dq, dk, dv
     saved: Any = (q, k, v, o, lse, *problem.tensors)
     # naive has no backward of its own. One tile that holds all scores is the same formulas.
-    tile_size = (problem.T, problem.T_k) if config.impl == "naive" else (config.block_m, config.block_n)
+    tile_size = (problem.mask.T, problem.mask.T_k) if config.impl == "naive" else (config.block_m, config.block_n)
     return tiled_gradients(saved, do, None, problem, Loops(*tile_size, config.order))
 
 

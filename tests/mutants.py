@@ -491,7 +491,7 @@ TABLE = [
     ("the last row that sees a tile of keys is left out", "columns[-1] - self.at_least + 1 - offset",
      "columns[-1] - self.at_least - offset", "mask attention::test_it_is_the_definition_in_float64"),
     ("tiled's dropout ignores the numbers of the heads",
-     "p.shape[0] * p.shape[1] // len(tile.rows) if problem.numbers is None else problem.numbers",
+     "p.shape[0] * p.shape[1] // len(tile.rows) if dropout.numbers is None else dropout.numbers",
      "p.shape[0] * p.shape[1] // len(tile.rows)", "parallel::test_attention_of_a_part_is_that_part_of_attention"),
     ("a call keeps the scale of the first call of its kind", "causal, softmax_scale, break_it.broken",
      "causal, break_it.broken",

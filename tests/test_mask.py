@@ -56,7 +56,7 @@ def looked(problem: Problem, block_m: int, block_n: int, kind: type = Tiling) ->
 @pytest.mark.parametrize("case", MASKS, ids=case_name)
 def test_an_element_is_visible_where_every_rule_says_so(case):
     problem = problem_of(case)
-    found = visible(problem, range(problem.T), range(problem.T_k), CPU)
+    found = visible(problem, range(problem.mask.T), range(problem.mask.T_k), CPU)
     assert torch.equal(found.expand(case.B, -1, -1), seen_by_hand(case))
 
 
