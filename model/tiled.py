@@ -76,8 +76,8 @@ class Tiled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.description = problem, loops
         # A checkpoint that keeps attention's results knows them by their op. Elsewhere the op would only cost time.
-        compute = forward_op if isinstance(_get_current_dispatch_mode(), KEEPS) else forward
-        o, lse = compute(q, k, v, *problem.fields, *loops)
+        kept = isinstance(_get_current_dispatch_mode(), KEEPS)
+        o, lse = forward_op(q, k, v, *problem.fields, *loops) if kept else forward(q, k, v, problem, loops)
         # The problem's tensors too, so that autograd notices if documents changed in place meanwhile.
         ctx.save_for_backward(q, k, v, o, lse, *problem.tensors)
         return o, lse
@@ -110,9 +110,8 @@ class Once(torch.autograd.Function):
         raise RuntimeError("attention=tiled has no second derivative (create_graph=True); use attention=naive")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor]:
-    """Steps 1 to 6: o and lse. description: the fields of a Problem, then those of Loops."""
-    problem, loops = Problem.from_fields(*description[:-3]), Loops(*description[-3:])
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, loops: Loops) -> tuple[Tensor, Tensor]:
+    """Steps 1 to 6: o and lse."""
     o, lse = like_heads(q.shape, q), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
     for rows, tile, found in forward_tiles(q, k, v, problem, loops):
         if tile is None:
@@ -124,7 +123,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tens
 
 forward_op = torch.library.custom_op(
     "tilegpt::tiled_forward",
-    forward,
+    lambda q, k, v, *fields: forward(q, k, v, Problem.from_fields(*fields[:-3]), Loops(*fields[-3:])),
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {FIELDS}, int block_m, int block_n, str order) -> (Tensor, Tensor)",
 )

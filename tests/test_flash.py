@@ -192,7 +192,7 @@ def side_by_side(D: int, whole: bool, through=lambda f: f) -> tuple[torch.Tensor
     config, seed = replace(TRITON, window=30, dropout_p=0.2), torch.tensor(SEED, device=DEVICE)
 
     def attend(qkv):
-        q, k, v = op.heads_of(qkv, (2, 1))
+        q, k, v = op.heads_of([qkv], (2, 1))
         return attention(q, k, v, config, seed=seed, qkv=qkv if whole else None)
 
     o = through(attend)(qkv)
