@@ -5,7 +5,6 @@ Problem.broken and `"no_max" in problem.broken`. Those lines are in model/attent
 model/mask.py, model/gpt.py (unrestored_seed) and kernels/.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -144,11 +143,6 @@ FAILURES = {
     ),
 }
 PARTS = {"no_rescale": ("no_rescale_sum", "no_rescale_output")}  # a failure that is several others at once
-# The failures that an implementation has nothing to remove for, and why.
-LACKS: dict[str, Mapping[str, str]] = {
-    "naive": {name: f.not_in_naive for name, f in FAILURES.items() if f.not_in_naive},
-    "sdpa": dict.fromkeys(FAILURES.keys() - {"no_scale", "unrestored_seed"}, "torch's sdpa cannot be broken"),
-}
 # What older versions had: a switch for each failure, false where it was taken out.
 SWITCHES = {
     "subtract_max": "no_max",
