@@ -361,7 +361,8 @@ def test_what_older_versions_wrote_is_read_by_the_names_of_today():
     old = {"subtract_max": False, "rescale_sum": True, "rescale_output": True, "score_gain": 2.0}
     assert BreakIt(**of_older(old)) == BreakIt("no_max", 2.0)
     assert BreakIt(**of_older(dict.fromkeys(SWITCHES, True))) == UNBROKEN
-    assert set(SWITCHES.values()) == FAILURES.keys() - PARTS.keys()
+    assert set(SWITCHES.values()) <= FAILURES.keys() - PARTS.keys()
+    assert len(SWITCHES) == 10  # a newer failure has none
     for today in ({"broken": ["no_max"], "score_gain": 1.0}, {}, None, {"subtract_max": "x"}, {"subtract_max": [1]}):
         assert of_older(today) == today
 
