@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kernels import hopper, launch, sizes
-from kernels.problem import FIELDS, Problem, refuse_tangents
+from kernels.problem import FIELDS, NOTHING, Problem, refuse_tangents
 
 
 def flash_attention(
@@ -93,7 +93,8 @@ def backward(ctx, do: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
     """The gradients of `inputs`, which computes the weights again. do or dlse is None if the loss does not use it."""
     refuse_tangents("triton", do, dlse)
     saved = ctx.saved_tensors  # read once: with activation checkpointing a second read fails
-    o, lse2, tensors, inputs = saved[0], saved[1], saved[2:9], saved[9:]
+    o, lse2, *rest = saved
+    tensors, inputs = rest[: len(NOTHING)], rest[len(NOTHING) :]
     problem, autotune, kernel, heads = ctx.description
     problem = problem.having(tensors)
     do = torch.zeros_like(o) if do is None else do

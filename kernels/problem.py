@@ -6,6 +6,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads. None switches a rule
 import math
 from collections.abc import Iterable
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -165,7 +166,10 @@ class Problem(NamedTuple):
     def from_fields(*fields) -> "Problem":
         """The inverse of `fields`. An op of torch.library turns the tuple `broken` into a list, which would make
         Problems unequal that are equal."""
-        return Problem(Mask(*fields[:12]), Score(*fields[12:16]), Dropout(*fields[16:20]), tuple(fields[20]))
+        left = iter(fields)
+        parts: Any = (part(*islice(left, len(part._fields))) for part in (Mask, Score, Dropout))
+        mask, score, dropout = parts
+        return Problem(mask, score, dropout, tuple(next(left)))
 
 
 # The schema of an op takes only tensors, numbers and strings.
