@@ -65,10 +65,10 @@ class Config(Sampler):
     runs: str = key("runs", "folder of all runs")
     list_runs: bool = key(False, "list all runs, the newest first, instead of writing text")
     init_from: str | None = key(
-        None, "weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors", filled=True
+        None, "weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors", least=1
     )
     export: str | None = key(
-        None, "write the model into this folder, for transformers to load; null: write text", filled=True
+        None, "write the model into this folder, for transformers to load; null: write text", least=1
     )
     prompt: str = key("", "text to continue; empty: start a new document")
     prompt_file: str | None = key(None, "UTF-8 file with the prompt, - for standard input; null: use prompt=")

@@ -26,15 +26,14 @@ class Key(NamedTuple):
     above: float | None
     below: float | None
     among: tuple[str, ...]
-    filled: bool
     usual: str
 
     def complaint(self, value: Any) -> str:
         """What is wrong with one value, to stand behind KEY=VALUE; "" if nothing is."""
         if self.among:
             return "" if value in self.among else f" is not known; choose {either(self.among)}"
-        if self.filled and value == "":
-            return " is empty; give it a value or leave it out"
+        if isinstance(value, str):
+            return "" if value or not self.least else " is empty; give it a value or leave it out"
         low = [("at least", self.least, operator.ge), ("above", self.above, operator.gt)]
         high = [("at most", self.most, operator.le), ("below", self.below, operator.lt)]
         limits = [(words, limit, holds) for words, limit, holds in low + high if limit is not None]
@@ -59,7 +58,6 @@ def key(
     above: float | None = None,
     below: float | None = None,
     among: str = "",
-    filled: bool = False,
     usual: str = "",
 ) -> Any:
     """A dataclass field. Its type is checked where the configuration is composed or read, and None is right wherever
@@ -68,14 +66,13 @@ def key(
     meaning: one line for --help. More than fits there is a comment above the field.
     usual: a usual value, or what null, 0 or 1 mean. It ends both the line of --help and the message about a limit.
     least <= value <= most, above < value < below. A number that has no upper limit must be finite; most=math.inf lets
-        infinity in.
+        infinity in. least=1 of a string: it is not empty.
     among: the values of a string, as --help shows them behind the meaning: "auto (a GPU if there is one) | cpu | cuda".
-    filled: the empty string is refused.
     """
     options = among.split(" | ") if among else []
     names = tuple(option.split()[0].rstrip(",") for option in options)
     said = ": ".join(filter(None, (meaning, among))) + (f"; {usual}" if usual else "")
-    metadata = {"key": Key(said, least, most, above, below, names, filled, usual)}
+    metadata = {"key": Key(said, least, most, above, below, names, usual)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -74,15 +74,15 @@ class DataConfig:
     # data=NAME sets the related keys too.
     source: str = key("pystdlib", among=" | ".join(READS))
     path: str | None = key(
-        None, "data=text or bin: a file, a folder or a glob; data=text also: - (standard input)", filled=True
+        None, "data=text or bin: a file, a folder or a glob; data=text also: - (standard input)", least=1
     )
-    field: str = key("text", "data=text: field of a .jsonl line that holds the text", filled=True)
+    field: str = key("text", "data=text: field of a .jsonl line that holds the text", least=1)
     val_fraction: float = key(
         0.05, "fraction of the text for validation; data=bin: only if no file is named *val*", above=0, most=0.5
     )
     shards: int | None = key(None, "data=fineweb: number of training files, 1 to 103, of 100 M tokens each; null: 1")
     url: str | None = key(None, "data=shakespeare: address of another folder to download input.txt from")
-    cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", filled=True)
+    cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", least=1)
 
     def __post_init__(self):
         keys.check(self, "data.")

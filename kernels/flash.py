@@ -12,7 +12,7 @@ kernels/launch.py launches, in this order:
     dkdv_kernel        one program per tile of keys: dk and dv              steps 8 to 12, transposed
 
 Each kernel takes a Task (what to compute: mask, scores, dropout, tiles to visit; kernels/problem.py) and a How (what it
-is compiled for; kernels/launch.py). The file reads top down: a function stands above those that it calls.
+is compiled for). The file reads top down: a function stands above those that it calls.
 
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops; Triton's fused-attention tutorial for the split of the
 backward; Salmon et al. 2011 for Philox.
@@ -28,6 +28,7 @@ Optimizations:
 """
 
 import math
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -36,6 +37,27 @@ from kernels.problem import Dropout, Mask, Score, Task, order_keys
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
+
+
+@dataclass(frozen=True, eq=False)
+class How:
+    """What a kernel is compiled for: every field is a constexpr.
+
+    At every launch Triton looks up the compiled kernel by its How. how() of kernels/launch.py makes each one once, so
+    that they compare by identity; comparing the fields would take longer (LOG.md).
+    """
+
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    PRECISION: tl.constexpr  # of matrix products: ieee | tf32
+    START: tl.constexpr  # initial value of m
+    NO_MAX: tl.constexpr  # the failures that are in it, by their names
+    NO_RESCALE_SUM: tl.constexpr
+    NO_RESCALE_OUTPUT: tl.constexpr
+    UNGUARDED_MASK: tl.constexpr
+    BF16_TIES: tl.constexpr
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The kernels. Below each is its loop over tiles.

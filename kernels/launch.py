@@ -13,7 +13,7 @@ a dictionary, Problem.kind. From the second call of a kind on, launch() and run(
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import hopper, sizes
-from kernels.flash import dkdv_kernel, dq_kernel, forward_kernel
+from kernels.flash import How, dkdv_kernel, dq_kernel, forward_kernel
 from kernels.problem import Mask, Problem, Task, Visits
 from kernels.sizes import Tiles, block_d, visits_of
 
@@ -125,7 +125,7 @@ def launch(
         tile, how, launched = problem.kind[place]
         launched(*work(tile)[1:], how)
         return tile.BLOCK_M
-    dropout = problem.seed is not None
+    dropout = problem.dropout.seed is not None
     tile = usual = sizes.tiles_for(name, q, dropout)
     if autotune:
         tile = sizes.tuned(name, lambda tile: launch_once(name, work, q, problem, tile), q, dropout, rows, usual)
@@ -173,26 +173,6 @@ def marks(*tensors: Tensor | None) -> tuple:
 # The arguments of a kernel.
 
 
-@dataclass(frozen=True, eq=False)
-class How:
-    """What a kernel is compiled for: every field is a constexpr.
-
-    At every launch Triton looks up the compiled kernel by its How. how() makes each one once, so that they compare by
-    identity; comparing the fields would take longer (LOG.md).
-    """
-
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    BLOCK_D: tl.constexpr
-    PRECISION: tl.constexpr  # of matrix products: ieee | tf32
-    START: tl.constexpr  # initial value of m
-    NO_MAX: tl.constexpr  # failures
-    NO_RESCALE_SUM: tl.constexpr
-    NO_RESCALE_OUTPUT: tl.constexpr
-    UNGUARDED_MASK: tl.constexpr
-    BF16_TIES: tl.constexpr
-
-
 def how_for(q: Tensor, problem: Problem, tile: Tiles) -> How:
     """What a kernel is compiled for: tile, precision and failures."""
     float32 = q.dtype == torch.float32
@@ -203,19 +183,11 @@ def how_for(q: Tensor, problem: Problem, tile: Tiles) -> How:
 def how(M: int, N: int, BLOCK_D: int, precision: str, broken: tuple[str, ...], float32: bool) -> How:
     """Makes the How of these arguments, once."""
     low = -math.inf if "unguarded_mask" in broken else LOWEST
-    fields = {
-        "BLOCK_M": M,
-        "BLOCK_N": N,
-        "BLOCK_D": BLOCK_D,
-        "PRECISION": precision,
-        "START": 0.0 if "zero_init_max" in broken or "no_max" in broken else low,
-        "NO_MAX": "no_max" in broken,
-        "NO_RESCALE_SUM": "no_rescale_sum" in broken,
-        "NO_RESCALE_OUTPUT": "no_rescale_output" in broken,
-        "UNGUARDED_MASK": "unguarded_mask" in broken,
-        "BF16_TIES": "bf16_ties" in broken and not float32,
-    }
-    return How(**{name: tl.constexpr(value) for name, value in fields.items()})
+    start = 0.0 if "zero_init_max" in broken or "no_max" in broken else low
+    values = [M, N, BLOCK_D, precision, start]
+    for failure in fields(How)[len(values) :]:
+        values.append(failure.name.lower() in broken and not (failure.name == "BF16_TIES" and float32))
+    return How(*map(tl.constexpr, values))
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -225,7 +197,7 @@ def precision(dtype: torch.dtype) -> str:
 
 def local_mask(problem: Problem, q: Tensor) -> Mask:
     """The problem's mask with break_it=local_mask: it counts from the corner of the forward's tile."""
-    tile = sizes.tiles_for("forward", q, problem.seed is not None)
+    tile = sizes.tiles_for("forward", q, problem.dropout.seed is not None)
     return problem.mask._replace(at_most=None, local_m=tile.BLOCK_M, local_n=tile.BLOCK_N)
 
 

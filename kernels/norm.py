@@ -17,7 +17,9 @@ writes them as its row of a table. A second kernel adds up the table's rows, alw
 the same bits; with atomic additions they would not.
 """
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -31,16 +33,17 @@ COLUMNS = 8  # of the table of sums, in a program: one sector of memory
 
 
 def norm_backward(
-    dy: Tensor, dres: Tensor | None, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-    keep: Tensor | None, scale: float, add_dtype: torch.dtype | None, bias: bool, tiles: tuple[int, ...] | None = None,
+    dy: Tensor, dres: Tensor | None, saved: Sequence[Any], scale: float, add_dtype: torch.dtype | None, bias: bool,
+    tiles: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx like x; dadd like x in add_dtype, empty for None; and the gradients of weight and bias, (2, C) like weight,
     (1, C) without bias.
 
-    dy, x and dres (..., C), float32, float16 or bfloat16; mean and rstd float32, one a row; mean is None in an RMS
-    norm. weight (C,). keep: bool like x. tiles: as tiles_for().
+    dy and dres (..., C), float32, float16 or bfloat16. saved: x like them; mean and rstd float32, one a row; mean is
+    None in an RMS norm; weight (C,); keep, bool like x, or None. tiles: as tiles_for().
     """
-    dx, dadd, dweight = empty_gradients(x, weight, add_dtype, bias)
+    x, mean, rstd, weight, keep = saved
+    dx, dadd, dweight = empty_gradients(saved, add_dtype, bias)
     C = x.shape[-1]
     N = x.numel() // C
     if N == 0:
@@ -61,10 +64,9 @@ def norm_backward(
     return dx, dadd, dweight
 
 
-def empty_gradients(
-    x: Tensor, weight: Tensor, add_dtype: torch.dtype | None, bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(saved: Sequence[Any], add_dtype: torch.dtype | None, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     """What norm_backward returns, uninitialised."""
+    x, _, _, weight, _ = saved
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dadd = x.new_empty(0) if add_dtype is None else torch.empty_like(dx, dtype=add_dtype)
     return dx, dadd, weight.new_empty(1 + bias, x.shape[-1])

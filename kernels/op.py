@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kernels import hopper, launch, sizes
-from kernels.problem import FIELDS, Problem, refuse_tangents
+from kernels.problem import FIELDS, NOTHING, Problem, refuse_tangents
 
 
 def flash_attention(
@@ -67,11 +67,12 @@ def check(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> None:
 
 
 class Flash(torch.autograd.Function):
-    """forward() and backward() below, called directly. The ops have the same autograd."""
+    """launch.forward() and backward() below, called directly. The ops have the same autograd. inputs: q, k and v, or
+    qkv alone."""
 
     @staticmethod
     def forward(ctx, problem, autotune, kernel, heads, *inputs):
-        o, lse, lse2 = forward(inputs, heads, problem, autotune, kernel)
+        o, lse, lse2 = launch.forward(*heads_of(inputs, heads), problem, autotune, kernel)
         ctx.mark_non_differentiable(lse2)
         keep_for_backward(ctx, inputs, o, lse2, problem, (autotune, kernel, heads))
         return o, lse, lse2
@@ -79,14 +80,6 @@ class Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse, _):
         return None, None, None, None, *backward(ctx, do, dlse)
-
-
-def forward(
-    inputs: Sequence[Tensor], heads: Sequence[int], problem: Problem, autotune: bool, kernel: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o, lse, and lse in base 2. inputs: q, k and v, or qkv alone."""
-    q, k, v = inputs if len(inputs) == 3 else heads_of(inputs[0], heads)
-    return launch.forward(q, k, v, problem, autotune, kernel)
 
 
 def keep_for_backward(ctx, inputs: Sequence[Tensor], o: Tensor, lse2: Tensor, problem: Problem, others: tuple) -> None:
@@ -100,7 +93,8 @@ def backward(ctx, do: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
     """The gradients of `inputs`, which computes the weights again. do or dlse is None if the loss does not use it."""
     refuse_tangents("triton", do, dlse)
     saved = ctx.saved_tensors  # read once: with activation checkpointing a second read fails
-    o, lse2, tensors, inputs = saved[0], saved[1], saved[2:9], saved[9:]
+    o, lse2, *rest = saved
+    tensors, inputs = rest[: len(NOTHING)], rest[len(NOTHING) :]
     problem, autotune, kernel, heads = ctx.description
     problem = problem.having(tensors)
     do = torch.zeros_like(o) if do is None else do
@@ -120,10 +114,13 @@ def is_traced(x: Tensor) -> bool:
     return type(x) not in (Tensor, Parameter) or _get_current_dispatch_mode() is not None
 
 
-def heads_of(qkv: Tensor, heads: Sequence[int]) -> tuple[Tensor, ...]:
-    """q (B, H, T, D); k, v (B, H_kv, T, D), views of qkv (B, T, (H + 2 H_kv) D)."""
+def heads_of(inputs: Sequence[Tensor], heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, H, T, D); k, v (B, H_kv, T, D), which are the inputs or views of the only one, (B, T, (H + 2 H_kv) D)."""
     H, H_kv = heads
-    return qkv.unflatten(-1, (H + 2 * H_kv, -1)).transpose(1, 2).split((H, H_kv, H_kv), dim=1)
+    if len(inputs) == 1:
+        inputs = inputs[0].unflatten(-1, (H + 2 * H_kv, -1)).transpose(1, 2).split((H, H_kv, H_kv), dim=1)
+    q, k, v = inputs
+    return q, k, v
 
 
 def gradients(
@@ -131,12 +128,10 @@ def gradients(
     problem: Problem, autotune: bool, kernel: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k and v, or of qkv."""
-    q, k, v = inputs if len(inputs) == 3 else heads_of(inputs[0], heads)
-    if len(inputs) == 3:
-        return list(launch.gradients(q, k, v, o, lse2, do, dlse, problem, autotune, kernel))
-    found = torch.empty_like(inputs[0])
-    launch.gradients(q, k, v, o, lse2, do, dlse, problem, autotune, kernel, heads_of(found, heads))
-    return [found]
+    found = [torch.empty_like(inputs[0])] if len(inputs) == 1 else []
+    into = heads_of(found, heads) if found else ()
+    made = launch.gradients(*heads_of(inputs, heads), o, lse2, do, dlse, problem, autotune, kernel, into)
+    return found or list(made)
 
 
 def refusal(dtype: torch.dtype, D: int, device: torch.device) -> str | None:
@@ -176,7 +171,7 @@ def of_op(*description) -> tuple[Problem, bool, str]:
 INPUTS = f"{FIELDS}, bool autotune, str kernel"
 flash_forward = torch.library.custom_op(
     "tilegpt::flash_forward",
-    lambda inputs, heads, *description: forward(inputs, heads, *of_op(*description)),
+    lambda inputs, heads, *description: launch.forward(*heads_of(inputs, heads), *of_op(*description)),
     mutates_args=(),
     schema=f"(Tensor[] inputs, SymInt[] heads, {INPUTS}) -> (Tensor, Tensor, Tensor)",
 )
@@ -192,7 +187,7 @@ flash_backward = torch.library.custom_op(
 
 @flash_forward.register_fake
 def _(inputs, heads, *description):
-    q = inputs[0] if len(inputs) == 3 else heads_of(inputs[0], heads)[0]
+    q = heads_of(inputs, heads)[0]
     return launch.like_heads(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
 
 

@@ -4,7 +4,9 @@ Shapes: B batch, T query rows, T_k key rows, H query heads. None switches a rule
 """
 
 import math
+from collections.abc import Iterable
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -48,6 +50,21 @@ class Dropout(NamedTuple):
     threshold: int  # 0 to 255: a weight is dropped if its random byte is below this
     zero: float  # 0.0. A constant would make the compiler round first and select 16-bit halves (LOG.md)
     numbers: Tensor | None = None  # (B * H,) integers: each batch-head's number in the dropout mask; None: b*H + h
+
+
+class Given(NamedTuple):
+    """The tensors of a Problem, each as above; they may change from call to call."""
+
+    documents_q: Tensor | None = None
+    documents_k: Tensor | None = None
+    positions: Tensor | None = None
+    blocks: Tensor | None = None
+    slopes: Tensor | None = None
+    seed: Tensor | None = None
+    numbers: Tensor | None = None
+
+
+NOTHING = Given()
 
 
 class Visits(NamedTuple):
@@ -109,34 +126,6 @@ class Problem(NamedTuple):
         )
 
     @property
-    def T(self) -> int:
-        return self.mask.T
-
-    @property
-    def T_k(self) -> int:
-        return self.mask.T_k
-
-    @property
-    def scale(self) -> float:
-        return self.score.scale
-
-    @property
-    def softcap(self) -> float | None:
-        return self.score.softcap
-
-    @property
-    def slopes(self) -> Tensor | None:
-        return self.score.slopes
-
-    @property
-    def seed(self) -> Tensor | None:
-        return self.dropout.seed
-
-    @property
-    def numbers(self) -> Tensor | None:
-        return self.dropout.numbers
-
-    @property
     def dropout_p(self) -> float:
         """The share of weights that is dropped: attention.dropout_p rounded to steps of 1/256."""
         return self.dropout.threshold / 256
@@ -147,21 +136,20 @@ class Problem(NamedTuple):
         return 256 / (256 - self.dropout.threshold)
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> Given:
         """All of the problem's tensors."""
-        mask = self.mask
-        words = mask.documents_q, mask.documents_k, mask.positions, mask.blocks
-        return *words, self.score.slopes, self.dropout.seed, self.dropout.numbers
+        return Given(*self.mask[4:8], self.score.slopes, self.dropout.seed, self.dropout.numbers)
 
-    def having(self, tensors: tuple[Tensor | None, ...] = (None,) * 7) -> "Problem":
-        """The problem with these tensors, in the order of `tensors`."""
+    def having(self, tensors: Iterable[Tensor | None] = NOTHING) -> "Problem":
+        """The problem with these tensors, in the order of Given."""
         documents_q, documents_k, positions, blocks, slopes, seed, numbers = tensors
-        return self._replace(
-            mask=self.mask._replace(
-                documents_q=documents_q, documents_k=documents_k, positions=positions, blocks=blocks
-            ),
-            score=self.score._replace(slopes=slopes),
-            dropout=self.dropout._replace(seed=seed, numbers=numbers),
+        mask, score, dropout = self.mask, self.score, self.dropout
+        return Problem(  # not by _replace(): this is called three times in a layer, and that would take 8 us longer
+            Mask(*mask[:4], documents_q, documents_k, positions, blocks, *mask[8:]),
+            Score(*score[:3], slopes, *score[4:]),
+            Dropout(seed, dropout.threshold, dropout.zero, numbers),
+            self.broken,
+            self.kind,
         )
 
     def in_backward(self) -> "Problem":
@@ -179,7 +167,10 @@ class Problem(NamedTuple):
     def from_fields(*fields) -> "Problem":
         """The inverse of `fields`. An op of torch.library turns the tuple `broken` into a list, which would make
         Problems unequal that are equal."""
-        return Problem(Mask(*fields[:12]), Score(*fields[12:16]), Dropout(*fields[16:20]), tuple(fields[20]))
+        left = iter(fields)
+        parts: Any = (part(*islice(left, len(part._fields))) for part in (Mask, Score, Dropout))
+        mask, score, dropout = parts
+        return Problem(mask, score, dropout, tuple(next(left)))
 
 
 # The schema of an op takes only tensors, numbers and strings.

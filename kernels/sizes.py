@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 
     def options(self) -> dict:
         """The keyword arguments of a launch."""
-        return {name: getattr(self, name) for name in ("num_warps", "num_stages")}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 # (kernel, BLOCK_D up to, dropout) -> the fastest tiles for 16-bit inputs on an H200 (LOG.md). Dropout needs registers,

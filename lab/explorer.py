@@ -25,7 +25,7 @@ from lab.story import (
     story,
 )
 from lab.trace import Head, tell, worked_example
-from model.break_it import UNBROKEN, BreakIt
+from model.break_it import FAILURES, UNBROKEN, BreakIt
 from training.metrics import printable
 
 TEMPLATE = Path(__file__).parents[1] / "docs" / "explorer.template.html"
@@ -59,6 +59,7 @@ def explorer(real: Path, out: Path = PAGE) -> None:
         "fields": [*Tile._fields[:-1], "says"],
         "backward_fields": [*BackwardTile._fields[:-1], "says"],
         "inputs": [stories(entry, sentences) for entry in [*small_inputs(), real_input(real)]],
+        "taken_out": {name: failure.drawn for name, failure in FAILURES.items() if failure.drawn},
         "dropout": dropout_stories(sentences),
         "backward": backward_stories(sentences),
         "sentences": list(sentences),

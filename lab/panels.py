@@ -58,7 +58,7 @@ class Panel(NamedTuple):
 
 
 RESCALE = ("no_rescale", "no_rescale_sum", "no_rescale_output")
-PANELS: dict[str, Callable[[Shown], list[Panel]]] = {  # of each failure
+PANELS: dict[str, Callable[[Shown], list[Panel]]] = {  # of a failure; of others the error of o in each tile
     "no_max": lambda shown: [flat_rows(), where_it_breaks()],
     **dict.fromkeys(RESCALE, lambda shown: [errors_by_tile(shown, "o"), states(shown)]),
     "zero_init_max": lambda shown: [low_rows(), low_gradients()],
@@ -72,7 +72,8 @@ PANELS: dict[str, Callable[[Shown], list[Panel]]] = {  # of each failure
 
 def panels(shown: Shown, curves: Curves | None) -> list[Panel]:
     """The panels of a failure. curves: its short training, or None if it has none."""
-    return PANELS[shown.trial.failure](shown) + ([] if curves is None else [losses(shown.trial.failure, curves)])
+    own = PANELS.get(shown.trial.failure, lambda shown: [errors_by_tile(shown, "o")])
+    return own(shown) + ([] if curves is None else [losses(shown.trial.failure, curves)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ def nan_share(shown: Shown) -> Panel:
 def scores_of(call: Call) -> Tensor:
     """The scores of a causal call, (B, H, T, T), -inf where hidden."""
     groups = call.q.shape[1] // call.k.shape[1]
-    s = call.q.double() @ call.k.double().repeat_interleave(groups, dim=1).mT * call.problem().scale
+    s = call.q.double() @ call.k.double().repeat_interleave(groups, dim=1).mT * call.problem().score.scale
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
 
 

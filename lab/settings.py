@@ -79,7 +79,7 @@ class Bench:
     device: str = of(
         "race train length decode roofline", "auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps"
     )
-    out: str = of(MODES, "runs/bench", "the folder for tables and pictures", filled=True)
+    out: str = of(MODES, "runs/bench", "the folder for tables and pictures", least=1)
 
     def __post_init__(self):
         check(self)
@@ -176,7 +176,7 @@ class BreakIt:
     layer: int = of("trace", 0, "trace of a run: which layer, from 0", least=0)
     head: int = of("trace", 0, "trace of a run: which head, from 0", least=0)
     prompt: str | None = of(
-        "trace look", None, "trace of a run, look: the text; null: the beginning of its validation text", filled=True
+        "trace look", None, "trace of a run, look: the text; null: the beginning of its validation text", least=1
     )
     tokens: int | None = of(
         "trace look", None, "how many tokens of the validation text; null: 32 in a trace, 256 in look", least=1

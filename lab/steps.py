@@ -36,8 +36,9 @@ from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from parallel.processes import ALONE, Ranks
 from training.machine import is_out_of_memory, keep_memory, pick_device, pick_dtype, set_precision
-from training.optimizer import OptimizerConfig, build_optimizers
+from training.optimizer import build_optimizers
 from training.record import Report
+from training.settings import Config
 from training.step import TrainStep, choose_way
 
 FACTS = ["commit", "device", "torch", "triton", "dtype", "case"]
@@ -243,11 +244,8 @@ def step_of(
 ) -> tuple[Step, str]:
     """The step of train.py, waited for as there, and whether it is compiled or recorded. A batch is (passes, B, T)."""
     way, _ = choose_way(compile, device, model.attention_config, model.config)
-    settings = OptimizerConfig()
-    train_step = TrainStep(
-        model, model, build_optimizers(model, settings), torch.amp.GradScaler(device.type, enabled=False), autocast,
-        way=way, grad_clip=settings.grad_clip, z_loss=0.0, stop_on_nan=True, ranks=ranks,
-    )  # fmt: skip
+    cfg, scaler = Config(), torch.amp.GradScaler(device.type, enabled=False)
+    train_step = TrainStep(model, model, build_optimizers(model, cfg.optimizer), scaler, autocast, way, cfg, ranks)
     sent: deque[Report] = deque()
 
     def step(batch: Batch) -> None:

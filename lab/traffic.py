@@ -53,7 +53,7 @@ def words_of(config: AttentionConfig, N: int, D: int, causal: bool = False, back
             o, lse = attention(q, k, v, config, causal=causal, return_lse=True)
         if backward:  # called directly, because the mode does not see calls from autograd
             problem = problem_of(q, k, config, causal=causal)
-            saved = q, k, v, o, lse, *problem.tensors
+            saved: Any = (q, k, v, o, lse, *problem.tensors)
             with Tiles() as counted:
                 gradients(saved, do, None, problem, Loops(config.block_m, config.block_n, config.order))
     return counted.words

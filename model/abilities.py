@@ -17,7 +17,7 @@ import torch
 
 from kernels.hopper import NARROW, lacks
 from kernels.problem import HAS_TRITON
-from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
+from model.break_it import FAILURES, UNBROKEN, BreakIt
 
 if TYPE_CHECKING:
     from model.attention import AttentionConfig
@@ -67,13 +67,15 @@ def of_graph(options: Mapping[str, str], device: torch.device, dtype: torch.dtyp
 IMPLEMENTATIONS = ("naive", "tiled", "triton", "sdpa")
 LOOPS = {"order": "{impl} has no such loops"}
 TRITONS = {"autotune": "{impl} has nothing to tune", "kernel": "{impl} has no such kernel"}
+NOT_NAIVE = {name: failure.not_in_naive for name, failure in FAILURES.items() if failure.not_in_naive}
+UNBROKEN_SDPA = dict.fromkeys(FAILURES.keys() - {"no_scale", "unrestored_seed"}, "torch's sdpa cannot be broken")
 NOT_SDPA = dict.fromkeys((*OF_MASK, *OF_SCORE), "sdpa has nothing of the kind")
 ABILITIES = {
     # implementations
-    "naive": Ability(LOOPS | TRITONS | dict(LACKS["naive"])),
+    "naive": Ability(LOOPS | TRITONS | NOT_NAIVE),
     "tiled": Ability(TRITONS),
     "triton": Ability(LOOPS, of_triton),
-    "sdpa": Ability(NOT_SDPA | LOOPS | TRITONS | dict(LACKS["sdpa"]) | {"lse": "sdpa returns none"}),
+    "sdpa": Ability(NOT_SDPA | LOOPS | TRITONS | UNBROKEN_SDPA | {"lse": "sdpa returns none"}),
     "hopper forward": Ability(where=partial(lacks, "forward")),  # kernels/hopper/ has their limits
     "hopper backward": Ability(where=partial(lacks, "backward")),
     "decode": Ability(where=of_decode),

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.keys import check, key
-from kernels.problem import Problem
+from kernels.problem import NOTHING, Given, Problem
 from model.abilities import check_switches, wanted, why_not
 from model.break_it import UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
@@ -141,9 +141,9 @@ def attention(
     """
     if (v.shape, v.dtype, v.device) != (k.shape, k.dtype, k.device):
         check_inputs(q, k, v)
-    tokens = {} if documents is None else of_documents(q, k, documents)
-    problem = problem_of(q, k, config, tokens, causal, softmax_scale, seed, break_it, numbers, slopes)
-    return attend(q, k, v, problem, config, return_lse, qkv)
+    documents_q, documents_k = (None, None) if documents is None else of_documents(q, k, documents)
+    given = Given(documents_q, documents_k, slopes=slopes, seed=seed, numbers=numbers)
+    return attend(q, k, v, problem_of(q, k, config, given, causal, softmax_scale, break_it), config, return_lse, qkv)
 
 
 def attention_varlen(
@@ -171,15 +171,15 @@ def attention_varlen(
         raise ValueError(
             "attention.block_mask is a picture of one sequence, not of a pack: leave it out, or use windows"
         )
-    tokens = packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    given = packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])._replace(seed=options.pop("seed", None))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     check_inputs(q, k, v)
-    found = attend(q, k, v, problem_of(q, k, config, tokens, **options), config, return_lse)
+    found = attend(q, k, v, problem_of(q, k, config, given, **options), config, return_lse)
     o = (found[0] if return_lse else found)[0].transpose(0, 1)
     return (o, found[1][0]) if return_lse else o
 
 
-def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> dict[str, Tensor]:
+def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     """documents_q (B, T) and documents_k (B, T_k) of attention()'s documents. Raises ValueError."""
     check_inputs(q, k, k)
     T, T_k = q.shape[2], k.shape[2]
@@ -190,7 +190,7 @@ def of_documents(q: Tensor, k: Tensor, documents: Tensor) -> dict[str, Tensor]:
         )
     if documents.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"documents are {documents.dtype}: want integers, such as documents.long() gives")
-    return {"documents_q": documents[:, T_k - T :], "documents_k": documents}
+    return documents[:, T_k - T :], documents
 
 
 def attend(
@@ -217,7 +217,7 @@ def attend(
                 documents = {} if problem.mask.documents_q is None else {"documents": "documents"}
                 if why := why_not("sdpa", wanted(config) | documents | ({"lse": "return_lse"} if return_lse else {})):
                     raise ValueError(why)
-                return sdpa(q, k, v, problem, 0.0 if problem.seed is None else config.dropout_p)
+                return sdpa(q, k, v, problem, 0.0 if problem.dropout.seed is None else config.dropout_p)
             case _:
                 raise ValueError(f"attention.impl={config.impl} cannot run here; resolve() it at start-up")
     return (o, lse) if return_lse else o
@@ -233,53 +233,46 @@ def problem_of(
     q: Tensor,
     k: Tensor,
     config: AttentionConfig,
-    tokens: dict[str, Any] | None = None,
+    given: Given = NOTHING,
     causal: bool = True,
     softmax_scale: float | None = None,
-    seed: Tensor | None = None,
     break_it: BreakIt = UNBROKEN,
-    numbers: Tensor | None = None,
-    slopes: Tensor | None = None,
 ) -> Problem:
-    """The arguments of attention() as one Problem. tokens: documents_q, documents_k, positions of a Mask. What no
-    call of a kind changes is checked and made once. Raises ValueError."""
-    tokens = tokens or {}
-    blocks, dropped = config.block_mask, seed is not None and config.dropout_p > 0
+    """The arguments of attention() as one Problem. given: all of its tensors but blocks; slopes None for the usual
+    ones, and a seed that dropout may leave unused. What no call of a kind changes is checked and made once. Raises
+    ValueError."""
     if torch.compiler.is_compiling():
-        kind = kind_of(q, k, config, tokens, causal, softmax_scale, break_it, dropped)
+        kind = kind_of(q, k, config, given, causal, softmax_scale, break_it)
     else:
         key = (
-            OPTIONS(config), blocks and tuple(blocks), q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
-            tuple(tokens), causal, softmax_scale, break_it.broken, break_it.score_gain, dropped,
+            OPTIONS(config), config.block_mask and tuple(config.block_mask), q.shape, k.shape, q.dtype, k.dtype,
+            q.device, k.device, given.documents_q is None, given.positions is None, given.seed is None,
+            causal, softmax_scale, break_it.broken, break_it.score_gain,
         )  # fmt: skip
         if key not in KINDS:
             if len(KINDS) >= MANY:
                 KINDS.clear()
-            KINDS[key] = kind_of(q, k, config, tokens, causal, softmax_scale, break_it, dropped)._replace(kind={})
+            KINDS[key] = kind_of(q, k, config, given, causal, softmax_scale, break_it)._replace(kind={})
         kind = KINDS[key]
-    mask, score, dropout = kind.mask, kind.score, kind.dropout
-    if tokens:
-        mask = mask._replace(**{name: x.contiguous() for name, x in tokens.items()})
-    if blocks is not None:
-        picture = blocks_of(tuple(blocks), q.device)
-        mask = mask._replace(blocks=picture, block_columns=picture.shape[1])
+    words, slopes = [None if x is None else x.contiguous() for x in given[:3]], None
+    blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
     if config.alibi:
-        slopes = alibi_slopes(q.shape[1], q.device) if slopes is None else slopes
-        score = score._replace(slopes=slopes.to(sum_dtype(q.dtype)))
-    if seed is not None:
-        if not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
-            raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
-        dropout = dropout._replace(seed=seed, numbers=numbers) if dropped else dropout
-    return Problem(mask, score, dropout, kind.broken, kind.kind)
+        slopes = alibi_slopes(q.shape[1], q.device) if given.slopes is None else given.slopes
+        slopes = slopes.to(sum_dtype(q.dtype))
+    seed, dropped = given.seed, given.seed is not None and config.dropout_p > 0
+    if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
+        raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
+    return kind.having((*words, blocks, slopes, *((seed, given.numbers) if dropped else (None, None))))
 
 
 def kind_of(
-    q: Tensor, k: Tensor, config: AttentionConfig, tokens: dict[str, Any], causal: bool,
-    softmax_scale: float | None, break_it: BreakIt, dropped: bool,
+    q: Tensor, k: Tensor, config: AttentionConfig, given: Given, causal: bool, softmax_scale: float | None,
+    break_it: BreakIt,
 ) -> Problem:  # fmt: skip
     """problem_of() without its tensors."""
     check_inputs(q, k, k)
-    check_switches(config, break_it, causal, len(tokens) > 0, softmax_scale)
+    tokens = given.documents_q is not None or given.positions is not None
+    check_switches(config, break_it, causal, tokens, softmax_scale)
     config.check_length(max(q.shape[2], k.shape[2]))
     assert config.windows is None, "a layer's own configuration is wanted: config.layer(i)"
     usual = q.shape[-1] ** -0.5 if "no_scale" not in break_it.broken else 1.0
@@ -295,9 +288,10 @@ def kind_of(
         window=config.window,
         softcap=config.softcap,
         block_size=config.block_mask_size,
-        drop_threshold=drop_threshold(config.dropout_p) if dropped else 0,
+        blocks=blocks_of(tuple(config.block_mask), q.device) if config.block_mask else None,
+        drop_threshold=0 if given.seed is None else drop_threshold(config.dropout_p),
+        positions=given.positions,
         broken=break_it.broken,
-        **tokens,
     ).having()
 
 
@@ -342,22 +336,20 @@ def alibi_slopes(H: int, device: torch.device) -> Tensor:
 
 def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """o (B, H, T, D) in q's dtype and lse (B, H, T), float32 (float64 for float64 inputs), by the formulas."""
-    rows, columns, broken = range(problem.T), range(problem.T_k), problem.broken
+    mask, dropout, broken = problem.mask, problem.dropout, problem.broken
+    rows, columns = range(mask.T), range(mask.T_k)
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, dim=1)  # (B, H, T_k, D)
     v = v.repeat_interleave(groups, dim=1)
 
-    scale = problem.scale
+    scale = problem.score.scale
     if q.dtype == torch.float16:
         # q is scaled before the product, because q k^T exceeds fp16's 65,504 long before the scores do. A power of two
         # rounds nothing but elements of q below 5e-4, to steps of 6e-8.
         first = min(1.0, 2.0 ** math.floor(math.log2(scale)))
         q, scale = q * first, scale / first
     s = (q @ k.mT).to(sum_dtype(q.dtype)) * scale  # 1: (B, H, T, T_k)
-    if problem.softcap is not None:
-        s = problem.softcap * torch.tanh(s / problem.softcap)
-    if problem.slopes is not None:
-        s = s - problem.slopes[:, None, None] * distance(problem, rows, columns, q.device)
+    s = modified(s, problem, rows, columns)
     s = s.masked_fill(~visible(problem, rows, columns, q.device).unsqueeze(1), -INF)  # 2
     # 3: m cancels out of p and its gradient; it only keeps exp from overflowing. A row that sees no key has m = -inf,
     # and exp(-inf - -inf) would be NaN, so its m is set to 0.
@@ -369,13 +361,21 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     empty = l == 0
     l = l.masked_fill(empty, 1.0) if guard else l
     p = p / l
-    if problem.seed is not None:  # 4
-        batch_heads = p.shape[0] * p.shape[1] if problem.numbers is None else problem.numbers
-        keep = keep_mask(problem.seed, batch_heads, rows, columns, problem.dropout_p)
+    if dropout.seed is not None:  # 4
+        batch_heads = p.shape[0] * p.shape[1] if dropout.numbers is None else dropout.numbers
+        keep = keep_mask(dropout.seed, batch_heads, rows, columns, problem.dropout_p)
         p = p * keep.view_as(p) * keep_scale(problem.dropout_p)
     o = p.to(v.dtype) @ v  # 5
     lse = (m + l.log()).masked_fill(empty, -INF).squeeze(-1)  # 6
     return o, lse
+
+
+def modified(s: Tensor, problem: Problem, rows: range, columns: range) -> Tensor:
+    """The rest of step 1: softcap and alibi of s = q k^T * softmax_scale, (B, H, R, S)."""
+    cap, slopes = problem.score.softcap, problem.score.slopes
+    if cap is not None:
+        s = cap * torch.tanh(s / cap)
+    return s if slopes is None else s - slopes[:, None, None] * distance(problem, rows, columns, s.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -385,14 +385,14 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) -> Tensor:
     """o (B, H, T, D). Dropout is PyTorch's own: it draws another mask, and does not round dropout_p to 1/256."""
     bias: Tensor | None = None
-    causal = problem.mask.at_most is not None
-    aligned = problem.T == problem.T_k  # is_causal aligns the first row and key, not the last ones
-    if causal and problem.T < problem.T_k:  # this bias takes no T x T_k memory if a kernel knows it
+    T, T_k, causal = problem.mask.T, problem.mask.T_k, problem.mask.at_most is not None
+    aligned = T == T_k  # is_causal aligns the first row and key, not the last ones
+    if causal and T < T_k:  # this bias takes no T x T_k memory if a kernel knows it
         from torch.nn.attention.bias import causal_lower_right  # imported here: torch._dynamo takes 2 s
 
-        bias = causal_lower_right(problem.T, problem.T_k)
+        bias = causal_lower_right(T, T_k)
     elif causal and not aligned:  # some rows see no key, and that bias gives them NaN
-        bias = visible(problem, range(problem.T), range(problem.T_k), q.device)[0]
+        bias = visible(problem, range(T), range(T_k), q.device)[0]
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -400,7 +400,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) ->
         bias,
         dropout_p,
         is_causal=causal and aligned,
-        scale=problem.scale,
+        scale=problem.score.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 

@@ -5,7 +5,6 @@ Problem.broken and `"no_max" in problem.broken`. Those lines are in model/attent
 model/mask.py, model/gpt.py (unrestored_seed) and kernels/.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ class Failure(NamedTuple):
     wakes: str  # arguments that wake it: python train.py break_it=NAME and these
     acts: str  # the condition under which it changes anything
     not_in_naive: str | None = None  # why naive has nothing to remove; None where it has
+    drawn: tuple[str, str] | None = None  # its button on docs/explorer.html, and what it does; None: it has no story
 
 
 FAILURES = {
@@ -37,6 +37,7 @@ FAILURES = {
         "fp16 inputs the weights of tiled and triton are fp16 numbers, which end at exp(11.1)",
         wakes="break_it.score_gain=100",
         acts="once l or acc of a row passes exp(88.7) (in fp16 also once a score passes 11.1)",
+        drawn=("maximum", "m stays 0, and the weights are exp(s)."),
     ),
     "no_rescale": Failure(
         "the rescaling",
@@ -45,6 +46,7 @@ FAILURES = {
         "large. With one tile of keys there is no earlier tile, and o is right",
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
+        drawn=("rescaling", "When m grows, l and acc are not multiplied by alpha."),
     ),
     "no_rescale_sum": Failure(
         "the rescaling of the sum l",
@@ -54,6 +56,7 @@ FAILURES = {
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, because it has one pass",
+        drawn=("rescaling of l", "When m grows, l is not multiplied by alpha."),
     ),
     "no_rescale_output": Failure(
         "the rescaling of the output acc",
@@ -63,6 +66,7 @@ FAILURES = {
         wakes="attention.block_n=32",
         acts="once the maximum of a row grows after its first tile of keys",
         not_in_naive="naive rescales nothing, because it has one pass",
+        drawn=("rescaling of acc", "When m grows, acc is not multiplied by alpha."),
     ),
     "zero_init_max": Failure(
         "the low start of the running maximum",
@@ -80,6 +84,7 @@ FAILURES = {
         wakes="break_it.score_gain=1000 attention.window=1",
         acts="once the log-sum-exp of a row is below -87.3 (in fp16 once all its scores are below -9.7)",
         not_in_naive="naive has no running maximum",
+        drawn=("low start of m", "m starts at 0 instead of \u2212\u221e."),
     ),
     "local_mask": Failure(
         "the tile's position in the mask",
@@ -90,6 +95,10 @@ FAILURES = {
         wakes="attention.block_m=128 attention.block_n=32",
         acts="where the rows or the keys need several tiles",
         not_in_naive="naive has no tiles",
+        drawn=(
+            "tile's position",
+            "The causal mask counts rows and keys from the corner of their tile, not from the start of the text.",
+        ),
     ),
     "no_scale": Failure(
         "1 / sqrt(D)",
@@ -100,6 +109,7 @@ FAILURES = {
         "1 / sqrt(D) is missing in them, too",
         wakes="break_it.score_gain=10",
         acts="always; the effect grows with the head size D",
+        drawn=("scale", "The scores are bare products q k."),
     ),
     "unguarded_mask": Failure(
         "the guard for rows that have seen no key",
@@ -109,6 +119,10 @@ FAILURES = {
         "-inf by 0. (In zero_init_max m starts at 0: that is finite, but not low)",
         wakes="attention.window=8",
         acts="where a row sees no key of the first tile that is computed for it, for example under a window",
+        drawn=(
+            "guard for rows without keys",
+            "A row that has seen no key has m = \u2212\u221e, and exp(\u2212\u221e \u2212 \u2212\u221e) is NaN.",
+        ),
     ),
     "stale_seed": Failure(
         "the dropout seed that the backward shares with the forward",
@@ -144,11 +158,6 @@ FAILURES = {
     ),
 }
 PARTS = {"no_rescale": ("no_rescale_sum", "no_rescale_output")}  # a failure that is several others at once
-# The failures that an implementation has nothing to remove for, and why.
-LACKS: dict[str, Mapping[str, str]] = {
-    "naive": {name: f.not_in_naive for name, f in FAILURES.items() if f.not_in_naive},
-    "sdpa": dict.fromkeys(FAILURES.keys() - {"no_scale", "unrestored_seed"}, "torch's sdpa cannot be broken"),
-}
 # What older versions had: a switch for each failure, false where it was taken out.
 SWITCHES = {
     "subtract_max": "no_max",

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model.abilities import OF_SCORE
 from model.attention import AttentionConfig, attention, problem_of
 from model.gpt import GPT, GPTConfig, without_numbers
 from model.mask import visible
@@ -285,7 +286,7 @@ def refuse_without_counterpart(model: GPTConfig, attention: AttentionConfig, gpt
     if gpt2 and model.mlp not in GELU.values():
         raise ValueError(f"model.mlp={model.mlp} with model.norm={model.norm} has no counterpart: {name} has gelu_tanh")
     never = {"model.rope_base_local": model.rope_base_local}
-    for key in ("softmax_scale", "softcap", "alibi", "windows", "block_mask", *(["window"] if gpt2 else [])):
+    for key in ("softmax_scale", *OF_SCORE, "windows", "block_mask", *(["window"] if gpt2 else [])):
         never[f"attention.{key}"] = getattr(attention, key) or None
     for key, value in never.items():
         if value is not None:

@@ -246,7 +246,7 @@ class Block(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, qkv: Tensor | None = None) -> Tensor:
         """q, k, v and qkv of before() to o (B, T, H, D)."""
         o = context.attend(
-            *(y.transpose(1, 2) for y in (q, k, v)), self.attention_config,
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.attention_config,
             seed=context.seed, documents=context.documents, break_it=self.break_it, qkv=qkv,
         )  # fmt: skip
         return o.transpose(1, 2)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.problem import Mask, Problem
+from kernels.problem import Given, Mask, Problem
 
 EMPTY, PART, WHOLE = 0, 1, 2  # a tile is fully hidden, partly visible, fully visible
 
@@ -73,7 +73,7 @@ class Tiling:
 
     def __init__(self, problem: Problem, block_m: int, block_n: int):
         self.mask = mask = problem.mask
-        self.row_tiles, self.column_tiles = tiles(problem.T, block_m), tiles(problem.T_k, block_n)
+        self.row_tiles, self.column_tiles = tiles(mask.T, block_m), tiles(mask.T_k, block_n)
         # break_it=local_mask breaks the causal mask: then no tile is EMPTY, and none is WHOLE.
         self.local = "local_mask" in problem.broken
         self.at_least, self.at_most = mask.at_least, None if self.local else mask.at_most
@@ -182,7 +182,7 @@ def overlapping(some_tiles: list[range], start: int, stop: int) -> list[range]:
     return some_tiles[start // block : max(0, -(-stop // block))]
 
 
-def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict[str, Tensor]:
+def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> Given:
     """A Mask's documents_q, documents_k and positions for sequences laid end to end.
 
     cu_seqlens_q, cu_seqlens_k: as in flash-attention's varlen functions, integers (sequences + 1,): where each sequence
@@ -201,4 +201,4 @@ def packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, T: int, T_k: int) -> dict
     # right=True: an empty sequence begins where the next one does, and the token belongs to the next
     of_rows, of_keys = (torch.searchsorted(cu, x, right=True) - 1 for cu, x in ((cu_q, row), (cu_k, key)))
     positions = row - cu_q[of_rows + 1] + cu_k[of_rows + 1]
-    return {"documents_q": of_rows[None], "documents_k": of_keys[None], "positions": positions}
+    return Given(of_rows[None], of_keys[None], positions)

@@ -9,6 +9,7 @@ kernel (kernels/norm.py). The gradient of the sum arrives in two parts: along th
 to x and, in another dtype, to the layer that was added. The kernel reads and writes each of these once.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,8 +85,16 @@ def by_function(norm: Norm, x: Tensor, added: Added | None, stream: bool):
     layer = isinstance(norm, LayerNorm)
     with torch.autocast(device, enabled=False):
         return StreamNorm.apply(
-            x, value, keep, dropout_p, norm.weight, norm.bias if layer else None, norm.eps, layer, dtype, stream
+            x, value, keep, dropout_p, norm.weight, norm.bias if layer else None, Form(layer, norm.eps, dtype), stream
         )
+
+
+class Form(NamedTuple):
+    """What a norm computes: layer norm or RMS norm, with this epsilon, rounded to this dtype."""
+
+    layer: bool
+    eps: float | None  # None is torch.nn.RMSNorm's own default; model.norm_eps is always a number
+    dtype: torch.dtype
 
 
 class StreamNorm(torch.autograd.Function):
@@ -93,36 +102,34 @@ class StreamNorm(torch.autograd.Function):
     less: for autograd's backward the compiled one writes the normed rows too, and this one their mean and rstd."""
 
     @staticmethod
-    def forward(ctx, x, value, keep, dropout_p, weight, bias, eps, layer, dtype, stream):
+    def forward(ctx, x, value, keep, dropout_p, weight, bias, form, stream):
         x = x.view_as(x) if value is None else x + dropped(value, keep, dropout_p)
         # In float32, as torch's kernels compute it for weights of any dtype.
         wide, shape = cast(x, torch.float32), weight.shape
-        if layer:
+        if form.layer:
             wide_bias = None if bias is None else cast(bias, torch.float32)
-            y, mean, rstd = torch.native_layer_norm(wide, shape, cast(weight, torch.float32), wide_bias, eps)
+            y, mean, rstd = torch.native_layer_norm(wide, shape, cast(weight, torch.float32), wide_bias, form.eps)
         else:
-            y, mean = F.rms_norm(wide, shape, cast(weight, torch.float32), eps), None
-            rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+            y, mean = F.rms_norm(wide, shape, cast(weight, torch.float32), form.eps), None
+            rstd = (wide.square().mean(-1, keepdim=True) + form.eps).rsqrt()
         ctx.save_for_backward(x, mean, rstd, weight, keep)
         ctx.scale, ctx.bias, ctx.added = keep_scale(dropout_p), bias is not None, value is not None
         same = value is None or (keep is None and value.dtype == x.dtype)
         ctx.add_dtype = None if same else value.dtype  # None: dadd is dx, or not wanted
-        y = cast(y, dtype)
+        y = cast(y, form.dtype)
         return (x, y) if stream else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         *dres, dy = gradients
-        x, mean, rstd, weight, keep = ctx.saved_tensors
         # torch.compile cannot look into the kernel, so it gets an op. Elsewhere the op would only cost its dispatch.
         compute = norm_op if torch.compiler.is_compiling() else by_kernel
-        dx, dadd, dweight = compute(
-            dy, dres[0] if dres else None, x, mean, rstd, weight, keep, ctx.scale, ctx.add_dtype, ctx.bias
-        )
+        along = dres[0] if dres else None
+        dx, dadd, dweight = compute(dy, along, ctx.saved_tensors, ctx.scale, ctx.add_dtype, ctx.bias)
         if ctx.add_dtype is None:
             dadd = dx if ctx.added else None
-        return dx, dadd, None, None, dweight[0], dweight[1] if ctx.bias else None, None, None, None, None
+        return dx, dadd, None, None, dweight[0], dweight[1] if ctx.bias else None, None, None
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,18 +139,18 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_kernel(
-    dy: Tensor, dres: Tensor | None, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
-    keep: Tensor | None, scale: float, add_dtype: torch.dtype | None, bias: bool,
+    dy: Tensor, dres: Tensor | None, saved: Sequence[Tensor | None],
+    scale: float, add_dtype: torch.dtype | None, bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from kernels.norm import norm_backward  # imported here: triton is not installed everywhere
 
-    return norm_backward(dy, dres, x, mean, rstd, weight, keep, scale, add_dtype, bias)
+    return norm_backward(dy, dres, saved, scale, add_dtype, bias)
 
 
-def empty_results(dy, dres, x, mean, rstd, weight, keep, scale, add_dtype, bias):
+def empty_results(dy, dres, saved, scale, add_dtype, bias):
     from kernels.norm import empty_gradients
 
-    return empty_gradients(x, weight, add_dtype, bias)
+    return empty_gradients(saved, add_dtype, bias)
 
 
 norm_op = torch.library.custom_op("tilegpt::norm_backward", by_kernel, mutates_args=())

@@ -76,8 +76,8 @@ class Tiled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.description = problem, loops
         # A checkpoint that keeps attention's results knows them by their op. Elsewhere the op would only cost time.
-        compute = forward_op if isinstance(_get_current_dispatch_mode(), KEEPS) else forward
-        o, lse = compute(q, k, v, *problem.fields, *loops)
+        kept = isinstance(_get_current_dispatch_mode(), KEEPS)
+        o, lse = forward_op(q, k, v, *problem.fields, *loops) if kept else forward(q, k, v, problem, loops)
         # The problem's tensors too, so that autograd notices if documents changed in place meanwhile.
         ctx.save_for_backward(q, k, v, o, lse, *problem.tensors)
         return o, lse
@@ -110,9 +110,8 @@ class Once(torch.autograd.Function):
         raise RuntimeError("attention=tiled has no second derivative (create_graph=True); use attention=naive")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tensor]:
-    """Steps 1 to 6: o and lse. description: the fields of a Problem, then those of Loops."""
-    problem, loops = Problem.from_fields(*description[:-3]), Loops(*description[-3:])
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, loops: Loops) -> tuple[Tensor, Tensor]:
+    """Steps 1 to 6: o and lse."""
     o, lse = like_heads(q.shape, q), q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype))
     for rows, tile, found in forward_tiles(q, k, v, problem, loops):
         if tile is None:
@@ -124,7 +123,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *description) -> tuple[Tensor, Tens
 
 forward_op = torch.library.custom_op(
     "tilegpt::tiled_forward",
-    forward,
+    lambda q, k, v, *fields: forward(q, k, v, Problem.from_fields(*fields[:-3]), Loops(*fields[-3:])),
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {FIELDS}, int block_m, int block_n, str order) -> (Tensor, Tensor)",
 )
@@ -194,7 +193,7 @@ def backward_tiles(
     dk, dv = (like_heads(k.shape, lse) for _ in "kv")
     problem = problem.in_backward()
     q, k, v = by_key_head(q, k, v)
-    (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], problem.scale, lse.dtype
+    (N, G, T, D), T_k, scale, wide = q.shape, k.shape[2], problem.score.scale, lse.dtype
     tiling = Tiling(problem, block_m, block_n)
     delta = (do.to(wide) * o).sum(-1, keepdim=True)  # 7: (B, H, T, 1)
     if dlse is not None:
@@ -208,7 +207,7 @@ def backward_tiles(
     terms = ((x.view(N, G, T, 1), wide) for x in (lse2, delta))
     by_rows = [(q, factors), (do.reshape(N, G, T, D), factors), *terms]
     size = N * G * min(block_m, T) * min(block_n, T_k)
-    on_chip = lse.new_empty(2 if problem.softcap is None else 3, size)  # a tile each: s, dp, softcap's gradient
+    on_chip = lse.new_empty(2 if problem.score.softcap is None else 3, size)  # a tile each: s, dp, softcap's gradient
 
     if order == "queries_outside":
         dq = like_heads(o.shape, o)
@@ -261,7 +260,7 @@ def absorb(
         hide(s, tile, problem)  # 2
     note(watch, s=s)
     p, m, l, alpha = online_softmax(s, m, l, problem.broken)  # 3
-    z = None if problem.seed is None else dropout_factor(p, tile, problem)  # 4
+    z = None if problem.dropout.seed is None else dropout_factor(p, tile, problem)  # 4
     note(watch, p=p, z=z, alpha=alpha)
     p = (p if z is None else p.mul_(z)).to(v_j.dtype)
     acc.mul_(alpha)  # 5
@@ -299,7 +298,7 @@ def weights_again(
     of_rows: q, do (N, R, D), lse in base 2, inf for a row that sees no key, and delta (N, R, 1).
     """
     q_i, do_i, lse_i, delta_i = of_rows
-    cap_gradient = None if problem.softcap is None else view_of(on_chip[2], q_i, k_j)
+    cap_gradient = None if problem.score.softcap is None else view_of(on_chip[2], q_i, k_j)
     s = scores(tile, q_i, k_j, problem, on_chip[0], cap_gradient)
     if tile.seen == PART:
         hide(s, tile, problem)
@@ -307,7 +306,7 @@ def weights_again(
     p = s.sub_(lse_i).exp2_()  # 8
     dp = product(do_i, v_j, 1.0, on_chip[1])  # 10, without Z
     # drawn again: the same bits as in the forward
-    z = None if problem.seed is None else dropout_factor(p, tile, problem)
+    z = None if problem.dropout.seed is None else dropout_factor(p, tile, problem)
     zp, dp = (p, dp) if z is None else (z * p, dp.mul_(z))
     note(watch, p=p, z=z, dp=dp)
     ds = dp.sub_(delta_i).mul_(p)  # 11
@@ -328,17 +327,16 @@ def scores(
     tile: Tile, q_i: Tensor, k_j: Tensor, problem: Problem, memory: Tensor, cap_gradient: Tensor | None = None
 ) -> Tensor:
     """Step 1, in base 2. cap_gradient: memory for d score / d (q k^T scale) under softcap, which is 1 - tanh^2."""
-    cap = problem.softcap
-    s = product(q_i, k_j, problem.scale * LOG2E if cap is None else problem.scale / cap, memory)
+    scale, _, cap, slopes = problem.score
+    s = product(q_i, k_j, scale * LOG2E if cap is None else scale / cap, memory)
     if cap is not None:
         s.tanh_()
         if cap_gradient is not None:
             torch.mul(s, s, out=cap_gradient).neg_().add_(1.0)
         s.mul_(cap * LOG2E)
-    if problem.slopes is not None:
-        H = len(problem.slopes)
+    if slopes is not None:
         far = distance(problem, tile.rows, tile.columns, s.device).to(s.dtype)
-        s.view(-1, H, *far.shape).addcmul_(problem.slopes[:, None, None], far, value=-LOG2E)
+        s.view(-1, len(slopes), *far.shape).addcmul_(slopes[:, None, None], far, value=-LOG2E)
     return s
 
 
@@ -352,9 +350,10 @@ def hide(s: Tensor, tile: Tile, problem: Problem) -> None:
 
 def dropout_factor(p: Tensor, tile: Tile, problem: Problem) -> Tensor:
     """Z of one tile, in the shape and dtype of its weights p: 0 where dropped, 1 / (share kept) elsewhere."""
-    assert problem.seed is not None
-    batch_heads = p.shape[0] * p.shape[1] // len(tile.rows) if problem.numbers is None else problem.numbers
-    keep = keep_mask(problem.seed, batch_heads, tile.rows, tile.columns, problem.dropout_p)
+    dropout = problem.dropout
+    assert dropout.seed is not None
+    batch_heads = p.shape[0] * p.shape[1] // len(tile.rows) if dropout.numbers is None else dropout.numbers
+    keep = keep_mask(dropout.seed, batch_heads, tile.rows, tile.columns, problem.dropout_p)
     return keep.to(p.dtype).mul_(keep_scale(problem.dropout_p)).view_as(p)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from kernels.problem import Problem
+from kernels.problem import NOTHING, Given, Problem
 from model.attention import AttentionConfig, attend, problem_of
 from model.tiled import KEEPS, LOG2E, LOWEST, Loops, merge, sum_dtype
 from model.tiled import gradients as tiled_gradients
@@ -55,12 +55,12 @@ def ring_attention(
 
 
 class Ring(torch.autograd.Function):
-    """Saves q, k, v, o and lse of the part's own tokens."""
+    """Saves q, k, v, documents, o and lse; all but documents of the part's own tokens."""
 
     @staticmethod
     def forward(ctx, q, k, v, documents, config, part):
         if isinstance(_get_current_dispatch_mode(), KEEPS):  # a checkpoint knows what to keep by its op
-            o, lse = forward_op(q, k, v, documents, json.dumps(asdict(config)), *part)
+            o, lse = forward_op(q, k, v, documents, json.dumps(asdict(config)), json.dumps(part))
         else:
             o, lse = forward(q, k, v, documents, config, part)
         ctx.save_for_backward(q, k, v, documents, o, lse)
@@ -70,8 +70,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, documents, o, lse = ctx.saved_tensors
-        return *gradients(q, k, v, documents, o, lse, do, *ctx.description), None, None, None
+        return *gradients(ctx.saved_tensors, do, *ctx.description), None, None, None
 
 
 def forward(
@@ -84,10 +83,10 @@ def forward(
     m = torch.full_like(l, LOWEST)
     for i in range(part.ranks):
         arriving = send(kv, part) if i + 1 < part.ranks else None
-        for rows, columns, causal, tokens in visits(q, i, config, part, documents):
+        for rows, columns, causal, given in visits(q, i, config, part, documents):
             k_i, v_i = kv[:, :, :, columns]
             q_i = q[:, :, rows]
-            problem = problem_of(q_i, k_i, config, tokens, causal)
+            problem = problem_of(q_i, k_i, config, given, causal)
             o_i, lse_i = attend(q_i, k_i, v_i, problem, config, return_lse=True)
             m_i = lse_i.unsqueeze(-1) * LOG2E
             before = m[:, :, rows], l[:, :, rows], acc[:, :, rows]
@@ -100,29 +99,26 @@ def forward(
 
 @torch.library.custom_op("tilegpt::ring_forward", mutates_args=())
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, config: str,
-    share: int, shares: int, rank: int, ranks: int, group: str, ring: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """forward() with arguments that an op can take: the configuration as JSON, and the fields of the part."""
-    part = Part(share, shares, rank, ranks, group, ring)
-    return forward(q, k, v, documents, AttentionConfig(**json.loads(config)), part)
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, config: str, part: str
+) -> tuple[Tensor, Tensor]:
+    """forward() with arguments that an op can take: the configuration and the part as JSON."""
+    return forward(q, k, v, documents, AttentionConfig(**json.loads(config)), Part(*json.loads(part)))
 
 
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, o: Tensor, lse: Tensor, do: Tensor,
-    config: AttentionConfig, part: Part,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv like q, k and v. Sums over the parts are in float32 (float64 for float64 inputs)."""
+def gradients(saved: Any, do: Tensor, config: AttentionConfig, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv like q, k and v. Sums over the parts are in float32 (float64 for float64 inputs). saved: as in
+    Ring."""
+    q, k, v, documents, o, lse = saved
     kv = torch.stack((k, v))
     dq = torch.zeros_like(q, dtype=lse.dtype)
     returning: Callable[[], Tensor] | None = None
     for i in range(part.ranks):
         arriving = send(kv, part) if i + 1 < part.ranks else None
         dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        for rows, columns, causal, tokens in visits(q, i, config, part, documents):
+        for rows, columns, causal, given in visits(q, i, config, part, documents):
             q_i, o_i, do_i, lse_i = (x[:, :, rows] for x in (q, o, do, lse))
             k_i, v_i = kv[:, :, :, columns]
-            problem = problem_of(q_i, k_i, config, tokens, causal)
+            problem = problem_of(q_i, k_i, config, given, causal)
             dq_i, dk_i, dv_i = part_gradients(q_i, k_i, v_i, o_i, lse_i.contiguous(), do_i, config, problem)
             dq[:, :, rows] += dq_i
             dkv[:, :, :, columns] += torch.stack((dk_i, dv_i))
@@ -148,15 +144,15 @@ def part_gradients(
         return dq, dk, dv
     saved: Any = (q, k, v, o, lse, *problem.tensors)
     # naive has no backward of its own. One tile that holds all scores is the same formulas.
-    tile_size = (problem.T, problem.T_k) if config.impl == "naive" else (config.block_m, config.block_n)
+    tile_size = (problem.mask.T, problem.mask.T_k) if config.impl == "naive" else (config.block_m, config.block_n)
     return tiled_gradients(saved, do, None, problem, Loops(*tile_size, config.order))
 
 
 def visits(
     q: Tensor, i: int, config: AttentionConfig, part: Part, documents: Tensor | None
-) -> Iterator[tuple[slice, slice, bool, dict[str, Tensor]]]:
+) -> Iterator[tuple[slice, slice, bool, Given]]:
     """Which of the part's queries see which of the keys that have come i processes far: rows, columns, whether
-    causally, and fields of a Problem that say where they are."""
+    causally, and the tensors of a Problem that say where they are."""
     n = q.shape[2]
     source = part._replace(rank=(part.rank - i) % part.ranks)
     both, early, late = slice(0, n), slice(0, n // 2), slice(n // 2, n)
@@ -166,13 +162,13 @@ def visits(
     if in_pieces:
         found = [(rows, early)] + [(late, late)] * (source.rank >= part.rank)
     for rows, columns in found:
-        tokens: dict[str, Tensor] = {}
+        given = NOTHING
         if documents is not None:
-            tokens |= {"documents_q": part.cut(documents)[:, rows], "documents_k": source.cut(documents)[:, columns]}
+            given = Given(part.cut(documents)[:, rows], source.cut(documents)[:, columns])
         if in_pieces:
             places = torch.arange(part.ranks * n, device=q.device)[None]
-            tokens["positions"] = part.cut(places)[0, rows] - source.cut(places)[0, columns.start]
-        yield rows, columns, i == 0, tokens
+            given = given._replace(positions=part.cut(places)[0, rows] - source.cut(places)[0, columns.start])
+        yield rows, columns, i == 0, given
 
 
 def send(x: Tensor, part: Part) -> Callable[[], Tensor]:

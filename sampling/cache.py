@@ -392,8 +392,8 @@ def one_split(q: Tensor, k: Tensor, v: Tensor, back: Tensor | None, hidden: Tens
     """Steps 1 to 5 over some of the keys: m (in base 2), l (N, G, 1) and acc (N, G, D), in the dtype of sums."""
     (N, G, _), T_k, wide = q.shape, k.shape[1], sum_dtype(q.dtype)
     memory = q.new_empty(N * G * T_k, dtype=wide)
-    slopes = problem.slopes  # scores() takes the distances from the places of the keys, and here those may be any
-    s = scores(ANY, q, k, problem.having(), memory)  # 1: in base 2
+    slopes = problem.score.slopes  # scores() takes the distances from the places of the keys, and here those may be any
+    s = scores(ANY, q, k, problem._replace(score=problem.score._replace(slopes=None)), memory)  # 1: in base 2
     if slopes is not None:
         assert back is not None, "alibi needs the distances"
         s.view(-1, len(slopes), T_k).addcmul_(slopes[:, None], back[:, None].to(wide), value=-LOG2E)  # (B, H, T_k)

@@ -112,7 +112,7 @@ def decode(
     elif deep:
         tile = tile._replace(num_stages=DEEP[max(64, BLOCK_D)])
     early = {"launch_pdl": True} if deep or (overlap and N * S * D * keys.element_size() <= SHORT) else {}
-    plain = G <= FEW_HEADS and problem.softcap is None and problem.slopes is None
+    plain = G <= FEW_HEADS and problem.score.softcap is None and problem.score.slopes is None
     few = {"maxnreg": REGISTERS[BLOCK_D][rope is not None]} if deep and plain and BLOCK_D in REGISTERS else {}
     assert P % tile.BLOCK_N == 0, f"pages of {P} tokens, tiles of {tile.BLOCK_N}"
     apart = tile.num_warps if rows == 16 and q.dtype != torch.float32 and BLOCK_D <= 128 else 1
@@ -121,10 +121,10 @@ def decode(
     cos, sin = rope or (None, None)
     with on(q.device):
         decode_kernel[(N, splits)](
-            q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.slopes, cos, sin, pages,
+            q, k, v, keys, values, position, o, acc, sums[0], sums[1], tickets, problem.score.slopes, cos, sin, pages,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), S, H_kv,
             0 if pages is None else pages.stride(0),
-            problem.score.scale, problem.score.scale2, problem.softcap,
+            problem.score.scale, problem.score.scale2, problem.score.softcap,
             P, G, D, rows, BLOCK_D, tile.BLOCK_N, apart, max(1, 8192 // (triton.next_power_of_2(G) * BLOCK_D)),
             triton.next_power_of_2(G), precision(q.dtype), tile.num_stages, bool(early), overlap,
             num_warps=tile.num_warps, **early, **few,

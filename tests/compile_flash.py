@@ -162,7 +162,7 @@ def a_linear(dtype: str, B: int, K: int) -> None:
 def a_norm(dtype: str, C: int) -> None:
     """The backward of one, with all that one can have."""
     dy, x, weight, stats = empty(2, C, dtype=dtype), empty(2, C), *empty(2, C)
-    norm_backward(dy, x, x, stats, stats, weight, torch.empty(2, C, dtype=torch.bool), 1.25, dy.dtype, True)
+    norm_backward(dy, x, (x, stats, stats, weight, torch.empty(2, C, dtype=torch.bool)), 1.25, dy.dtype, True)
 
 
 def of_hopper(dtype: str, D: int) -> None:

@@ -126,7 +126,7 @@ def test_each_sequence_has_its_own_position_and_its_own_place_in_a_window():
         k_b, v_b = (x.unflatten(0, (-1, 2))[b, :, [p % S for p in past]].double() for x in (keys, values))
         assert torch.equal(k_b[:, -1], k[b, :, 0].double())
         far = at - torch.tensor(past)
-        s = (k_b @ q[b].double().mT)[..., 0] * 0.2 - problem.slopes[:, None] * far
+        s = (k_b @ q[b].double().mT)[..., 0] * 0.2 - problem.score.slopes[:, None] * far
         right = (s.softmax(-1)[:, None] @ v_b).float()
         torch.testing.assert_close(o[b], right)
 

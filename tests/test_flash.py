@@ -193,7 +193,7 @@ def side_by_side(D: int, whole: bool, through=lambda f: f) -> tuple[torch.Tensor
     config, seed = replace(TRITON, window=30, dropout_p=0.2), torch.tensor(SEED, device=DEVICE)
 
     def attend(qkv):
-        q, k, v = op.heads_of(qkv, (2, 1))
+        q, k, v = op.heads_of([qkv], (2, 1))
         return attention(q, k, v, config, seed=seed, qkv=qkv if whole else None)
 
     o = through(attend)(qkv)
@@ -313,7 +313,7 @@ def random_mask(draw: torch.Generator, kind: str) -> Mask:
         found |= {"documents_q": numbers[:, -T:], "documents_k": numbers[:, -T_k:]}
     if kind == "pack":
         cu_q, cu_k = (torch.randint(n + 1, (3,), generator=draw).sort().values.tolist() for n in (T, T_k))
-        found |= packed(torch.tensor([0, *cu_q, T]), torch.tensor([0, *cu_k, T_k]), T, T_k)
+        found |= packed(torch.tensor([0, *cu_q, T]), torch.tensor([0, *cu_k, T_k]), T, T_k)._asdict()
     if "blocks" in kind:
         found |= {"blocks": torch.rand(12, 12, generator=draw) < 0.4, "block_size": 32}
     return Problem.of(T, T_k, **found).mask

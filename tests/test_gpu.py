@@ -63,6 +63,7 @@ from training.metrics import read_metrics
 from training.optimizer import OptimizerConfig, build_optimizers
 from training.probe import ProbeConfig
 from training.record import compiled as in_stages
+from training.settings import Config
 from training.state import optimizer_tensors
 from training.step import TrainStep
 
@@ -379,7 +380,7 @@ def test_rows_of_a_norm_past_two_to_the_31_numbers_are_found():
     x = torch.ones_like(dy)
     dy[-1, 5] = 1
     mean, rstd = torch.zeros(N, device="cuda"), torch.ones(N, device="cuda")
-    dx, _, dweight = norm_backward(dy, None, x, mean, rstd, torch.ones(C, device="cuda"), None, 1.0, None, True)
+    dx, _, dweight = norm_backward(dy, None, (x, mean, rstd, torch.ones(C, device="cuda"), None), 1.0, None, True)
     assert not dx[:-1].any()
     assert dx[-1, 5] > 0.99
     for row in dweight:
@@ -658,8 +659,7 @@ def test_a_recorded_run_keeps_the_batch_that_stopped_it(tmp_path, capsys):
 def step_of(model: GPT, averaged: GPT, kind: str, dtype: torch.dtype, way: str, **options) -> TrainStep:
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
     optimizers = build_optimizers(model, OptimizerConfig(kind=kind))
-    options = {"grad_clip": 1.0, "z_loss": 0.0, "stop_on_nan": True} | options
-    return TrainStep(model, averaged, optimizers, scaler, torch.autocast("cuda", dtype), way=way, **options)
+    return TrainStep(model, averaged, optimizers, scaler, torch.autocast("cuda", dtype), way, Config(**options))
 
 
 @pytest.mark.slow

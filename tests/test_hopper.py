@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels import hopper, launch
+from kernels.problem import Given
 from model.abilities import resolve, wanted, why_not
 from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import UNBROKEN, BreakIt
@@ -41,7 +42,7 @@ def saved(case: Case) -> tuple:
     """What a backward is given: the arguments of launch.gradients()."""
     inputs = case.inputs(BF16)
     q, k, v, do, dlse = (inputs[name] for name in ("q", "k", "v", "do", "dlse"))
-    problem = problem_of(q, k, configured(HOPPER, case), {}, case.causal, seed=torch.tensor(SEED))
+    problem = problem_of(q, k, configured(HOPPER, case), Given(seed=torch.tensor(SEED)), case.causal)
     o, _, lse2 = launch.forward(q, k, v, problem, False, "portable")
     return q, k, v, o, lse2, do, dlse, problem._replace(kind=None), False, "hopper"
 
@@ -221,10 +222,10 @@ def test_the_start_of_a_run_names_the_kernels_that_run(changed):
     break_it = changed.get("break_it", UNBROKEN)
     config = AttentionConfig("triton", **{key: value for key, value in changed.items() if key != "break_it"})
     words = torch.zeros(1, 300, dtype=torch.int64)
-    tokens = {"documents_q": words, "documents_k": words} if config.documents else {}
+    given = Given(*(words, words) if config.documents else (), seed=words[0, 0])
     for D, dtype in product((64, 80, 128), (torch.bfloat16, torch.float32)):
         q, why = torch.zeros(1, 2, 300, D, dtype=dtype), {}
-        problem = problem_of(q, q, config, tokens, seed=words[0, 0], break_it=break_it)
+        problem = problem_of(q, q, config, given, break_it=break_it)
         for which in ("forward", "backward"):
             taken = hopper.left_to_portable(which, q, problem._replace(kind=None), config.autotune, config.kernel)
             why[which] = why_not(f"hopper {which}", wanted(config, break_it), q.device, dtype, D)

@@ -25,7 +25,7 @@ class Some:
     norm: float = key(1.0, least=0, most=math.inf)
     seed: int = key(0, least=0, below=2**63)
     kind: str = key("a", "the kind", among="a (the first) | b, the second | c", usual="a is usual")
-    path: str | None = key(None, filled=True)
+    path: str | None = key(None, least=1)
     sizes: list[int | None] = key([1, None], least=1)
     plain: int = field(default=0)
 
@@ -66,7 +66,7 @@ def test_a_value_at_a_limit_is_taken_and_a_list_is_each_instances_own():
 
 def outside(limits: Key, kind: str) -> list[Any]:
     """The nearest values that the limits leave out; of a number with a fraction also NaN, and infinity."""
-    found: list[Any] = ["", *limits.among[-1:]] if limits.among or limits.filled else []
+    found: list[Any] = ["", *limits.among[-1:]] if limits.among or ("str" in kind and limits.least) else []
     found[1:] = [name.upper() for name in found[1:]]
     ends = [limits.least, limits.above, limits.most, limits.below]
     if ends.count(None) < 4 and "float" in kind:

@@ -19,7 +19,8 @@ from data.loader import validation_batches
 from lab import charts, draw, measure, page, panels, trainings, trials
 from lab.entrants import IMPLS as IMPLS_OF_RACE
 from lab.runs import model_of_run
-from model.break_it import FAILURES, LACKS, UNBROKEN, BreakIt
+from model.abilities import ABILITIES
+from model.break_it import FAILURES, UNBROKEN, BreakIt
 from training.probe import gauges, record
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_what_is_seen_is_what_was_predicted_of_every_failure_that_the_implementa
     seen = defaultdict(set)
     for row in rows(impl=impl, dtype="float32"):
         seen[row["failure"]].add(row["verdict"])
-    lacking = {name for name in FAILURES if set(BreakIt(name).broken) & LACKS.get(impl, {}).keys()}
+    lacking = {name for name in FAILURES if set(BreakIt(name).broken) & ABILITIES[impl].lacks.keys()}
     assert seen.keys() == {"none", *FAILURES} - lacking
     assert {name for name in seen if seen[name] == {"harmless"}} == {"none", "bf16_ties"} - lacking
 
@@ -289,7 +290,7 @@ def test_what_an_implementation_lacks_is_said_once_and_what_a_run_has_not_cannot
 ):
     monkeypatch.setattr(trials, "available", lambda device: ["tiled"])
     said = measure.left_out(calls, list(FAILURES), ["naive", "tiled"])
-    wanted = [name for name in FAILURES if set(BreakIt(name).broken) & LACKS["naive"].keys()]
+    wanted = [name for name in FAILURES if set(BreakIt(name).broken) & ABILITIES["naive"].lacks.keys()]
     assert len(said) == len(set(said)) == len(wanted)
     assert all("naive" in line for line in said)
     given = ["attention.softmax_scale=0.5", "steps=1", f"runs={tmp_path}", "name=scaled"]

@@ -75,6 +75,7 @@ LINES = [
     ({"step": 100, **EVALUATED}, "eval step 100/600 | val loss 1.9000 | val bpb 2.7000"),
     ({"step": 100, **EVALUATED, "best": (1.8, 50)},
      "eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.8000 at 50"),
+    ({"step": 100, "weight_norm": 13.25286, "best": None}, "step 100/600 | weight_norm 13.25"),
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from training import checkpoint
 from training.metrics import Metrics, read_metrics
 from training.optimizer import Muon, OptimizerConfig, build_optimizers
 from training.record import Graphs, Report
+from training.settings import Config
 from training.state import optimizer_tensors
 from training.step import TrainStep, choose_way
 
@@ -158,9 +159,8 @@ class Trained:
         self.optimizers = build_optimizers(self.model, OptimizerConfig(kind=kind))
         scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, init_scale=scale or 1.0)
         self.step = TrainStep(
-            self.model, self.average, self.optimizers, scaler, nullcontext(),
-            way="eager", grad_clip=1.0, z_loss=0.0, stop_on_nan=stop_on_nan,
-        )  # fmt: skip
+            self.model, self.average, self.optimizers, scaler, nullcontext(), "eager", Config(stop_on_nan=stop_on_nan)
+        )
         self.generator = torch.Generator().manual_seed(1)
 
     def update(self, factor: float = 1.0):

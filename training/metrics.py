@@ -66,10 +66,13 @@ def log_line(record: dict, total_steps: int) -> str:
         context step 100/600 | given 0032 2.1000 | given 1024 1.9000 | context worth 0.2000 +- 0.0100 nats ...
         probe step 100/600 | score 5.13 | headroom 83.59 nats to overflow | error 2.1e-07 | ...
 
-    An evaluation record may have "best": (val_loss, step). The probe line shows the lowest entropy with its layer.head,
-    and the highest.
+    A record of another kind has its numbers behind their keys. An evaluation record may have "best": (val_loss, step).
+    The probe line shows the lowest entropy with its layer.head, and the highest.
     """
-    kind = next(kind for kind in LINES if kind in record)
+    kind = next((kind for kind in LINES if kind in record), "")
+    if not kind:
+        plain = (f"{key} {x:.4g}" for key, x in record.items() if isinstance(x, float))
+        return stamp(record.get("broken")) + " | ".join((f"step {record['step']}/{total_steps}", *plain))
     shown = {key: x for key, x in record.items() if x is not None} | {"total": total_steps}
     if kind == "loss":
         mfu, memory = record["mfu"], record["memory_gib"]

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from conf.keys import check, key
-from kernels.problem import Problem
+from kernels.problem import Given, Problem
 from model import gpt
-from model.attention import AttentionConfig, attention, problem_of
+from model.attention import AttentionConfig, attention, modified, problem_of
 from model.break_it import BreakIt
 from model.dropout import keep_mask, keep_scale
-from model.mask import distance, tiles, visible
+from model.mask import tiles, visible
 from model.tiled import INF, Loops, backward_tiles, by_key_head, forward_tiles
 from training.state import rng_state, set_rng_state
 
@@ -78,11 +78,11 @@ class Call:
     def problem(self, break_it: BreakIt | None = None) -> Problem:
         """The call as the implementations of attention() take it. break_it: replaces the call's own."""
         T, T_k = self.q.shape[2], self.k.shape[2]
-        tokens = {}
-        if self.documents is not None:
-            tokens = {"documents_q": self.documents[:, T_k - T :], "documents_k": self.documents}
+        documents_q = None if self.documents is None else self.documents[:, T_k - T :]
         broken = self.break_it if break_it is None else break_it
-        return problem_of(self.q, self.k, self.config, tokens, seed=self.seed, break_it=broken)
+        return problem_of(
+            self.q, self.k, self.config, Given(documents_q, self.documents, seed=self.seed), break_it=broken
+        )
 
 
 def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
@@ -145,18 +145,18 @@ def gauges(call: Call) -> Gauges:
     with torch.autocast(q.device.type, enabled=False):
         for rows in tiles(T, max(1, 2**22 // (B * H * len(columns)))):
             qk, hidden = q[:, :, rows.start : rows.stop] @ k.mT, ~visible(problem, rows, columns, q.device)[:, None]
-            s = score(qk, problem.scale, problem, rows, columns).masked_fill(hidden, -INF)  # (B, H, R, T_k)
+            s = modified(qk * problem.score.scale, problem, rows, columns).masked_fill(hidden, -INF)  # (B, H, R, T_k)
             lse = s.logsumexp(-1, keepdim=True)  # (B, H, R, 1)
             nothing = lse == -INF
             p = torch.exp(s - lse.masked_fill(nothing, 0.0))
             entropy += (p * (lse - s)).masked_fill(hidden, 0.0).sum((0, 2, 3)) / (B * T)
             zp = p
-            if problem.seed is not None:
-                keep = keep_mask(problem.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
+            if problem.dropout.seed is not None:
+                keep = keep_mask(problem.dropout.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
                 zp = p * keep * keep_scale(problem.dropout_p)
             right = zp @ v
             if "no_scale" in broken:  # l as the call computes it, which is not that of the whole algorithm
-                s = score(qk, call.problem().scale, problem, rows, columns).masked_fill(hidden, -INF)
+                s = modified(qk * call.problem().score.scale, problem, rows, columns).masked_fill(hidden, -INF)
                 lse = s.logsumexp(-1, keepdim=True)
             m = s.amax(-1, keepdim=True)
             start = torch.zeros_like(m) if "no_max" in broken else m.clamp(min=0.0) if "zero_init_max" in broken else m
@@ -173,19 +173,9 @@ def gauges(call: Call) -> Gauges:
         max_score, max_sum, max_weight, min_l, *squares = torch.stack((*largest[:3], least[3], *total[4:])).tolist()
     headroom = worst(min, (LIMIT - max_sum, math.log(torch.finfo(call.q.dtype).max) - max_score))
     error = math.sqrt(squares[0] / max(squares[1], 1e-300))
-    if call.config.impl == "sdpa" and problem.seed is not None:
+    if call.config.impl == "sdpa" and problem.dropout.seed is not None:
         error = math.nan  # torch drew its own mask, which cannot be repeated
     return Gauges(max_score, headroom, max_weight, min_l, error, entropy)
-
-
-def score(qk: Tensor, scale: float, problem: Problem, rows: range, columns: range) -> Tensor:
-    """Step 1 as naive computes it, from qk = q k^T (B, H, R, T_k)."""
-    s = qk * scale
-    if problem.softcap is not None:
-        s = problem.softcap * torch.tanh(s / problem.softcap)
-    if problem.slopes is not None:
-        s = s - problem.slopes[:, None, None] * distance(problem, rows, columns, s.device)
-    return s
 
 
 def reading(calls: list[Call]) -> dict[str, float]:

@@ -227,10 +227,7 @@ def trainer_of(
     # power of two. After many good steps it doubles this scale. After an infinite gradient it halves the scale, and
     # that step is skipped.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
-    train_step = TrainStep(
-        model, averaged, optimizers, scaler, autocast,
-        way=way, grad_clip=cfg.optimizer.grad_clip, z_loss=cfg.z_loss, stop_on_nan=cfg.stop_on_nan, ranks=ranks,
-    )  # fmt: skip
+    train_step = TrainStep(model, averaged, optimizers, scaler, autocast, way, cfg, ranks)
     return train_step, way if way == "recorded" else f"{way} ({why})", chosen
 
 

@@ -34,18 +34,18 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    name: str | None = key(None, "name of the run and its folder; null: date, size and attention", filled=True)
-    runs: str = key("runs", "folder of all runs", filled=True)
+    name: str | None = key(None, "name of the run and its folder; null: date, size and attention", least=1)
+    runs: str = key("runs", "folder of all runs", least=1)
     # A resumed run takes its configuration from the checkpoint. Keys on the command line override it.
     resume: str | None = key(
         None,
         "resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path",
-        filled=True,
+        least=1,
     )
     eval_only: bool = key(False, "only measure what the context is worth to the best checkpoint of the run in resume=")
     # The model and the tokenizer are then those of the weights.
     init_from: str | None = key(
-        None, "weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run", filled=True
+        None, "weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run", least=1
     )
     seed: int = key(1337, "seed of the initial weights, the data's order, dropout and samples", least=0, below=2**63)
 

@@ -1,7 +1,7 @@
 """One training step: forward, backward, clip, guard and update, without a wait for the device.
 
     way, reason = choose_way(cfg.compile, device, attention, cfg.model)
-    train_step = TrainStep(model, averaged, optimizers, scaler, autocast, way=way, ...)
+    train_step = TrainStep(model, averaged, optimizers, scaler, autocast, way, cfg)
     report = train_step(batches, lr, average_weight)    enqueues the update with these batches
     report.numbers()                                    waits for it: loss, gradient norm, ...
 
@@ -30,6 +30,7 @@ from parallel.processes import ALONE, Ranks
 from parallel.shard import local
 from training.optimizer import average
 from training.record import Graphs, Instant, Numbers, Report, compiled
+from training.settings import Config
 
 # Devices whose fused AdamW reads found_inf. On Apple's GPUs torch 2.11 ignores it (pytorch/pytorch#186360).
 READS_FOUND_INF = ("cpu", "cuda")
@@ -68,8 +69,8 @@ def choose_way(
 
 
 class TrainStep:
-    """Makes updates of a model's weights. The arguments are train.py's. The batches may change their shape a few times:
-    each shape is compiled and recorded anew."""
+    """Makes updates of a model's weights. way: as choose_way() has it. cfg: of it optimizer.grad_clip, z_loss and
+    stop_on_nan. The batches may change their shape a few times: each shape is compiled and recorded anew."""
 
     def __init__(
         self,
@@ -78,18 +79,14 @@ class TrainStep:
         optimizers: list[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler,
         autocast: AbstractContextManager,
-        *,
         way: str,
-        grad_clip: float,
-        z_loss: float,
-        stop_on_nan: bool,
+        cfg: Config,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.ranks = ranks
+        self.way, self.cfg, self.ranks = way, cfg, ranks
         self.model, self.averaged, self.optimizers, self.scaler, self.autocast = (
             model, averaged, optimizers, scaler, autocast
         )  # fmt: skip
-        self.way, self.grad_clip, self.z_loss, self.stop_on_nan = way, grad_clip, z_loss, stop_on_nan
         self.loss_of = model if way == "eager" else compiled(model)
         weight = next(model.parameters())
         self.device = device = weight.device
@@ -157,7 +154,7 @@ class TrainStep:
                     self.model.seeds(self.device)  # another rank's pass: its random numbers are drawn and not used
                     continue
                 with self.autocast:
-                    share = self.loss_of(x, y, documents, z_loss=self.z_loss, setting=ranks.setting(x))
+                    share = self.loss_of(x, y, documents, z_loss=self.cfg.z_loss, setting=ranks.setting(x))
                     share = share / (len(batches.x) * ranks.size)
                 self.scaler.scale(share).backward()
                 loss += share.detach()
@@ -167,13 +164,13 @@ class TrainStep:
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = ranks.norm([local(p.grad) for p in self.model.parameters() if p.grad is not None])
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.grad_clip or math.inf, norm)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.optimizer.grad_clip or math.inf, norm)
 
         # The guard. With a scale above 1, an infinite gradient is normal: this update alone is left out, and the scaler
         # answers with a smaller scale. With a scale of 1 (always, for dtypes other than fp16) the model itself made the
         # infinity. Then this update and all later ones are left out, because NaN in the weights cannot be repaired.
         scale = self.scaler.scale(torch.ones((), device=self.device))
-        if self.stop_on_nan:
+        if self.cfg.stop_on_nan:
             self.stopped |= ~(loss.isfinite() & (norm.isfinite() | (scale > 1)))
         self.left_out.copy_(self.stopped | ~norm.isfinite() if self.scaler.is_enabled() else self.stopped)
 

@@ -30,10 +30,10 @@ def options_of(problem: Problem, autotune: bool, kernel: str) -> dict[str, str]:
     mask, score = problem.mask, problem.score
     found = {
         "window": mask.at_least, "documents": mask.documents_q, "positions": mask.positions, "block_mask": mask.blocks,
-        "softcap": score.softcap, "alibi": score.slopes, "dropout_p": problem.seed, "break_it": problem.broken or None,
-        "autotune": autotune or None, kernel: kernel,
+        "dropout_p": problem.dropout.seed, "break_it": problem.broken or None, "autotune": autotune or None,
+        kernel: kernel, **dict(zip(score._fields[2:], score[2:], strict=True)),
     }  # fmt: skip
-    if problem.seed is not None and mask.at_least is not None and 1 - mask.at_least < NARROW:
+    if problem.dropout.seed is not None and mask.at_least is not None and 1 - mask.at_least < NARROW:
         found["narrow"] = True
     return {name: name for name, value in found.items() if value is not None}
 

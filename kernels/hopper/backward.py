@@ -158,10 +158,10 @@ def launch_backward(
     contiguous. The caller has checked that this file can do it."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     dq, dk, dv = found
-    rows, G, dropout, causal = BLOCK_M[D], H // H_kv, problem.seed is not None, problem.mask.at_most is not None
+    rows, G, dropout, causal = BLOCK_M[D], H // H_kv, problem.dropout.seed is not None, problem.mask.at_most is not None
     keep_scale = problem.keep_scale
     times = 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
-    scale = problem.scale * keep_scale / times  # of dq and dk
+    scale = problem.score.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
     strides = o.stride()[:3], do.stride()[:3], dq.stride()[:3]
@@ -182,9 +182,9 @@ def launch_backward(
         counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
         args = (
             *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, G, T, T_k,
-            problem.score.scale2, scale, keep_scale, problem.seed if dropout else terms,
-            terms if problem.numbers is None else problem.numbers, problem.dropout.threshold,
-            how(D, causal, dropout, problem.numbers is not None),
+            problem.score.scale2, scale, keep_scale, problem.dropout.seed if dropout else terms,
+            terms if problem.dropout.numbers is None else problem.dropout.numbers, problem.dropout.threshold,
+            how(D, causal, dropout, problem.dropout.numbers is not None),
         )  # fmt: skip
         grid, options = (min(items, processors(q.device)),), {"num_warps": 4, "maxnreg": 168}
         run(backward_kernel, grid, args, options, problem, (key, N))

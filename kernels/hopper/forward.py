@@ -145,7 +145,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
     """Writes o, lse, and lse in base 2 for the backward. The caller has checked that left_to_portable() is empty."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     mask = problem.mask
-    documents, dropout = mask.documents_q is not None, problem.seed is not None
+    documents, dropout = mask.documents_q is not None, problem.dropout.seed is not None
     cut_once = mask.at_least is None and not documents and (mask.at_most is None or (T_k - T) % ROWS == 0)
     rules = mask.at_least is not None, mask.at_most is not None, documents
     tiles = tiles_for(D, T_k, cut_once and not dropout)
@@ -160,9 +160,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2
         lse, lse2, taken, H // H_kv,
         B * H, min(max(1, section), B * H), H, T, T_k, mask.at_least or 0, mask.at_most or 0,
         mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
-        problem.score.scale2, problem.seed if dropout else lse, problem.dropout.threshold,
-        lse if problem.numbers is None else problem.numbers, problem.keep_scale, 0.0,
-        how(D, *tiles, *rules, not cut_once, dropout, problem.numbers is not None),
+        problem.score.scale2, problem.dropout.seed if dropout else lse, problem.dropout.threshold,
+        lse if problem.dropout.numbers is None else problem.dropout.numbers, problem.keep_scale, 0.0,
+        how(D, *tiles, *rules, not cut_once, dropout, problem.dropout.numbers is not None),
     )  # fmt: skip
     grid, options = (min(groups * B * H, processors(q.device)),), {"num_warps": 4, "maxnreg": REGISTERS[consumers]}
     run(forward_kernel, grid, args, options, problem, ("forward", q.stride(), k.stride(), v.stride()))
