@@ -8,11 +8,13 @@ metrics = folder_of(cfg, folder, ...)                 the locked folder runs/NAM
 
 import copy
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,8 +72,10 @@ class Run:
     writer: Writer = field(default_factory=Writer)
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     enqueued: deque[Update] = field(default_factory=deque)  # updates whose numbers have not arrived, oldest first
-    pace: float | None = None  # seconds a step, smoothed
-    left: float = math.inf  # seconds until max_minutes are over
+    place: float = 0.0  # in the schedule of the learning rate, of the last update enqueued (optimizer.next_place)
+    spent: float = 0.0  # seconds since the run's first step, stops left out; ranks have the same
+    began: float = 0.0  # when that time was 0, by time.perf_counter()
+    times: deque[float] = field(default_factory=partial(deque, maxlen=20))  # seconds of the last steps, alike on ranks
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
     session: Session | None = None  # what writes samples, if it stays from sample to sample
     code: int = 1  # exit code; loop() sets it when it returns
@@ -86,6 +90,21 @@ class Run:
     def ending(self) -> bool:
         """Whether this step is the last one: it is number `steps`, or max_minutes are over."""
         return self.step == self.cfg.steps or self.left <= 0
+
+    @property
+    def left(self) -> float:
+        """Seconds until max_minutes are over."""
+        return 60 * (self.cfg.max_minutes or math.inf) - self.spent
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds a step, a median, which forgets a compilation. None until the second step: the first may have
+        compiled."""
+        return statistics.median_low(self.times) if len(self.times) > 1 else None
+
+    def seconds(self) -> float:
+        """Seconds since the run's first step, by this rank's clock."""
+        return time.perf_counter() - self.began
 
     @property
     def accumulation(self) -> int:
