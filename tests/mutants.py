@@ -614,6 +614,13 @@ TABLE = [
     ("a stop string at the beginning of a text is missed", "(at := kept.find(string)) >= 0",
      "(at := kept.find(string)) > 0", "talk::test_a_text_ends_before_the_first_stop_string_however_its_tokens_lie"),
     # --- the lab, breakit.py and bench.py ---
+    ("nanoGPT's model learns at one rate", "step(loader.next(), learning_rate(place, cfg.steps, rates))",
+     "step(loader.next(), rates.lr)", "learn::test_nanogpts_own_model_learns_by_its_recipe"),
+    ("nanoGPT's bits are those of a token", "size += float(dataset.token_bytes[batch.y.numpy()].sum())",
+     "size += batch.y.numel()",
+     "learn::test_the_bits_per_byte_of_a_model_that_knows_nothing_are_those_of_its_vocabulary"),
+    ("all trainings of mode=learn have one seed", 'f"seed={seed}"', '"seed=1"',
+     "learn::test_each_recipe_is_trained_with_each_seed_on_the_same_text_for_the_same_time"),
     ("a row of the lab has the headroom of its safest layer", 'row["headroom"] = min(g.headroom for g in measured)',
      'row["headroom"] = max(g.headroom for g in measured)', "lab::test_a_row_of_the_table_is_of_its_worst_layer"),
     ("the parts of a CPU step are of all profiled steps", "e.self_cpu_time_total / 1e3 / times",

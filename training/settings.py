@@ -52,10 +52,11 @@ class Config:
     steps: int = key(700, "number of training steps (updates of the weights)", least=1)
     # The time begins at the run's first step. Compilation, evaluations, samples and checkpoints count, and a resumed
     # run has what is left. At the limit the run evaluates, saves and ends. The learning rate follows the clock, so no
-    # two such runs have the same bits. metrics.jsonl has the rate of each step.
+    # two such runs have the same bits. steps=N without a limit repeats a run of N steps, with about the same rates;
+    # metrics.jsonl has its rate of each step.
     max_minutes: float | None = key(
         None,
-        "time limit in minutes, when the learning rate is lowest; steps=N repeats about the same run of N steps",
+        "time limit in minutes, when the rate is lowest; to repeat N steps: steps=N",
         above=0,
         usual="null: no limit",
     )
