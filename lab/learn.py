@@ -133,6 +133,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for points in runs.values():
             axes.plot(*zip(*points, strict=True), "o-", ms=3, lw=1, color=f"C{number}", label=label)
             label = "_"  # one line of the legend for all seeds
+    axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=100)

@@ -18,9 +18,10 @@ from parallel.processes import Ranks
 from tests.runs import assert_same_end, last, losses, records
 from training import activities
 from training.optimizer import OptimizerConfig, learning_rate, next_place
+from training.record import Report
 from training.run import Run
 from training.settings import Config
-from training.step import TrainStep
+from training.step import AHEAD, TrainStep
 
 RARE = ["eval_every=1000", "sample_every=1000", "sample_tokens=5", "checkpoint_every=1000"]
 LOWEST = 1e-4  # of the rate: a tenth of 1e-3, the peak, which warmup_steps=10 reaches
@@ -95,7 +96,11 @@ def test_the_time_left_is_that_of_the_steps_or_of_the_minutes_whichever_is_less(
         assert ("would use the rest" in run.out) == (steps <= 3)
 
 
-def test_the_rates_are_those_of_as_many_steps_at_an_even_pace(timed, idle):
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_the_rates_are_those_of_as_many_steps_at_an_even_pace(ahead, timed, idle, monkeypatch):
+    """Also where the host is some steps ahead of the device, as on a GPU."""
+    monkeypatch.setitem(AHEAD, "cpu", ahead)
+    monkeypatch.setattr(Report, "arrived", lambda self: not ahead)
     assert timed("steps=100000", "max_minutes=1").rates == pytest.approx(by_steps(60))
 
 
