@@ -202,21 +202,23 @@ def loop(run: Run) -> int:
     On a GPU the host is some steps ahead: it enqueues an update, and then logs those that the device has finished. When
     an activity is due, it first waits until all of them are finished.
     """
-    cfg, run.began = run.cfg, time.perf_counter() - run.spent
+    run.began = time.perf_counter() - run.spent
     if run.unfinished and (signals := between_steps(run, [])):
         return stop_at_signal(run, signals[0])
     run.model.train()
     run.train_step.restart_clock()
-    while not run.ending:
+    ended = run.ending
+    while not ended:
         enqueue(run)
         signals = agree(run)
+        ended = run.ending  # before an evaluation, which may pass the limit: then one more update has the lowest rate
         due = any(activity.due(run) for activity in ACTIVITIES)
         while run.enqueued and (due or signals or oldest_is_done(run)):  # a signal may come meanwhile
             if bad := log_oldest(run):
                 return stop_at_nan(run, *bad)
         if (due or signals) and not run.enqueued:
             signals = between_steps(run, signals)
-            if signals and (run.unfinished or run.step < cfg.steps):
+            if signals and (run.unfinished or not ended):
                 return stop_at_signal(run, signals[0])
             run.spent = run.ranks.agree([], run.seconds()).spent
             run.train_step.restart_clock()

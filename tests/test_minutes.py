@@ -111,7 +111,7 @@ PACES = {  # seconds of a step, and of an evaluation after each 20
     "speeds up": (lambda step: 2.0 if step < 20 else 1.0, 0.0),
     "uneven": (lambda step: (0.5, 1.7, 0.9, 0.4)[step % 4], 0.0),
     "evaluates": (lambda step: 1.0, 7.0),
-    "evaluates at the end": (lambda step: 2.0, 18.0),  # which goes past the limit
+    "evaluates at the end": (lambda step: 2.0, 22.0),  # which goes past the limit
 }
 
 
@@ -127,7 +127,8 @@ def test_the_rate_falls_to_its_minimum_by_the_limit_at_any_pace(pace, timed, clo
     assert rates[-3] > LOWEST  # it is not there long before
     ended = clock.now - 50 - clock.evaluation  # of which the last comes after it
     assert records(run.folder, "val_loss")[-1]["seconds"] == ended
-    assert 120 <= ended < 120 + (20 if "end" in pace else clock.step(steps))
+    assert 120 <= ended < 120 + clock.step(steps) + ("end" in pace) * clock.evaluation
+    assert last(run.folder).name == f"step_{steps:06}"
     # No step takes more of the schedule than it takes of the time: a compilation counts, and is no pace.
     assert max(a - b for a, b in pairwise(rates)) < 0.15 * (max(rates) - LOWEST)
     if pace == "compiles":
