@@ -10,6 +10,7 @@
     python bench.py mode=train                         whole training steps, beside a plain GPT-2 in torch
     python bench.py mode=train cases=[nano,shakespeare,gpt2-1k] peer=MODEL_PY_OF_NANOGPT
     python bench.py mode=length tokens=4096            our training step by length and implementation of attention
+    python bench.py mode=learn                         what our recipe and nanoGPT's learn in 150 seconds
     python bench.py mode=decode                        one new token in sampling, beside torch's SDPA and a copy
     python bench.py mode=roofline lengths=[2048]       naive attention operation by operation, beside the others
 
@@ -53,6 +54,12 @@ mode=length. Times our training step with each implementation of attention at ea
 tokens, so the batch has fewer sequences where they are longer. On a GPU the model is that of experiment=long_16k,
 elsewhere that of experiment=long_laptop. Rows go to lengths.csv.
 
+mode=learn. Trains our default recipe and nanoGPT's for seconds= each, with each of seeds=, on the same text with the
+same tokenizer, one run after the other. nanoGPT's is experiment=shakespeare, on a GPU experiment=shakespeare_gpu. With
+peer= its own model.py is trained, in a plain loop; without it train.py trains its recipe. Each run's learning rate is
+lowest when its time is over. A line is one run: validation bits per byte at its end. learn.csv has each evaluation, and
+learn.png is drawn from it. `also=` adds arguments of train.py, for example 'also=data=text data.path=FILE'.
+
 mode=decode. Times attention of one new token against T_k cached keys. A line has GB/s of keys and values, and its share
 of the speed of a copy of as many bytes. plain is decode() of sampling/cache.py, kernel that of sampling/decode.py. On a
 GPU it then times whole tokens of GPT-2 124M with random weights: recorded as one CUDA graph, as in sample.py, and
@@ -69,6 +76,7 @@ if __name__ == "__main__":  # before the imports, which load torch
     start.begin()
 
 from lab.decode import race_decode
+from lab.learn import learn
 from lab.race import pictures, race
 from lab.roofline import rooflines
 from lab.settings import Bench as Config
@@ -77,7 +85,7 @@ from lab.traffic import traffic
 from training import config
 
 MODES = {"race": race, "pictures": pictures, "traffic": traffic, "train": train, "length": by_length}
-MODES |= {"decode": race_decode, "roofline": rooflines}
+MODES |= {"learn": learn, "decode": race_decode, "roofline": rooflines}
 
 
 def main(cfg: Config) -> None:

@@ -63,7 +63,7 @@ from training.machine import (
 )
 from training.messages import introduce, less_memory, say_what_is_there, what_to_try
 from training.metrics import broken_name, rewrite, stamp
-from training.optimizer import learning_rate
+from training.optimizer import learning_rate, next_place
 from training.record import Numbers
 from training.resume import (
     again,
@@ -93,7 +93,7 @@ def main(cfg: Config) -> int:
         begin_collecting()
         refuse_several("eval_only=true measures in one process")
         return context.evaluate(copy.deepcopy(cfg))
-    began = start.BEGAN.pop() if start.BEGAN else time.perf_counter()
+    started = start.BEGAN.pop() if start.BEGAN else time.perf_counter()
     with ExitStack() as stack:
         ranks = stack.enter_context(join(cfg))
         caught = stack.enter_context(stop_signals())
@@ -103,7 +103,7 @@ def main(cfg: Config) -> int:
         except Stopping:
             return 128 + caught[0]
         begin_collecting()
-        run.began, run.spent["starting"] = began, time.perf_counter() - began
+        run.started, run.took["starting"] = started, time.perf_counter() - started
         try:
             with out_of_memory_as(lambda: ValueError(less_memory(run))):
                 run.code = loop(run)
@@ -144,7 +144,8 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     # Data, model and optimizer, and the random state.
     dataset, loader = data_of(cfg, resumed, parent, ranks, rows)
     train_step, way, chosen = trainer_of(cfg, attention, dtype, device, ranks, rows, parent)
-    step = restore(resumed, cfg.steps, train_step, loader) if resumed else 0
+    step = restore(resumed, cfg, train_step, loader) if resumed else 0
+    state = resumed.state if resumed else {}
     slots, pinned = train_step.ahead + PREFETCH, device.type == "cuda"
     batches = Prefetch(loader, own_passes, slots, pinned, cfg.length_at, step)
     stack.callback(batches.close)
@@ -163,7 +164,8 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     begin()
     run = Run(
         cfg, folder, facts, dataset, batches, train_step, metrics, step=step, saved=resumed.path if resumed else None,
-        caught=caught, unfinished=resumed.state.get("due", False) if resumed else True,
+        caught=caught, unfinished=state.get("due", False) if resumed else True,
+        place=state.get("place", step), spent=state.get("seconds", 0.0),
     )  # fmt: skip
     stack.callback(close, run)
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
@@ -204,26 +206,28 @@ def loop(run: Run) -> int:
     On a GPU the host is some steps ahead: it enqueues an update, and then logs those that the device has finished. When
     an activity is due, it first waits until all of them are finished.
     """
-    cfg = run.cfg
+    run.began = time.perf_counter() - run.spent
     if run.unfinished and (signals := between_steps(run, [])):
         return stop_at_signal(run, signals[0])
-    until = time.perf_counter() + 60 * (cfg.max_minutes or math.inf)
     run.model.train()
-    if ahead.NOTES and cfg.sample_every and cfg.sample_tokens:
+    if ahead.NOTES and run.cfg.sample_every and run.cfg.sample_tokens:
         ahead.begin_sampling(session_of(run))
     run.train_step.restart_clock()
-    while not run.ending:
+    ended = run.ending
+    while not ended:
         enqueue(run)
-        signals = agree(run, until - time.perf_counter())
+        signals = agree(run)
+        ended = run.ending  # before an evaluation, which may pass the limit: then one more update has the lowest rate
         due = any(activity.due(run) for activity in ACTIVITIES)
         while run.enqueued and (due or signals or oldest_is_done(run)):  # a signal may come meanwhile
             if bad := log_oldest(run):
                 return stop_at_nan(run, *bad)
         if (due or signals) and not run.enqueued:
-            with run.spending("between steps"):
+            with run.timed("between steps"):
                 signals = between_steps(run, signals)
-            if signals and (run.unfinished or run.step < cfg.steps):
+            if signals and (run.unfinished or not ended):
                 return stop_at_signal(run, signals[0])
+            run.spent = run.ranks.agree([], run.seconds()).spent
             run.train_step.restart_clock()
         run.writer.raise_error()
     run.writer.wait()
@@ -238,7 +242,9 @@ def enqueue(run: Run) -> None:
     if length < cfg.model.context_length:  # (passes, B, T) to (passes, B * T / length, length)
         batches = batches.each(lambda part: part.view(len(part), -1, length))
     rng = rng_state() if cfg.probe.every or cfg.break_it.broken else {}
-    lr = learning_rate(run.step + 1, cfg.steps, cfg.optimizer)
+    left = run.left / run.pace if run.pace else math.inf  # for so many updates there is time
+    run.place = next_place(run.place, run.step, left, cfg.steps, cfg.optimizer.warmup_steps)
+    lr = learning_rate(run.place, cfg.steps, cfg.optimizer)
     # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
     # the random initial weights.
     decay = min(cfg.ema_decay, (1 + run.step) / (10 + run.step))
@@ -247,15 +253,17 @@ def enqueue(run: Run) -> None:
     run.enqueued.append(Update(run.step, batches, rng, lr, report))
 
 
-def agree(run: Run, left: float) -> list[int]:
-    """Sets run.left, the seconds that are left, and returns the signals received. Ranks gather both from all of them,
-    so that they stop at the same step, and the size of their text."""
-    run.left = left
+def agree(run: Run) -> list[int]:
+    """Sets run.spent and run.times, and returns the signals received. Ranks gather the time and the signals from all of
+    them, so that they have the same learning rate and stop at the same step, and the size of their text."""
+    before, run.spent = run.spent, run.seconds()
     if run.ranks.size == 1:
+        run.times.append(run.spent - before)
         return run.caught
     last = run.enqueued.pop()
     size = run.text_bytes(last.batches.y) if run.ranks.part.rank == 0 else 0  # once for ranks that share sequences
-    signals, run.left, size = run.ranks.agree(run.caught, left, size)
+    signals, run.spent, size = run.ranks.agree(run.caught, run.spent, size)
+    run.times.append(run.spent - before)
     run.enqueued.append(last._replace(text_bytes=size))
     return signals
 
@@ -271,12 +279,9 @@ def log_oldest(run: Run) -> tuple[Update, Numbers] | None:
     done = run.enqueued.popleft()
     numbers = done.report.numbers()
     seconds = done.report.seconds()
-    if run.pace is None or seconds < run.pace / 2:  # a compilation has ended: the steps to come are like this one
-        run.pace = seconds
-    run.pace = 0.9 * run.pace + 0.1 * seconds
-    if done.report.warm and not run.spent["steps"] and run.device.type == "cuda" and run.train_step.way != "eager":
+    if done.report.warm and not run.took["steps"] and run.device.type == "cuda" and run.train_step.way != "eager":
         ahead.end()
-    run.spent["steps" if done.report.warm else "cold steps"] += seconds
+    run.took["steps" if done.report.warm else "cold steps"] += seconds
     run.cold += not done.report.warm
     last = run.ending and done.step == run.step
     if done.step % run.cfg.log_every == 0 or last or numbers.stopped:

@@ -93,20 +93,26 @@ class PlainBlock(nn.Module):
         return x + self.dropout(self.down(self.gelu(self.up(self.mlp_norm(x)))))
 
 
-def plain(model: Any, autocast: AbstractContextManager, device: torch.device) -> tuple[Callable[[Batch], None], str]:
-    """The step of a plain loop, and how it runs. model: a PlainGPT or nanoGPT's GPT.
+def plain(
+    model: Any, autocast: AbstractContextManager, device: torch.device, settings: OptimizerConfig | None = None
+) -> tuple[Callable[..., None], str]:
+    """The step of a plain loop, and how it runs. model: a PlainGPT or nanoGPT's GPT. A step takes a batch, and may take
+    a learning rate; the first one is settings.lr.
 
     The model is compiled on a GPU. The loop waits for the GPU only where it reads its loss.
     """
     model = model.to(device).train()
-    settings = OptimizerConfig()
+    settings = settings or OptimizerConfig(lr=LR)
+    betas = (settings.beta1, settings.beta2)
     with redirect_stdout(StringIO()):  # nanoGPT's prints what it does
-        optimizer = model.configure_optimizers(settings.weight_decay, LR, (settings.beta1, settings.beta2), device.type)
+        optimizer = model.configure_optimizers(settings.weight_decay, settings.lr, betas, device.type)
     compiled = device.type == "cuda"
     loss_of = torch.compile(model) if compiled else model
     steps = itertools.count(1)
 
-    def step(batch: Batch) -> None:
+    def step(batch: Batch, lr: Any = settings.lr) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         x, y = (part.to(device, non_blocking=True) for part in (batch.x, batch.y))
         with autocast:
             _, loss = loss_of(x, y)

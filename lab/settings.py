@@ -35,7 +35,7 @@ def refuse_unread(config: Any, mode: str, why: Callable[[list[str]], str]) -> No
             raise ValueError(f"{entry.name}={value}: {why(entry.metadata['modes'])}")
 
 
-MODES = "race pictures traffic train length decode roofline"
+MODES = "race pictures traffic train length learn decode roofline"
 RACE, SIZE = "race pictures", {"least": 1, "below": 2**31}
 STEPS = ("naive", "tiled", "sdpa", "triton")  # the attention of train.py
 
@@ -75,9 +75,14 @@ class Bench:
     cases: list[str] | None = of("train", None, "", among=" | ".join(CASES), usual="null: all")
     impl: str = of("train", "auto", "train: our attention", among="auto | naive | tiled | sdpa | triton")
     bias: bool | None = of("train", None, "train: whether both models have biases; null: as in the case")
-    peer: str | None = of("train", None, "train: path of nanoGPT's model.py, to time instead of the plain GPT-2")
+    peer: str | None = of(
+        "train learn", None, "train, learn: path of nanoGPT's model.py; null: a plain GPT-2, in learn its recipe"
+    )
+    seconds: float = of("learn", 150.0, "learn: time of each training", above=0)
+    seeds: list[int] = of("learn", [1, 2, 3], "learn: each recipe is trained with each", least=0, below=2**63)
+    also: str = of("learn", "", "learn: arguments of train.py for both recipes, as in 'also=data=shakespeare'")
     device: str = of(
-        "race train length decode roofline", "auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps"
+        "race train length learn decode roofline", "auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps"
     )
     out: str = of(MODES, "runs/bench", "the folder for tables and pictures", least=1)
 

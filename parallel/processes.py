@@ -61,7 +61,7 @@ class Agreed(NamedTuple):
     """What all ranks know together after a step."""
 
     signals: list[int]  # that any of them has received
-    left: float  # seconds until max_minutes are over, on the rank with the fewest
+    spent: float  # seconds of the run, on the rank with the most
     text_bytes: int  # of all ranks' batches
 
 
@@ -126,15 +126,15 @@ class Ranks:
                         "give all machines the same files, for example on a shared disk"
                     )
 
-    def agree(self, signals: list[int], left: float = 0.0, text_bytes: int = 0) -> Agreed:
+    def agree(self, signals: list[int], spent: float = 0.0, text_bytes: int = 0) -> Agreed:
         """Gathers these from all ranks after a step. They stop at the same step because they know the same."""
         if self.size == 1:
-            return Agreed(signals, left, text_bytes)
-        mine = torch.tensor([signals[0] if signals else 0, left, text_bytes], dtype=torch.float64)
+            return Agreed(signals, spent, text_bytes)
+        mine = torch.tensor([signals[0] if signals else 0, spent, text_bytes], dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine)
-        numbers, lefts, sizes = torch.stack(every).unbind(1)
-        return Agreed([int(number) for number in numbers if number][:1], float(lefts.min()), int(sizes.sum()))
+        numbers, times, sizes = torch.stack(every).unbind(1)
+        return Agreed([int(number) for number in numbers if number][:1], float(times.max()), int(sizes.sum()))
 
     def sum(self, values: list[float]) -> list[float]:
         """The sums over the ranks, of float64 numbers."""

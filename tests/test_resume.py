@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPTConfig
 from sampling.generate import Sampler
 from tests.processes import HANGS
-from tests.runs import assert_same_end, assert_same_run, last, losses, records, tiled
+from tests.runs import assert_same_run, last, losses, records, tiled
 from training import activities, checkpoint, config, context
 from training.resume import changed, edits, refuse_another_model
 
@@ -199,48 +198,6 @@ def test_a_signal_in_the_preparation_of_data_ends_the_run_at_once(call, small, t
     assert (ended.code, ended.out) == (128 + signal.SIGTERM, "")
     assert ended.err.startswith("\nSIGTERM: stopped before the first step")
     assert call(train, *common).code == 0
-
-
-@pytest.fixture
-def steady_clock(monkeypatch):
-    """A second passes each time that train.py looks, which is once a step. The step itself takes half a second."""
-    seconds, halves = count(1.0), count(0.0, 0.5)
-    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(seconds), strftime=time.strftime))
-    monkeypatch.setattr(training.record, "time", SimpleNamespace(perf_counter=lambda: next(halves)))
-
-
-def test_a_run_whose_minutes_are_over_ends_as_one_that_has_made_its_steps(call, small, tmp_path, steady_clock):
-    rare = ["eval_every=1000", "sample_every=1000", "sample_tokens=5", "checkpoint_every=1000", "log_every=1000"]
-    ended = call(train, *small, *rare, "steps=10", "max_minutes=0.05", f"runs={tmp_path}", "name=x")
-    run = tmp_path / "x"
-    assert ended.code == 0
-    assert [record["step"] for record in records(run)] == [3]  # which ended after 3 seconds; 1000 were to pass
-    assert [record["step"] for record in records(run, "val_loss")] == [3]
-    assert "sample at step 3 " in (run / "samples.txt").read_text()
-    assert last(run).name == "step_000003"
-    assert "stopped by max_minutes=0.05 at step 3 of 10" in ended.out
-    assert ended.out.splitlines()[-1].startswith(f"  python train.py resume=auto name=x runs={tmp_path}  # ")
-
-
-def test_the_time_left_is_that_of_the_steps_or_of_the_minutes_whichever_is_less(call, small, tmp_path, steady_clock):
-    for steps, left in ((4, [1.5, 1, 0]), (3, [1, 0.5, 0])):
-        name = f"of-{steps}"
-        ended = call(train, *small, f"steps={steps}", "max_minutes=0.05", f"runs={tmp_path}", f"name={name}")
-        assert [record["eta_s"] for record in records(tmp_path / name)] == left
-        assert ("stopped by max_minutes" in ended.out) == (steps > 3)
-
-
-def test_a_run_that_time_has_stopped_twice_is_the_unbroken_run_bit_for_bit(call, small, tmp_path, steady_clock):
-    """Evaluated, sampled from and saved where the unbroken run is not. Resumed, it has its minutes again."""
-    arguments = [*small, *DROPOUT, "steps=10", "sample_every=1000", "sample_tokens=5", f"runs={tmp_path}"]
-    for resume in ([], ["resume=auto"]):
-        assert call(train, *arguments, "max_minutes=0.05", "name=stopped", *resume).code == 0
-    assert records(tmp_path / "stopped")[-1]["step"] == 6
-    to_the_end = call(train, "resume=auto", "name=stopped", f"runs={tmp_path}", "max_minutes=null")
-    assert "max_minutes 0.05 -> None" in to_the_end.out
-    assert call(train, *arguments, "name=whole").code == 0
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
-    assert_same_end(tmp_path / "stopped", tmp_path / "whole")
 
 
 # A rate that does not depend on where the end is: after the warm-up the peak, as min_lr_ratio=1 has it.

@@ -3,6 +3,7 @@
 import math
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -393,9 +394,14 @@ def test_a_steps_time_is_all_that_passes_from_one_to_the_next_but_evaluations(ca
 
 def test_the_time_left_does_not_remember_a_compilation(call, small, tmp_path, monkeypatch):
     """A first step of 5 s made 5,000 steps of 5 ms look like 7 hours, and like minutes after 30 of them."""
-    looks = iter([0.0, 100.0, 101.0, 102.0, 103.0])  # the beginning, and the ends of four steps
-    monkeypatch.setattr(training.record, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
-    monkeypatch.setattr(TrainStep, "restart_clock", lambda self: None)
+    now, make = [0.0], TrainStep.__call__
+
+    def made(self, *given):
+        now[0] += 1.0 if now[0] else 100.0
+        return make(self, *given)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(TrainStep, "__call__", made)
     assert call(train, *small, "steps=4", f"runs={tmp_path}", "name=x").code == 0
     assert [row["eta_s"] for row in records(tmp_path / "x")] == [300.0, 2.0, 1.0, 0.0]
 

@@ -218,7 +218,8 @@ def evaluate(run: Run) -> None:
     for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
         nats += of_a_batch
     run.val_loss, bits = nats / tokens, nats / (math.log(2) * max(1, size))
-    run.metrics.log({"step": run.step, "val_loss": run.val_loss, "val_bits_per_byte": bits})
+    record = {"val_loss": run.val_loss, "val_bits_per_byte": bits, "seconds": run.spent}
+    run.metrics.log({"step": run.step} | record)
 
 
 def measure_the_context(run: Run) -> None:
@@ -321,6 +322,8 @@ def write_checkpoint(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, t
         # Only of a checkpoint that a run without stops has too: its best one is then the same.
         "val_loss": run.val_loss if math.isfinite(run.val_loss) and ACTIVITIES[-1].due(run) else None,
         "due": run.unfinished,
+        "place": run.place,
+        "seconds": run.seconds(),
     }
     text, keep_last = to_json(run.dataset.encoding), run.cfg.keep_last
     return run.writer.save(

@@ -36,6 +36,8 @@ STATE = {
     "scaler?": SCALER | {"_growth_tracker?": COUNT},
     "validation?": str,
     "due?": bool,
+    "place?": float,
+    "seconds?": float,
 }
 HEADER = {"step": COUNT, "alias": dict[str, str], "state": STATE}
 

@@ -84,7 +84,7 @@ def data_lines(run: Run) -> Iterator[str]:
     yield (
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
         f"{run.tokens_per_step:,} tokens a step in {counted(run.accumulation, 'pass', 'passes')}, "
-        f"{cfg.steps * run.tokens_per_step:,} in all"
+        f"{'at most ' * bool(cfg.max_minutes)}{cfg.steps * run.tokens_per_step:,} in all"
     )
     if packing := run.batches.loader.packing:
         share = packing.repeated / (len(packing) * cfg.model.context_length)
@@ -186,13 +186,13 @@ def what_to_try(run: Run, numbers: Numbers) -> str:
 def where_time_went(run: Run) -> str:
     """The run's time in five parts. A step in which kernels were compiled counts as training for as long as the others
     take."""
-    total, spent = time.perf_counter() - run.began, run.spent
-    compiling = max(0.0, spent["cold steps"] - run.cold * (run.pace or 0.0))
+    total, took = time.perf_counter() - run.started, run.took
+    compiling = max(0.0, took["cold steps"] - run.cold * (run.pace or 0.0))
     parts = {
-        "starting": spent["starting"],
+        "starting": took["starting"],
         "compiling": compiling,
-        "training": spent["steps"] + spent["cold steps"] - compiling,
-        "evaluations, samples and checkpoints": spent["between steps"],
+        "training": took["steps"] + took["cold steps"] - compiling,
+        "evaluations, samples and checkpoints": took["between steps"],
     }
     parts["the rest"] = max(0.0, total - sum(parts.values()))
     return f"{total:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
@@ -202,11 +202,14 @@ def say_what_is_there(run: Run) -> None:
     """Prints the last lines of a run that reached its end: its files, and the commands to try next."""
     cfg, folder = run.cfg, run.folder
     broken = stamp(cfg.break_it.label)
-    onwards = f"{again(cfg)} steps={2 * cfg.steps}  # trains on"
-    if run.step < cfg.steps:
-        limit = f"max_minutes={cfg.max_minutes:g}"
-        show(f"{broken}stopped by {limit} at step {run.step} of {cfg.steps}: the learning rate is not at its minimum")
-        onwards = f"{again(cfg)}  # with {limit} again; max_minutes=null trains to step {cfg.steps}"
+    onwards = f"{again(cfg)} steps={2 * cfg.steps}"
+    if cfg.max_minutes:
+        onwards += f" max_minutes={2 * cfg.max_minutes:g}"
+        limit, by_steps = f"max_minutes={cfg.max_minutes:g}", f"steps={run.step} max_minutes=null"
+        end = f"stopped by {limit} at step {run.step} of {cfg.steps}; {by_steps} makes about the same run by steps"
+        if run.step == cfg.steps:
+            end = f"steps={cfg.steps} took {run.spent / 60:.3g} minutes of {limit}; more steps= would use the rest"
+        show(f"{broken}{end}")
     best_loss, best_step = run.metrics.best or (math.nan, run.step)
     show(f"{broken}done: best validation loss {best_loss:.4f} at step {best_step}")
     show(f"  picture      {folder / 'loss.png'}\n  metrics      {folder / 'metrics.jsonl'}")
@@ -218,4 +221,4 @@ def say_what_is_there(run: Run) -> None:
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
     begin = ["prompt=def "] if cfg.data.source == "pystdlib" else []
     show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))
-    show(f"  {onwards}")
+    show(f"  {onwards}  # trains on")

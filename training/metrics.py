@@ -10,8 +10,9 @@ A record is a plain dict of Python numbers with its "step". There are five kinds
 (LINES): of a step, of an evaluation, of a look at attention (training/probe.py; of a broken run training/awake.py), of
 a frame of the film (training/film.py), and of what the context is worth (training/context.py).
 
-Losses are in nats per token, ms and eta_s are wall-clock times. mfu (model FLOPs utilization) is a fraction of the
-device's peak, memory_gib the peak so far; both may be None. A broken run's records also have "broken": its label.
+Losses are in nats per token; ms, eta_s and seconds (of the run so far) are wall-clock times. mfu (model FLOPs
+utilization) is a fraction of the device's peak, memory_gib the peak so far; both may be None. A broken run's records
+also have "broken": its label.
 
 JSON has no NaN, and broken runs have many. A float that is not finite is written as the string "nan", "inf" or "-inf",
 and `read_metrics` turns it into a float again.

@@ -14,6 +14,7 @@ from parallel.shard import local
 # Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
 MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch
 DECAY_FRACTION = 0.2  # of the steps, as in arXiv 2405.18392
+WARMUP_FRACTION = 0.2  # of the updates that a time limit leaves room for: the warm-up takes no more of them
 
 
 @dataclass
@@ -153,8 +154,8 @@ def orthogonal(x: Tensor) -> Tensor:
     return y.T if x.shape[0] > x.shape[1] else y
 
 
-def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The learning rate of update `step`, from 1 to steps. config.lr must not be None.
+def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
+    """The learning rate at `step` of the schedule, from 1 to steps. config.lr must not be None.
 
         cosine   /```-.._        rises linearly over warmup_steps, then falls as half a cosine to min_lr_ratio * lr
         wsd      /```````\\       rises in the same way, stays at the peak, falls linearly in the last decay_fraction
@@ -173,6 +174,22 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     floor = config.min_lr_ratio * config.lr
     return floor + (config.lr - floor) * height
+
+
+def next_place(place: float, step: int, left: float, steps: int, warmup_steps: int) -> float:
+    """The place in the schedule, up to steps, of the update after `step`. learning_rate() takes it as its step.
+
+    Without a time limit update N is at place N. With one the run may make fewer updates, so each takes a longer way:
+    an equal share of what is left of the schedule. The last one is at place `steps`, whatever the pace was before. In
+    the warm-up an update moves by one place, or by more if the warm-up would take too many of the updates.
+
+    place: of update `step`. left: for how many more updates there is time, about. The place never moves back.
+    """
+    place, to_come = min(place, steps), steps - step
+    if 1 < left < to_come and place < warmup_steps:
+        updates = WARMUP_FRACTION * (step + left) - step  # that the warm-up may still take
+        return min(steps, place + max(1.0, (warmup_steps - place) / max(1.0, updates)))
+    return min(steps, place + (steps - place) / max(1.0, min(left, to_come)))
 
 
 @torch.no_grad()

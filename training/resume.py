@@ -215,12 +215,12 @@ def refuse_another_tokenizer(cfg: Config, parent: checkpoint.Checkpoint | None, 
         )
 
 
-def restore(resumed: checkpoint.Checkpoint, steps: int, train_step: TrainStep, loader: Loader) -> int:
+def restore(resumed: checkpoint.Checkpoint, cfg: Config, train_step: TrainStep, loader: Loader) -> int:
     """Restores the weights and all else that training changes: the step's objects, the loader, and the states of
     torch's random generators. Returns the checkpoint's step.
 
-    steps: the run's last step. Raises ValueError for a checkpoint at this step, unless something is due there, or at a
-    later one, without training state, or trained on other data.
+    Raises ValueError for a checkpoint at the last step or whose max_minutes are over, unless something is due there,
+    for one at a later step, without training state, or trained on other data.
     """
     model, scaler = train_step.model, train_step.scaler
     tensors = resumed.optimizer()
@@ -241,8 +241,16 @@ def restore(resumed: checkpoint.Checkpoint, steps: int, train_step: TrainStep, l
     loader.load_state_dict(resumed.state["loader"])
     if resumed.state.get("scaler"):  # empty if the checkpoint was trained in another dtype
         scaler.load_state_dict(resumed.state["scaler"])
-    if resumed.step >= steps + resumed.state.get("due", False):  # older checkpoints have nothing due
-        raise ValueError(f"{resumed.path} is at step {resumed.step} of steps={steps}; give a larger steps= to go on")
+    due, minutes = resumed.state.get("due", False), resumed.state.get("seconds", 0.0) / 60  # older ones have neither
+    if resumed.step >= cfg.steps + due:
+        raise ValueError(
+            f"{resumed.path} is at step {resumed.step} of steps={cfg.steps}; give a larger steps= to go on"
+        )
+    if cfg.max_minutes and minutes >= cfg.max_minutes and not due:
+        raise ValueError(
+            f"{resumed.path} has used {minutes:.3g} minutes of max_minutes={cfg.max_minutes:g}; give a larger "
+            "max_minutes= to go on"
+        )
     return resumed.step
 
 

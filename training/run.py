@@ -8,11 +8,13 @@ metrics = folder_of(cfg, folder, ...)                 the locked folder runs/NAM
 
 import copy
 import math
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,11 +73,13 @@ class Run:
     writer: Writer = field(default_factory=Writer)
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     enqueued: deque[Update] = field(default_factory=deque)  # updates whose numbers have not arrived, oldest first
-    pace: float | None = None  # seconds a step, smoothed
-    began: float = field(default_factory=time.perf_counter)
-    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by what took them
+    place: float = 0.0  # in the schedule of the learning rate, of the last update enqueued (optimizer.next_place)
+    spent: float = 0.0  # seconds since the run's first step, stops left out; ranks have the same
+    began: float = 0.0  # when that time was 0, by time.perf_counter()
+    times: deque[float] = field(default_factory=partial(deque, maxlen=20))  # seconds of the last steps, alike on ranks
+    started: float = field(default_factory=time.perf_counter)  # when the script, or this run of a sweep, began
+    took: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by what took them
     cold: int = 0  # steps in which kernels were compiled
-    left: float = math.inf  # seconds until max_minutes are over
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
     session: Session | None = None  # what writes samples, if it stays from sample to sample
     code: int = 1  # exit code; loop() sets it when it returns
@@ -92,11 +96,26 @@ class Run:
         return self.step == self.cfg.steps or self.left <= 0
 
     @contextmanager
-    def spending(self, on: str) -> Iterator[None]:
-        """Adds the time inside to what was spent on this."""
-        started = time.perf_counter()
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the time inside to what this took."""
+        began = time.perf_counter()
         yield
-        self.spent[on] += time.perf_counter() - started
+        self.took[what] += time.perf_counter() - began
+
+    @property
+    def left(self) -> float:
+        """Seconds until max_minutes are over."""
+        return 60 * (self.cfg.max_minutes or math.inf) - self.spent
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds a step, a median, which forgets a compilation. None until the second step: the first may have
+        compiled."""
+        return statistics.median_low(self.times) if len(self.times) > 1 else None
+
+    def seconds(self) -> float:
+        """Seconds since the run's first step, by this rank's clock."""
+        return time.perf_counter() - self.began
 
     @property
     def accumulation(self) -> int:

@@ -50,10 +50,16 @@ class Config:
     seed: int = key(1337, "seed of the initial weights, the data's order, dropout and samples", least=0, below=2**63)
 
     steps: int = key(700, "number of training steps (updates of the weights)", least=1)
-    # At the limit the run evaluates, saves and ends. The time starts at the first step of this process, so a resumed
-    # run has the whole limit again. The learning rate schedule follows steps, so at the limit the rate has not reached
-    # its minimum.
-    max_minutes: float | None = key(None, "time limit in minutes", above=0, usual="null: no limit")
+    # The time begins at the run's first step. Compilation, evaluations, samples and checkpoints count, and a resumed
+    # run has what is left. At the limit the run evaluates, saves and ends. The learning rate follows the clock, so no
+    # two such runs have the same bits. steps=N without a limit repeats a run of N steps, with about the same rates;
+    # metrics.jsonl has its rate of each step.
+    max_minutes: float | None = key(
+        None,
+        "time limit in minutes, when the rate is lowest; to repeat N steps: steps=N",
+        above=0,
+        usual="null: no limit",
+    )
     batch_size: int = key(16, "sequences per pass, shared by torchrun's processes; fewer need less memory", least=1)
     tokens_per_step: int | None = key(
         None, "tokens per update, by gradient accumulation over passes", least=1, usual="null: one pass"
