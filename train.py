@@ -35,7 +35,7 @@ import torch
 
 from data.loader import Prefetch
 from model.abilities import resolve
-from model.gpt import without_numbers
+from model.gpt import without_values
 from parallel.processes import (
     Ranks,
     begin,
@@ -165,7 +165,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     run = Run(
         cfg, folder, facts, dataset, batches, train_step, metrics, step=step, saved=resumed.path if resumed else None,
         caught=caught, unfinished=state.get("due", False) if resumed else True,
-        place=state.get("place", step), spent=state.get("seconds", 0.0),
+        place=state.get("place", step), spent=state.get("seconds", 0.0), pace=state.get("pace", 0.0),
     )  # fmt: skip
     stack.callback(close, run)
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
@@ -192,7 +192,7 @@ def check(cfg: Config) -> None:
     passes(cfg)
     cfg = copy.deepcopy(cfg)
     cfg.model.vocab_size = cfg.model.vocab_size or 1
-    with without_numbers():
+    with without_values():
         make_model(cfg, attention, torch.device("meta"))
 
 
@@ -210,16 +210,16 @@ def loop(run: Run) -> int:
     if run.unfinished and (signals := between_steps(run, [])):
         return stop_at_signal(run, signals[0])
     run.model.train()
-    if ahead.NOTES and run.cfg.sample_every and run.cfg.sample_tokens:
+    if ahead.MARKERS and run.ranks.first and run.cfg.sample_every and run.cfg.sample_tokens:
         ahead.begin_sampling(session_of(run))
     run.train_step.restart_clock()
     ended = run.ending
     while not ended:
         enqueue(run)
         signals = agree(run)
-        ended = run.ending  # before an evaluation, which may pass the limit: then one more update has the lowest rate
+        ended = run.ending  # read before an evaluation: if that passes the limit, one more update has the lowest rate
         due = any(activity.due(run) for activity in ACTIVITIES)
-        while run.enqueued and (due or signals or oldest_is_done(run)):  # a signal may come meanwhile
+        while run.enqueued and (due or signals or oldest_is_done(run)):  # signals may be run.caught, which grows
             if bad := log_oldest(run):
                 return stop_at_nan(run, *bad)
         if (due or signals) and not run.enqueued:
@@ -242,7 +242,7 @@ def enqueue(run: Run) -> None:
     if length < cfg.model.context_length:  # (passes, B, T) to (passes, B * T / length, length)
         batches = batches.each(lambda part: part.view(len(part), -1, length))
     rng = rng_state() if cfg.probe.every or cfg.break_it.broken else {}
-    left = run.left / run.pace if run.pace else math.inf  # for so many updates there is time
+    left = run.left / run.pace if run.pace else math.inf  # how many more updates fit into the time limit
     run.place = next_place(run.place, run.step, left, cfg.steps, cfg.optimizer.warmup_steps)
     lr = learning_rate(run.place, cfg.steps, cfg.optimizer)
     # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
@@ -254,16 +254,14 @@ def enqueue(run: Run) -> None:
 
 
 def agree(run: Run) -> list[int]:
-    """Sets run.spent and run.times, and returns the signals received. Ranks gather the time and the signals from all of
+    """Sets run.spent and run.pace, and returns the signals received. Ranks gather the times and the signals from all of
     them, so that they have the same learning rate and stop at the same step, and the size of their text."""
-    before, run.spent = run.spent, run.seconds()
+    run.spent, run.pace = run.seconds(), run.median()
     if run.ranks.size == 1:
-        run.times.append(run.spent - before)
         return run.caught
     last = run.enqueued.pop()
     size = run.text_bytes(last.batches.y) if run.ranks.part.rank == 0 else 0  # once for ranks that share sequences
-    signals, run.spent, size = run.ranks.agree(run.caught, run.spent, size)
-    run.times.append(run.spent - before)
+    signals, run.spent, size, run.pace = run.ranks.agree(run.caught, run.spent, size, run.pace)
     run.enqueued.append(last._replace(text_bytes=size))
     return signals
 
@@ -279,8 +277,10 @@ def log_oldest(run: Run) -> tuple[Update, Numbers] | None:
     done = run.enqueued.popleft()
     numbers = done.report.numbers()
     seconds = done.report.seconds()
-    if done.report.warm and not run.took["steps"] and run.device.type == "cuda" and run.train_step.way != "eager":
+    if done.report.warm and done.step > run.cfg.length_warmup_steps and not run.compiled:
+        run.compiled = True
         ahead.end()
+    run.times.append(seconds)
     run.took["steps" if done.report.warm else "cold steps"] += seconds
     run.cold += not done.report.warm
     last = run.ending and done.step == run.step

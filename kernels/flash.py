@@ -75,7 +75,7 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     n = tl.program_id(0) // n_tiles
     b, h = n // H, n % H
     row0 = tile * how.BLOCK_M
-    where = key_tiles(task, b, tile, how)
+    where = key_tiles(task, b, tile, how)  # start, whole_start, whole_stop, stop, offset of the tile's list
 
     q_i = load(q, b, h, row0, how.BLOCK_M, how)
     acc = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
@@ -267,8 +267,8 @@ def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
 
 @triton.jit
 def score_gradient(p, zp, dp, delta, slope, task):
-    """Step 11, divided by keep_scale: delta comes divided by it, and the kernels multiply their sums by it at the end.
-    zp already contains the dropout mask, so dp needs no mask of its own."""
+    """Step 11: ds / keep_scale = zp (do v^T) - p delta / keep_scale. delta comes divided, and dp is do v^T without Z.
+    The kernels multiply their sums by keep_scale."""
     if task.dropout.seed is not None:
         ds = tl.fma(zp, dp, -(p * delta))
     else:
@@ -340,11 +340,11 @@ def position_of(mask, i):
 
 
 @triton.jit
-def dropped(p, n, row0, column0, i, j, dropout):
-    """Step 4 without the factor 1 / (share kept), which is applied at the end: p where it is kept, else 0. The backward
-    draws the same bits again."""
+def dropped(p, n, row0, column0, row, column, dropout):
+    """Step 4 without keep_scale: p where it is kept, else 0. So zp here is Z p / keep_scale. The backward draws the
+    same bits again."""
     if dropout.seed is not None:
-        return tl.where(keep_mask(dropout, n, row0, column0, i, j), p, dropout.zero)
+        return tl.where(keep_mask(dropout, n, row0, column0, row, column), p, dropout.zero)
     return p
 
 

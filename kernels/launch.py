@@ -7,7 +7,7 @@ Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D he
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
 
 What a call launches depends on its kind alone: shapes, strides, dtypes, device and problem. attention() gives each kind
-a dictionary, Problem.kind. From the second call of a kind on, launch() and run() find there what Triton has compiled.
+a dictionary, Problem.cache. From the second call of a kind on, launch() and run() find there what Triton has compiled.
 """
 
 import math
@@ -46,7 +46,7 @@ def forward(
     if q.numel() == 0:
         return o, lse, lse2
     q, k, v = aligned(q), aligned(k), aligned(v)
-    if not hopper.left_to_portable("forward", q, problem, autotune, kernel):
+    if not hopper.why_not("forward", q, problem, autotune, kernel):
         from kernels.hopper.forward import launch_forward  # imported here: other GPUs need no Gluon
 
         with on(q.device):
@@ -79,7 +79,7 @@ def gradients(
         return found
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dlse = None if dlse is None else dlse.contiguous()
-    if not hopper.left_to_portable("backward", q, problem, autotune, kernel):
+    if not hopper.why_not("backward", q, problem, autotune, kernel):
         from kernels.hopper.backward import launch_backward
 
         with on(q.device):
@@ -121,8 +121,8 @@ def launch(
     """Launches the kernel of kernels/flash.py for "forward", "dq" or "dkdv". work(tile): how many programs it has, and
     its arguments. rows: BLOCK_M must divide it. Returns BLOCK_M."""
     place = name, strides, marks(*problem.tensors), precision(q.dtype), rows
-    if problem.kind is not None and not autotune and place in problem.kind:
-        tile, how, launched = problem.kind[place]
+    if problem.cache is not None and not autotune and place in problem.cache:
+        tile, how, launched = problem.cache[place]
         launched(*work(tile)[1:], how)
         return tile.BLOCK_M
     dropout = problem.dropout.seed is not None
@@ -131,8 +131,8 @@ def launch(
         tile = sizes.tuned(name, lambda tile: launch_once(name, work, q, problem, tile), q, dropout, rows, usual)
     assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "row_terms and keep_mask rely on it"
     programs, how, compiled = launch_once(name, work, q, problem, tile)
-    if problem.kind is not None and not autotune and isinstance(compiled, CompiledKernel):
-        problem.kind[place] = tile, how, compiled[programs, 1, 1]
+    if problem.cache is not None and not autotune and isinstance(compiled, CompiledKernel):
+        problem.cache[place] = tile, how, compiled[programs, 1, 1]
     return tile.BLOCK_M
 
 
@@ -148,17 +148,17 @@ def run(
     """kernel[grid](*args, **options). Triton looks at every argument of a launch to find what it has compiled for
     such arguments. Here calls of one kind whose `key` is the same share that. key: all that the kind does not know, but
     for the tensors of the problem."""
-    if problem.kind is None:
+    if problem.cache is None:
         kernel[grid](*args, **options)
         return
     place = kernel, key, marks(*problem.tensors)
-    found = problem.kind.get(place)
+    found = problem.cache.get(place)
     if found is not None:
         found(*args)
         return
     compiled = kernel[grid](*args, **options)
     if isinstance(compiled, CompiledKernel):  # in Triton's interpreter it is None
-        problem.kind[place] = compiled[(*grid, 1, 1)[:3]]
+        problem.cache[place] = compiled[(*grid, 1, 1)[:3]]
 
 
 def marks(*tensors: Tensor | None) -> tuple:

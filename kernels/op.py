@@ -43,7 +43,7 @@ def flash_attention(
     Raises ValueError for an unsupported dtype, head size or GPU, and for kernel="hopper" where that cannot compute it.
     Shapes and devices are not checked here; attention() in model/attention.py does that.
     """
-    if problem.kind is None or ("checked", autotune, kernel) not in problem.kind:
+    if problem.cache is None or ("checked", autotune, kernel) not in problem.cache:
         check(q, problem, autotune, kernel)
     one = qkv is not None and qkv.is_contiguous() and q.shape[-1] * q.itemsize % 16 == 0  # a descriptor can write it
     inputs, heads = [qkv] if one else [q, k, v], (q.shape[1], k.shape[1])
@@ -60,10 +60,10 @@ def check(q: Tensor, problem: Problem, autotune: bool, kernel: str) -> None:
         raise ValueError(refused)
     if autotune and "local_mask" in problem.broken:
         raise ValueError("attention.autotune=true: break_it=local_mask means the tiles of the table; leave one out")
-    if kernel == "hopper" and (refused := hopper.left_to_portable("forward", q, problem, autotune, kernel)):
+    if kernel == "hopper" and (refused := hopper.why_not("forward", q, problem, autotune, kernel)):
         raise ValueError(f"attention.kernel=hopper: {refused}; use attention.kernel=auto")
-    if problem.kind is not None:
-        problem.kind["checked", autotune, kernel] = True
+    if problem.cache is not None:
+        problem.cache["checked", autotune, kernel] = True
 
 
 class Flash(torch.autograd.Function):

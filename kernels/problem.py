@@ -29,9 +29,10 @@ class Mask(NamedTuple):
     positions: Tensor | None  # (T,) integers: each query's position among the keys
     blocks: Tensor | None  # bool: which blocks of block_size x block_size elements are computed
     block_size: int
-    block_columns: int
-    local_m: int | None = None  # of kernels, for break_it=local_mask: the causal mask counts from the corner of a tile
-    local_n: int | None = None  # of local_m x local_n
+    block_columns: int  # columns of `blocks`
+    # Of kernels, for break_it=local_mask: the causal mask counts from the corner of a tile of local_m x local_n.
+    local_m: int | None = None
+    local_n: int | None = None
 
 
 class Score(NamedTuple):
@@ -48,7 +49,7 @@ class Dropout(NamedTuple):
 
     seed: Tensor | None  # int64 scalar; None: no dropout
     threshold: int  # 0 to 255: a weight is dropped if its random byte is below this
-    zero: float  # 0.0. A constant would make the compiler round first and select 16-bit halves (LOG.md)
+    zero: float  # 0.0, as an argument: with a constant the compiler rounds before it selects, which is slower (LOG.md)
     numbers: Tensor | None = None  # (B * H,) integers: each batch-head's number in the dropout mask; None: b*H + h
 
 
@@ -97,8 +98,8 @@ class Problem(NamedTuple):
     score: Score
     dropout: Dropout
     broken: tuple[str, ...]  # the failures of model/break_it.py that are in it
-    # The same dictionary for all calls of one kind, in which kernels/launch.py keeps what it has compiled for them.
-    kind: dict[Any, Any] | None = None
+    # Of all calls of one kind: what op.py has checked, kernels/hopper/ has refused and launch.py has compiled for them.
+    cache: dict[Any, Any] | None = None
 
     @staticmethod
     def of(
@@ -149,7 +150,7 @@ class Problem(NamedTuple):
             Score(*score[:3], slopes, *score[4:]),
             Dropout(seed, dropout.threshold, dropout.zero, numbers),
             self.broken,
-            self.kind,
+            self.cache,
         )
 
     def in_backward(self) -> "Problem":
@@ -174,18 +175,18 @@ class Problem(NamedTuple):
 
 
 # The schema of an op takes only tensors, numbers and strings.
-KINDS: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?"}
-KINDS |= {Tensor | None: "Tensor?"}
+SCHEMA_TYPES: dict[Any, str] = {int: "SymInt", int | None: "SymInt?", float: "float", float | None: "float?"}
+SCHEMA_TYPES |= {Tensor | None: "Tensor?"}
 FIELDS = ", ".join(
-    f"{KINDS[kind]} {name}" for part in (Mask, Score, Dropout) for name, kind in get_type_hints(part).items()
+    f"{SCHEMA_TYPES[kind]} {name}" for part in (Mask, Score, Dropout) for name, kind in get_type_hints(part).items()
 )
 FIELDS += ", str[] broken"
 
 
 def order_keys(module: dict[str, Any]) -> None:
-    """Has Triton compute the keys of a module's kernels in their order, by which its cache finds them. By itself it
-    does so at the first launch, and what it finds then depends on which kernels were launched before. Then one script,
-    or one rank, would not find what another one has compiled."""
+    """Computes the cache keys of a module's kernels in the order of the file: reading cache_key computes it. Triton
+    does so at the first launch, and its key then depends on earlier launches. So another script, or another rank, would
+    not find the compiled kernel."""
     for kernel in list(module.values()):
         getattr(kernel, "cache_key", None)
 

@@ -140,7 +140,7 @@ def attention(
     Raises ValueError for shapes, dtypes, devices or options that do not fit together.
     """
     if (v.shape, v.dtype, v.device) != (k.shape, k.dtype, k.device):
-        check_inputs(q, k, v)
+        check_inputs(q, k, v)  # else kind_of() checks q and k, which stand for v
     documents_q, documents_k = (None, None) if documents is None else of_documents(q, k, documents)
     given = Given(documents_q, documents_k, slopes=slopes, seed=seed, numbers=numbers)
     return attend(q, k, v, problem_of(q, k, config, given, causal, softmax_scale, break_it), config, return_lse, qkv)
@@ -226,7 +226,7 @@ def attend(
 # What of a configuration a Problem depends on, but for block_mask, which is a list.
 OPTIONS = attrgetter("impl", "softmax_scale", "softcap", "alibi", "window", "documents", "block_mask_size", "dropout_p")
 KINDS: dict[tuple, Problem] = {}  # what kind_of() has found, by all that it depends on
-MANY = 4096  # of them are forgotten together: so many shapes are those of a loop over lengths
+MANY = 4096  # KINDS is emptied at this size, which only a loop over lengths reaches
 
 
 def problem_of(
@@ -239,8 +239,8 @@ def problem_of(
     break_it: BreakIt = UNBROKEN,
 ) -> Problem:
     """The arguments of attention() as one Problem. given: all of its tensors but blocks; slopes None for the usual
-    ones, and a seed that dropout may leave unused. What no call of a kind changes is checked and made once. Raises
-    ValueError."""
+    ones, and a seed that dropout may leave unused. Calls with the same shapes, dtypes, device and options are of one
+    kind: what they share is checked and made once. Raises ValueError."""
     if torch.compiler.is_compiling():
         kind = kind_of(q, k, config, given, causal, softmax_scale, break_it)
     else:
@@ -252,9 +252,9 @@ def problem_of(
         if key not in KINDS:
             if len(KINDS) >= MANY:
                 KINDS.clear()
-            KINDS[key] = kind_of(q, k, config, given, causal, softmax_scale, break_it)._replace(kind={})
+            KINDS[key] = kind_of(q, k, config, given, causal, softmax_scale, break_it)._replace(cache={})
         kind = KINDS[key]
-    words, slopes = [None if x is None else x.contiguous() for x in given[:3]], None
+    tokens, slopes = [None if x is None else x.contiguous() for x in given[:3]], None
     blocks = None if config.block_mask is None else blocks_of(tuple(config.block_mask), q.device)
     if config.alibi:
         slopes = alibi_slopes(q.shape[1], q.device) if given.slopes is None else given.slopes
@@ -262,7 +262,7 @@ def problem_of(
     seed, dropped = given.seed, given.seed is not None and config.dropout_p > 0
     if seed is not None and not (isinstance(seed, Tensor) and (seed.dtype, seed.ndim) == (torch.int64, 0)):
         raise ValueError(f"seed={seed}: want a scalar int64 tensor, as torch.randint gives it")
-    return kind.having((*words, blocks, slopes, *((seed, given.numbers) if dropped else (None, None))))
+    return kind.having((*tokens, blocks, slopes, *((seed, given.numbers) if dropped else (None, None))))
 
 
 def kind_of(

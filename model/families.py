@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from model.abilities import OF_SCORE
 from model.attention import AttentionConfig, attention, problem_of
-from model.gpt import GPT, GPTConfig, without_numbers
+from model.gpt import GPT, GPTConfig, without_values
 from model.mask import visible
 
 # {our module: theirs}. Theirs in a block begin with transformer.h.3. or model.layers.3.
@@ -103,7 +103,7 @@ def layout(config: GPTConfig) -> dict[str, list[Source]]:
     gpt2 = config.norm == "layernorm"
     theirs = GPT2 if gpt2 else LLAMA
     try:
-        with without_numbers():
+        with without_values():
             weights = GPT(config, AttentionConfig("naive")).state_dict()
     except (RuntimeError, TypeError) as error:  # a product of sizes above 2**63
         raise ValueError(f"config.json is of a model that cannot be made ({str(error).splitlines()[0]})") from error

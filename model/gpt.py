@@ -140,7 +140,7 @@ def norm(config: GPTConfig) -> Norm:
 
 
 @contextmanager
-def without_numbers() -> Iterator[None]:
+def without_values() -> Iterator[None]:
     """A model made inside has shapes, but no numbers and no memory. Drawing weights on the device meta would import
     torch._dynamo, which takes a second or two."""
     with torch.device("meta"), Undrawn():
@@ -155,8 +155,8 @@ class Undrawn(TorchFunctionMode):
 
 
 class Setting(NamedTuple):
-    """Where the tokens of a forward are in the whole batch, and what computes their attention and their layers: what
-    comes from outside a block is data or a callable, never a branch.
+    """How the tokens of a forward differ from a whole batch. Blocks get such differences as data or callables, and
+    never branch on them.
 
     Without one, the batch is whole: T tokens at 0 to T - 1. parallel/processes.py has settings for a part of it, and
     sampling/cache.py for tokens whose past is in a cache.
@@ -165,8 +165,8 @@ class Setting(NamedTuple):
     T: int  # tokens of the whole sequences
     positions: slice | Tensor  # of the tokens here, an index of tables: slice, or int64 (T,) or (B, 1)
     attend: Iterable[Callable[..., Tensor]] | None = None  # for each layer what is called like attention(); None: that
-    first: int = 0  # number of the first sequence here in the whole batch, and how many that has; None: these
-    batch: int | None = None
+    first: int = 0  # number of the first sequence here in the whole batch
+    batch: int | None = None  # sequences of the whole batch; None: those here are all
     ropes: dict[bool, tuple[Tensor, Tensor]] | None = None  # as in GPT.ropes(), of all positions; None: to be made
     layers: Layers = LAYERS
 
@@ -178,14 +178,14 @@ class Context(NamedTuple):
     seed: Tensor | None  # seed of the layer's attention dropout, int64 scalar; None: no dropout
     stream_seed: Tensor | None  # the same for the dropout of what the layer adds to the stream
     documents: Tensor | None  # (B, T) integers, of the whole sequences; None: one document
-    rows: Tensor | None = None  # int64 (T,), the tokens' positions; int64 (2 B,), the numbers of the two dropout masks
-    numbers: Tensor | None = None  # of the stream for each sequence, counted in the whole batch; both None: no dropout
+    rows: Tensor | None = None  # int64 (T,): the tokens' positions; None: no dropout of the stream
+    numbers: Tensor | None = None  # int64 (2 B,): of each sequence's dropout masks, after attention, then after the MLP
     attend: Callable[..., Tensor] = attention
     layers: Layers = LAYERS
 
 
 class Attention(nn.Module):
-    """The weights before and after attention; model/attention.py computes the attention itself."""
+    """The weights before and after attention. It has no forward: Block computes with them."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -209,7 +209,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds attention, then the MLP, to the residual stream. The input of each is a norm of the stream (pre-norm)."""
+    """Adds attention, then the MLP, to the residual stream. The input of each is a norm of the stream (pre-norm). The
+    last addition is left to the next norm (Added), because one kernel makes the backward of both."""
 
     def __init__(self, config: GPTConfig, attention_config: AttentionConfig, break_it: BreakIt):
         super().__init__()

@@ -63,6 +63,7 @@ class Agreed(NamedTuple):
     signals: list[int]  # that any of them has received
     spent: float  # seconds of the run, on the rank with the most
     text_bytes: int  # of all ranks' batches
+    pace: float  # seconds a step, on the slowest rank
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,16 @@ class Ranks:
                         "give all machines the same files, for example on a shared disk"
                     )
 
-    def agree(self, signals: list[int], spent: float = 0.0, text_bytes: int = 0) -> Agreed:
+    def agree(self, signals: list[int], spent: float = 0.0, text_bytes: int = 0, pace: float = 0.0) -> Agreed:
         """Gathers these from all ranks after a step. They stop at the same step because they know the same."""
         if self.size == 1:
-            return Agreed(signals, spent, text_bytes)
-        mine = torch.tensor([signals[0] if signals else 0, spent, text_bytes], dtype=torch.float64)
+            return Agreed(signals, spent, text_bytes, pace)
+        mine = torch.tensor([signals[0] if signals else 0, spent, text_bytes, pace], dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine)
-        numbers, times, sizes = torch.stack(every).unbind(1)
-        return Agreed([int(number) for number in numbers if number][:1], float(times.max()), int(sizes.sum()))
+        numbers, times, sizes, paces = torch.stack(every).unbind(1)
+        signals = [int(number) for number in numbers if number][:1]
+        return Agreed(signals, float(times.max()), int(sizes.sum()), float(paces.max()))
 
     def sum(self, values: list[float]) -> list[float]:
         """The sums over the ranks, of float64 numbers."""

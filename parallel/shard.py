@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT, without_numbers
+from model.gpt import GPT, without_values
 
 
 def shard(model: GPT, size: int, device: torch.device) -> None:
@@ -91,7 +91,7 @@ def copy_of(model: GPT, dtype: torch.dtype) -> GPT:
     weights: dict[int, nn.Parameter] = {}  # by identity, so that a tied head stays one
     for p in model.parameters():
         weights[id(p)] = nn.Parameter(whole(p.detach()).to(dtype))
-    with without_numbers():
+    with without_values():
         found = GPT(model.config, model.attention_config, model.break_it)
     named = model.named_parameters(remove_duplicate=False)
     found.load_state_dict({name: weights[id(p)] for name, p in named}, assign=True)

@@ -494,8 +494,9 @@ TABLE = [
      "minutes::test_a_resumed_run_has_what_is_left_of_the_time_and_goes_on_with_its_rate"),
     ("a run goes on without time", "minutes >= cfg.max_minutes and not due", "False",
      "minutes::test_a_run_that_has_used_its_minutes_is_resumed_with_more_only"),
-    ("each rank has its own pace", "run.times.append(run.spent - before)\n    run.enq",
-     "run.times.append(run.seconds() - before)\n    run.enq",
+    ("the pace is the host's", "run.times.append(seconds)", "run.times.append(run.seconds() - run.spent)",
+     "minutes::test_the_pace_is_the_devices_where_the_host_waits_for_it_now_and_then"),
+    ("each rank has its own pace", "size, run.pace = run.ranks.agree(", "size, _ = run.ranks.agree(",
      "minutes::test_ranks_have_the_same_time_and_pace_whatever_their_clocks_say"),
     # --- more of the model and of attention ---
     ("the MLP's last matrix begins as large as the others", 'adds = name.endswith((".out", ".down"))',

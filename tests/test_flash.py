@@ -220,8 +220,8 @@ def test_gradients_side_by_side_have_the_bits_of_those_put_together(through, D):
 def test_the_kernels_are_chosen_by_the_same_problem(through, monkeypatch):
     """An op turns tuples into lists, and then a compiled step had the portable backward where eager had Hopper's."""
     reasons = []
-    decide = hopper.left_to_portable
-    monkeypatch.setattr(hopper, "left_to_portable", lambda *args: reasons.append(decide(*args)) or reasons[-1])
+    decide = hopper.why_not
+    monkeypatch.setattr(hopper, "why_not", lambda *args: reasons.append(decide(*args)) or reasons[-1])
     q = torch.randn(
         1, 1, 8, 80, device=DEVICE, dtype=torch.float16, requires_grad=True
     )  # the head size is all that it lacks

@@ -335,8 +335,8 @@ def test_a_model_without_numbers_takes_neither_memory_nor_torch_dynamo():
     code = """
 import sys
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig, without_numbers
-with without_numbers():
+from model.gpt import GPT, GPTConfig, without_values
+with without_values():
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=2**20, vocab_size=2**30), AttentionConfig("naive"))
 assert {p.device.type for p in model.parameters()} == {"meta"}
 assert "torch._dynamo" not in sys.modules

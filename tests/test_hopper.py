@@ -44,7 +44,7 @@ def saved(case: Case) -> tuple:
     q, k, v, do, dlse = (inputs[name] for name in ("q", "k", "v", "do", "dlse"))
     problem = problem_of(q, k, configured(HOPPER, case), Given(seed=torch.tensor(SEED)), case.causal)
     o, _, lse2 = launch.forward(q, k, v, problem, False, "portable")
-    return q, k, v, o, lse2, do, dlse, problem._replace(kind=None), False, "hopper"
+    return q, k, v, o, lse2, do, dlse, problem._replace(cache=None), False, "hopper"
 
 
 def gradients(case: Case, seed: int = 0, **changed) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ def test_the_start_of_a_run_names_the_kernels_that_run(changed):
         q, why = torch.zeros(1, 2, 300, D, dtype=dtype), {}
         problem = problem_of(q, q, config, given, break_it=break_it)
         for which in ("forward", "backward"):
-            taken = hopper.left_to_portable(which, q, problem._replace(kind=None), config.autotune, config.kernel)
+            taken = hopper.why_not(which, q, problem._replace(cache=None), config.autotune, config.kernel)
             why[which] = why_not(f"hopper {which}", wanted(config, break_it), q.device, dtype, D)
             assert bool(taken) == bool(why[which])
         assert all(reason in kernels_of(**why) for reason in why.values())

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import statistics
 import time
 from collections import deque
 from functools import partial
@@ -102,6 +103,24 @@ def test_the_rates_are_those_of_as_many_steps_at_an_even_pace(ahead, timed, idle
     monkeypatch.setitem(AHEAD, "cpu", ahead)
     monkeypatch.setattr(Report, "arrived", lambda self: not ahead)
     assert timed("steps=100000", "max_minutes=1").rates == pytest.approx(by_steps(60))
+
+
+@pytest.mark.parametrize("every", [5, 1000])
+def test_the_pace_is_the_devices_where_the_host_waits_for_it_now_and_then(every, timed, clock, idle, monkeypatch):
+    """Between two waits the host enqueues four steps in no time. Their median was taken for the pace."""
+    numbers = Report.numbers
+
+    def wait(report):
+        clock.now += 1.0
+        return numbers(report)
+
+    monkeypatch.setitem(AHEAD, "cpu", 4)
+    monkeypatch.setattr(Report, "arrived", lambda report: False)
+    monkeypatch.setattr(Report, "numbers", wait)
+    monkeypatch.setattr(Report, "seconds", lambda report: 1.0)
+    clock.step = lambda step: 0.0
+    rates = timed("steps=100000", "max_minutes=1", f"checkpoint_every={every}").rates
+    assert rates == pytest.approx(by_steps(len(rates)), abs=1e-4)
 
 
 PACES = {  # seconds of a step, and of an evaluation after each 20
@@ -212,8 +231,8 @@ def test_a_run_that_time_has_stopped_twice_is_the_unbroken_run_bit_for_bit(timed
     """Evaluated, sampled from and saved where the unbroken run is not, with a rate that does not fall."""
     constant = ["steps=10", "optimizer.min_lr_ratio=1", "optimizer.warmup_steps=0", "model.dropout_p=0.1"]
     timed(*constant, "max_minutes=0.05", name="stopped")
-    timed("resume=auto", "max_minutes=0.1", name="stopped")
-    to_the_end = timed("resume=auto", "max_minutes=null", name="stopped")
+    timed("resume=auto", "optimizer.warmup_steps=0", "max_minutes=0.1", name="stopped")
+    to_the_end = timed("resume=auto", "optimizer.warmup_steps=0", "max_minutes=null", name="stopped")
     assert "max_minutes 0.1 -> None" in to_the_end.out
     whole = timed(*constant, name="whole")
     assert losses(to_the_end.folder) == losses(whole.folder)
@@ -247,18 +266,17 @@ def test_ranks_have_the_same_time_and_pace_whatever_their_clocks_say(monkeypatch
     runs = []
     for mine, other in (clocks, clocks[::-1]):
         run = object.__new__(Run)
-        run.cfg, run.ranks, run.caught, run.spent = Config(max_minutes=1), Ranks(size=2), [], 0.0
-        run.times = deque(maxlen=20)
+        run.cfg, run.ranks, run.caught = Config(max_minutes=1), Ranks(size=2), []
+        run.times, theirs = deque(mine), statistics.median_low(other)
         for here, there in zip(mine, other, strict=True):
 
-            def all_gather(every, numbers, there=there):
+            def all_gather(every, numbers, there=there, theirs=theirs):
                 every[0].copy_(numbers)
-                every[1].copy_(torch.tensor([0.0, there, 0.0]))
+                every[1].copy_(torch.tensor([0.0, there, 0.0, theirs]))
 
             monkeypatch.setattr(processes.dist, "all_gather", all_gather)
             run.seconds, run.text_bytes = partial(float, here), lambda y: 0
             run.enqueued = deque([train.Update(1, SimpleNamespace(y=None), {}, 0.0, None)])
             assert train.agree(run) == []
         runs.append(run)
-    assert [*runs[0].times] == [*runs[1].times] == [0.0, 1.5, 1.0, 1.5, 5.0]
-    assert {(run.left, run.pace) for run in runs} == {(51.0, 1.5)}
+    assert {(run.left, run.pace) for run in runs} == {(51.0, 2.5)}

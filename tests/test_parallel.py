@@ -390,10 +390,10 @@ def test_other_scripts_are_one_process(script, call, monkeypatch):
 def test_ranks_agree_on_any_signal_the_most_time_and_the_sum_of_their_texts(monkeypatch):
     def all_gather(every, mine):
         every[0].copy_(mine)
-        every[1].copy_(torch.tensor([15.0, 3.0, 20.0]))
+        every[1].copy_(torch.tensor([15.0, 3.0, 20.0, 1.5]))
 
     monkeypatch.setattr(processes.dist, "all_gather", all_gather)
-    assert Ranks(size=2).agree([], 5.0, 10) == ([15], 5.0, 30)
+    assert Ranks(size=2).agree([], 5.0, 10, 0.5) == ([15], 5.0, 30, 1.5)
 
 
 def test_a_rank_that_loses_another_says_so_in_one_line(monkeypatch):

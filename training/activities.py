@@ -200,6 +200,7 @@ def find_the_fault(run: Run, batches: list[Batch], rng: dict[str, torch.Tensor])
 def evaluate(run: Run) -> None:
     """Logs the mean loss over the validation windows, in nats per token and in bits per byte. Ranks share the
     batches."""
+    seconds = run.seconds()
     losses: list[float | torch.Tensor] = []  # of each batch, nats per token; 0 for another rank's
     sizes: list[int] = []  # tokens of each batch
     size = 0
@@ -218,7 +219,7 @@ def evaluate(run: Run) -> None:
     for of_a_batch in run.ranks.sum(found):  # in their order, whoever has computed them; sum() adds in another way
         nats += of_a_batch
     run.val_loss, bits = nats / tokens, nats / (math.log(2) * max(1, size))
-    record = {"val_loss": run.val_loss, "val_bits_per_byte": bits, "seconds": run.spent}
+    record = {"val_loss": run.val_loss, "val_bits_per_byte": bits, "seconds": seconds}
     run.metrics.log({"step": run.step} | record)
 
 
@@ -324,6 +325,7 @@ def write_checkpoint(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, t
         "due": run.unfinished,
         "place": run.place,
         "seconds": run.seconds(),
+        "pace": run.pace,
     }
     text, keep_last = to_json(run.dataset.encoding), run.cfg.keep_last
     return run.writer.save(

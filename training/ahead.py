@@ -3,19 +3,20 @@
     import_compiler()              begins to import torch.compile
     begin(model, ...)              begins to compile what a step and an evaluation launch
     begin_sampling(session)        the same for a sample
-    end()                          after the first steps: notes that the kernels are there
+    end()                          after the first steps
 
-All return soon. Triton compiles a kernel when it is first launched, for up to 5 seconds, and the run waits: one kernel
-after the other, while the other cores are idle. Here the model computes once what it will compute, with kernels that
-are not launched but only compiled, each in a process of its own. Their results come through Triton's cache on disk.
-When a kernel is launched in earnest, its process has ended, or is waited for. What this misses is compiled as before.
-A later run of the same model finds a note in the cache, and skips all this.
+All return soon. Triton compiles a kernel at its first launch, one after the other, up to 5 seconds each. So a dry run
+of the model records every launch instead of making it. The recorded kernels are compiled in forked processes, which
+fill Triton's cache on the disk. The first real launch of a kernel waits for its process. Kernels that the dry run did
+not meet are compiled at their first launch. Then a marker file is written into the cache, and later runs of the same
+model skip this.
 """
 
 import hashlib
 import multiprocessing
+import os
 import signal
-from collections import defaultdict
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -35,8 +36,9 @@ from training.state import rng_state, set_rng_state
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 60  # seconds that a launch waits; then it compiles the kernel itself
-PROCESSES: dict[int, list[Any]] = defaultdict(list)  # that compile a kernel, by its id()
-NOTES: list[Path] = []  # files to be made when the run's kernels are in the cache
+PROCESSES: dict[int, set[Any]] = {}  # that compile a kernel, by its id()
+MARKERS: list[Path] = []  # to be written when the run's kernels are in the cache
+CLOSING: list[Thread] = []  # ends Inductor's processes
 
 
 def import_compiler() -> None:
@@ -46,19 +48,23 @@ def import_compiler() -> None:
 
 def begin(model: GPT, autocast: AbstractContextManager, z_loss: float, shape: tuple[int, int]) -> None:
     """Begins to compile what a step and an evaluation launch. shape: (B, T) of their sequences."""
-    NOTES.clear()
+    MARKERS.clear()
+    while CLOSING:  # of the run before, in a sweep
+        CLOSING.pop().join()
     device = model.embedding.weight.device
-    if not runs_kernels(device) or model.attention_config.autotune:
+    if not runs_kernels(device) or not hasattr(os, "fork") or model.attention_config.autotune:
         return
-    if (note := note_of(model, shape, z_loss, getattr(autocast, "fast_dtype", None))).exists():
+    if (marker := marker_of(model, shape, z_loss, getattr(autocast, "fast_dtype", None))).exists():
         return
-    NOTES.append(note)
+    MARKERS.append(marker)
     idx = torch.zeros(shape, dtype=torch.int64, device=device)
     with autocast:
         compile_aside(lambda: one_of_each(model, idx, z_loss))
         with torch.no_grad():
             compile_aside(lambda: one_of_each(model.eval(), idx))
     model.train()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)  # a step may need less
 
 
 def begin_sampling(session: Session) -> None:
@@ -66,25 +72,27 @@ def begin_sampling(session: Session) -> None:
     if session.recorded is not None:
         prompt = torch.zeros((1, 1), dtype=torch.int64, device=session.model.embedding.weight.device)
         compile_aside(lambda: list(session.enqueued(prompt, 3)))
+        session.recorded.count = 0  # nothing was launched
 
 
 def end() -> None:
-    """Notes that the kernels of the run have been compiled, and ends Inductor's processes: that takes seconds, for
-    which the run would wait at its end. If they are needed again, Inductor starts others."""
-    while NOTES:
-        NOTES.pop().touch()
-    from torch._inductor.async_compile import shutdown_compile_workers
+    """Writes the marker, and ends Inductor's processes: that takes seconds, for which the run would wait at its end. If
+    they are needed again, Inductor starts others."""
+    while MARKERS:
+        with suppress(OSError):
+            MARKERS.pop().touch()
+    if (inductor := sys.modules.get("torch._inductor.async_compile")) is not None:
+        CLOSING.append(Thread(target=inductor.shutdown_compile_workers, daemon=True))
+        CLOSING[-1].start()
 
-    Thread(target=shutdown_compile_workers, daemon=True).start()
 
-
-def note_of(model: GPT, *others: Any) -> Path:
+def marker_of(model: GPT, *others: Any) -> Path:
     """The file in Triton's cache that says that the kernels of such a run are there."""
     from triton import knobs  # triton is not installed everywhere
 
     device = torch.cuda.get_device_name(model.embedding.weight.device)
-    kernels = [path.read_bytes() for path in sorted(ROOT.glob("kernels/**/*.py"))]
-    versions = torch.__version__, version("triton"), kernels
+    sources = [path.read_bytes() for room in ("kernels", "sampling") for path in sorted(ROOT.glob(f"{room}/**/*.py"))]
+    versions = torch.__version__, version("triton"), sources
     described = model.config, model.attention_config, model.break_it, others, device, versions
     digest = hashlib.sha256(repr(described).encode())
     return Path(knobs.cache.dir, f"tilegpt-{digest.hexdigest()[:16]}")
@@ -109,34 +117,39 @@ def one_of_each(model: GPT, idx: Tensor, z_loss: float = 0.0) -> None:
 
 
 def compile_aside(compute: Callable[[], object]) -> None:
-    """Calls compute(), whose kernels are compiled aside and not launched: its results are whatever is in memory. Draws
-    no random numbers."""
+    """Calls compute() and has the kernels that it launches compiled in other processes. Its results are whatever is in
+    memory. Draws no random numbers."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    import_module("triton.compiler.code_generator")  # here, and not in every process
     launch = getattr(JITFunction.run, "launch", JITFunction.run)  # Triton's own
-    jobs, no_driver, rng = defaultdict(list), NoDriver(driver.active), rng_state()
+    launches: dict[int, dict[str, Callable]] = {}  # by kernel, one of each kind
+    no_driver, rng = NoDriver(driver.active), rng_state()
 
-    def note(kernel: Any, *args, grid, warmup, **options) -> None:
-        jobs[id(kernel)].append(partial(launch, kernel, *args, grid=grid, warmup=True, **options))
+    def record_launch(kernel: Any, *args, grid, warmup, **options) -> None:
+        of_kernel = launches.setdefault(id(kernel), {})
+        kind = [x if i in kernel.constexprs else kind_of(x) for i, x in enumerate(args)]
+        kind += options.items()
+        of_kernel.setdefault(repr(kind), partial(launch, kernel, *args, grid=grid, warmup=True, **options))
 
     def launch_when_compiled(kernel: Any, *args, **options) -> Any:
         for process in PROCESSES.pop(id(kernel), ()):
             process.join(PATIENCE)
-            process.kill()
         return launch(kernel, *args, **options)
 
-    def compile(kernel: int) -> None:
+    def compile_launches(kernels: list[int]) -> None:
+        signal.alarm(PATIENCE)  # it ends by itself, also if the run has been killed
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # without the run's handlers
             signal.signal(number, signal.SIG_DFL)
         driver.set_active(no_driver)
-        with suppress(Exception):  # which comes again from the launch
-            for job in jobs[kernel]:
-                compiled = job()
+        for compile in (compile for kernel in kernels for compile in launches[kernel].values()):
+            with suppress(Exception):  # which comes again from the launch
+                compiled = compile()
                 no_driver.launcher_cls(compiled.src, compiled.metadata)  # which Triton compiles as well, with gcc
 
     launch_when_compiled.launch = launch  # type: ignore[attr-defined]
-    JITFunction.run = note
+    JITFunction.run = record_launch
     try:
         compute()
     except RuntimeError as error:
@@ -145,10 +158,25 @@ def compile_aside(compute: Callable[[], object]) -> None:
     finally:
         JITFunction.run = launch_when_compiled
         set_rng_state(rng)
-    for kernel in jobs:
-        process = multiprocessing.get_context("fork").Process(target=compile, args=(kernel,), daemon=True)
-        process.start()
-        PROCESSES[kernel].append(process)
+    kernels, most = list(launches), len(os.sched_getaffinity(0))
+    for some in (kernels[i::most] for i in range(min(most, len(kernels)))):
+        process = multiprocessing.get_context("fork").Process(target=compile_launches, args=(some,), daemon=True)
+        with suppress(OSError):  # no more processes: then the launches compile
+            process.start()
+            for kernel in some:
+                PROCESSES.setdefault(kernel, set()).add(process)
+
+
+def kind_of(x: Any) -> Any:
+    """What Triton compiles a kernel for of an argument, roughly: equal for launches that need no kernel of their
+    own."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if isinstance(x, tuple):
+        return tuple(map(kind_of, x))
+    if isinstance(x, int | float):
+        return type(x), x == 1, x % 16 == 0
+    return (kind_of(x.base), tuple(x.block_shape)) if hasattr(x, "block_shape") else x
 
 
 class NoDriver:

@@ -16,7 +16,7 @@ import tiktoken
 from data.tokenizer import from_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt, of_older
-from model.gpt import GPT, GPTConfig, without_numbers
+from model.gpt import GPT, GPTConfig, without_values
 from training import config
 from training.files import printable
 
@@ -37,6 +37,7 @@ STATE = {
     "validation?": str,
     "due?": bool,
     "place?": float,
+    "pace?": float,
     "seconds?": float,
 }
 HEADER = {"step": COUNT, "alias": dict[str, str], "state": STATE}
@@ -173,7 +174,7 @@ def network(trained: str) -> tuple[dict[str, tuple[int, tuple]], Described]:
     groups = json.loads(trained)
     attention = replace(config.from_dict(AttentionConfig, groups["attention"]), impl="naive")
     model, break_it = config.from_dict(GPTConfig, groups["model"]), config.from_dict(BreakIt, groups["break_it"])
-    with without_numbers():
+    with without_values():
         made = GPT(model, attention, break_it)
     saved = {name: (id(p), ("F32", tuple(p.shape))) for name, p in made.state_dict(keep_vars=True).items()}
     return saved, {name: ("F32", tuple(p.shape)) for name, p in made.named_parameters()}

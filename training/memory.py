@@ -16,7 +16,7 @@ import torch
 
 from model.abilities import wanted, why_not
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig, without_numbers
+from model.gpt import GPT, GPTConfig, without_values
 from model.loss import KERNEL_CHUNK
 from training.machine import DTYPES
 
@@ -101,7 +101,7 @@ def bytes_of(
     """The peak memory of a step in bytes: weights, gradients, AdamW's state and activations. The arguments are those of
     settle(), with model.activation_checkpointing settled. norm_kernel: whether kernels/norm.py computes the backward of
     norms, as on a GPU. hopper: whether kernels/hopper/backward.py computes that of attention."""
-    with without_numbers():
+    with without_values():
         whole = GPT(model, attention)
     C, H, L, V = model.n_embd, model.n_head, model.n_layer, whole.head.weight.shape[0]
     K, F = (model.n_kv_head or H) * model.head_size, whole.get_parameter("blocks.0.mlp.up.weight").shape[0]

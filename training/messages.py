@@ -187,7 +187,7 @@ def where_time_went(run: Run) -> str:
     """The run's time in five parts. A step in which kernels were compiled counts as training for as long as the others
     take."""
     total, took = time.perf_counter() - run.started, run.took
-    compiling = max(0.0, took["cold steps"] - run.cold * (run.pace or 0.0))
+    compiling = max(0.0, took["cold steps"] - run.cold * run.pace)
     parts = {
         "starting": took["starting"],
         "compiling": compiling,

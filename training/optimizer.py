@@ -139,13 +139,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The matrix x with its singular values set to about 1 (0.5 to 1.5), in bfloat16.
+    """The matrix x with its singular values set to about 1 (0.5 to 1.5), in bfloat16; on a CPU in float32.
 
     Five Newton-Schulz iterations s -> a s + b s^3 + c s^5 on all singular values s at once (Keller Jordan's post on
     Muon, 2024, which found the coefficients). They need only matrix products.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    y = x.bfloat16()
+    y = x.bfloat16() if x.is_cuda else x.float()  # many CPUs multiply bfloat16 some ten times as slowly (LOG.md)
     y = y.T if x.shape[0] > x.shape[1] else y  # the smaller Gram matrix
     y = y / y.norm().clamp(min=1e-7)
     for _ in range(5):
@@ -179,11 +179,12 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
 def next_place(place: float, step: int, left: float, steps: int, warmup_steps: int) -> float:
     """The place in the schedule, up to steps, of the update after `step`. learning_rate() takes it as its step.
 
-    Without a time limit update N is at place N. With one the run may make fewer updates, so each takes a longer way:
-    an equal share of what is left of the schedule. The last one is at place `steps`, whatever the pace was before. In
-    the warm-up an update moves by one place, or by more if the warm-up would take too many of the updates.
+    Without a time limit, update N is at place N. With one, fewer updates may fit, so each advances by an equal share of
+    what is left: (steps - place) / (updates that fit). The last update is then at `steps`, or just short of it if it is
+    slower than expected. In the warm-up an update advances by 1, or by more if the warm-up would take over
+    WARMUP_FRACTION of the updates. The result never decreases.
 
-    place: of update `step`. left: for how many more updates there is time, about. The place never moves back.
+    place: of update `step`. left: how many more updates fit into the time limit, estimated.
     """
     place, to_come = min(place, steps), steps - step
     if 1 < left < to_come and place < warmup_steps:

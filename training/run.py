@@ -74,12 +74,14 @@ class Run:
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     enqueued: deque[Update] = field(default_factory=deque)  # updates whose numbers have not arrived, oldest first
     place: float = 0.0  # in the schedule of the learning rate, of the last update enqueued (optimizer.next_place)
-    spent: float = 0.0  # seconds since the run's first step, stops left out; ranks have the same
+    spent: float = 0.0  # seconds of training, those before a resume included; the same on all ranks
     began: float = 0.0  # when that time was 0, by time.perf_counter()
-    times: deque[float] = field(default_factory=partial(deque, maxlen=20))  # seconds of the last steps, alike on ranks
+    times: deque[float] = field(default_factory=partial(deque, maxlen=20))  # seconds of the last steps, on the device
+    pace: float = 0.0  # seconds a step, their median, the slowest rank's; 0 in the first steps of a new run
     started: float = field(default_factory=time.perf_counter)  # when the script, or this run of a sweep, began
     took: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds, by what took them
     cold: int = 0  # steps in which kernels were compiled
+    compiled: bool = False  # whether such steps are over
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
     session: Session | None = None  # what writes samples, if it stays from sample to sample
     code: int = 1  # exit code; loop() sets it when it returns
@@ -107,11 +109,10 @@ class Run:
         """Seconds until max_minutes are over."""
         return 60 * (self.cfg.max_minutes or math.inf) - self.spent
 
-    @property
-    def pace(self) -> float | None:
-        """Seconds a step, a median, which forgets a compilation. None until the second step: the first may have
-        compiled."""
-        return statistics.median_low(self.times) if len(self.times) > 1 else None
+    def median(self) -> float:
+        """Seconds a step on this rank: a median, so that one compilation does not count. Until the second step what a
+        run before it had, or 0."""
+        return statistics.median_low(self.times) if len(self.times) > 1 else self.pace
 
     def seconds(self) -> float:
         """Seconds since the run's first step, by this rank's clock."""

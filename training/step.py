@@ -149,9 +149,9 @@ class TrainStep:
         ranks, loss = self.ranks, torch.zeros((), device=self.device)
         for x, y, documents in batches.parts():
             x, y = ranks.part.cut(x), ranks.part.cut(y)
-            for turn in range(ranks.turns):
+            for turn in range(ranks.turns):  # ranks share the passes: of every ranks.turns passes each computes one
                 if turn != ranks.turn:
-                    self.model.seeds(self.device)  # another rank's pass: its random numbers are drawn and not used
+                    self.model.seeds(self.device)  # drawn and not used: then dropout is that of one process
                     continue
                 with self.autocast:
                     share = self.loss_of(x, y, documents, z_loss=self.cfg.z_loss, setting=ranks.setting(x))

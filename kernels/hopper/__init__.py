@@ -14,9 +14,9 @@ TAKES = {"forward": ("window", "windows", "documents", "dropout_p"), "backward":
 NARROW = 512  # keys in a window
 
 
-def left_to_portable(which: str, q: Tensor, problem: Problem, autotune: bool, kernel: str) -> str:
+def why_not(which: str, q: Tensor, problem: Problem, autotune: bool, kernel: str) -> str:
     """Why the forward or the backward of a problem is left to flash.py; empty if it is computed here."""
-    asked, known = (which, autotune, kernel), problem.kind
+    asked, known = (which, autotune, kernel), problem.cache
     if known is not None and asked in known:
         return known[asked]
     why = lacks(which, options_of(problem, autotune, kernel), q.device, q.dtype, q.shape[-1])

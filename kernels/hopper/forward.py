@@ -142,7 +142,7 @@ def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:
-    """Writes o, lse, and lse in base 2 for the backward. The caller has checked that left_to_portable() is empty."""
+    """Writes o, lse, and lse in base 2 for the backward. The caller has asked hopper.why_not()."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     mask = problem.mask
     documents, dropout = mask.documents_q is not None, problem.dropout.seed is not None
