@@ -164,7 +164,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     begin()
     run = Run(
         cfg, folder, facts, dataset, batches, train_step, metrics, step=step, saved=resumed.path if resumed else None,
-        caught=caught, unfinished=state.get("due", False) if resumed else True,
+        caught=caught, unfinished=state.get("due", False) if resumed else True,  # a new run may measure init_from
         place=state.get("place", step), spent=state.get("seconds", 0.0), pace=state.get("pace", 0.0),
     )  # fmt: skip
     stack.callback(close, run)

@@ -139,8 +139,7 @@ def online_softmax(s, factor, m, l, how: tl.constexpr):
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
     """Writes dq, and to row_terms (B, H, padded, 2) what dkdv_kernel needs of every row: -lse2 and delta /
     keep_scale."""
-    # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
-    # that is made in the kernel.
+    # Made anew, as in forward_kernel.
     mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
     task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
@@ -200,8 +199,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
 @triton.jit
 def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr):
     """Writes dk and dv. row_terms comes from dq_kernel."""
-    # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
-    # that is made in the kernel.
+    # Made anew, as in forward_kernel.
     mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
     task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
     n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
@@ -215,7 +213,8 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     v_j = load(v, b, h_kv, column0, how.BLOCK_N, how)
     dk_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
     dv_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
-    for h in range(h_kv * G, h_kv * G + G):  # sum over the query heads that share this key head
+    # Sum over the query heads that share this key head. The cut tiles come first: if causal, they are the first rows.
+    for h in range(h_kv * G, h_kv * G + G):
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, True, how)
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, False, how)
     dk_j *= task.score.scale * task.keep_scale
@@ -460,8 +459,9 @@ def looked_up(edges, at, low, high, at_least, at_most, n):
     """between() for positions or documents, which are arbitrary numbers. edges holds the lowest and the highest number
     of each of the n tiles, from `at` on.
 
-    If the numbers are not sorted, some tiles between the first and the last are visited without need. x - y is never
-    computed, because it can overflow for documents that are numbered by hashes.
+    If the numbers are not sorted, some tiles between the first and the last are visited without need, and of the whole
+    tiles only the first run counts as whole. x - y is never computed, because it can overflow for documents that are
+    numbered by hashes.
     """
     CHUNK: tl.constexpr = 512  # tiles read at once: 32,768 tokens in tiles of 64; longer sequences take more turns
     start, whole_start, whole_stop, stop = n, n, n, 0

@@ -118,8 +118,10 @@ def launch(
     name: str, work: Callable[[Tiles], tuple], q: Tensor, problem: Problem, autotune: bool, strides: tuple,
     rows: int = 128,
 ) -> int:  # fmt: skip
-    """Launches the kernel of kernels/flash.py for "forward", "dq" or "dkdv". work(tile): how many programs it has, and
-    its arguments. rows: BLOCK_M must divide it. Returns BLOCK_M."""
+    """Launches the kernel of kernels/flash.py for "forward", "dq" or "dkdv", and returns its BLOCK_M. At the first call
+    of a kind Triton compiles it, and what it has compiled goes into problem.cache. Later calls launch that, and Triton
+    does not look at the arguments again. work(tile): the number of programs, and the kernel's arguments. rows: BLOCK_M
+    must divide it."""
     place = name, strides, marks(*problem.tensors), precision(q.dtype), rows
     if problem.cache is not None and not autotune and place in problem.cache:
         tile, how, launched = problem.cache[place]

@@ -1,9 +1,10 @@
 """How fast a model learns: validation bits per byte against seconds. `python bench.py mode=learn`
 
-Two recipes have the same text, tokenizer, machine and seconds. Ours is train.py's default. nanoGPT's is that of its
-README, experiment=shakespeare or on a GPU experiment=shakespeare_gpu, on our text. With peer= a plain loop trains
-nanoGPT's own model.py; else train.py runs its recipe, and the rows say so. A run's learning rate is lowest when its
-time is over. Evaluations count: each recipe has them as often as takes a similar share of its time.
+The recipes have the same text, machine and seconds: train.py's default; on a CPU also experiment=laptop, which has
+another tokenizer; and nanoGPT's, which is that of its README (experiment=shakespeare, on a GPU shakespeare_gpu) on our
+text. With peer= a plain loop trains nanoGPT's own model.py; else train.py runs its recipe, and the rows say so. A run's
+learning rate is lowest when its time is over. Evaluations count: each recipe has them as often as takes a similar share
+of its time.
 
 A row is an evaluation of one run.
 """
@@ -45,12 +46,13 @@ COMMON = [f"steps={STEPS}", "data=pystdlib", "eval_tokens=65536", "sample_every=
 COMMON += ["wandb.mode=disabled"]
 RECIPES = {  # by whether there is a GPU
     "nanoGPT": {False: ["experiment=shakespeare", "eval_every=500"], True: ["experiment=shakespeare_gpu"]},
-    "ours": {False: ["eval_every=100"], True: ["batch_size=64", "eval_every=250"]},
+    "default": {False: ["eval_every=100"], True: ["batch_size=64", "eval_every=250"]},
+    "laptop": {False: ["experiment=laptop", "eval_every=100"]},
 }
 
 
 def learn(cfg: Any) -> None:
-    """Trains both with each seed, prints where each run ended, and writes learn.csv and learn.png into the folder out.
+    """Trains each with each seed, prints where each run ended, and writes learn.csv and learn.png into the folder out.
 
     cfg: lab/settings.py's Bench. Raises ValueError for a run that train.py refuses, a file that is not nanoGPT's, or a
     learn.csv of other columns.
@@ -58,15 +60,18 @@ def learn(cfg: Any) -> None:
     module, device = None if cfg.peer is None else load(Path(cfg.peer)), pick_device(cfg.device)
     of_all = [*COMMON, *shlex.split(cfg.also), f"max_minutes={cfg.seconds / 60!r}", f"device={cfg.device}"]
     jobs = []
-    for seed, (name, recipes) in product(cfg.seeds, RECIPES.items()):
-        typed = [*recipes[device.type == "cuda"], *of_all, f"seed={seed}"]
+    recipes = {name: of.get(device.type == "cuda") for name, of in RECIPES.items()}
+    for seed, (name, recipe) in product(cfg.seeds, recipes.items()):
+        if recipe is None:
+            continue
+        typed = [*recipe, *of_all, f"seed={seed}"]
         ((own, _),) = config.compose(typed, Config, "config", ROOT / "conf", "train")  # refused before any training
         jobs.append((name, typed, own))
     results, autocast = begin(device, Path(cfg.out), "learn.csv", COLUMNS)
     for name, typed, own in jobs:
         peer = module if name == "nanoGPT" else None
         rows = train_peer(peer, own, device, autocast) if peer else train_ours(typed)
-        how = "model.py in a plain loop" if peer else "train.py" if name == "ours" else "its recipe in train.py"
+        how = "model.py in a plain loop" if peer else "its recipe in train.py" if name == "nanoGPT" else "train.py"
         facts = {"text": own.data.source, "tokenizer": own.tokenizer.kind, "name": name, "how": how, "seed": own.seed}
         results.append([facts | {"budget": cfg.seconds} | row for row in rows])
         last = results.rows[-1]
@@ -121,14 +126,16 @@ def bits_per_byte(model: nn.Module, cfg: Config, dataset: Dataset, device: torch
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A line for each run, a colour for each recipe, whose label has the mean of what its runs ended with."""
-    about = "{text}, {tokenizer} tokens, {budget:g} s a run".format(**rows[0])
+    about = "{text}, {budget:g} s a run".format(**rows[0])
     figure = new_figure(rows, 8, 4.8, f"learning: {about}")
     axes = figure.add_subplot(xlabel="seconds", ylabel="validation bits per byte")
     for number, name in enumerate(RECIPES):
         runs: dict[int, list[tuple[float, float]]] = {}
         for row in (row for row in rows if row["name"] == name):
             runs.setdefault(row["seed"], []).append((row["seconds"], row["bits_per_byte"]))
-            how = row["how"]
+            how = f"{row['how']}, {row['tokenizer']} tokens"
+        if not runs:
+            continue
         label = f"{name} ({how}): {mean(points[-1][1] for points in runs.values()):.3f}"
         for points in runs.values():
             axes.plot(*zip(*points, strict=True), "o-", ms=3, lw=1, color=f"C{number}", label=label)

@@ -162,13 +162,13 @@ class Tiling:
             wanted += [("rows", mask.documents_q, self.row_tiles), ("keys", mask.documents_k, self.column_tiles)]
         if mask.positions is not None:
             wanted += [("positions", mask.positions[None], self.row_tiles)]
-        keys, ends = [], []
+        names, ends = [], []
         for name, x, some_tiles in wanted:
             for tile in some_tiles:
                 part = x[:, tile.start : tile.stop]
-                keys.append((name, tile.start))
+                names.append((name, tile.start))
                 ends.append(torch.stack((part.amin(-1), part.amax(-1)), -1).expand(B, 2))
-        return dict(zip(keys, torch.stack(ends).tolist() if ends else [], strict=True))
+        return dict(zip(names, torch.stack(ends).tolist() if ends else [], strict=True))
 
 
 def tiles(length: int, block: int) -> list[range]:

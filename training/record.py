@@ -30,9 +30,9 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def compiled(model: GPT, compile: Callable[..., Any] = COMPILE) -> Callable[..., Tensor]:
-    """The model, compiled in parts: the embedding, a block, the loss. Blocks that are alike are compiled once. So
-    compiling takes a fraction of the time that it takes for the whole model. The kernels are as many, because a block
-    leaves its last addition to the next norm."""
+    """The model, compiled in parts: the embedding, a block, the loss. Blocks that are alike are compiled once, so this
+    takes a fraction of the time for the whole model. No fusion is lost: a block leaves its last addition to the next
+    norm, whose kernel does it."""
     # There are as many kinds of blocks as windows, at most; beyond 8 torch would run them uncompiled.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 2 + model.config.n_layer)

@@ -73,7 +73,7 @@ class Run:
     writer: Writer = field(default_factory=Writer)
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     enqueued: deque[Update] = field(default_factory=deque)  # updates whose numbers have not arrived, oldest first
-    place: float = 0.0  # in the schedule of the learning rate, of the last update enqueued (optimizer.next_place)
+    place: float = 0.0  # of the last update in the learning rate's schedule; its number, unless max_minutes is set
     spent: float = 0.0  # seconds of training, those before a resume included; the same on all ranks
     began: float = 0.0  # when that time was 0, by time.perf_counter()
     times: deque[float] = field(default_factory=partial(deque, maxlen=20))  # seconds of the last steps, on the device

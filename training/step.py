@@ -48,9 +48,9 @@ def choose_way(
 ) -> tuple[str, str]:
     """How the steps of a run are made: eager, compiled or recorded; and why they are not recorded, or "".
 
-    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. sends: what Python
-    sends between processes in the middle of a step (parallel.sends_from_python), or "". ValueError for graph where a
-    step cannot be recorded, and for a checkpoint that attention does not have.
+    wanted: train.py's compile=, auto | true | false | graph. attention: resolved. sends: what Python sends between
+    processes in the middle of a step (sends_from_python() of parallel/processes.py), or "". ValueError for graph where
+    a step cannot be recorded, and for a checkpoint that attention does not have.
     """
     options = options_of(attention, break_it, **({"sends": sends} if sends else {}))
     form = f"model.activation_checkpointing={model.activation_checkpointing}"
