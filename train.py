@@ -166,6 +166,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
         cfg, folder, facts, dataset, batches, train_step, metrics, step=step, saved=resumed.path if resumed else None,
         caught=caught, unfinished=state.get("due", False) if resumed else True,  # a new run may measure init_from
         place=state.get("place", step), spent=state.get("seconds", 0.0), pace=state.get("pace", 0.0),
+        ended=state.get("ended", True),
     )  # fmt: skip
     stack.callback(close, run)
     if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
@@ -213,11 +214,11 @@ def loop(run: Run) -> int:
     if ahead.MARKERS and run.ranks.first and run.cfg.sample_every and run.cfg.sample_tokens:
         ahead.begin_sampling(session_of(run))
     run.train_step.restart_clock()
-    ended = run.ending
-    while not ended:
+    run.ended = run.ended and run.ending  # a resumed run may have more steps or minutes
+    while not run.ended:
         enqueue(run)
         signals = agree(run)
-        ended = run.ending  # read before an evaluation: if that passes the limit, one more update has the lowest rate
+        run.ended = run.ending  # before an evaluation: if that passes the limit, one more update has the lowest rate
         due = any(activity.due(run) for activity in ACTIVITIES)
         while run.enqueued and (due or signals or oldest_is_done(run)):  # signals may be run.caught, which grows
             if bad := log_oldest(run):
@@ -225,7 +226,7 @@ def loop(run: Run) -> int:
         if (due or signals) and not run.enqueued:
             with run.timed("between steps"):
                 signals = between_steps(run, signals)
-            if signals and (run.unfinished or not ended):
+            if signals and (run.unfinished or not run.ended):
                 return stop_at_signal(run, signals[0])
             run.spent = run.ranks.agree([], run.seconds()).spent
             run.train_step.restart_clock()

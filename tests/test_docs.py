@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from kernels.problem import Problem
-from lab import draw, page, race, roofline, steps
+from lab import draw, learn, page, race, roofline, steps
 from lab.race import short
 from lab.story import keys_wrongly_seen
 from lab.trace import tell, worked_example
@@ -228,6 +228,7 @@ def test_the_files_have_the_columns_that_the_benches_write():
         "steps": steps.COLUMNS,
         "lengths": steps.OF_LENGTHS,
         "roofline": roofline.COLUMNS,
+        "learn": learn.COLUMNS,
     }
     assert {name: list(measured(f"{name}.csv")[0]) for name in columns} == columns
 

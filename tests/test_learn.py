@@ -83,7 +83,7 @@ def test_each_recipe_is_trained_with_each_seed_on_the_same_text_for_the_same_tim
     rows = raced(tmp_path, also, seeds=[3, 4])
     found = [tuple(row[key] for key in ("name", "seed", "step", "seconds", "bits_per_byte")) for row in rows]
     assert found[::2] == [(name, seed, "20", "2.5", "3.0") for seed in "34" for name in NAMES]
-    ends = [(name, seed, 1.6 + i / 10) for i, (seed, name) in enumerate(product("34", NAMES))]
+    ends = [(name, seed, 1.5 + (i + 1) / 10) for i, (seed, name) in enumerate(product("34", NAMES))]
     assert found[1::2] == [(name, seed, "48", "6.0", str(bits)) for name, seed, bits in ends]
     assert {(row["text"], row["budget"]) for row in rows} == {("text", "6")}
     assert [row["tokenizer"] for row in rows[1::2]] == ["byte", "byte", "bpe"] * 2

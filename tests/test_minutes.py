@@ -207,6 +207,26 @@ def test_a_resumed_run_has_what_is_left_of_the_time_and_goes_on_with_its_rate(ti
     assert records(resumed.folder, "val_loss")[-1]["seconds"] == 60.0
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_run_stopped_where_an_evaluation_passes_the_limit_makes_its_last_update(at, timed, clock, idle, monkeypatch):
+    """Stopped in the evaluation (1), which is then made again, or in the sample after it (2)."""
+    clock.evaluation = 45.0
+    often = ["steps=1000", "max_minutes=1", "eval_every=20", "sample_every=20"]
+    whole = timed(*often).rates
+    assert len(whole) == 21
+    stop = SimpleNamespace(name=["validation", "write_sample"][at - 1])
+    made = getattr(activities, stop.name)
+
+    def stopping(*given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return made(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(activities, stop.name, stopping)
+        timed(*often, name="stopped", code=128 + signal.SIGTERM)
+    assert timed("resume=auto", "eval_every=20", "sample_every=20", name="stopped").rates == pytest.approx(whole)
+
+
 @pytest.mark.parametrize("change", ["max_minutes=2", "max_minutes=null", "max_minutes=0.7"])
 def test_a_resumed_run_with_another_limit_does_not_raise_its_rate(change, timed, clock, idle):
     clock.step = lambda number: os.kill(os.getpid(), signal.SIGTERM) or 1.0 if number == 30 else 1.0

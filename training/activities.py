@@ -326,6 +326,7 @@ def write_checkpoint(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, t
         "place": run.place,
         "seconds": run.seconds(),
         "pace": run.pace,
+        "ended": run.ended,
     }
     text, keep_last = to_json(run.dataset.encoding), run.cfg.keep_last
     return run.writer.save(

@@ -38,6 +38,7 @@ STATE = {
     "due?": bool,
     "place?": float,
     "pace?": float,
+    "ended?": bool,
     "seconds?": float,
 }
 HEADER = {"step": COUNT, "alias": dict[str, str], "state": STATE}

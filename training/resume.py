@@ -241,12 +241,13 @@ def restore(resumed: checkpoint.Checkpoint, cfg: Config, train_step: TrainStep, 
     loader.load_state_dict(resumed.state["loader"])
     if resumed.state.get("scaler"):  # empty if the checkpoint was trained in another dtype
         scaler.load_state_dict(resumed.state["scaler"])
-    due, minutes = resumed.state.get("due", False), resumed.state.get("seconds", 0.0) / 60  # older ones have neither
+    state, minutes = resumed.state, resumed.state.get("seconds", 0.0) / 60  # older ones have none of these
+    due = state.get("due", False)
     if resumed.step >= cfg.steps + due:
         raise ValueError(
             f"{resumed.path} is at step {resumed.step} of steps={cfg.steps}; give a larger steps= to go on"
         )
-    if cfg.max_minutes and minutes >= cfg.max_minutes and not due:
+    if cfg.max_minutes and minutes >= cfg.max_minutes and state.get("ended", True) and not due:
         raise ValueError(
             f"{resumed.path} has used {minutes:.3g} minutes of max_minutes={cfg.max_minutes:g}; give a larger "
             "max_minutes= to go on"

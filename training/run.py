@@ -73,6 +73,7 @@ class Run:
     writer: Writer = field(default_factory=Writer)
     val_loss: float = math.inf  # validation loss after this step; inf if the step was not evaluated
     enqueued: deque[Update] = field(default_factory=deque)  # updates whose numbers have not arrived, oldest first
+    ended: bool = True  # whether nothing is left to train, if no steps or minutes have been added
     place: float = 0.0  # of the last update in the learning rate's schedule; its number, unless max_minutes is set
     spent: float = 0.0  # seconds of training, those before a resume included; the same on all ranks
     began: float = 0.0  # when that time was 0, by time.perf_counter()
