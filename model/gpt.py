@@ -155,8 +155,7 @@ class Undrawn(TorchFunctionMode):
 
 
 class Setting(NamedTuple):
-    """How the tokens of a forward differ from a whole batch. Blocks get such differences as data or callables, and
-    never branch on them.
+    """How the tokens of a forward differ from a whole batch: data and callables, on which no block branches.
 
     Without one, the batch is whole: T tokens at 0 to T - 1. parallel/processes.py has settings for a part of it, and
     sampling/cache.py for tokens whose past is in a cache.

@@ -600,8 +600,7 @@ def draw(n, row0, column0, seed, threshold, place, layout: gl.constexpr, how: gl
     c0 = (row0 >> 5 << 3).to(gl.uint32) + ((call >> 7 << 3) | (call & 7)).to(gl.uint32)  # without bits 3 and 4
     c1 = (column0 >> 5 << 3).to(gl.uint32) + (call >> 3 & 15).to(gl.uint32)
     words = philox(c0, c1, n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32))
-    # Bit 7 of each byte of `dropped`: whether it is below the threshold. The four words' bits go into one: word w's to
-    # bit 4 + w.
+    # Bit 7 of each byte of `dropped`: whether it is below the threshold. Word w's bit goes to bit 4 + w of one word.
     low = ((128 - (threshold & 127)) * 0x01010101).to(gl.uint32)
     high = ((threshold >> 7) - 1).to(gl.uint32)  # all bits if the threshold is below 128, else none
     bits = c0 & 0
