@@ -207,8 +207,8 @@ def test_the_usual_rate_is_gpt3s_for_gpt2s_width_and_falls_with_the_width():
 
 
 def orthogonal(g: Tensor) -> Tensor:
-    """Five steps of Newton and Schulz in bf16, with Keller Jordan's coefficients."""
-    x = g.bfloat16()
+    """Five steps of Newton and Schulz, with Keller Jordan's coefficients."""
+    x = g.float()
     x = x.T if g.shape[0] > g.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
