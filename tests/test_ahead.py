@@ -44,7 +44,7 @@ assert torch.equal(before, torch.get_rng_state())
 assert found == []  # nothing was compiled in this process
 if sys.argv[1] == "killed":
     for processes in ahead.PROCESSES.values():
-        os.kill(processes[0].pid, signal.SIGKILL)
+        os.kill(next(iter(processes)).pid, signal.SIGKILL)
 launch = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **options: launch(self, *args, grid=grid, warmup=True, **options)
 step()
