@@ -82,3 +82,13 @@ def test_every_kind_of_block_is_computed_once_and_nothing_is_kept():
     assert calls == [(0, True), (1, False), (2, False)]
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_triton_finds_a_kernel_whichever_was_asked_for_first():
+    """A process that compiled dq alone made another key of it than the run, which had compiled the forward before."""
+    keys = []
+    for names in (["dq_kernel"], ["forward_kernel", "dq_kernel"]):
+        code = f"from kernels import flash; print([getattr(flash, name).cache_key for name in {names}][-1])"
+        keys.append(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}))
+    assert keys[0] == keys[1]

@@ -2,10 +2,11 @@
 
 import math
 import os
+import re
 import signal
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from parallel import processes
 from parallel.processes import Ranks
 from tests.runs import assert_same_end, last, losses, records
 from training import activities
+from training.messages import where_time_went
 from training.optimizer import OptimizerConfig, learning_rate, next_place
 from training.record import Report
 from training.run import Run
@@ -300,3 +302,11 @@ def test_ranks_have_the_same_time_and_pace_whatever_their_clocks_say(monkeypatch
             assert train.agree(run) == []
         runs.append(run)
     assert {(run.left, run.pace) for run in runs} == {(51.0, 2.5)}
+
+
+def test_the_five_parts_of_a_runs_time_are_all_of_it(clock):
+    """Four cold steps of 11, 3, 3 and 3 seconds, of which 2 each would do: 12 were for compiling."""
+    took = {"starting": 5.0, "cold steps": 20.0, "steps": 30.0, "between steps": 4.0}
+    run = SimpleNamespace(started=clock.now - 60.0, took=defaultdict(float, took), cold=4, pace=2.0)
+    said = [float(number) for number in re.findall(r"\d+\.\d", where_time_went(run))]
+    assert said == [60.0, 5.0, 12.0, 38.0, 4.0, 1.0]
