@@ -1,5 +1,6 @@
 """Kernels that are compiled before the run needs them (training/ahead.py)."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,21 @@ def test_triton_finds_a_kernel_whichever_was_asked_for_first():
         code = f"from kernels import flash; print([getattr(flash, name).cache_key for name in {names}][-1])"
         keys.append(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}))
     assert keys[0] == keys[1]
+
+
+@pytest.mark.slow
+def test_what_is_compiled_right_after_the_end_gets_processes_of_its_own(tmp_path):
+    """An evaluation may be the first to compile its graph, soon after Inductor's processes were told to end."""
+    code = """
+from torch._inductor.async_compile import AsyncCompile
+from training import ahead
+assert AsyncCompile.process_pool().submit(abs, -1).result() == 1
+first = AsyncCompile.process_pool()
+ahead.end()
+assert AsyncCompile.process_pool().submit(abs, -2).result() == 2
+assert first.process.wait(60) == 0
+"""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    others = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    others["TORCHINDUCTOR_WORKER_START"] = "subprocess"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=kept | others, check=True, timeout=300)

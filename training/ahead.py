@@ -38,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 60  # seconds that a launch waits; then it compiles the kernel itself
 PROCESSES: dict[int, set[Any]] = {}  # that compile a kernel, by its id()
 MARKERS: list[Path] = []  # to be written when the run's kernels are in the cache
-CLOSING: list[Thread] = []  # ends Inductor's processes
 
 
 def import_compiler() -> None:
@@ -49,8 +48,6 @@ def import_compiler() -> None:
 def begin(model: GPT, autocast: AbstractContextManager, z_loss: float, shape: tuple[int, int]) -> None:
     """Begins to compile what a step and an evaluation launch. shape: (B, T) of their sequences."""
     MARKERS.clear()
-    while CLOSING:  # of the run before, in a sweep
-        CLOSING.pop().join()
     device = model.embedding.weight.device
     if not runs_kernels(device) or not hasattr(os, "fork") or model.attention_config.autotune:
         return
@@ -76,14 +73,16 @@ def begin_sampling(session: Session) -> None:
 
 
 def end() -> None:
-    """Writes the marker, and ends Inductor's processes: that takes seconds, for which the run would wait at its end. If
-    they are needed again, Inductor starts others."""
+    """Writes the marker, and ends Inductor's processes: that takes seconds, for which the run would wait at its end.
+    Inductor forgets them first, so what is compiled from here on starts others."""
     while MARKERS:
         with suppress(OSError):
             MARKERS.pop().touch()
     if (inductor := sys.modules.get("torch._inductor.async_compile")) is not None:
-        CLOSING.append(Thread(target=inductor.shutdown_compile_workers, daemon=True))
-        CLOSING[-1].start()
+        pools = list(inductor._pool_set)
+        inductor.after_fork()
+        for pool in pools:
+            Thread(target=pool.shutdown, daemon=True).start()
 
 
 def marker_of(model: GPT, *others: Any) -> Path:
