@@ -285,7 +285,7 @@ def refuse_without_counterpart(model: GPTConfig, attention: AttentionConfig, gpt
             )
     if gpt2 and model.mlp not in GELU.values():
         raise ValueError(f"model.mlp={model.mlp} with model.norm={model.norm} has no counterpart: {name} has gelu_tanh")
-    never = {"model.rope_base_local": model.rope_base_local}
+    never = {"model.rope_base_local": model.rope_base_local, "model.qk_norm": model.qk_norm or None}
     for key in ("softmax_scale", *OF_SCORE, "windows", "block_mask", *(["window"] if gpt2 else [])):
         never[f"attention.{key}"] = getattr(attention, key) or None
     for key, value in never.items():

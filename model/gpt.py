@@ -54,10 +54,8 @@ class GPTConfig:
     vocab_multiple: int = key(1, "rounds the embedding's rows up; on a GPU 50,304 rows run faster than 50,257", least=1)
     position: str = key("learned", among="learned | rope | none (no positions, or attention.alibi)")
     norm: str = key("layernorm", among="layernorm | rmsnorm")
-    mlp: str = key("gelu_tanh", among="gelu_tanh (GPT-2's approximation) | gelu (exact, faster on a CPU) | swiglu")
-    mlp_hidden: int | None = key(
-        None, "hidden width; null: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64", least=1
-    )
+    mlp: str = key("gelu_tanh", among="gelu_tanh (as GPT-2) | gelu (exact, faster on a CPU) | relu2 (squared) | swiglu")
+    mlp_hidden: int | None = key(None, "hidden width; null: 4 n_embd; swiglu: 8/3 n_embd, in 64s", least=1)
     bias: bool = key(True, "biases in the linear layers and in layernorm")
     tie_head: bool = key(True, "the head uses the embedding's weight")
     # autocast moves less and rounds more
@@ -66,10 +64,7 @@ class GPTConfig:
     )
     dropout_p: float = key(0.0, "dropout in training, of the embedding and what a block adds; in steps of 1/256")
     rope_base: float = key(
-        10000.0,
-        "base of rope's frequencies, of which the slowest is 1 / base",
-        above=1,
-        usual="10000 is usual",
+        10000.0, "base of rope's frequencies, of which the slowest is 1 / base", above=1, usual="10000 is usual"
     )
     rope_base_local: float | None = key(
         None, "the base in layers with an attention window", above=1, usual="null: as in the other layers"
@@ -79,6 +74,7 @@ class GPTConfig:
         1.0, "YaRN stretches rope by this factor, for a longer context than trained", least=1, usual="1: off"
     )
     yarn_original: int | None = key(None, "the context_length before YaRN; null: that of the weights in init_from=")
+    qk_norm: bool = key(False, "RMS norm of each head's q and k, before rope")
     norm_eps: float = key(1e-5, "epsilon that a norm adds under its square root", least=0, usual="1e-5 is usual")
     activation_checkpointing: str = key(
         "false", "recompute to save memory", among="false | true | selective (not attention) | auto"
@@ -192,10 +188,12 @@ class Attention(nn.Module):
         self.widths = [heads * config.head_size for heads in (config.n_head, kv_heads, kv_heads)]
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        qk_norm = RMSNorm if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = (qk_norm(self.head_size, eps=config.norm_eps) for _ in "qk")
 
 
 class MLP(nn.Module):
-    """The weights of an MLP with hidden width model.mlp_hidden: GELU, or SwiGLU with a gate (arXiv 2002.05202)."""
+    """The weights of an MLP with hidden width model.mlp_hidden. SwiGLU has a gate (arXiv 2002.05202)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -238,10 +236,11 @@ class Block(nn.Module):
         x, qkv = context.layers.read(self.attention_norm, x, added, self.attention.qkv)
         # Split into q, k, v, then into heads. The other order costs the backward a copy.
         q, k, v = (y.unflatten(-1, (-1, self.attention.head_size)) for y in qkv.split(self.attention.widths, dim=-1))
-        if context.rope is None:
-            return x, q, k, v, qkv
-        q, k = (rotate(y.transpose(1, 2), *context.rope).transpose(1, 2) for y in (q, k))
-        return x, q, k, v, None
+        if self.config.qk_norm:  # bounds the scores, so that training stays stable at a higher learning rate
+            q, k = self.attention.q_norm(q).to(v.dtype), self.attention.k_norm(k).to(v.dtype)
+        if context.rope is not None:
+            q, k = (rotate(y.transpose(1, 2), *context.rope).transpose(1, 2) for y in (q, k))
+        return x, q, k, v, qkv if context.rope is None and not self.config.qk_norm else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, qkv: Tensor | None = None) -> Tensor:
         """q, k, v and qkv of before() to o (B, T, H, D)."""

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda y: F.relu(y).square(),  # So et al. 2021, arXiv 2109.08668
     "swiglu": F.silu,  # of the gate
 }
 

@@ -35,7 +35,7 @@ from model.layers import Layers
 from model.norm import Norm
 
 ROWS = 16  # B is at most this
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu2", "silu")
 PROGRAMS = 264  # tile_for() lets at least so many run if it can: two for each processor of an H200
 MOST = 528  # with one row no more programs than these: four for each processor, as many as run at a time
 WIDE = 1024  # columns of ROWS rows for which a norm has the registers; of more it adds up a quarter of that at a time
@@ -269,6 +269,8 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = 0.5 * x * (1 + tanh((x + 0.044715 * x * x * x) * SQRT_2_BY_PI))
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
+    elif ACTIVATION == "relu2":
+        x = tl.maximum(x, 0.0) * x
     elif ACTIVATION == "silu":
         x = x / (1 + tl.exp2(-x * LOG2E))
     return x

@@ -164,7 +164,7 @@ TABLE = [
     ("the warm-up begins at 0", "config.lr * step / config", "config.lr * (step - 1) / config", "optimizer"),
     ("cosine takes the warm-up for a part of itself", "max(1, steps - config.warmup_steps)", "steps", "arithmetic"),
     ("wsd ends a step late", "(steps - step) / decay_steps", "(steps - step + 1) / decay_steps", "optimizer"),
-    ("Muon's steps have another size", "0.2 * math.sqrt(max(p.shape))", "max(1, p.shape[0] / p.shape[1]) ** 0.5",
+    ("Muon's steps have another size", "0.2 * math.sqrt(max(shape))", "max(1, shape[0] / shape[1]) ** 0.5",
      "step"),
     ("Muon's momentum is always the default",
      "MOMENTUM if config.momentum is None else config.momentum", "MOMENTUM", "optimizer"),

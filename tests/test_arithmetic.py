@@ -18,7 +18,8 @@ from data.dataset import open_data
 from data.loader import Loader
 from model.abilities import resolve
 from model.attention import AttentionConfig
-from model.gpt import GPT, MLP, GPTConfig, norm
+from model.break_it import UNBROKEN
+from model.gpt import GPT, MLP, Block, Context, GPTConfig, norm
 from model.layers import LAYERS
 from model.rope import rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget
@@ -221,7 +222,7 @@ def orthogonal(g: Tensor) -> Tensor:
 def test_three_steps_of_muon_are_its_formulas():
     """Bit for bit: momentum with Nesterov's look ahead, decay of the weight, 0.2 sqrt(the longer side) in the size."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=31), AttentionConfig("naive"))
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, context_length=8, vocab_size=31), AttentionConfig("naive"))
     muon, _ = build_optimizers(model, OptimizerConfig(kind="muon", weight_decay=0.5))
     muon.param_groups[0]["lr"] = 0.1
     matrices = muon.param_groups[0]["params"]
@@ -265,6 +266,7 @@ def test_the_first_weights_are_normal_of_002_and_less_where_a_matrix_adds_to_the
 ACTIVATIONS = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu2": lambda x: torch.where(x > 0, x * x, 0.0),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
 }
 
@@ -296,6 +298,25 @@ def test_a_norm_is_its_formula_where_epsilon_matters(float64, kind):
     else:
         right = x / (x.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight
     assert_float64_right({"norm": layer(x)}, {"norm": right}, terms=24)
+
+
+def test_q_and_k_are_normed_head_by_head_before_they_are_turned(float64):
+    torch.manual_seed(0)
+    config = GPTConfig(n_embd=24, n_head=3, n_kv_head=1, position="rope", qk_norm=True, norm_eps=0.01)
+    block = Block(config, AttentionConfig("naive"), UNBROKEN)
+    of_norm = {"q": block.attention.q_norm.weight, "k": block.attention.k_norm.weight}
+    for weight in of_norm.values():
+        weight.data.normal_()
+    x, rope = 0.1 * torch.randn(2, 5, 24), rope_table(5, 8, 100.0, "cpu")
+    _, q, k, v, side_by_side = block.before(x, None, Context(rope, None, None, None))
+    flat = block.attention.qkv(block.attention_norm(x))
+    right = dict(zip("qkv", (y.unflatten(-1, (-1, 8)) for y in flat.split([24, 8, 8], dim=-1)), strict=True))
+    for name, weight in of_norm.items():
+        y = right[name]
+        y = y / (y.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight
+        right[name] = rotate(y.transpose(1, 2), *rope).transpose(1, 2)
+    assert side_by_side is None
+    assert_float64_right({"q": q, "k": k, "v": v}, right, terms=24)
 
 
 def test_a_position_turns_by_a_power_of_the_base():

@@ -41,6 +41,7 @@ OPTIONS = {
     "windows_alibi_softcap": {"windows": [7, None], "position": "none", "alibi": True, "softcap": 0.5, "n_kv_head": 2},
     "local_rope": {"windows": [3, None], "position": "rope", "rope_base": 50.0, "rope_base_local": 7.0},
     "yarn": {"position": "rope", "yarn_factor": 3.0, "yarn_original": 8},
+    "qk_norm": {"qk_norm": True, "norm_eps": 0.1, "n_kv_head": 2, "position": "rope", "mlp": "relu2"},
     "grouped": {"n_kv_head": 2, "position": "rope"},
     "one_key_head": {"n_kv_head": 1},
     "documents": {"documents": True},

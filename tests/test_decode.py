@@ -141,11 +141,13 @@ LINEAR = [  # K, N, norm, activation, whether with a gate, a residual and a bias
     (300, 9, None, "none", False, True, True),
     (64, 300, nn.RMSNorm(64, eps=1e-5), "gelu", False, False, True),
     (300, 70, nn.LayerNorm(300), "none", False, False, True),
+    (64, 40, nn.RMSNorm(64, eps=1e-5), "relu2", False, False, False),
 ]
 ACTIVATIONS = {
     "none": lambda x: x,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
 
@@ -240,7 +242,7 @@ def test_a_choice_with_numbers_drawn_ahead_is_the_one_that_draws_its_own(options
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-TOKENS = {name: OPTIONS[name] for name in ("learned", "none", "windows_alibi_softcap", "own_head")} | {
+TOKENS = {name: OPTIONS[name] for name in ("learned", "none", "windows_alibi_softcap", "own_head", "qk_norm")} | {
     "modern": OPTIONS["grouped"] | {"rope_base": 50.0, "mlp": "swiglu", "norm": "rmsnorm", "bias": False},
     "local_rope": OPTIONS["local_rope"] | OPTIONS["yarn"],
     "gelu_window": {"mlp": "gelu", "mlp_hidden": 40, "norm_eps": 0.5, "window": 3, "softmax_scale": 0.9},

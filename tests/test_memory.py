@@ -17,6 +17,7 @@ FAMILIES = {
     "gpt2": GPT2,
     "gpt2-dropout": replace(GPT2, dropout_p=0.1),
     "modern": replace(GPT2, position="rope", norm="rmsnorm", mlp="swiglu", bias=False),
+    "qk_norm": replace(GPT2, position="rope", norm="rmsnorm", mlp="relu2", qk_norm=True),
 }
 FORMS = [("false", None), ("true", None), ("selective", None), ("selective", 256), ("true", 256), ("false", 256)]
 
@@ -26,7 +27,7 @@ def cases() -> list:
     found = []
     for i, form in enumerate(FORMS):
         for at, family in enumerate(FAMILIES):
-            marks = [pytest.mark.slow] * (at != i // 2 % 3)
+            marks = [pytest.mark.slow] * (at != i % 4)
             found.append(pytest.param(*form, family, (i + at) % 2 == 1, marks=marks))
     return found
 

@@ -115,10 +115,13 @@ def bytes_of(
         norm += 4 * C  # and its result before the weight
     qkv = (C + 2 * K) * low
     turned = (C + K) * low if model.position == "rope" else 0  # q and k once more
+    if model.qk_norm:
+        turned += (C + K) * (4 if low == 4 else 8)  # and in float32, before and after the norm
     table = H * model.context_length if attention.impl == "naive" else 0  # a row of each head's weights, which are
     # kept in float32 and in the products' dtype; and lse, which triton has twice
     o = C * low + (8 if attention.impl == "triton" else 4) * H + (4 + low) * table
     hidden = (4 if model.mlp == "swiglu" else 2) * F * low  # what autograd keeps: swiglu's product has two factors
+    back = (3 if model.mlp == "relu2" else 1) * F * low  # gradients of the hidden layer
     masks = 2 * C if model.dropout_p else 0
     project, rest = norm + qkv + turned, norm + hidden + masks
 
@@ -131,14 +134,14 @@ def bytes_of(
     if model.chunk:
         kept = stream * C + qkv + o if form == "false" else kept
         again = {"false": 0, "true": qkv + o, "selective": qkv}[form]
-        around = min(tokens, pieces) * max(project, rest + low * F)
+        around = min(tokens, pieces) * max(project, rest + back)
         work = tokens * (gradients + low * C) + max(tokens * (again + qkv), around)
     elif form == "false":
-        work = tokens * (gradients + low * F)
+        work = tokens * (gradients + back)
     elif form == "true":
-        work = tokens * (project + o + rest + low * F + gradients - shared)
+        work = tokens * (project + o + rest + back + gradients - shared)
     else:
-        work = tokens * (max(project + qkv + 4 * C, rest + low * F) + gradients - shared)
+        work = tokens * (max(project + qkv + 4 * C, rest + back) + gradients - shared)
     work += tokens * 17 * table  # four more in float32 and a mask, in naive's backward
     if hopper:
         from kernels.hopper.backward import key_heads_at_once  # imported here: only Hopper needs Gluon

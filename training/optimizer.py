@@ -105,6 +105,8 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
 class Muon(torch.optim.Optimizer):
     """Muon as in torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), bit for bit with a learning rate that is a number.
 
+    Matrices of one shape are updated together: on a GPU the products of one alone take less time than to launch them.
+
     torch's reads the learning rate on the host, and has no found_inf. A step here never waits for the device: lr may be
     a tensor there, and so may found_inf, which leaves the step out if it is 1 (as in torch's fused AdamW).
 
@@ -121,37 +123,45 @@ class Muon(torch.optim.Optimizer):
         """One update of every matrix that has a gradient. closure: must be None."""
         assert closure is None, "the trainer computes the loss"
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
+            matrices: dict[torch.Size, list[Tensor]] = {}  # of a shape
             for p in (p for p in group["params"] if p.grad is not None):
+                matrices.setdefault(p.shape, []).append(p)
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-                old_buffer = self.state[p]["momentum_buffer"]
-                buffer = old_buffer.lerp(p.grad, 1 - momentum)
-                direction = orthogonal(p.grad.lerp(buffer, momentum))  # Nesterov's momentum: one step ahead
-                rate = lr * (0.2 * math.sqrt(max(p.shape)))
-                new = p * (1 - lr * group["weight_decay"])
+            for shape, ps in matrices.items():
+                lr, momentum, grads = group["lr"], group["momentum"], [p.grad for p in ps if p.grad is not None]
+                old_buffers = [self.state[p]["momentum_buffer"] for p in ps]
+                buffers = torch._foreach_lerp(old_buffers, grads, 1 - momentum)
+                ahead = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's momentum: one step ahead
+                rate = lr * (0.2 * math.sqrt(max(shape)))
+                directions = orthogonal(torch.stack(ahead)).to(ps[0].dtype).unbind()
+                new = torch._foreach_mul(ps, 1 - lr * group["weight_decay"])
                 if isinstance(rate, Tensor):
-                    new -= rate * direction.to(new.dtype)
+                    torch._foreach_sub_(new, torch._foreach_mul(directions, rate))
                 else:
-                    new.add_(direction, alpha=-rate)
-                for old, now in ((old_buffer, buffer), (p, new)):
-                    old.copy_(now if self.found_inf is None else torch.where(self.found_inf == 1, old, now))
+                    torch._foreach_add_(new, directions, alpha=-rate)
+                olds, news = [*old_buffers, *ps], [*buffers, *new]
+                if self.found_inf is not None:
+                    news = [torch.where(self.found_inf == 1, old, now) for old, now in zip(olds, news, strict=True)]
+                torch._foreach_copy_(olds, news)
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The matrix x with its singular values set to about 1 (0.5 to 1.5), in bfloat16; on a CPU in float32.
+    """The matrices x (number, rows, columns) with their singular values set to about 1 (0.5 to 1.5), in bfloat16; on a
+    CPU in float32.
 
     Five Newton-Schulz iterations s -> a s + b s^3 + c s^5 on all singular values s at once (Keller Jordan's post on
     Muon, 2024, which found the coefficients). They need only matrix products.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     y = x.bfloat16() if x.is_cuda else x.float()  # many CPUs multiply bfloat16 some ten times as slowly (LOG.md)
-    y = y.T if x.shape[0] > x.shape[1] else y  # the smaller Gram matrix
-    y = y / y.norm().clamp(min=1e-7)
+    tall = x.shape[1] > x.shape[2]
+    y = y.mT if tall else y  # the smaller Gram matrix
+    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = y @ y.T
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.T if x.shape[0] > x.shape[1] else y
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.mT if tall else y
 
 
 def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
