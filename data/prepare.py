@@ -48,6 +48,7 @@ THREADS = os.cpu_count() or 1  # encoding threads; the result does not depend on
 # The keys that each source reads, besides val_fraction and cache. Other keys are refused, so none is ignored silently.
 READS = {
     "pystdlib": (),
+    "pypackages": (),
     "text": ("path", "field"),
     "bin": ("path",),
     "shakespeare": ("url",),
@@ -58,6 +59,7 @@ READS = {
 
 ORIGINS = {
     "pystdlib": f"standard library of Python {platform.python_version()}",
+    "pypackages": f"packages installed for Python {platform.python_version()}",
     "shakespeare": "tinyshakespeare",
     "recall": "random strings, each repeated once",
     "passkey": "pass keys, each hidden in a filler text",
@@ -196,9 +198,10 @@ def files_of(
     """The files of a source, in order. ValueError if there is nothing to read; for a source that makes its text also
     for another tokenizer than byte, and for too little text for validation."""
     match data.source:
-        case "pystdlib":
-            root = sysconfig.get_path("stdlib")
-            return in_order(file for file in walk(root, LEFT_OUT) if file.endswith(".py"))
+        case "pystdlib" | "pypackages":
+            names = ("stdlib",) if data.source == "pystdlib" else ("purelib", "platlib")
+            roots = {sysconfig.get_path(name) for name in names}
+            return in_order(file for root in roots for file in walk(root, LEFT_OUT) if file.endswith(".py"))
         case "text":
             assert data.path is not None, "check() refuses None"
             found = find(data.path, Path(data.cache))

@@ -20,7 +20,7 @@ import train
 from data import download, prepare, shards
 from data.dataset import open_data, open_dataset
 from data.loader import fingerprint
-from data.prepare import READS, DataConfig
+from data.prepare import READS, DataConfig, files_of
 from data.shards import Shards, join
 from data.text import PIECE, counted, find, read, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
@@ -323,3 +323,17 @@ def test_a_validation_text_that_has_changed_is_said_on_resume(call, small, tmp_p
     write_shard(folder / "val.bin", [i % 200 for i in range(1100)])
     assert said in call(train, "resume=auto", "steps=4", runs).out
     assert said not in call(train, "resume=auto", "steps=5", runs).out
+
+
+@pytest.mark.parametrize(("source", "rooms"), [("pystdlib", ["stdlib"]), ("pypackages", ["platlib", "purelib"])])
+def test_python_code_is_read_without_its_tests_from_where_python_has_it(tmp_path, monkeypatch, source, rooms):
+    """purelib and platlib may be one folder, and may be two."""
+    of = {"stdlib": "a", "purelib": "b", "platlib": "c"}
+    for room in of.values():
+        write(tmp_path, {f"{room}/x.py": room, f"{room}/deep/y.py": room, f"{room}/tests/z.py": "", f"{room}/z.so": ""})
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / of[name]))
+    data = DataConfig(source)
+    right = sorted(str(tmp_path / of[room] / name) for room in rooms for name in ("x.py", "deep/y.py"))
+    assert sorted(files_of(data, BYTE, None, None)) == right
+    monkeypatch.setitem(of, "platlib", "b")
+    assert len(files_of(data, BYTE, None, None)) == 2
