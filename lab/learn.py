@@ -1,10 +1,10 @@
 """How fast a model learns: validation bits per byte against seconds. `python bench.py mode=learn`
 
-The recipes have the same text, machine and seconds: train.py's default; on a CPU also experiment=laptop, which has
-another tokenizer; and nanoGPT's, which is that of its README (experiment=shakespeare, on a GPU shakespeare_gpu) on our
-text. With peer= a plain loop trains nanoGPT's own model.py; else train.py runs its recipe, and the rows say so. A run's
-learning rate is lowest when its time is over. Evaluations count: each recipe has them as often as takes a similar share
-of its time.
+The recipes have the same text, machine and seconds: on a CPU train.py's default and experiment=laptop, on a GPU
+experiment=gpu_minute; and nanoGPT's, which is that of its README (experiment=shakespeare, on a GPU shakespeare_gpu) on
+our text. Tokenizers differ, so bits per byte are compared. With peer= a plain loop trains nanoGPT's own model.py; else
+train.py runs its recipe, and the rows say so. A run's learning rate is lowest when its time is over. Evaluations count:
+each recipe has them as often as takes a similar share of its time.
 
 A row is an evaluation of one run.
 """
@@ -42,12 +42,16 @@ ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ["commit", "device", "torch", "triton", "dtype", "text", "tokenizer", "name", "how", "seed", "budget"]
 COLUMNS += ["step", "seconds", "bits_per_byte"]
 STEPS = 10**9  # more than any run makes: the time ends it
-COMMON = [f"steps={STEPS}", "data=pystdlib", "eval_tokens=65536", "sample_every=0", f"checkpoint_every={STEPS}"]
-COMMON += ["wandb.mode=disabled"]
-RECIPES = {  # by whether there is a GPU
-    "nanoGPT": {False: ["experiment=shakespeare", "eval_every=500"], True: ["experiment=shakespeare_gpu"]},
-    "default": {False: ["eval_every=100"], True: ["batch_size=64", "eval_every=250"]},
+COMMON = [f"steps={STEPS}", "eval_tokens=65536", "sample_every=0", f"checkpoint_every={STEPS}", "wandb.mode=disabled"]
+TEXT = {False: "pystdlib", True: "pypackages"}  # by whether there is a GPU, as in RECIPES
+RECIPES = {
+    "nanoGPT": {
+        False: ["experiment=shakespeare", "eval_every=500"],
+        True: ["experiment=shakespeare_gpu", "eval_every=1000"],
+    },
+    "default": {False: ["eval_every=100"]},
     "laptop": {False: ["experiment=laptop", "eval_every=100"]},
+    "gpu_minute": {True: ["experiment=gpu_minute", "eval_every=1000"]},
 }
 
 
@@ -58,9 +62,16 @@ def learn(cfg: Any) -> None:
     learn.csv of other columns.
     """
     module, device = None if cfg.peer is None else load(Path(cfg.peer)), pick_device(cfg.device)
-    of_all = [*COMMON, *shlex.split(cfg.also), f"max_minutes={cfg.seconds / 60!r}", f"device={cfg.device}"]
+    on_gpu = device.type == "cuda"
+    of_all = [
+        *COMMON,
+        f"data={TEXT[on_gpu]}",
+        *shlex.split(cfg.also),
+        f"max_minutes={cfg.seconds / 60!r}",
+        f"device={cfg.device}",
+    ]
     jobs = []
-    recipes = {name: of.get(device.type == "cuda") for name, of in RECIPES.items()}
+    recipes = {name: of.get(on_gpu) for name, of in RECIPES.items()}
     for seed, (name, recipe) in product(cfg.seeds, recipes.items()):
         if recipe is None:
             continue
@@ -75,7 +86,7 @@ def learn(cfg: Any) -> None:
         facts = {"text": own.data.source, "tokenizer": own.tokenizer.kind, "name": name, "how": how, "seed": own.seed}
         results.append([facts | {"budget": cfg.seconds} | row for row in rows])
         last = results.rows[-1]
-        print(f"  {name:8} seed {own.seed}: {last['bits_per_byte']:.4f} bits per byte after {last['seconds']:.1f} s, "
+        print(f"  {name:10} seed {own.seed}: {last['bits_per_byte']:.4f} bits per byte after {last['seconds']:.1f} s, "
               f"{last['step']} steps ({how})", flush=True)  # fmt: skip
     draw(results.rows, Path(cfg.out) / "learn.png")
     results.end()

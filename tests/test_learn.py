@@ -90,7 +90,7 @@ def test_each_recipe_is_trained_with_each_seed_on_the_same_text_for_the_same_tim
     assert {row["how"] for row in rows[:2]} == {"its recipe in train.py"}
     assert ["experiment=shakespeare" in typed for typed in runs] == [True, False, False] * 2
     assert all({"max_minutes=0.1", "device=cpu", *shlex.split(also)} <= typed for typed in runs)
-    assert "nanoGPT  seed 4: 1.9000 bits per byte after 6.0 s, 48 steps" in capsys.readouterr().out
+    assert "nanoGPT    seed 4: 1.9000 bits per byte after 6.0 s, 48 steps" in capsys.readouterr().out
     assert (tmp_path / "learn.png").stat().st_size > 0
 
 
