@@ -13,6 +13,7 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
 
+OLDER := .venv/triton-3.6.0
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -20,7 +21,7 @@ test: .venv/installed
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow"
 
-test-all: test browser
+test-all: test browser $(OLDER)
 	$(PYTEST) -m slow
 
 mutants: .venv/installed
@@ -32,6 +33,10 @@ browser:
 	@command -v chromedriver >/dev/null || { [ "$$(id -u)" = 0 ] && $(APT) update && \
 		$(APT) install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 || \
 		echo "no Chromium here: the explorer's tests will be skipped; apt-get install chromium chromium-driver has it"
+
+# The Triton with which the figures in docs were measured. The kernels must compile with it too.
+$(OLDER): .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$(@:.venv/triton-%=%)
 
 # Made anew only when requirements.txt changes. The stamp comes last, so an installation cut short is begun again.
 .venv/installed: requirements.txt

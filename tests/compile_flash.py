@@ -68,6 +68,7 @@ def compile_only(self, *args, grid, warmup, **options):
             "wgmma": ptx.count("wgmma.mma_async"),
             "ahead": ptx.partition("griddepcontrol.wait")[0].count("cp.async.commit_group"),
             "warnings": [line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
+            "triton": triton.__version__,
             "ptx": hashlib.sha256(ptx.encode()).hexdigest(),
         }
     )

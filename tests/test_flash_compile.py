@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is made for Linux")
+triton = pytest.importorskip("triton", reason="triton is made for Linux")
 
 from kernels.norm import tiles_for
 from sampling.decode import DEEP
@@ -47,13 +47,14 @@ COMPILED = {arch: cases + OTHERS for arch, cases in CASES.items()}
 COMPILED |= {90: COMPILED[90] + WHOLE_LAYER + HEADS + EARLY + HOPPER + HOPPER_BACKWARD}
 
 
-def start(arch: int, cases: list, cache: Path, *source: str) -> subprocess.Popen:
-    """A process without the interpreter, which the other tests have switched on, and with nothing compiled yet."""
+def start(arch: int, cases: list, cache: Path, *source: str, **also: str) -> subprocess.Popen:
+    """A process without the interpreter, which the other tests have switched on, and with nothing compiled yet. also:
+    of its environment."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, "tests/compile_flash.py", str(arch), str(SHARED[arch]), json.dumps(cases), *source],
         cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        env=environment | {"TRITON_CACHE_DIR": str(cache)} | also,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -180,6 +181,22 @@ def test_a_tokens_keys_are_asked_for_before_the_kernel_ahead_has_ended(kernels):
     assert not beyond(found, lambda kernel: kernel["ahead"] >= 2 * (DEEP[kernel["D"]] - 1))  # keys and values
     assert not beyond(found, lambda kernel: 2 * kernel["shared"] <= SHARED[90] < 3 * kernel["shared"])
     assert not beyond(found, lambda kernel: kernel["spills"] <= 16 and not kernel["warnings"])
+
+
+@slow
+def test_the_triton_that_gpus_ran_compiles_every_kernel_too(tmp_path):
+    """Its Hopper kernels, as those of requirements.txt, wait for no product."""
+    older = next((ROOT / ".venv").glob("triton-*"), None)
+    if older is None:
+        pytest.skip("make test-all installs an older Triton")
+    cases = [*TABLE, LOSS[1], NORM[0], TOKEN[0], TOKEN[3], TOKEN[4], D64_DROPOUT, HOPPER[0], HOPPER_BACKWARD[0]]
+    both = [start(90, cases, tmp_path / path.name, PYTHONPATH=str(path)) for path in (older, ROOT)]
+    found, now = map(result, both)
+    assert {kernel["triton"] for kernel in found} == {older.name.removeprefix("triton-")}
+    assert {kernel["triton"] for kernel in now} == {triton.__version__}
+    assert [kernel["kernel"] for kernel in found] == [kernel["kernel"] for kernel in now]
+    assert not beyond(found, lambda kernel: kernel["shared"] <= SHARED[90] and not kernel["warnings"])
+    assert [kernel["wgmma"] for kernel in found] == [kernel["wgmma"] for kernel in now]
 
 
 # The lines of kernels/flash.py with a switch, how they would be without one, and how often they stand there.

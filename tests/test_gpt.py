@@ -22,7 +22,7 @@ from model.rope import rope_table
 from tests.reference import error
 from training.record import compiled
 
-MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2}
+MODERN = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2, "qk_norm": True}
 FAMILIES = {"gpt2": {}, "modern": MODERN}
 
 
