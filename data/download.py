@@ -1,4 +1,4 @@
-"""Downloads tinyshakespeare by HTTP, and files of Hugging Face with huggingface_hub.
+"""Downloads tinyshakespeare and the beginning of TinyStories by HTTP, and files of Hugging Face with huggingface_hub.
 
 huggingface_hub keeps files in its own cache (HF_HOME), resumes a download whose connection broke, shows its progress,
 and knows mirrors (HF_ENDPOINT), private files (HF_TOKEN) and machines without a network (HF_HUB_OFFLINE). A file that
@@ -7,10 +7,14 @@ the user has put into data/cache is used first.
 
 import hashlib
 import http.client
+import json
 import secrets
 import sys
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,10 @@ TIMEOUT = 30  # seconds to connect, and between two packets
 
 FINEWEB = "kjj0/fineweb10B-gpt2"  # modded-nanogpt's shards of FineWeb as GPT-2 tokens, a dataset on Hugging Face
 FINEWEB_SHARDS = 103
+
+STORIES, STORIES_FILE = "roneneldan/TinyStories", "TinyStoriesV2-GPT4-train.txt"  # 2.2 GB
+END_OF_STORY = b"<|endoftext|>"
+PIECE = 1 << 20  # bytes read at a time
 
 
 class NotThere(ValueError):
@@ -50,14 +58,62 @@ def shakespeare(cache: Path, url: str | None) -> Path:
         way_out = "delete it" if there else "run again"
         raise ValueError(f"{source} is another file or was cut (SHA-256 {found}): {way_out}, or {put}")
     if not there:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".tmp-{secrets.token_hex(4)}")  # another process may download it too
-        try:
+        with whole(file) as temporary:
             temporary.write_bytes(text)
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
     return file
+
+
+@contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `file` at the end: the file is complete or absent."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".tmp-{secrets.token_hex(4)}")  # another process may download it too
+    try:
+        yield temporary
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def tinystories(cache: Path, megabytes: int | None) -> Path:
+    """The whole stories in the first `megabytes` MB (None: 100) of TinyStories, as .jsonl with a story in each line.
+    Downloads only these, at first use. ValueError, one line, if they cannot be had."""
+    from huggingface_hub import constants, hf_hub_url  # here, because it takes half a second
+
+    size = 10**6 * (100 if megabytes is None else megabytes)
+    folder = cache / "tinystories"
+    file, there = folder / f"{size // 10**6}MB.jsonl", folder / STORIES_FILE  # the user may have put it there
+    if file.exists():
+        return file
+    source = there.absolute().as_uri() if there.exists() else hf_hub_url(STORIES, STORIES_FILE, repo_type="dataset")
+    try:
+        if constants.HF_HUB_OFFLINE and not there.exists():
+            raise OSError("HF_HUB_OFFLINE is set")
+        asked = urllib.request.Request(source, headers={"Range": f"bytes=0-{size - 1}"})
+        with urllib.request.urlopen(asked, timeout=TIMEOUT) as response, whole(file) as temporary:
+            print(f"taking {size // 10**6} MB of {source}", file=sys.stderr)
+            with temporary.open("w", encoding="utf-8") as lines:
+                for story in stories_of(response, size):
+                    lines.write(json.dumps({"text": story}, ensure_ascii=False) + "\n")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ValueError(
+            f"{source} cannot be had: {error}; run again, or put {STORIES_FILE} into {folder.resolve()}"
+        ) from error
+    return file
+
+
+def stories_of(response: Any, size: int) -> Iterator[str]:
+    """The whole stories in the first `size` bytes of a response. OSError if it breaks off before."""
+    left = expected = min(size, int(response.headers.get("Content-Length", size)))
+    rest = b""
+    while left and (piece := response.read(min(left, PIECE))):
+        left -= len(piece)
+        *whole_ones, rest = (rest + piece).split(END_OF_STORY)
+        for story in chain(whole_ones, [] if left or expected == size else [rest]):  # the last one may have been cut
+            if story := story.decode(errors="replace").strip():
+                yield story
+    if left:
+        raise OSError(f"the connection broke off {left:,} bytes before the end")
 
 
 def fineweb(cache: Path, shards: int | None) -> list[Path]:

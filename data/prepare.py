@@ -34,7 +34,7 @@ from filelock import FileLock
 from conf import keys
 from conf.keys import key
 from data.corpus import REPEATED, SPLITS, Corpus, Piece, scan
-from data.download import shakespeare
+from data.download import shakespeare, tinystories
 from data.made import Made
 from data.shards import Writer
 from data.text import LEFT_OUT, PIECE, File, counted, find, in_order, suffix, walk, writing_to
@@ -52,6 +52,7 @@ READS = {
     "text": ("path", "field"),
     "bin": ("path",),
     "shakespeare": ("url",),
+    "tinystories": ("megabytes",),
     "fineweb": ("shards",),
     "recall": (),
     "passkey": (),
@@ -61,6 +62,7 @@ ORIGINS = {
     "pystdlib": f"standard library of Python {platform.python_version()}",
     "pypackages": f"packages installed for Python {platform.python_version()}",
     "shakespeare": "tinyshakespeare",
+    "tinystories": "TinyStories",
     "recall": "random strings, each repeated once",
     "passkey": "pass keys, each hidden in a filler text",
 }
@@ -83,6 +85,9 @@ class DataConfig:
         0.05, "fraction of the text for validation; data=bin: only if no file is named *val*", above=0, most=0.5
     )
     shards: int | None = key(None, "data=fineweb: number of training files, 1 to 103, of 100 M tokens each; null: 1")
+    megabytes: int | None = key(
+        None, "data=tinystories: size of the beginning that is downloaded, of 2200 MB; null: 100", least=1, most=2200
+    )
     url: str | None = key(None, "data=shakespeare: address of another folder to download input.txt from")
     cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", least=1)
 
@@ -177,7 +182,7 @@ def make(
 
 def check(data: DataConfig) -> None:
     """ValueError for a key that this source does not read, and for a key that it needs."""
-    for name in ("path", "field", "url", "shards"):
+    for name in ("path", "field", "url", "shards", "megabytes"):
         value = getattr(data, name)
         if value != getattr(DataConfig, name) and name not in READS[data.source]:
             readers = " or ".join(f"data={source}" for source, read in READS.items() if name in read)
@@ -212,6 +217,8 @@ def files_of(
             return found
         case "shakespeare":
             return [str(shakespeare(Path(data.cache), data.url))]
+        case "tinystories":
+            return [str(tinystories(Path(data.cache), data.megabytes))]
     if tokenizer.kind != "byte" and not (kept and same(kept, byte_encoding())):
         raise ValueError(
             f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte, or leave it out"

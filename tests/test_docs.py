@@ -6,6 +6,7 @@ import json
 import math
 import re
 from contextlib import redirect_stdout
+from statistics import mean
 
 import pytest
 import torch
@@ -229,6 +230,7 @@ def test_the_files_have_the_columns_that_the_benches_write():
         "lengths": steps.OF_LENGTHS,
         "roofline": roofline.COLUMNS,
         "learn": learn.COLUMNS,
+        "learn_gpu": learn.COLUMNS,
     }
     assert {name: list(measured(f"{name}.csv")[0]) for name in columns} == columns
 
@@ -254,6 +256,19 @@ def test_the_page_has_the_steps_that_were_measured():
     for table, found in {"case": whole, "parts, ms": parts}.items():
         rows = [found[key] for key in sorted(found, key=lambda key: cases.index(key[0]))]  # the same case side by side
         assert tables(table, PAGES["docs/results.md"]) == rows, lines(rows)
+
+
+@pytest.mark.parametrize(("file", "budget"), [("learn", 150), ("learn_gpu", 60)])
+def test_the_page_has_what_was_learned(file, budget):
+    """Of each recipe the last rows of its seeds: steps, bits per byte, and their mean."""
+    ends: dict[str, dict[str, dict[str, str]]] = {}
+    for row in measured(f"{file}.csv"):
+        if float(row["budget"]) == budget:
+            ends.setdefault(row["name"], {})[row["seed"]] = row
+    for runs in ends.values():
+        bits = [float(row["bits_per_byte"]) for row in runs.values()]
+        cells = ", ".join(row["step"] for row in runs.values()), ", ".join(f"{x:.3f}" for x in bits), f"{mean(bits):.3f}"
+        assert lines([[*cells]])[1:] in PAGES["docs/results.md"], cells
 
 
 def test_the_pages_have_the_lengths_and_contexts_that_were_measured():

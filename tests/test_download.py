@@ -4,6 +4,7 @@ A server answers as Hugging Face does, with its habit: a function of the request
 """
 
 import hashlib
+import json
 import random
 import re
 import threading
@@ -16,7 +17,7 @@ import huggingface_hub.constants
 import pytest
 
 from data import download
-from data.download import NotThere, from_hub, shakespeare
+from data.download import STORIES_FILE, NotThere, from_hub, shakespeare, tinystories
 
 CONTENT = random.Random(0).randbytes(300_000)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -198,3 +199,43 @@ def test_another_text_is_never_kept(habit, serve, file, tmp_path):
         with pytest.raises(ValueError, match=rf"\A{server.url}/input.txt .*{file}\Z"):
             shakespeare(tmp_path, server.url)
         assert not [*file.parent.glob("*")]
+
+
+# ---- TinyStories
+
+
+TALES = [f"There was a bird\u2026\n\nIt had {i} nests, and was{' very' * (i % 9)} kind." for i in range(40_000)]
+STORIES = "\n<|endoftext|>\n".join(TALES).encode()
+
+
+def stories_in(file: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_of_tinystories_the_whole_stories_of_the_first_megabytes_are_downloaded_once(serve, tmp_path):
+    server = serve(lambda request: honest(request, STORIES))  # which sends all that it has, as some servers do
+    files = [tinystories(tmp_path, 1) for _ in range(2)]
+    assert stories_in(files[0]) == TALES[: STORIES[: 10**6].count(b"<|endoftext|>")]
+    path = f"/datasets/roneneldan/TinyStories/resolve/main/{STORIES_FILE}"
+    assert server.asked == [(path, "bytes=0-999999")]
+    assert stories_in(tinystories(tmp_path, 9)) == TALES  # more than there is
+    assert tinystories(tmp_path, None).name == "100MB.jsonl"
+
+
+@pytest.mark.parametrize(
+    "habit", [lambda request: honest(request, STORIES, stop=700_000), absent], ids=["cut", "absent"]
+)
+def test_of_tinystories_nothing_stays_that_is_not_whole(serve, tmp_path, habit):
+    serve(habit)
+    with pytest.raises(ValueError, match=rf"\A[^\n]*put {STORIES_FILE} into {tmp_path}[^\n]*\Z"):
+        tinystories(tmp_path, 1)
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_without_a_network_the_users_own_tinystories_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
+        tinystories(tmp_path, 1)
+    (tmp_path / "tinystories").mkdir(exist_ok=True)
+    (tmp_path / "tinystories" / STORIES_FILE).write_bytes(STORIES)
+    assert stories_in(tinystories(tmp_path, 1))[-1] in TALES

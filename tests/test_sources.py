@@ -25,7 +25,7 @@ from data.shards import Shards, join
 from data.text import PIECE, counted, find, read, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
 from tests.test_data import BYTE, DOCUMENTS, UNICODE, jsonl, refusal, texts, write, write_shard
-from tests.test_download import honest, of_folder, serve  # noqa: F401 (a fixture)
+from tests.test_download import STORIES, honest, of_folder, serve  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +68,7 @@ def test_what_is_no_text_is_refused_with_its_place(make, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("source", READS)
 def test_a_key_that_the_source_would_not_read_is_refused(tmp_path, source):
-    for key in {"path", "field", "url", "shards"} - {*READS[source]}:
+    for key in {"path", "field", "url", "shards", "megabytes"} - {*READS[source]}:
         data = DataConfig(source, path="a" if "path" in READS[source] else None, cache=str(tmp_path))
         assert f"data.{key}=1" in refusal(open_data, replace(data, **{key: "1"}), BYTE)
 
@@ -253,6 +253,11 @@ def fineweb(serve, gpt2, tmp_path):  # noqa: F811
     return serve(of_folder(tmp_path / "served", "datasets/kjj0/fineweb10B-gpt2"))
 
 
+@pytest.fixture
+def tinystories(serve):  # noqa: F811
+    return serve(lambda request: honest(request, STORIES))
+
+
 def test_of_fineweb_the_shards_asked_for_are_downloaded(fineweb, serve, gpt2, tmp_path, monkeypatch):  # noqa: F811
     """A page instead of a shard is refused."""
     data, tokenizer = DataConfig("fineweb", shards=2, cache=str(tmp_path / "cache")), TokenizerConfig("gpt2")
@@ -277,7 +282,11 @@ def test_shakespeare_is_split_as_nanogpt_does_to_the_nearest_line(shakespeare, t
 
 
 @pytest.mark.parametrize(
-    "source", ["text", *(pytest.param(source, marks=pytest.mark.slow) for source in ("bin", "fineweb", "shakespeare"))]
+    "source",
+    [
+        "text",
+        *(pytest.param(source, marks=pytest.mark.slow) for source in ("bin", "fineweb", "shakespeare", "tinystories")),
+    ],
 )
 def test_every_source_trains_and_samples(call, make, request, tmp_path, source):
     data, runs = [f"data={source}", f"data.cache={tmp_path / 'cache'}"], f"runs={tmp_path / 'runs'}"
