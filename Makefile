@@ -36,7 +36,8 @@ browser:
 
 # The Triton with which the figures in docs were measured. The kernels must compile with it too.
 $(OLDER): .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$(@:.venv/triton-%=%)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$(@:.venv/triton-%=%) || \
+		echo "no $(@F) for this machine: the test that compiles with it will be skipped"
 
 # Made anew only when requirements.txt changes. The stamp comes last, so an installation cut short is begun again.
 .venv/installed: requirements.txt
