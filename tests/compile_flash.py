@@ -100,8 +100,9 @@ from kernels.dropout import keep_table  # noqa: E402
 from kernels.loss import loss_in_place  # noqa: E402
 from kernels.norm import norm_backward  # noqa: E402
 from kernels.problem import Problem  # noqa: E402
+from sampling.choose import choose  # noqa: E402
 from sampling.decode import decode  # noqa: E402
-from sampling.linear import linear  # noqa: E402
+from sampling.linear import embed, linear  # noqa: E402
 
 sizes.INTERPRETED = True  # or it refuses tensors of the CPU
 sizes.has_descriptors = lambda device: ARCH >= 90
@@ -160,6 +161,15 @@ def a_linear(dtype: str, B: int, K: int) -> None:
     linear(empty(B, K), layer, norm=norm, gate=layer, activation="silu", add=empty(B, 3072))
 
 
+def a_choice(dtype: str, V: int) -> None:
+    """Of the next token, drawn and not, and its embedding, with a position's and without."""
+    for draws in (empty(2, V), None):
+        choose(empty(2, V), draws, 0.5)
+    table = torch.nn.Embedding(V, 64).to(getattr(torch, dtype))
+    for positions in (table, None):
+        embed(table, positions, ZEROS[:, None], ZEROS[:, None])
+
+
 def a_norm(dtype: str, C: int) -> None:
     """The backward of one, with all that one can have."""
     dy, x, weight, stats = empty(2, C, dtype=dtype), empty(2, C), *empty(2, C)
@@ -192,6 +202,7 @@ OTHERS = {
     "loss": lambda dtype, V: loss_in_place(empty(2, V, dtype=dtype), ZEROS, -1, 0.0, True),
     "table": lambda dtype, C: keep_table(torch.tensor(1), torch.arange(128), torch.arange(256), C, 51),
     "norm": a_norm,
+    "choice": a_choice,
     "decode": a_token,
     "pages": partial(a_token, pages=True),
     "early": partial(a_token, splits=1),  # few programs may have DEEP

@@ -3,6 +3,7 @@ what they take of registers and shared memory, and from what."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -39,6 +40,8 @@ TOKEN += [["float32", 256, "decode"], ["float32", 16, "linear768"]]
 TABLE = [["bool", 384, "table"]]
 NORM = [["bfloat16", C, "norm"] for C in (384, 768, 8192)]  # experiment=shakespeare_gpu, GPT-2, the widest
 OTHERS = LOSS + NORM + TOKEN + TABLE
+CHOICE = [["bfloat16", 50_257, "choice"]]
+ONCE = {"sum_kernel", "row_terms_kernel", "scaled_kernel", "visits_kernel"}  # compiled, and not reported
 WHOLE_LAYER = [["bfloat16", 768, "token"]]
 HEADS = [["bfloat16", G, "heads"] for G in (1, 4, 8)]
 EARLY = [["bfloat16", D, "early"] for D in DEEP]
@@ -190,9 +193,25 @@ def test_the_triton_that_gpus_ran_compiles_every_kernel_too(tmp_path):
     older = next((ROOT / ".venv").glob("triton-*"), None)
     if older is None:
         pytest.skip("make test-all installs an older Triton")
-    cases = [*TABLE, LOSS[1], NORM[0], TOKEN[0], TOKEN[3], TOKEN[4], D64_DROPOUT, HOPPER[0], HOPPER_BACKWARD[0]]
+    cases = [
+        *TABLE,
+        *CHOICE,
+        LOSS[1],
+        NORM[0],
+        TOKEN[0],
+        TOKEN[3],
+        TOKEN[4],
+        D64_DROPOUT,
+        HOPPER[0],
+        HOPPER_BACKWARD[0],
+    ]
     both = [start(90, cases, tmp_path / path.name, PYTHONPATH=str(path)) for path in (older, ROOT)]
     found, now = map(result, both)
+    sources = (
+        path.read_text(encoding="utf-8") for room in ("kernels", "sampling") for path in ROOT.glob(f"{room}/**/*.py")
+    )
+    known = {name for source in sources for name in re.findall(r"@[\w.]*jit[^\n]*\ndef (\w+_kernel)\(", source)}
+    assert {kernel["kernel"] for kernel in found} | ONCE == known
     assert {kernel["triton"] for kernel in found} == {older.name.removeprefix("triton-")}
     assert {kernel["triton"] for kernel in now} == {version("triton")}
     assert [kernel["kernel"] for kernel in found] == [kernel["kernel"] for kernel in now]
