@@ -169,7 +169,7 @@ def test_a_step_sends_what_the_formula_says(name, request):
     ring = name.startswith("ring")
     with torch.device("meta"):
         position = "rope" if wide else "learned"
-        config = GPTConfig(2, 4, 1 if ring else 4, 32, 128, 257, 64, position)
+        config = GPTConfig(2, 4, 1 if ring else 4, 32, 128, 257, 64, position, qk_norm=wide)
         model = GPT(config, AttentionConfig("naive"))
     ranks = Ranks(size=size, part=Part(ranks=N, ring=ring))
     gradients, exchanged = bytes_sent(ranks, model, 512 if ring else 1024, width, 1)
