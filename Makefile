@@ -35,9 +35,10 @@ browser:
 		echo "no Chromium here: the explorer's tests will be skipped; apt-get install chromium chromium-driver has it"
 
 # The Triton with which the figures in docs were measured. The kernels must compile with it too.
-$(OLDER): .venv/installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$(@:.venv/triton-%=%) || \
-		echo "no $(@F) for this machine: the test that compiles with it will be skipped"
+$(OLDER): | .venv/installed
+	@rm -rf $@.new
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $@.new triton==$(@:.venv/triton-%=%) \
+		&& mv $@.new $@ || echo "$(@F) could not be installed: the test that compiles with it will be skipped"
 
 # Made anew only when requirements.txt changes. The stamp comes last, so an installation cut short is begun again.
 .venv/installed: requirements.txt

@@ -205,7 +205,7 @@ def files_of(
     match data.source:
         case "pystdlib" | "pypackages":
             names = ("stdlib",) if data.source == "pystdlib" else ("purelib", "platlib")
-            roots = {sysconfig.get_path(name) for name in names}
+            roots = {os.path.realpath(sysconfig.get_path(name)) for name in names}  # lib64 may be a link to lib
             return in_order(file for root in roots for file in walk(root, LEFT_OUT) if file.endswith(".py"))
         case "text":
             assert data.path is not None, "check() refuses None"

@@ -80,7 +80,7 @@ class Bench:
     )
     seconds: float = of("learn", 150.0, "learn: time of each training", above=0)
     seeds: list[int] = of("learn", [1, 2, 3], "learn: each recipe is trained with each", least=0, below=2**63)
-    also: str = of("learn", "", "learn: arguments of train.py for both recipes, as in 'also=data=shakespeare'")
+    also: str = of("learn", "", "learn: arguments of train.py for every recipe, as in 'also=data=shakespeare'")
     device: str = of(
         "race train length learn decode roofline", "auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps"
     )

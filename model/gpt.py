@@ -55,7 +55,7 @@ class GPTConfig:
     position: str = key("learned", among="learned | rope | none (no positions, or attention.alibi)")
     norm: str = key("layernorm", among="layernorm | rmsnorm")
     mlp: str = key("gelu_tanh", among="gelu_tanh (as GPT-2) | gelu (exact, faster on a CPU) | relu2 (squared) | swiglu")
-    mlp_hidden: int | None = key(None, "hidden width; null: 4 n_embd; swiglu: 8/3 n_embd, in 64s", least=1)
+    mlp_hidden: int | None = key(None, "width; null: 4 n_embd; swiglu: 8/3 n_embd, up to a multiple of 64", least=1)
     bias: bool = key(True, "biases in the linear layers and in layernorm")
     tie_head: bool = key(True, "the head uses the embedding's weight")
     # autocast moves less and rounds more

@@ -188,8 +188,8 @@ def test_a_tokens_keys_are_asked_for_before_the_kernel_ahead_has_ended(kernels):
 
 
 @slow
-def test_the_triton_that_gpus_ran_compiles_every_kernel_too(tmp_path):
-    """Its Hopper kernels, as those of requirements.txt, wait for no product."""
+def test_the_triton_that_gpus_ran_compiles_each_kernel_too(tmp_path):
+    """For Hopper. Neither version's ptxas serialises the products of warpgroups (warnings C7510 and the like)."""
     older = next((ROOT / ".venv").glob("triton-*"), None)
     if older is None:
         pytest.skip("make test-all installs an older Triton")

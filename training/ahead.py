@@ -78,7 +78,8 @@ def end() -> None:
     while MARKERS:
         with suppress(OSError):
             MARKERS.pop().touch()
-    if (inductor := sys.modules.get("torch._inductor.async_compile")) is not None:
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
+    if hasattr(inductor, "_pool_set") and hasattr(inductor, "after_fork"):  # its own names, which may change
         pools = list(inductor._pool_set)
         inductor.after_fork()
         for pool in pools:

@@ -12,6 +12,7 @@ from model.gpt import GPT
 from parallel.shard import local
 
 # Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
+TOGETHER = 2**24  # elements of the matrices that Muon updates together
 MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch
 DECAY_FRACTION = 0.2  # of the steps, as in arXiv 2405.18392
 WARMUP_FRACTION = 0.2  # of the updates that a time limit leaves room for: the warm-up takes no more of them
@@ -105,7 +106,8 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
 class Muon(torch.optim.Optimizer):
     """Muon as in torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), bit for bit with a learning rate that is a number.
 
-    Matrices of one shape are updated together: on a GPU the products of one alone take less time than to launch them.
+    Matrices of one shape are updated together, up to TOGETHER elements at a time, which bounds the memory. On a GPU,
+    launching the products of one small matrix takes longer than computing them.
 
     torch's reads the learning rate on the host, and has no found_inf. A step here never waits for the device: lr may be
     a tensor there, and so may found_inf, which leaves the step out if it is 1 (as in torch's fused AdamW).
@@ -129,21 +131,26 @@ class Muon(torch.optim.Optimizer):
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
             for shape, ps in matrices.items():
-                lr, momentum, grads = group["lr"], group["momentum"], [p.grad for p in ps if p.grad is not None]
-                old_buffers = [self.state[p]["momentum_buffer"] for p in ps]
-                buffers = torch._foreach_lerp(old_buffers, grads, 1 - momentum)
-                ahead = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's momentum: one step ahead
-                rate = lr * (0.2 * math.sqrt(max(shape)))
-                directions = orthogonal(torch.stack(ahead)).to(ps[0].dtype).unbind()
-                new = torch._foreach_mul(ps, 1 - lr * group["weight_decay"])
-                if isinstance(rate, Tensor):
-                    torch._foreach_sub_(new, torch._foreach_mul(directions, rate))
-                else:
-                    torch._foreach_add_(new, directions, alpha=-rate)
-                olds, news = [*old_buffers, *ps], [*buffers, *new]
-                if self.found_inf is not None:
-                    news = [torch.where(self.found_inf == 1, old, now) for old, now in zip(olds, news, strict=True)]
-                torch._foreach_copy_(olds, news)
+                most = max(1, TOGETHER // shape.numel())
+                for i in range(0, len(ps), most):
+                    self.update(ps[i : i + most], **{key: group[key] for key in ("lr", "weight_decay", "momentum")})
+
+    def update(self, ps: list[Tensor], lr: float | Tensor, weight_decay: float, momentum: float) -> None:
+        """One update of matrices of one shape."""
+        old_buffers, grads = [self.state[p]["momentum_buffer"] for p in ps], [p.grad for p in ps if p.grad is not None]
+        buffers = torch._foreach_lerp(old_buffers, grads, 1 - momentum)
+        ahead = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's momentum: one step ahead
+        rate = lr * (0.2 * math.sqrt(max(ps[0].shape)))
+        directions = orthogonal(torch.stack(ahead)).to(ps[0].dtype).unbind()
+        new = torch._foreach_mul(ps, 1 - lr * weight_decay)
+        if isinstance(rate, Tensor):
+            torch._foreach_sub_(new, torch._foreach_mul(directions, rate))
+        else:
+            torch._foreach_add_(new, directions, alpha=-rate)
+        olds, news = [*old_buffers, *ps], [*buffers, *new]
+        if self.found_inf is not None:
+            news = [torch.where(self.found_inf == 1, old, now) for old, now in zip(olds, news, strict=True)]
+        torch._foreach_copy_(olds, news)
 
 
 def orthogonal(x: Tensor) -> Tensor:
