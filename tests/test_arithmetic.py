@@ -219,8 +219,10 @@ def orthogonal(g: Tensor) -> Tensor:
     return x.T if g.shape[0] > g.shape[1] else x
 
 
-def test_three_steps_of_muon_are_its_formulas():
+@pytest.mark.parametrize("together", [1, 16 * 64 * 2])
+def test_three_steps_of_muon_are_its_formulas(together, monkeypatch):
     """Bit for bit: momentum with Nesterov's look ahead, decay of the weight, 0.2 sqrt(the longer side) in the size."""
+    monkeypatch.setattr("training.optimizer.TOGETHER", together)
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, context_length=8, vocab_size=31), AttentionConfig("naive"))
     muon, _ = build_optimizers(model, OptimizerConfig(kind="muon", weight_decay=0.5))
