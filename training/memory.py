@@ -111,19 +111,16 @@ def bytes_of(
 
     # Bytes a token, in one layer. First a norm's input, and its result in the products' dtype.
     norm = (stream if norm_kernel else 4) * C + low * C
-    if model.norm == "rmsnorm" and not norm_kernel:
-        norm += 4 * C  # and its result before the weight
+    norm += 4 * C * (model.norm == "rmsnorm" and not norm_kernel)  # and its result before the weight
     qkv = (C + 2 * K) * low
     turned = (C + K) * low if model.position == "rope" else 0  # q and k once more
-    if model.qk_norm:
-        turned += (C + K) * (4 if low == 4 else 8)  # and in float32, before and after the norm
+    turned += model.qk_norm * (C + K) * (4 if low == 4 else 8)  # and in float32, before and after their norm
     table = H * model.context_length if attention.impl == "naive" else 0  # a row of each head's weights, which are
     # kept in float32 and in the products' dtype; and lse, which triton has twice
     o = C * low + (8 if attention.impl == "triton" else 4) * H + (4 + low) * table
     hidden = (4 if model.mlp == "swiglu" else 2) * F * low  # what autograd keeps: swiglu's product has two factors
     back = (3 if model.mlp == "relu2" else 1) * F * low  # gradients of the hidden layer
-    masks = 2 * C if model.dropout_p else 0
-    project, rest = norm + qkv + turned, norm + hidden + masks
+    project, rest = norm + qkv + turned, norm + hidden + 2 * C * (model.dropout_p > 0)  # with dropout's masks
 
     # What a layer keeps for the backward, and what its own backward takes at most. There the gradients of q, k and v,
     # or of the hidden layer, come on top of what is computed again. A float32 stream is a norm's input itself.
