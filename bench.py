@@ -56,7 +56,7 @@ elsewhere that of experiment=long_laptop. Rows go to lengths.csv.
 
 mode=learn. Trains nanoGPT's recipe and ours for seconds= each, with each of seeds=, on the same text, one run after the
 other: on a CPU the default and experiment=laptop on data=pystdlib, on a GPU experiment=gpu_minute on data=pypackages,
-which takes a minute to prepare. nanoGPT's is experiment=shakespeare, on a GPU shakespeare_gpu. With
+which takes half a minute to prepare. nanoGPT's is experiment=shakespeare, on a GPU shakespeare_gpu. With
 peer= its own model.py is trained, in a plain loop; without it train.py trains its recipe. Each run's learning rate is
 lowest when its time is over. A line is one run: validation bits per byte at its end. learn.csv has each evaluation, and
 learn.png is drawn from it. `also=` adds arguments of train.py, for example 'also=data=text data.path=FILE'.

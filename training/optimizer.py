@@ -11,8 +11,9 @@ from conf.keys import check, key
 from model.gpt import GPT
 from parallel.shard import local
 
-# Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
 TOGETHER = 2**24  # elements of the matrices that Muon updates together
+
+# Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
 MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch
 DECAY_FRACTION = 0.2  # of the steps, as in arXiv 2405.18392
 WARMUP_FRACTION = 0.2  # of the updates that a time limit leaves room for: the warm-up takes no more of them
