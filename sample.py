@@ -9,6 +9,7 @@
     python sample.py run=NAME checkpoint=last impl=naive
     python sample.py list_runs=true                       your runs: their size, steps, tokens and validation loss
     python sample.py init_from=gpt2                       from a model of Hugging Face, or a folder of safetensors
+    python sample.py init_from=gpt2 hellaswag=10042       a known measure: how many of HellaSwag's questions it answers
     python sample.py run=NAME export=FOLDER               writes the model for transformers, instead of text
     python sample.py run=NAME max_new_tokens=5000 past_context=half    past the model's context, still fast
 
@@ -36,6 +37,7 @@ import torch
 from tiktoken import Encoding
 
 from conf.keys import check, key
+from data.download import HELLASWAG_QUESTIONS, hellaswag
 from data.prepare import DataConfig
 from data.text import counted
 from data.tokenizer import TextStream, encode, from_json
@@ -47,6 +49,7 @@ from training import checkpoint, config, exchange, listing
 from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
+WHICH = ("run", "checkpoint", "runs", "init_from")  # the keys that choose the weights
 MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
@@ -69,6 +72,13 @@ class Config(Sampler):
     )
     export: str | None = key(
         None, "write the model into this folder, for transformers to load; null: write text", least=1
+    )
+    hellaswag: int = key(
+        0,
+        "questions of HellaSwag to answer, instead of writing text",
+        least=0,
+        most=HELLASWAG_QUESTIONS,
+        usual="10042: all",
     )
     prompt: str = key("", "text to continue; empty: start a new document")
     prompt_file: str | None = key(None, "UTF-8 file with the prompt, - for standard input; null: use prompt=")
@@ -109,9 +119,12 @@ class Config(Sampler):
         given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if self.list_runs and (unread := [name for name in given if name not in ("list_runs", "runs")]):
             raise ValueError(f"list_runs=true writes no text: leave out {unread[0]}=")
-        unused = [name for name in given if name not in ("run", "checkpoint", "runs", "init_from", "export")]
+        unused = [name for name in given if name not in ("export", *WHICH)]
         if self.export is not None and unused:
             raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
+        unused = [n for n in given if n not in ("hellaswag", *WHICH, "device", "dtype", "impl")]
+        if self.hellaswag and unused:
+            raise ValueError(f"hellaswag={self.hellaswag} writes no text: leave out {unused[0]}=")
         if self.interactive and self.num_samples > 1:
             raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
         if self.interactive and self.prompt_file == "-":
@@ -182,6 +195,14 @@ def main(cfg: Config) -> None:
         print(printable(other), file=sys.stderr)
     if broken:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
+
+    if cfg.hellaswag:
+        from training.hellaswag import questions, share_right  # here, because few need it
+
+        asked = questions(hellaswag(Path(DataConfig.cache)), cfg.hellaswag)
+        share = share_right(model, encoding, asked)
+        print(f"{stamp(broken)}HellaSwag: {share:.4f} of {len(asked):,} questions right; 0.25 by guessing")
+        return
 
     # As in training, a document begins after an end-of-text token.
     prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]

@@ -1,4 +1,4 @@
-"""Downloads tinyshakespeare and the beginning of TinyStories by HTTP, and files of Hugging Face with huggingface_hub.
+"""Downloads tinyshakespeare, HellaSwag and the beginning of TinyStories by HTTP, other files with huggingface_hub.
 
 huggingface_hub keeps files in its own cache (HF_HOME), resumes a download whose connection broke, shows its progress,
 and knows mirrors (HF_ENDPOINT), private files (HF_TOKEN) and machines without a network (HF_HUB_OFFLINE). A file that
@@ -21,6 +21,8 @@ from typing import Any
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
+HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"  # 12 MB
+HELLASWAG_QUESTIONS = 10_042
 TIMEOUT = 30  # seconds to connect, and between two packets
 
 FINEWEB = "kjj0/fineweb10B-gpt2"  # modded-nanogpt's shards of FineWeb as GPT-2 tokens, a dataset on Hugging Face
@@ -48,12 +50,7 @@ def shakespeare(cache: Path, url: str | None) -> Path:
         source, text = str(file), file.read_bytes()
     else:
         source = f"{url.rstrip('/')}/{file.name}"
-        try:
-            with urllib.request.urlopen(source, timeout=TIMEOUT) as response:
-                print(f"downloading {source}", file=sys.stderr)
-                text = response.read(SHAKESPEARE_BYTES + 1)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise ValueError(f"{source} cannot be downloaded: {error}; run again, or {put}") from error
+        text = by_http(source, put, SHAKESPEARE_BYTES + 1)
     if (found := hashlib.sha256(text).hexdigest()) != SHAKESPEARE_SHA256:
         way_out = "delete it" if there else "run again"
         raise ValueError(f"{source} is another file or was cut (SHA-256 {found}): {way_out}, or {put}")
@@ -61,6 +58,26 @@ def shakespeare(cache: Path, url: str | None) -> Path:
         with whole(file) as temporary:
             temporary.write_bytes(text)
     return file
+
+
+def hellaswag(cache: Path) -> Path:
+    """HellaSwag's validation questions, downloaded at first use. ValueError, one line, if they cannot be had."""
+    file = cache / "hellaswag" / HELLASWAG_URL.rsplit("/", 1)[1]
+    if not file.exists():
+        text = by_http(HELLASWAG_URL, f"put the file at {file.resolve()}")
+        with whole(file) as temporary:
+            temporary.write_bytes(text)
+    return file
+
+
+def by_http(source: str, put: str, most: int | None = None) -> bytes:
+    """What is at an address, at most so many bytes of it; None: all, never a part. put: the user's other way."""
+    try:
+        with urllib.request.urlopen(source, timeout=TIMEOUT) as response:
+            print(f"downloading {source}", file=sys.stderr)
+            return response.read(most)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ValueError(f"{source} cannot be downloaded: {error}; run again, or {put}") from error
 
 
 @contextmanager

@@ -380,6 +380,12 @@ TABLE = [
      "exchange::test_a_changed_configuration_gives_transformers_logits_or_is_refused"),
     ("merges may come in any order", "if ids != sorted(ids)", "if False",
      "exchange::test_another_kind_of_tokenizer_is_refused_in_one_line"),
+    ("HellaSwag's answer has the lowest sum of losses", "(losses.sum(1) / (batch.y != IGNORE).sum(1))", "losses.sum(1)",
+     "hellaswag"),
+    ("HellaSwag's endings are scored without their first token", "n - scored", "n - scored + 1", "hellaswag"),
+    ("HellaSwag's endings follow the text without a space", '" " + ending', "ending", "hellaswag"),
+    ("a text of HellaSwag that is too long loses its end", "[-context - 1 :], len(end)", "[: context + 1], len(end)",
+     "hellaswag"),
     # --- data ---
     ("the target is the token itself", "slice(1, None))\n", "slice(None, -1))\n", "data"),
     ("a document begins a token late", 'start + n), side="right")', "start + n))", "data"),

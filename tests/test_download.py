@@ -17,7 +17,7 @@ import huggingface_hub.constants
 import pytest
 
 from data import download
-from data.download import STORIES_FILE, NotThere, from_hub, shakespeare, tinystories
+from data.download import STORIES_FILE, NotThere, from_hub, hellaswag, shakespeare, tinystories
 
 CONTENT = random.Random(0).randbytes(300_000)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -199,6 +199,22 @@ def test_another_text_is_never_kept(habit, serve, file, tmp_path):
         with pytest.raises(ValueError, match=rf"\A{server.url}/input.txt .*{file}\Z"):
             shakespeare(tmp_path, server.url)
         assert not [*file.parent.glob("*")]
+
+
+# ---- HellaSwag
+
+
+@pytest.mark.parametrize("habit", [lambda request: honest(request, stop=1000), absent], ids=["cut", "absent"])
+def test_of_hellaswag_there_is_all_or_nothing(habit, serve, tmp_path, monkeypatch):
+    def ask(habit: Callable[[Request], None]) -> Path:
+        monkeypatch.setattr(download, "HELLASWAG_URL", f"{serve(habit).url}/questions.jsonl")
+        return hellaswag(tmp_path)
+
+    with pytest.raises(ValueError, match=rf"\A[^\n]*/questions.jsonl [^\n]*{tmp_path}/hellaswag/questions.jsonl\Z"):
+        ask(habit)
+    assert not [*tmp_path.rglob("*")]
+    assert ask(honest).read_bytes() == CONTENT
+    assert ask(absent).read_bytes() == CONTENT  # and nobody is asked
 
 
 # ---- TinyStories

@@ -1,0 +1,92 @@
+"""HellaSwag: which of four endings continues a text? `python sample.py init_from=gpt2 hellaswag=10042`
+
+Of Zellers et al., arXiv 1905.07830: 10,042 questions for validation. The model's answer is the ending with the lowest
+mean loss of its tokens, given the text before it. So counts llm.c, which reports 0.2955 right for GPT-2 124M (lm-eval's
+acc_norm divides by bytes instead of tokens, and cleans the texts). A guess is right in a quarter of them.
+
+T tokens of the longest text and ending in a batch.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tiktoken import Encoding
+
+from data.loader import Batch
+from data.tokenizer import encode
+from model.gpt import GPT
+from model.loss import IGNORE
+from training.context import each_token
+
+ENDINGS = 4
+TOGETHER = 16  # questions in a pass
+
+
+class Question(NamedTuple):
+    """A text, its four endings, and which of them is right."""
+
+    text: str
+    endings: list[str]
+    right: int
+
+
+def questions(file: Path, count: int) -> list[Question]:
+    """The first `count` of a .jsonl file. ValueError, one line, if it has fewer, or a line that is no question."""
+    found: list[Question] = []
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if len(found) == count:
+                break
+            try:
+                said = json.loads(line)
+                text, endings, right = str(said["ctx"]), list(map(str, said["endings"])), int(said["label"])
+                if len(endings) != ENDINGS or not 0 <= right < ENDINGS:
+                    raise ValueError("another number of endings, or none of them right")
+                found.append(Question(text, endings, right))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{file}, line {number} is no question of HellaSwag; delete the file") from error
+    if len(found) < count:
+        raise ValueError(f"hellaswag={count}: {file} has {len(found)} questions; ask fewer, or delete the file")
+    return found
+
+
+def batch_of(asked: list[Question], encoding: Encoding, context: int) -> Batch:
+    """A row for each ending of each question, padded at its end; only an ending's tokens have targets. A row that is
+    longer than the context begins later."""
+    rows = []
+    for question in asked:
+        text = encode(encoding, question.text).tolist()
+        for ending in question.endings:
+            end = encode(encoding, " " + ending).tolist()
+            rows.append(((text + end)[-context - 1 :], len(end)))
+    T = max(len(tokens) for tokens, _ in rows) - 1
+    x, y = torch.zeros(len(rows), T, dtype=torch.int64), torch.full((len(rows), T), IGNORE)
+    for row, (tokens, scored) in enumerate(rows):
+        n = len(tokens) - 1
+        x[row, :n] = torch.tensor(tokens[:-1])
+        first = max(0, n - scored)
+        y[row, first:n] = torch.tensor(tokens[first + 1 :])
+    return Batch(x, y, torch.zeros_like(x, dtype=torch.int32))  # each row is one document
+
+
+def answers(model: GPT, encoding: Encoding, asked: list[Question]) -> Iterator[int]:
+    """The number of the ending that the model takes, for each question. model: in evaluation mode."""
+    for i in range(0, len(asked), TOGETHER):
+        batch = batch_of(asked[i : i + TOGETHER], encoding, model.config.context_length)
+        losses, _ = each_token(model, batch, nullcontext())  # (4 questions, T), 0 where no target is
+        yield from (losses.sum(1) / (batch.y != IGNORE).sum(1)).view(-1, ENDINGS).argmin(1).tolist()
+
+
+def share_right(model: GPT, encoding: Encoding, asked: list[Question]) -> float:
+    """The share of the questions that the model answers rightly. Says on stderr how far it is."""
+    right = 0
+    for number, (question, answer) in enumerate(zip(asked, answers(model, encoding, asked), strict=True), 1):
+        right += answer == question.right
+        if number % 500 == 0 and number < len(asked):
+            print(f"{number:,} of {len(asked):,} questions, {right / number:.4f} right", file=sys.stderr)
+    return right / len(asked)
