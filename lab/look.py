@@ -148,7 +148,8 @@ def of_head(reading: Reading, head: int) -> dict[str, Any]:
         "map": base64.b64encode(levels[rows, columns].numpy().tobytes()).decode(),
         "scale": scale,
         "entropy": float(reading.entropy[head]),
-        "distance": float(reading.distance[head]),
+        "distance": int(reading.distance[head]),
+        "often": float(reading.often[head]),
         "shares": {name: float(share[head]) for name, share in reading.shares.items()},
         "pattern": reading.pattern(head),
     }

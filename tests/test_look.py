@@ -79,7 +79,11 @@ def test_a_reading_is_that_of_the_whole_matrix():
     rows = torch.stack([p[:, i : i + 4].mean(1) for i in edges], 1)
     torch.testing.assert_close(found.maps, torch.stack([rows[..., j : j + 4].sum(-1) for j in edges], -1))
     torch.testing.assert_close(found.entropy, -torch.xlogy(p, p).sum(-1)[:, 1:].mean(-1))
-    torch.testing.assert_close(found.distance, (torch.arange(T) - p.argmax(-1))[:, 1:].float().mean(-1))
+    distances = (torch.arange(T) - p.argmax(-1))[:, 1:]
+    for head, (distance, often) in enumerate(zip(found.distance, found.often, strict=True)):
+        assert distance in distances[head]
+        counts = distances[head].unique(return_counts=True)[1]
+        assert counts.max() == (distances[head] == distance).sum() == round(float(often) * (T - 1))
     places = places_of(tokens, range(T))
     i, j = 20, [k for k in range(1, 20) if k % 7 == (20 + 1) % 7]  # what came after the token at 20, earlier
     assert places["induction"][i].nonzero().flatten().tolist() == j

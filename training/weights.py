@@ -38,7 +38,8 @@ class Reading(NamedTuple):
 
     maps: Tensor  # (H, N, N) float32: the mean over a block of rows of the weight of a block of keys
     entropy: Tensor  # (H,): in nats; 0 for one key, log(n) for n equal weights
-    distance: Tensor  # (H,): tokens from a row to its largest weight
+    distance: Tensor  # (H,): tokens from a row back to its largest weight, as it is most often
+    often: Tensor  # (H,): the share of the rows that have this distance
     shares: dict[str, Tensor]  # of PATTERNS, those with FEWEST rows: the mean weight on their keys, (H,)
 
     def pattern(self, head: int) -> str:
@@ -89,7 +90,8 @@ def read(call: Call, tokens: Tensor, size: int, break_it: BreakIt | None = None)
     T, H = len(tokens), call.q.shape[1]
     block = -(-T // size)
     N = -(-T // block)
-    maps, entropy, distance = torch.zeros(H, N, N), torch.zeros(H), torch.zeros(H)
+    maps, entropy = torch.zeros(H, N, N), torch.zeros(H)
+    back = torch.zeros(H, 2 * T - 1)  # of each distance, from 1 - T on, how many rows have it
     sums = {name: torch.zeros(H) for name in PATTERNS}
     counts = dict.fromkeys(PATTERNS, 0)
     for rows, weights in by_rows(call, break_it):
@@ -98,14 +100,16 @@ def read(call: Call, tokens: Tensor, size: int, break_it: BreakIt | None = None)
         i = torch.arange(rows.start, rows.stop)
         maps.index_add_(1, i // block, blocks)
         entropy -= torch.xlogy(p, p).sum(-1)[:, i > 0].sum(-1)  # row 0 sees itself alone
-        distance += (i - p.argmax(-1))[:, i > 0].sum(-1)
+        distances = (i - p.argmax(-1))[:, i > 0]
+        back.scatter_add_(1, distances + T - 1, torch.ones(distances.shape))
         for name, keys in places_of(tokens, rows).items():
             has = keys.any(-1)
             counts[name] += int(has.sum())
             sums[name] += torch.where(keys, p, 0.0).sum(-1)[:, has].sum(-1)
     maps /= (torch.arange(T) // block).bincount()[:, None]
     shares = {name: sums[name] / counts[name] for name in PATTERNS if counts[name] >= FEWEST}
-    return Reading(maps, entropy / max(1, T - 1), distance / max(1, T - 1), shares)
+    most = back.max(-1)
+    return Reading(maps, entropy / max(1, T - 1), most.indices - (T - 1), most.values / max(1, T - 1), shares)
 
 
 def visited(call: Call) -> list[tuple[int, int]]:
