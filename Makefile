@@ -1,11 +1,10 @@
-# make train    set up .venv, turn the standard library into tokens, train on them for 2.5 minutes, draw the loss, write
-#               a sample
+# make train    set up .venv, prepare the standard library, train on it for 2.5 minutes, draw the loss, write samples
 # make test     the same set-up, then ruff, mypy and the tests that need no GPU, a file to a core at a time
 # make test-all the same, then the slow tests: whole grids, compilers for GPUs, Chromium, the lab, trainings, kills
 # make mutants  plant wrong lines in a copy, one at a time, and see which test notices
 #
-# PYTHON chooses the interpreter (3.11 to 3.13); ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
-# trains the default model, and make train that of experiment=laptop, which learns more in the time
+# PYTHON chooses the interpreter (3.11 to 3.13). ARGS goes to train.py and replaces experiment=laptop:
+# make train ARGS="steps=100 attention=naive" trains the default model.
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -9,7 +9,7 @@
     python sample.py run=NAME checkpoint=last impl=naive
     python sample.py list_runs=true                       your runs: their size, steps, tokens and validation loss
     python sample.py init_from=gpt2                       from a model of Hugging Face, or a folder of safetensors
-    python sample.py init_from=gpt2 hellaswag=10042       a known measure: how many of HellaSwag's questions it answers
+    python sample.py init_from=gpt2 hellaswag=10042 dtype=float32    its accuracy on HellaSwag, a known measure
     python sample.py run=NAME export=FOLDER               writes the model for transformers, instead of text
     python sample.py run=NAME max_new_tokens=5000 past_context=half    past the model's context, still fast
 
@@ -46,7 +46,7 @@ from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange, listing
-from training.machine import DTYPES, is_out_of_memory, pick_device, pick_dtype
+from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
 WHICH = ("run", "checkpoint", "runs", "init_from")  # the keys that choose the weights
@@ -78,7 +78,7 @@ class Config(Sampler):
         "questions of HellaSwag to answer, instead of writing text",
         least=0,
         most=HELLASWAG_QUESTIONS,
-        usual="10042: all",
+        usual="0: write text; 10042: all",
     )
     prompt: str = key("", "text to continue; empty: start a new document")
     prompt_file: str | None = key(None, "UTF-8 file with the prompt, - for standard input; null: use prompt=")
@@ -197,11 +197,12 @@ def main(cfg: Config) -> None:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
 
     if cfg.hellaswag:
-        from training.hellaswag import questions, share_right  # here, because few need it
+        from training.hellaswag import accuracy, questions  # here, because few need it
 
         asked = questions(hellaswag(Path(DataConfig.cache)), cfg.hellaswag)
-        share = share_right(model, encoding, asked)
-        print(f"{stamp(broken)}HellaSwag: {share:.4f} of {len(asked):,} questions right; 0.25 by guessing")
+        with out_of_memory_as(lambda: ValueError("out of memory with hellaswag=; use device=cpu or a smaller model")):
+            share = accuracy(model, encoding, asked)
+        print(f"{stamp(broken)}HellaSwag accuracy {share:.4f} of {counted(len(asked), 'question')}; guessing has 0.25")
         return
 
     # As in training, a document begins after an end-of-text token.

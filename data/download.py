@@ -71,7 +71,10 @@ def hellaswag(cache: Path) -> Path:
 
 
 def by_http(source: str, put: str, most: int | None = None) -> bytes:
-    """What is at an address, at most so many bytes of it; None: all, never a part. put: the user's other way."""
+    """What is at an address, at most so many bytes of it. None: all; less than the server announced is refused.
+
+    put: the user's other way, for the message.
+    """
     try:
         with urllib.request.urlopen(source, timeout=TIMEOUT) as response:
             print(f"downloading {source}", file=sys.stderr)

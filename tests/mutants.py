@@ -380,7 +380,7 @@ TABLE = [
      "exchange::test_a_changed_configuration_gives_transformers_logits_or_is_refused"),
     ("merges may come in any order", "if ids != sorted(ids)", "if False",
      "exchange::test_another_kind_of_tokenizer_is_refused_in_one_line"),
-    ("HellaSwag's answer has the lowest sum of losses", "(losses.sum(1) / (batch.y != IGNORE).sum(1))", "losses.sum(1)",
+    ("HellaSwag's answer has the lowest sum of losses", "losses.sum(1) / (batch.y != IGNORE).sum(1)", "losses.sum(1)",
      "hellaswag"),
     ("HellaSwag's endings are scored without their first token", "n - scored", "n - scored + 1", "hellaswag"),
     ("HellaSwag's endings follow the text without a space", '" " + ending', "ending", "hellaswag"),

@@ -2,6 +2,7 @@
 
 import json
 import random
+from copy import deepcopy
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from data.tokenizer import byte_encoding
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from training.hellaswag import Question, answers, questions, share_right
+from training.hellaswag import Question, accuracy, answers, questions
 
 CONTEXT = 48
 WORDS = random.Random(0)
@@ -54,12 +55,20 @@ def test_the_answer_is_the_ending_with_the_lowest_mean_loss(model):
     assert list(answers(model, byte_encoding(), ASKED)) == right
     assert len(set(right)) == 4
     known = sum(answer == asked.right for answer, asked in zip(right, ASKED, strict=True))
-    assert share_right(model, byte_encoding(), ASKED) == known / len(ASKED)
+    assert accuracy(model, byte_encoding(), ASKED) == known / len(ASKED)
+
+
+def test_losses_that_are_not_finite_are_no_answers(model):
+    broken = deepcopy(model)
+    broken.head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"\Ahellaswag=: [^\n]*not finite[^\n]*\Z"):
+        accuracy(broken, byte_encoding(), ASKED)
 
 
 LINE = {"ctx": "A man is on a roof. he", "endings": ["a", "b", "c", "d"], "label": 3}
 CHANGES = [{"endings": ["a", "b", "c"], "label": 0}, {"label": 4}, {"label": -1}, {"label": None}, {"endings": 4}]
-BAD = ['{"ctx": "A man', '{"label": 0}', "[]", *(json.dumps(LINE | change) for change in CHANGES)]
+BAD = [b'{"ctx": "A man', b'{"label": 0}', b"[]", b'{"ctx": "\xff"}', b"[" * 100_000]
+BAD += [json.dumps(LINE | change).encode() for change in CHANGES]
 
 
 def test_questions_are_read_in_order_and_others_are_refused(tmp_path):
@@ -71,9 +80,9 @@ def test_questions_are_read_in_order_and_others_are_refused(tmp_path):
         questions(file, 5)
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
 def test_a_line_that_is_no_question_is_named(bad, tmp_path):
     file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps(LINE) + "\n" + bad + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"\A{file}, line 2 [^\n]*\Z"):
+    file.write_bytes(json.dumps(LINE).encode() + b"\n" + bad + b"\n")
+    with pytest.raises(ValueError, match=rf"\A{file}, line 2 [^\n]*delete it\Z"):
         questions(file, 2)

@@ -1,6 +1,7 @@
 """sample.py and the samplers: what is written is what the model says, character by character, and can be had again."""
 
 import codecs
+import json
 import shutil
 import sys
 from dataclasses import asdict
@@ -178,6 +179,18 @@ def test_an_impl_that_was_chosen_is_not_refused_for_the_options_of_the_trainings
     tuned = AttentionConfig("triton", autotune=True, kernel="portable")
     ended = says([*b"text", END], "impl=tiled", attention=tuned)
     assert (ended.code, ended.out) == (0, "text\n"), ended.err
+
+
+def test_hellaswags_questions_are_answered_instead_of_text(says, tmp_path, monkeypatch):
+    """The parrot continues `It is` with ` so` only."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "data/cache/hellaswag/hellaswag_val.jsonl"
+    file.parent.mkdir(parents=True)
+    asked = {"ctx": "It is", "endings": ["not", "so", "as", "it"]}
+    file.write_text("".join(json.dumps(asked | {"label": i}) + "\n" for i in (1, 2, 1)), encoding="utf-8")
+    learnt = [*b"t is so", END]
+    assert says(learnt, "hellaswag=2").out == "HellaSwag accuracy 0.5000 of 2 questions; guessing has 0.25\n"
+    assert says(learnt, "hellaswag=3", broken="no_max").out.startswith("BROKEN[no_max] HellaSwag accuracy 0.6667")
 
 
 def test_a_broken_models_text_is_stamped_and_what_has_no_cache_says_so_once(says):

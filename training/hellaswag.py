@@ -1,8 +1,9 @@
 """HellaSwag: which of four endings continues a text? `python sample.py init_from=gpt2 hellaswag=10042`
 
 Of Zellers et al., arXiv 1905.07830: 10,042 questions for validation. The model's answer is the ending with the lowest
-mean loss of its tokens, given the text before it. So counts llm.c, which reports 0.2955 right for GPT-2 124M (lm-eval's
-acc_norm divides by bytes instead of tokens, and cleans the texts). A guess is right in a quarter of them.
+mean loss of its tokens, given the text before it, and no end-of-text token before that. llm.c counts in the same way,
+and reports an accuracy of 0.2955 for GPT-2 124M (lm-eval's acc_norm divides by bytes instead of tokens, and cleans the
+texts). Guessing has 0.25.
 
 T tokens of the longest text and ending in a batch.
 """
@@ -18,6 +19,7 @@ import torch
 from tiktoken import Encoding
 
 from data.loader import Batch
+from data.text import counted
 from data.tokenizer import encode
 from model.gpt import GPT
 from model.loss import IGNORE
@@ -38,7 +40,7 @@ class Question(NamedTuple):
 def questions(file: Path, count: int) -> list[Question]:
     """The first `count` of a .jsonl file. ValueError, one line, if it has fewer, or a line that is no question."""
     found: list[Question] = []
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if len(found) == count:
                 break
@@ -46,12 +48,13 @@ def questions(file: Path, count: int) -> list[Question]:
                 said = json.loads(line)
                 text, endings, right = str(said["ctx"]), list(map(str, said["endings"])), int(said["label"])
                 if len(endings) != ENDINGS or not 0 <= right < ENDINGS:
-                    raise ValueError("another number of endings, or none of them right")
+                    raise ValueError(f"{ENDINGS} endings are wanted, and label= the number of one")
                 found.append(Question(text, endings, right))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{file}, line {number} is no question of HellaSwag; delete the file") from error
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{file}, line {number} is no question of HellaSwag ({why}); delete it") from error
     if len(found) < count:
-        raise ValueError(f"hellaswag={count}: {file} has {len(found)} questions; ask fewer, or delete the file")
+        raise ValueError(f"hellaswag={count}: {file} has {counted(len(found), 'question')}; ask fewer, or delete it")
     return found
 
 
@@ -75,18 +78,22 @@ def batch_of(asked: list[Question], encoding: Encoding, context: int) -> Batch:
 
 
 def answers(model: GPT, encoding: Encoding, asked: list[Question]) -> Iterator[int]:
-    """The number of the ending that the model takes, for each question. model: in evaluation mode."""
+    """The number of the ending that the model takes, for each question. model: in evaluation mode. ValueError for
+    losses that are not finite."""
     for i in range(0, len(asked), TOGETHER):
         batch = batch_of(asked[i : i + TOGETHER], encoding, model.config.context_length)
         losses, _ = each_token(model, batch, nullcontext())  # (4 questions, T), 0 where no target is
-        yield from (losses.sum(1) / (batch.y != IGNORE).sum(1)).view(-1, ENDINGS).argmin(1).tolist()
+        means = losses.sum(1) / (batch.y != IGNORE).sum(1)
+        if not means.isfinite().all():
+            raise ValueError("hellaswag=: the model's losses are not finite; use dtype=float32, or another checkpoint")
+        yield from means.view(-1, ENDINGS).argmin(1).tolist()
 
 
-def share_right(model: GPT, encoding: Encoding, asked: list[Question]) -> float:
-    """The share of the questions that the model answers rightly. Says on stderr how far it is."""
+def accuracy(model: GPT, encoding: Encoding, asked: list[Question]) -> float:
+    """The share of the questions that the model answers correctly. Prints its progress on stderr."""
     right = 0
     for number, (question, answer) in enumerate(zip(asked, answers(model, encoding, asked), strict=True), 1):
         right += answer == question.right
         if number % 500 == 0 and number < len(asked):
-            print(f"{number:,} of {len(asked):,} questions, {right / number:.4f} right", file=sys.stderr)
+            print(f"{number:,} of {len(asked):,} questions, accuracy {right / number:.4f}", file=sys.stderr)
     return right / len(asked)
