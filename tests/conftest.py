@@ -24,7 +24,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 import train
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, TokenizerConfig
-from training import config
+from training import config, metrics
 
 # A kernel is for the interpreter or for a GPU from the moment kernels/ is imported, so it is said before anything does.
 # Where there is a GPU, the kernels themselves run.
@@ -43,6 +43,13 @@ class Ended(NamedTuple):
     code: int
     out: str
     err: str
+
+
+class Undrawn:
+    """In the place of loss_figure()'s Figure."""
+
+    def savefig(self, file, **_):
+        file.write(b"\x89PNG")
 
 
 # A file goes to a core as a whole (--dist loadfile). The longest begin first, or one core would end with one of them
@@ -112,7 +119,8 @@ def gpt2(monkeypatch) -> tiktoken.Encoding:
 
 @pytest.fixture(scope="session")
 def call():
-    """call(train, "steps=3") is `python train.py steps=3` without the two seconds that a process takes to start."""
+    """call(train, "steps=3") is `python train.py steps=3` without the two seconds that a process takes to start, and
+    without the picture of the loss, which would take almost half of the rest."""
 
     def call(script: ModuleType, *arguments: str) -> Ended:
         name = Path(script.__file__).stem
@@ -121,6 +129,7 @@ def call():
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
                 patch.setattr(sys, "argv", [f"{name}.py", *arguments])
                 patch.delenv("HYDRA_FULL_ERROR", raising=False)
+                patch.setattr(metrics, "loss_figure", lambda *_: Undrawn())
                 options = {"resumed": train.resumed_config, "check": train.check, "jobs_of": train.sweep}
                 options = options if script is train else {}
                 config.run(script.main, script.Config, "config" if script is train else name, **options)

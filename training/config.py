@@ -38,6 +38,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import hydra
 import yaml
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -199,6 +200,8 @@ def compose(
     overrides = [check_override(override, known, groups, "-m" in flags) for override in overrides]
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=declared(schema))
+    # Without its defaults: a dozen groups that only @hydra.main reads, and half of the time of composing.
+    store.store(group="hydra", name="config", node=HydraConf(defaults=[]), provider="hydra")
     try:
         jobs: list[tuple[Any, list[str]]] = []
         for typed in expand(overrides, conf) if "-m" in flags else [overrides]:
