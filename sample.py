@@ -197,12 +197,7 @@ def main(cfg: Config) -> None:
         print(f"{stamp(broken)}this model's attention is broken on purpose: so is its text", file=sys.stderr)
 
     if cfg.hellaswag:
-        from training.hellaswag import accuracy, questions  # here, because few need it
-
-        asked = questions(hellaswag(Path(DataConfig.cache)), cfg.hellaswag)
-        with out_of_memory_as(lambda: ValueError("out of memory with hellaswag=; use device=cpu or a smaller model")):
-            share = accuracy(model, encoding, asked)
-        print(f"{stamp(broken)}HellaSwag accuracy {share:.4f} of {counted(len(asked), 'question')}; guessing has 0.25")
+        answer_questions(cfg, model, encoding, stamp(broken))
         return
 
     # As in training, a document begins after an end-of-text token.
@@ -232,6 +227,16 @@ def main(cfg: Config) -> None:
         fewer += [] if model.embedding.weight.device.type == "cpu" else ["device=cpu"]
         tried = f"num_samples={cfg.num_samples} in one batch and cache={cfg.cache}"
         raise ValueError(f"out of memory with {tried}; use {' or '.join(fewer)}") from error
+
+
+def answer_questions(cfg: Config, model: GPT, encoding: Encoding, label: str) -> None:
+    """Prints the model's accuracy on the first questions of HellaSwag."""
+    from training.hellaswag import accuracy, questions  # here, because few need it
+
+    asked = questions(hellaswag(Path(DataConfig.cache)), cfg.hellaswag)
+    with out_of_memory_as(lambda: ValueError("out of memory with hellaswag=; use device=cpu or a smaller model")):
+        share = accuracy(model, encoding, asked)
+    print(f"{label}HellaSwag accuracy {share:.4f} of {counted(len(asked), 'question')}; guessing has 0.25")
 
 
 def write(writer: Writer) -> None:
