@@ -46,10 +46,13 @@ from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange, listing
+from training.help import typed
 from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype
 from training.metrics import printable, stamp
 
 WHICH = ("run", "checkpoint", "runs", "init_from")  # the keys that choose the weights
+# What is done instead of writing text, and the keys that it reads.
+INSTEAD_OF_TEXT = {"list_runs": ("runs",), "export": WHICH, "hellaswag": (*WHICH, "device", "dtype", "impl")}
 MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
@@ -117,14 +120,10 @@ class Config(Sampler):
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
             raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
         given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        if self.list_runs and (unread := [name for name in given if name not in ("list_runs", "runs")]):
-            raise ValueError(f"list_runs=true writes no text: leave out {unread[0]}=")
-        unused = [name for name in given if name not in ("export", *WHICH)]
-        if self.export is not None and unused:
-            raise ValueError(f"export={self.export} writes no text: leave out {unused[0]}=")
-        unused = [n for n in given if n not in ("hellaswag", *WHICH, "device", "dtype", "impl")]
-        if self.hellaswag and unused:
-            raise ValueError(f"hellaswag={self.hellaswag} writes no text: leave out {unused[0]}=")
+        for other, read in INSTEAD_OF_TEXT.items():
+            unread = [name for name in given if name not in (other, *read)]
+            if other in given and unread:
+                raise ValueError(f"{other}={typed(getattr(self, other))} writes no text: leave out {unread[0]}=")
         if self.interactive and self.num_samples > 1:
             raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
         if self.interactive and self.prompt_file == "-":
