@@ -1,10 +1,11 @@
 """How fast a model learns: validation bits per byte against seconds. `python bench.py mode=learn`
 
 The recipes have the same text, machine and seconds: on a CPU train.py's default and experiment=laptop, on a GPU
-experiment=gpu_minute; and nanoGPT's, which is that of its README (experiment=shakespeare, on a GPU shakespeare_gpu) on
-our text. Tokenizers differ, so bits per byte are compared. With peer= a plain loop trains nanoGPT's own model.py; else
-train.py runs its recipe, and the rows say so. A run's learning rate is lowest when its time is over. Evaluations count:
-each recipe has them as often as takes a similar share of its time.
+experiment=gpu_minute or, from five minutes on, gpu_ten_minutes; and nanoGPT's, which is that of its README
+(experiment=shakespeare, on a GPU shakespeare_gpu) on our text. Tokenizers differ, so bits per byte are compared. With
+peer= a plain loop trains nanoGPT's own model.py; else train.py runs its recipe, and the rows say so. A run's learning
+rate is lowest when its time is over. Evaluations count: each recipe has them as often as takes a similar share of its
+time.
 
 A row is an evaluation of one run.
 """
@@ -52,7 +53,9 @@ RECIPES = {
     "default": {False: ["eval_every=100"]},
     "laptop": {False: ["experiment=laptop", "eval_every=100"]},
     "gpu_minute": {True: ["experiment=gpu_minute", "eval_every=1000"]},
+    "gpu_ten_minutes": {True: ["experiment=gpu_ten_minutes", "eval_every=1000"]},
 }
+LONG = 300  # seconds from which gpu_ten_minutes is trained in the place of gpu_minute
 
 
 def learn(cfg: Any) -> None:
@@ -71,10 +74,7 @@ def learn(cfg: Any) -> None:
         f"device={cfg.device}",
     ]
     jobs = []
-    recipes = {name: of.get(on_gpu) for name, of in RECIPES.items()}
-    for seed, (name, recipe) in product(cfg.seeds, recipes.items()):
-        if recipe is None:
-            continue
+    for seed, (name, recipe) in product(cfg.seeds, recipes(on_gpu, cfg.seconds).items()):
         typed = [*recipe, *of_all, f"seed={seed}"]
         ((own, _),) = config.compose(typed, Config, "config", ROOT / "conf", "train")  # refused before any training
         jobs.append((name, typed, own))
@@ -90,6 +90,12 @@ def learn(cfg: Any) -> None:
               f"{last['step']} steps ({how})", flush=True)  # fmt: skip
     draw(results.rows, Path(cfg.out) / "learn.png")
     results.end()
+
+
+def recipes(on_gpu: bool, seconds: float) -> dict[str, list[str]]:
+    """Arguments of train.py by the recipe's name, for this budget of time."""
+    other = "gpu_minute" if seconds >= LONG else "gpu_ten_minutes"
+    return {name: of[on_gpu] for name, of in RECIPES.items() if on_gpu in of and name != other}
 
 
 def train_ours(typed: list[str]) -> list[dict[str, Any]]:

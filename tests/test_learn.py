@@ -69,6 +69,11 @@ def in_process(call, monkeypatch) -> list[list[str]]:
     return typed
 
 
+@pytest.mark.parametrize(("seconds", "name"), [(60, "gpu_minute"), (299, "gpu_minute"), (300, "gpu_ten_minutes")])
+def test_a_gpu_trains_the_recipe_that_is_made_for_the_time(seconds, name):
+    assert list(learn.recipes(True, seconds)) == ["nanoGPT", name]
+
+
 def test_each_recipe_is_trained_with_each_seed_on_the_same_text_for_the_same_time(also, tmp_path, capsys, monkeypatch):
     """Its rows are what metrics.jsonl has of its evaluations."""
     runs = []
