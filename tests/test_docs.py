@@ -231,6 +231,7 @@ def test_the_files_have_the_columns_that_the_benches_write():
         "roofline": roofline.COLUMNS,
         "learn": learn.COLUMNS,
         "learn_gpu": learn.COLUMNS,
+        "learn_ten": learn.COLUMNS,
     }
     assert {name: list(measured(f"{name}.csv")[0]) for name in columns} == columns
 
@@ -258,7 +259,7 @@ def test_the_page_has_the_steps_that_were_measured():
         assert tables(table, PAGES["docs/results.md"]) == rows, lines(rows)
 
 
-@pytest.mark.parametrize(("file", "budget"), [("learn", 150), ("learn_gpu", 60)])
+@pytest.mark.parametrize(("file", "budget"), [("learn", 150), ("learn_gpu", 60), ("learn_ten", 600)])
 def test_the_page_has_what_was_learned(file, budget):
     """Of each recipe the last rows of its seeds: steps, bits per byte, and their mean."""
     ends: dict[str, dict[str, dict[str, str]]] = {}
