@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from inspect import unwrap
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from conf.keys import check, key
 from model.gpt import GPT
@@ -60,7 +62,7 @@ def base_rate(n_embd: int) -> float:
     return 6e-4 * 768 / n_embd
 
 
-def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     """The optimizers for the model's weights: [AdamW] or [Muon, AdamW]. Each weight belongs to exactly one.
 
     Matrices and embeddings have weight decay. Biases and norms (one-dimensional) do not.
@@ -83,7 +85,7 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
     parameters = [p for p in model.parameters() if p.requires_grad]
     on_gpu = parameters[0].is_cuda
     lr = torch.zeros((), device=parameters[0].device) if on_gpu else 0.0
-    optimizers: list[torch.optim.Optimizer] = []
+    optimizers: list[Optimizer] = []
     if config.kind == "muon":
         matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
         optimizers.append(
@@ -101,10 +103,23 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[torch.optim.Op
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return [*optimizers, torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True, capturable=on_gpu)]
+    return [*optimizers, AdamW(groups, lr=lr, betas=betas, fused=True, capturable=on_gpu)]
 
 
-class Muon(torch.optim.Optimizer):
+class NotCompiled(Optimizer):
+    """Without torch's guards against compiling an optimizer, which none here is. At their first call they import
+    torch._dynamo, and that takes a second or two."""
+
+    add_param_group = unwrap(Optimizer.add_param_group)
+
+
+class AdamW(NotCompiled, torch.optim.AdamW):
+    """torch's."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+class Muon(NotCompiled):
     """Muon as in torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), bit for bit with a learning rate that is a number.
 
     Matrices of one shape are updated together, up to TOGETHER elements at a time, which bounds the memory. On a GPU,
