@@ -24,14 +24,10 @@ if __name__ == "__main__":  # before the imports, which load torch
 import json
 import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from tiktoken import Encoding
@@ -47,7 +43,7 @@ from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange, listing
 from training.help import typed
-from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype
+from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype, stop_signals
 from training.metrics import printable, stamp
 
 WHICH = ("run", "checkpoint", "runs", "init_from")  # the keys that choose the weights
@@ -155,17 +151,6 @@ class Config(Sampler):
         return listed
 
 
-class Writer(NamedTuple):
-    """What write() and talk() need."""
-
-    cfg: Config
-    model: GPT
-    encoding: Encoding
-    prompt: list[int]  # the tokens of the prompt, after the one that begins a text
-    text: str  # the prompt
-    label: str  # says that the model is broken on purpose; "" if it is whole
-
-
 def main(cfg: Config) -> None:
     """Prints the samples on stdout and the checkpoint's name on stderr. ValueError for a user's mistake."""
     if cfg.list_runs:
@@ -213,9 +198,8 @@ def main(cfg: Config) -> None:
         print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {seen}", file=sys.stderr)
     if cfg.cache != "false" and (refused := refusal(model)) is not None:
         print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
-    writer = Writer(cfg, model, encoding, prompt, text, stamp(broken))
     try:
-        talk(writer) if cfg.interactive else write(writer)
+        (talk if cfg.interactive else write)(cfg, model, encoding, prompt, text, stamp(broken))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -238,9 +222,12 @@ def answer_questions(cfg: Config, model: GPT, encoding: Encoding, label: str) ->
     print(f"{label}HellaSwag accuracy {share:.4f} of {counted(len(asked), 'question')}; guessing has 0.25")
 
 
-def write(writer: Writer) -> None:
-    """Writes num_samples texts after the same prompt, as rows of one batch. A text that has ended runs on unseen."""
-    cfg, model, encoding, prompt, text, label = writer
+def write(cfg: Config, model: GPT, encoding: Encoding, prompt: list[int], text: str, label: str) -> None:
+    """Writes num_samples texts after the same prompt, as rows of one batch. A text that has ended runs on unseen.
+
+    prompt: the tokens of `text`, after the one that begins a text. label: says that the model is broken on purpose; ""
+    if it is whole.
+    """
     device, count, stops = model.embedding.weight.device, cfg.num_samples, cfg.stops()
     heads = [f"{label}--- sample {number + 1} of {count}\n" if count > 1 or label else "" for number in range(count)]
     screen = Screen([head + printable(text) for head in heads])
@@ -265,13 +252,13 @@ def write(writer: Writer) -> None:
     for row, stream in enumerate(streams):
         screen.add(row, stream.flush())
         screen.end(row)
-    say_the_end(writer, made, first, time.perf_counter() - started, stopped or length - 1 > model.config.context_length)
+    past = stopped or length - 1 > model.config.context_length
+    say_the_end(cfg, model, label, made, first, time.perf_counter() - started, past)
 
 
-def talk(writer: Writer) -> None:
+def talk(cfg: Config, model: GPT, encoding: Encoding, prompt: list[int], text: str, label: str) -> None:
     """Reads a line, continues the text with it, and so on until the input ends. What the model sees is what the screen
     shows. Ctrl-C ends the present answer; where a line is read, and when it comes twice, it ends the program."""
-    cfg, model, encoding, prompt, text, label = writer
     generator = torch.Generator(model.embedding.weight.device).manual_seed(cfg.seed)
     session = Session(model, cfg.sampler(), generator, cache=cfg.new_cache(model), past_context=cfg.past_context)
     if sys.stdin is None:
@@ -285,7 +272,7 @@ def talk(writer: Writer) -> None:
     while not full and (line := read_line()) is not None:
         ids = ids + encode(encoding, between + line if line else "").tolist()
         stream, shown, answer, started = TextStream(encoding, cfg.stops()), "", list[int](), time.perf_counter()
-        with interruptible() as interrupted:
+        with stop_signals(silent=True) as interrupted:  # a token is never interrupted, so the cache stays right
             for token in session.answer(ids, cfg.max_new_tokens):
                 first = first or time.perf_counter() - started
                 answer.append(token)
@@ -308,41 +295,22 @@ def talk(writer: Writer) -> None:
             ids, between = prompt[:1] if model.attention_config.documents else ids, ""
         print(mark * (not full), end="", flush=True)
     print(end="\n" if mark else "", flush=True)
-    say_the_end(writer, made, first, seconds, past)
+    say_the_end(cfg, model, label, made, first, seconds, past)
 
 
-def say_the_end(writer: Writer, made: int, first: float, seconds: float, past: bool) -> None:
+def say_the_end(cfg: Config, model: GPT, label: str, made: int, first: float, seconds: float, past: bool) -> None:
     """Prints how many tokens were made and how fast. past: the text was longer than the context."""
     if past:
-        context = writer.model.config.context_length
-        print(writer.label + IN_WORDS[writer.cfg.past_context].format(context), file=sys.stderr)
+        print(label + IN_WORDS[cfg.past_context].format(model.config.context_length), file=sys.stderr)
     speed = made / max(seconds, 1e-9)
     said = f"{counted(made, 'token')}, {speed:,.0f} tokens/s, the first after {first:.3f} s"
-    print(f"{writer.label}{said}", file=sys.stderr)
+    print(f"{label}{said}", file=sys.stderr)
 
 
 def read_line() -> str | None:
     """A line of standard input without its end; None at the end of the input."""
     line = sys.stdin.buffer.readline()
     return line.decode(errors="replace").rstrip("\r\n") if line else None
-
-
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Yields a list that is empty until Ctrl-C is pressed. So Ctrl-C never interrupts a token, and the cache stays
-    right. A second Ctrl-C raises KeyboardInterrupt."""
-    pressed: list[int] = []
-
-    def on_signal(number, frame):
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Screen:

@@ -21,12 +21,12 @@ class Key(NamedTuple):
     """What a field's metadata holds as "key". The limits are those of key()."""
 
     meaning: str
-    least: float | None
-    most: float | None
-    above: float | None
-    below: float | None
     among: tuple[str, ...]
     usual: str
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
 
     def complaint(self, value: Any) -> str:
         """What is wrong with one value, to stand behind KEY=VALUE; "" if nothing is."""
@@ -49,30 +49,20 @@ class Key(NamedTuple):
         return said + (f"; {self.usual}" if self.usual else "")
 
 
-def key(
-    default: Any,
-    meaning: str = "",
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    among: str = "",
-    usual: str = "",
-) -> Any:
+def key(default: Any, meaning: str = "", *, among: str = "", usual: str = "", **limits: float) -> Any:
     """A dataclass field. Its type is checked where the configuration is composed or read, and None is right wherever
     the type says so; of a list, the limits are each element's.
 
     meaning: one line for --help. More than fits there is a comment above the field.
     usual: a usual value, or what null, 0 or 1 mean. It ends both the line of --help and the message about a limit.
-    least <= value <= most, above < value < below. A number that has no upper limit must be finite; most=math.inf lets
-        infinity in. least=1 of a string: it is not empty.
+    limits: least <= value <= most, above < value < below. A number that has no upper limit must be finite;
+        most=math.inf lets infinity in. least=1 of a string: it is not empty.
     among: the values of a string, as --help shows them behind the meaning: "auto (a GPU if there is one) | cpu | cuda".
     """
     options = among.split(" | ") if among else []
     names = tuple(option.split()[0].rstrip(",") for option in options)
     said = ": ".join(filter(None, (meaning, among))) + (f"; {usual}" if usual else "")
-    metadata = {"key": Key(said, least, most, above, below, names, usual)}
+    metadata = {"key": Key(said, names, usual, **limits)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -141,7 +141,7 @@ def launch(
 def launch_once(name: str, work: Callable[[Tiles], tuple], q: Tensor, problem: Problem, tile: Tiles) -> tuple:
     """Launches with this tile. Returns the number of programs, the How and what Triton has compiled."""
     (programs, *args), how = work(tile), how_for(q, problem, tile)
-    return programs, how, KERNELS[name][(programs,)](*args, how, **tile.options())
+    return programs, how, KERNELS[name][(programs,)](*args, how, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def run(

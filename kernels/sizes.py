@@ -30,34 +30,21 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def options(self) -> dict:
-        """The keyword arguments of a launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
-
-# (kernel, BLOCK_D up to, dropout) -> the fastest tiles for 16-bit inputs on an H200 (LOG.md). Dropout needs registers,
-# so with dropout the forward of head size 64 has smaller tiles.
+# (kernel, BLOCK_D up to) -> the fastest tiles for 16-bit inputs on an H200 (LOG.md).
 MEASURED = {
-    ("forward", 64, False): Tiles(64, 128, 4, 2),
-    ("forward", 64, True): Tiles(64, 64, 4, 3),
-    ("forward", 128, False): Tiles(64, 64, 4, 3),
-    ("forward", 128, True): Tiles(64, 64, 4, 3),
-    ("dq", 64, False): Tiles(64, 64, 4, 2),
-    ("dq", 64, True): Tiles(64, 64, 4, 2),
-    ("dq", 128, False): Tiles(128, 64, 8, 3),
-    ("dq", 128, True): Tiles(128, 64, 8, 3),
-    ("dkdv", 64, False): Tiles(64, 64, 4, 3),
-    ("dkdv", 64, True): Tiles(64, 64, 4, 3),
-    ("dkdv", 128, False): Tiles(64, 64, 4, 2),
-    ("dkdv", 128, True): Tiles(64, 64, 4, 2),
+    ("forward", 64): Tiles(64, 128, 4, 2),
+    ("forward", 128): Tiles(64, 64, 4, 3),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(128, 64, 8, 3),
+    ("dkdv", 64): Tiles(64, 64, 4, 3),
+    ("dkdv", 128): Tiles(64, 64, 4, 2),
     # Head size 256. Forward: the fastest tried. dq and dkdv: not measured, they spill the fewest registers.
-    ("forward", 256, False): Tiles(128, 64, 8, 2),
-    ("forward", 256, True): Tiles(128, 64, 8, 2),
-    ("dq", 256, False): Tiles(64, 32, 8, 2),
-    ("dq", 256, True): Tiles(64, 32, 8, 2),
-    ("dkdv", 256, False): Tiles(32, 64, 8, 1),
-    ("dkdv", 256, True): Tiles(32, 64, 8, 1),
+    ("forward", 256): Tiles(128, 64, 8, 2),
+    ("dq", 256): Tiles(64, 32, 8, 2),
+    ("dkdv", 256): Tiles(32, 64, 8, 1),
 }
+DROPPING = MEASURED | {("forward", 64): Tiles(64, 64, 4, 3)}  # dropout needs registers
 # (kernel, BLOCK_D up to) -> tiles for GPUs with less than 160 KiB of shared memory per program (sm_86, sm_89, sm_120),
 # not measured. Before Hopper the forward of head size 256 uses them too; it would spill otherwise.
 LEAN = {
@@ -89,7 +76,7 @@ def tiles_for(kernel: str, q: Tensor, dropout: bool) -> Tiles:
     spills = kernel == "forward" and BLOCK_D == 256 and not has_descriptors(q.device)
     if shared_memory(q.device) < ROOMY or spills:
         return LEAN[kernel, BLOCK_D]
-    return MEASURED[kernel, BLOCK_D, dropout]
+    return (DROPPING if dropout else MEASURED)[kernel, BLOCK_D]
 
 
 def tuned(kernel: str, launch: Callable[[Tiles], object], q: Tensor, dropout: bool, rows: int, usual: Tiles) -> Tiles:

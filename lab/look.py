@@ -64,17 +64,19 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
     size = int(math.sqrt(2 * BYTES / sum(net.config.n_layer * net.config.n_head for net in nets)))
     name = f"{found.path.resolve().parents[1].name}, {found.path.name}"
     encoding = from_json(found.tokenizer)
+    asked = shlex.join([f"run={found.path}", f"tokens={T}" if prompt is None else f"prompt={prompt}"])
     page = {
         "title": name,
         "text": text.about,
         "broken": broken,
         "tokens": [encoding.decode([token]) for token in text.idx[0].tolist()],
-        "documents": [] if text.documents is None else starts_of(text.documents[0]),
+        # The tokens that begin a document, but for the first.
+        "documents": [] if (of := text.documents) is None else ((of[0].diff() != 0).nonzero().flatten() + 1).tolist(),
         "patterns": PATTERNS,
         "steps": STEPS,
         "point": -(-T // size),  # tokens along a side of a point of a picture
         "views": views(nets, text, broken, size),
-        "trace": "" if beyond_causal(attention) else trace_command(found.path, prompt, T),
+        "trace": "" if beyond_causal(attention) else f"python breakit.py trace=true {asked}",
     }
     if out is None:
         out = (found.path.parent.parent if found.path.parent.name == checkpoint.FOLDER else Path()) / "look.html"
@@ -91,12 +93,6 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
                 )
 
 
-def trace_command(path: Path, prompt: str | None, tokens: int) -> str:
-    """What prints a row of the same text tile by tile, but for the layer, the head and the row."""
-    text = f"tokens={tokens}" if prompt is None else f"prompt={prompt}"
-    return f"python breakit.py trace=true {shlex.quote(f'run={path}')} {shlex.quote(text)}"
-
-
 def of_prompt(found: checkpoint.Checkpoint, prompt: str) -> Text:
     """A text of the user's, after the token that begins a document in training."""
     encoding = from_json(found.tokenizer)
@@ -108,11 +104,6 @@ def of_validation(found: checkpoint.Checkpoint, tokens: int) -> Text:
     _, _, dataset = text_of(found)
     batch = next(validation_batches(dataset.val, dataset.val_documents, 1, tokens, tokens))
     return Text(batch.x, batch.documents, "the beginning of its validation text")
-
-
-def starts_of(documents: Tensor) -> list[int]:
-    """The tokens that begin a document, but for the first."""
-    return ((documents.diff() != 0).nonzero().flatten() + 1).tolist()
 
 
 def views(nets: list[GPT], text: Text, broken: str, size: int) -> list[dict]:

@@ -38,6 +38,7 @@ from lab.trials import (
 from model.attention import attention
 from model.break_it import FAILURES
 from model.tiled import INF, LOG2E, forward_tiles
+from training.awake import distance
 from training.probe import Call, Gauges, first_bad, gauges, worst
 
 RESULTS = ("o", "dq", "dk", "dv")
@@ -104,7 +105,7 @@ def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gau
     row |= {name: max(getattr(g, name) for g in measured) for name in ("max_score", "max_weight")}
     row["headroom"] = min(g.headroom for g in measured)
     for name in RESULTS:
-        row[f"error_{name}"] = worst(max, (distance(s.found[name], s.right[name]) for s in seen))
+        row[f"error_{name}"] = worst(max, (distance([s.found[name]], [s.right[name]]) for s in seen))
     finite = all(bool(s.found[name].isfinite().all()) for s in seen for name in RESULTS)
     return row | {"verdict": "loud" if not finite else "harmless" if symptom == NONE else "silent"}
 
@@ -188,11 +189,6 @@ def leaks(call: Call) -> bool:
 def row_errors(found: Tensor, right: Tensor) -> Tensor:
     """The largest |found - right| of each row, float64 (B, H, T); inf where it is NaN. found, right: (B, H, T, D)."""
     return (found.double() - right).abs().amax(-1).nan_to_num(nan=INF)
-
-
-def distance(found: Tensor, right: Tensor) -> float:
-    """|found - right| / |right|."""
-    return float((found.double() - right).norm() / right.norm())
 
 
 def first_place(tried: list[Call], seen: list[Seen], symptom: str) -> dict:

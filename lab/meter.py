@@ -4,8 +4,8 @@ import re
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 # A private name, but PyTorch's guide "Extending PyTorch" points to it, and there is no public one.
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from training.machine import is_out_of_memory
+from training.machine import out_of_memory_as
 
 # What the kernels of a step (on a CPU: torch's ops) are for, by words in their names. The first that matches counts: a
 # kernel that a compiler has fused is named after all of its ops. So the softmax of a naive attention counts as loss.
@@ -125,15 +126,9 @@ class OutOfMemory(ValueError):
     """Memory ran out."""
 
 
-@contextmanager
-def memory_for(what: str, way_out: str) -> Iterator[None]:
+def memory_for(what: str, way_out: str) -> AbstractContextManager:
     """OutOfMemory, in one line, if memory runs out inside this context."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(f"out of memory with {what}; {way_out}") from error
+    return out_of_memory_as(lambda: OutOfMemory(f"out of memory with {what}; {way_out}"))
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
@@ -210,18 +205,12 @@ class Operations(TorchDispatchMode):
         again = partial(function, *args, **(kwargs or {}))
         result = again()
         if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view as well
-            tensors = [*tensors_in(args, kwargs, result)]
+            tensors = tensors_in(args, kwargs, result)
             self.words += sum(x.numel() for x in tensors)
             self.seen(function, args, sum(x.nbytes for x in tensors), again)
         return result
 
 
-def tensors_in(*values) -> Iterator[Tensor]:
+def tensors_in(*values) -> list[Tensor]:
     """The tensors among an operation's arguments or results, also inside tuples, lists and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from tensors_in(*value.values())
-        elif isinstance(value, tuple | list):
-            yield from tensors_in(*value)
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]

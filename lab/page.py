@@ -9,6 +9,7 @@ not run again: python -c "from lab.page import *; write_page(Path('docs'))"
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 
 from lab.files import write
 from lab.measure import RESULTS, SHOWN
@@ -149,13 +150,8 @@ def measured(kept: dict, name: str) -> str:
             setting, steps = f"\nShort trainings of the lab's model with `{curves['setting']}`:", len(whole)
             if math.isnan(broken[-1]):
                 lines.append(f"{setting} at step {len(broken)} the loss of the broken run is not finite. The unbroken "
-                             f"run has {mean(whole):.3f} nats at step {steps}.")  # fmt: skip
+                             f"run has {fmean(whole[-10:]):.3f} nats at step {steps}.")  # fmt: skip
             else:
-                lines.append(f"{setting} at step {steps} the loss is {mean(broken):.3f} nats in the broken run and "
-                             f"{mean(whole):.3f} nats in the unbroken run.")  # fmt: skip
+                lines.append(f"{setting} at step {steps} the loss is {fmean(broken[-10:]):.3f} nats in the broken run "
+                             f"and {fmean(whole[-10:]):.3f} nats in the unbroken run.")  # fmt: skip
     return "\n".join(lines)
-
-
-def mean(losses: list[float]) -> float:
-    """The mean of the last ten losses."""
-    return sum(losses[-10:]) / len(losses[-10:])

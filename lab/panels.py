@@ -23,6 +23,7 @@ from model.attention import AttentionConfig, attention
 from model.break_it import UNBROKEN, BreakIt
 from model.mask import Tiling, visible
 from training.probe import LIMIT, Call
+from training.weights import by_rows
 
 TILED = AttentionConfig("tiled", 64, 64)
 NAIVE = AttentionConfig("naive")
@@ -228,21 +229,10 @@ def low_gradients() -> Panel:
 # The mask.
 
 
-@torch.no_grad()
 def weights_of(call: Call) -> Tensor:
-    """The weights (B, H, T, T_k) of a call, which are its o when v is the identity matrix."""
-    (B, H_kv, T_k, D), parts = call.v.shape, []
-    for columns in torch.eye(T_k, device=call.v.device, dtype=call.v.dtype).split(D, dim=1):
-        v = columns.new_zeros(B, H_kv, T_k, D)
-        v[..., : columns.shape[1]] = columns
-        o = attention(call.q, call.k, v, call.config, seed=call.seed, break_it=call.break_it)
-        parts.append(o[..., : columns.shape[1]])
-    return torch.cat(parts, -1)
-
-
-def future_of(weights: Tensor) -> Tensor:
-    """The share of each row's weight that is on later keys: (B, H, T, T) to (B, H, T)."""
-    return weights.triu(1).sum(-1)
+    """The weights (B, H, T, T_k) of a call in tiled."""
+    each = (replace(call, q=q[None], k=k[None], v=v[None]) for q, k, v in zip(call.q, call.k, call.v, strict=True))
+    return torch.stack([torch.cat([p for _, p in by_rows(one)], 1) for one in each])
 
 
 def weights_seen(shown: Shown) -> Panel:
@@ -259,7 +249,7 @@ def future_share(shown: Shown) -> Panel:
     """The weight that each row puts on keys of the future, averaged over heads and layers."""
     curves = []
     for name, calls in unbroken_and_broken(shown).items():
-        share = torch.stack([future_of(weights_of(call)).mean((0, 1)) for call in calls]).mean(0)
+        share = torch.stack([weights_of(call).triu(1).sum(-1).mean((0, 1)) for call in calls]).mean(0)
         curves.append(curve(name, (100 * share).tolist()))
     return Panel("weight on keys of the future", "query row", "% of a row's weight", curves)
 

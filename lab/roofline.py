@@ -121,7 +121,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path:
 
     bandwidth, peak = named["copy"]["gb_per_s"] / 1e3, named["product"]["tflop_per_s"]  # TB/s, TFLOP/s
     points = [(impl, named[impl]["gflop"] / named[impl]["mb"] * 1e3, named[impl]["tflop_per_s"]) for impl in wholes]
-    points.append(("naive's products", *products(operations)))
+    gflop, mb, ms = (sum(row[key] for row in operations if row["gflop"]) for key in ("gflop", "mb", "ms"))
+    points.append(("naive's products", 1e3 * gflop / mb, gflop / ms))
     ridge = peak / bandwidth  # FLOPs per byte from which on the FLOPs are the limit
     line = [min(ridge, *(x for _, x, _ in points)) / 2, ridge, max(ridge, *(x for _, x, _ in points)) * 4]
     roof.plot(line, [min(x * bandwidth, peak) for x in line], color="black", lw=1.5)
@@ -139,9 +140,3 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path:
     figure.suptitle(f"one forward of attention: {shape}, {facts['device']}", fontsize=12)
     figure.savefig(path, dpi=100)
     return path
-
-
-def products(operations: list[dict[str, Any]]) -> tuple[float, float]:
-    """FLOPs per byte and TFLOP/s of naive's two products."""
-    gflop, mb, ms = (sum(row[key] for row in operations if row["gflop"]) for key in ("gflop", "mb", "ms"))
-    return 1e3 * gflop / mb, gflop / ms

@@ -405,11 +405,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dropout_p: float) ->
     )
 
 
-def draws_itself(config: AttentionConfig) -> bool:
-    """Whether attention draws from torch's generator, and so must find it as it was where it is computed again."""
-    return config.impl == "sdpa" and config.dropout_p > 0
-
-
 def sdpa_kernel(model: Any, dtype: torch.dtype, device: torch.device, dropout_p: float) -> str:
     """The kernel that PyTorch picks in training: cudnn, flash, efficient, or math, which takes O(T^2) memory.
 

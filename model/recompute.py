@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from model.attention import AttentionConfig, draws_itself
+from model.attention import AttentionConfig
 from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, Block, Context, GPTConfig
 from model.norm import Added
@@ -52,7 +52,8 @@ def in_less_memory(block: Block, x: Tensor, context: Context, form: str, chunk: 
     if form == "false":
         return in_pieces(block, x, context, chunk)
     run: Callable[..., Any] = in_pieces
-    restore = draws_itself(block.attention_config)
+    config = block.attention_config
+    restore = config.impl == "sdpa" and config.dropout_p > 0  # PyTorch draws its mask from torch's generator
     if "unrestored_seed" in block.break_it.broken:  # a compiled graph would keep the seed instead of drawing it again
         run, restore = torch.compiler.disable(redrawn), False
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=restore)

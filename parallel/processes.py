@@ -41,7 +41,7 @@ from conf.keys import check, key
 from data.text import counted
 from model.abilities import wanted, why_not
 from model.attention import AttentionConfig
-from model.gpt import GPT, GPTConfig, Setting
+from model.gpt import GPT, Setting
 from parallel.part import UNDIVIDED, Part, exchanged
 from parallel.ring import ring_attention
 
@@ -108,10 +108,6 @@ class Ranks:
         attend = repeat(partial(ring_attention if part.ring else exchanged, part))
         positions = part.positions(n, idx.device)
         return Setting(n * part.ranks, positions, attend, first=part.share * B, batch=part.shares * B)
-
-    def of_memory(self, model: GPTConfig) -> GPTConfig:
-        """The model with as many tokens a sequence as a rank has, to count its memory by."""
-        return replace(model, context_length=model.context_length // self.part.ranks)
 
     def refuse_difference(self, **values: Any) -> None:
         """ValueError, the same on all ranks, if one has other values than rank 0."""
@@ -355,8 +351,8 @@ def join(cfg: Any) -> Iterator[Ranks]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield Ranks(rank, size)
-    except RuntimeError as error:
-        if not is_about_the_connection(error):
+    except RuntimeError as error:  # gloo raises a plain one with its file
+        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
             raise
         why = str(error).splitlines()[0]
         raise ValueError(
@@ -404,11 +400,6 @@ def own_device(device: str) -> str:
     if device.startswith(("cuda:", "mps")):
         raise ValueError(f"device={device} is one device, and {here} processes want one each: use device=auto")
     return f"cuda:{local}" if device == "cuda" else device
-
-
-def is_about_the_connection(error: RuntimeError) -> bool:
-    """Whether an error means that other ranks cannot be reached. gloo raises a plain RuntimeError with its file."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def launcher() -> list[str]:

@@ -63,11 +63,6 @@ def as_in(x: Tensor, p: Any) -> Tensor:
     return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def own_connection() -> Any:
-    """A connection of all ranks for their threads, beside that of the steps. All ranks call this together."""
-    return torch.distributed.new_group(backend="gloo")
-
-
 def gathered(part: Tensor, shape: torch.Size, group: Any) -> Tensor:
     """The whole tensor of this shape on the first rank of the group; the others send it their rows, and keep them.
     part: this rank's rows, contiguous and on the CPU. A tensor that is whole already is returned as it is."""

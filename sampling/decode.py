@@ -106,7 +106,9 @@ def decode(
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
     splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
     overlap = sizes.starts_early(q.device)
-    deep = overlap and rows == 16 and runs_deep(q, N * splits)
+    together = N * splits <= splits_for(1, q.device)  # a processor has at most PROGRAMS programs
+    roomy = q.dtype != torch.float32 and sizes.shared_memory(q.device) >= sizes.ROOMY  # has the memory for DEEP
+    deep = overlap and rows == 16 and together and roomy
     if rows > 16:  # more rows take more shared memory
         tile = tile._replace(num_stages=2)
     elif deep:
@@ -138,12 +140,6 @@ def splits_for(N: int, device: torch.device) -> int:
     if sizes.INTERPRETED:
         return 3
     return max(1, round(PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count / N))
-
-
-def runs_deep(q: Tensor, programs: int) -> bool:
-    """Whether a processor has at most PROGRAMS programs, and the memory for DEEP."""
-    together = programs <= splits_for(1, q.device)
-    return together and q.dtype != torch.float32 and sizes.shared_memory(q.device) >= sizes.ROOMY
 
 
 @triton.jit

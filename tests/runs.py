@@ -1,5 +1,6 @@
 """What a run leaves behind, and when two of them are the same run."""
 
+import csv
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from training import checkpoint
 from training.metrics import read_metrics
 
 # What depends on the clock.
-TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "probe_ms", "context_ms", "seconds"}
+TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "probe_ms", "context_ms", "seconds", "mfu"}
 
 
 def records(run: Path, key: str = "loss") -> list[dict]:
@@ -18,6 +19,12 @@ def records(run: Path, key: str = "loss") -> list[dict]:
 
 def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records(run)]
+
+
+def table_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def tiled(block: int) -> list[str]:

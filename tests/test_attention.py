@@ -14,15 +14,12 @@ from itertools import accumulate, product
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import AttentionConfig, alibi_slopes, attention, attention_varlen, blocks_of
 from model.break_it import BreakIt
 from model.dropout import keep_mask
-from model.mask import tiles as tiles_of
-from model.tiled import LOG2E, online_softmax
 from tests import implementations, second
 from tests.implementations import CUDA, DEVICE, HALVES, IN_TORCH, NAIVE, ROWS, SDPA, TILED, Row, exact, over, param
 from tests.reference import (
@@ -43,7 +40,7 @@ from tests.reference import (
     run_forward,
     table,
 )
-from tests.second import FUNC, SECOND, as_heads, by_func, inside_a_graph
+from tests.second import SECOND
 
 sized = implementations.sized
 # the interpreter's log(0) of a row that sees nothing, which is -inf and meant to be
@@ -531,34 +528,12 @@ def test_a_second_derivative_is_refused(row, way):
         way(row.config, *heads(row))
 
 
-@pytest.mark.parametrize("way", FUNC.values(), ids=FUNC)
-@WITH_BACKWARD
-def test_a_transform_of_torch_func_is_refused(row, way):
-    with pytest.raises(RuntimeError, match="functorch"):
-        by_func(row.config, way, *heads(row, grad=False))
-
-
 @pytest.mark.parametrize("way", ["penalty", "grad of a sum", "Hessian times vector"])
 def test_a_second_derivative_through_a_compiled_function_is_refused_too(way, monkeypatch):
     """Inside of the graph a penalty on the gradient of o.sum() was lost without a word."""
     monkeypatch.setattr(second, "attention", torch.compile(attention, backend="aot_eager"))
     with pytest.raises(RuntimeError, match="attention=tiled has no second derivative"):
         SECOND[way](TILED, *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not second.REFUSED_BY_PYTORCH, reason="PyTorch before 2.13 lost it without a word")
-@pytest.mark.parametrize(
-    "computed",
-    [
-        lambda x: x.exp().sum(),
-        *(as_heads(row.config) for row in ROWS if row.device == "cpu" and row.name in ("tiled", "triton")),
-    ],
-)
-def test_a_second_derivative_is_refused_where_q_is_made_inside_of_a_compiled_graph(computed):
-    """Of whatever function: the error is PyTorch's, and docs/attention.md says so."""
-    with pytest.raises(RuntimeError, match=second.PYTORCH_REFUSES):
-        inside_a_graph(computed)
 
 
 def test_naive_has_a_second_derivative():
@@ -735,24 +710,6 @@ def test_the_worked_example_has_its_output_weights_and_lse(config):
     for found, m, l in zip(lse.flatten().tolist(), CAT_M, CAT_L, strict=True):
         # l is known to half of its last place
         assert math.log(l - 5e-5) <= found - m <= math.log(l + 5e-5)
-
-
-def test_the_worked_example_has_its_running_maximum_and_sum():
-    q, k, _ = (x[0] for x in cat())
-    m, l = torch.full((1, 5, 1), -torch.inf, dtype=torch.float64), torch.zeros(1, 5, 1, dtype=torch.float64)
-    for columns in tiles_of(5, 2):
-        s = q @ k[:, columns.start : columns.stop].mT * 0.5 * LOG2E
-        _, m, l, _ = online_softmax(s, m, l)
-    assert to_four_places(m.flatten() / LOG2E) == CAT_M  # inside, maxima are in base 2
-    assert to_four_places(l.flatten()) == CAT_L
-
-
-def test_the_worked_examples_score_matrix_has_its_bytes():
-    """8,192 tokens in float32: 268,435,456 bytes for one head's scores. Counted on tensors without storage."""
-    with FakeTensorMode(), Largest() as seen:
-        q = torch.empty(1, 1, 8192, 64)
-        attention(q, q, q, NAIVE)
-    assert seen.elements * 4 == 268_435_456
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

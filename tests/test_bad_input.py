@@ -271,6 +271,10 @@ def test_keys_of_the_data_that_exclude_each_other(there, typed, answer):
     bench on_chip=[4096]                                        on_chip=[4096]
     bench mode=traffic on_chip=[1]                              on_chip=1
     bench mode=traffic head_sizes=[8,16]                        head_sizes=[8, 16]
+    bench mode=traffic head_sizes=[64] on_chip=[255]            on_chip=255
+    bench mode=length impls=[flex]                              impls=['flex']
+    bench mode=roofline heads=[2,4] head_sizes=[32,64]          head_sizes=[32, 64]
+    bench lengths=[]                                            lengths=[]
     breakit failure=no_luck                                     failure=no_luck
     breakit layer=1                                             layer=1
     breakit runs=x                                              runs=x
@@ -442,6 +446,42 @@ def test_a_run_that_cannot_be(refused, there, typed, answer):
     breakit device=tpu                                  device=tpu
     breakit out={there}/empty.txt/in                    {there}/empty.txt
     breakit run=none runs={there}/runs out={there}/lab  runs that have one: done
+    breakit replay=nowhere                              nowhere
+    breakit replay={there}/runs/done/checkpoints/step_000004    step_000004
+    breakit trace=true row=5                            row=5
+    breakit trace=true layer=1                          layer=1
+    breakit trace=true failure=local_mask               failure=local_mask
+    breakit trace=true run=none runs={there}/runs       run=none
+    breakit trace=true run=done runs={there}/runs layer=3    layer=3
+    breakit trace=true run=done runs={there}/runs head=4     head=4
+    breakit trace=true run=done runs={there}/runs tokens=33  tokens=33
+    breakit look=true run=none runs={there}/runs        run=none
+    breakit look=true run=done runs={there}/runs tokens=33   33
+    breakit look=true run=done runs={there}/runs prompt=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx   41 tokens
+    breakit look=true prompt=a tokens=3                 tokens=3
+    breakit explorer=true out=x.json                    out=x.json
+    breakit explorer=true real=nowhere.json             real=nowhere.json
+    breakit explorer=true real={there}/empty.txt        real={there}/empty.txt
+    sample run=nobody runs={there}/runs                 runs that have one: done
+    sample checkpoint=step_000009 runs={there}/runs     {there}/runs/done/checkpoints/step_000009
+    sample checkpoint={there}/runs/done/checkpoints/step_000009    step_000009
+    sample runs={there}/none                            run=latest
+    sample stop= runs={there}/runs                      stop=
+    sample 'stop=["a", 1]' runs={there}/runs            stop=["a", 1]: 1
+    sample 'stop=["a", ""]' runs={there}/runs           stop=["a", ""]
+    sample 'stop=["a]' runs={there}/runs                stop=["a]
+    sample interactive=true num_samples=2               num_samples=2
+    sample interactive=true prompt_file=-               prompt_file=-
+    sample num_samples=1000000000                       num_samples=1000000000
+    sample prompt_file={there}/none runs={there}/runs   prompt_file={there}/none
+    sample prompt_file={there}/text runs={there}/runs   prompt_file={there}/text
+    sample prompt_file={there}/surrogate.txt runs={there}/runs    offset 0
+    sample prompt=a prompt_file=b                       prompt_file=b
+    sample cache=true runs={there}/runs                 contiguous, paged or false
+    sample device=cuda:99 runs={there}/runs             device=cpu
+    sample list_runs=true prompt=a                      prompt
+    sample list_runs=true export=there                  export
+    sample list_runs=true runs=nowhere                  runs
 """)
 def test_another_script_that_cannot_be(refused, typed, answer):
     refused(typed, answer)
@@ -473,20 +513,8 @@ def test_a_path_that_cannot_be_is_named_with_the_way_out(refused, there, tmp_pat
 
 def test_lines_of_metrics_that_are_none_are_left_out_with_a_word(call, there, tmp_path):
     """What is in metrics.jsonl is only looked at, and a run is worth more: this one goes on."""
-    lines = [
-        "text",
-        "{",
-        "[]",
-        "null",
-        "3",
-        '"step"',
-        "{}",
-        '{"step": "1"}',
-        '{"step": 1.5}',
-        "\0",
-        "\ud800",
-        "[" * 9999,
-    ]
+    lines = ["text", "{", "[]", "null", "3", '"step"', "{}", "\0", "\ud800", "[" * 9999]
+    lines += ['{"step": "1"}', '{"step": 1.5}']
     lines += ['{"step": 3, "loss": "low"}', '{"step": 3, "loss": [1]}', '{"step": 3, "loss": null}', '{"loss": 1}']
     shutil.copytree(there / "runs", tmp_path / "runs")
     metrics = tmp_path / "runs/done/metrics.jsonl"

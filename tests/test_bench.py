@@ -1,6 +1,5 @@
 """bench.py: its instrument is exact, memory grows as the theory says, and what is wrong is not weighed."""
 
-import csv
 import json
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields, replace
@@ -22,6 +21,7 @@ from lab.race import attempt, forward_and_backward, inputs
 from lab.traffic import predicted, redraw, words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
+from tests.runs import table_of
 
 CPU = torch.device("cpu")
 SMALL = {"lengths": [64], "heads": [1], "head_sizes": [16], "block": 32, "device": "cpu"}
@@ -88,11 +88,6 @@ def test_what_is_kept_for_the_backward_grows_with_the_length_alone(impl):
 # --- the race -------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> list[dict]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.fixture(scope="module")
 def raced(tmp_path_factory):
     """A small race of naive and tiled beside a peer that has no dropout here, and one that is not here: its folder and
@@ -106,7 +101,7 @@ def raced(tmp_path_factory):
 
 def test_every_case_has_a_row_for_each_implementation_and_pass(raced):
     out, lines = raced
-    rows, last = read(out / "results.csv"), json.loads(lines[-1])
+    rows, last = table_of(out / "results.csv"), json.loads(lines[-1])
     assert list(rows[0]) == race.COLUMNS
     assert [(row["impl"], row["pass"]) for row in rows[:9]] == [
         (impl, which) for impl in ("naive", "tiled", "sdpa_flash") for which in PASSES
@@ -152,7 +147,7 @@ def test_a_second_race_appends_to_the_first_but_not_below_other_columns(raced, t
         path.name for path in (*tmp_path.glob("*.png"), *raced[0].glob("*.png")) if path.stat().st_size > 10_000
     }
     assert (pictures, (raced[0] / "memory.png").exists()) == ({"speed.png", "memory.png"}, False)
-    assert [row["pass"] for row in read(tmp_path / "results.csv")] == [*PASSES] * 2
+    assert [row["pass"] for row in table_of(tmp_path / "results.csv")] == [*PASSES] * 2
     old = "commit,impl\nabc,naive\n"
     (tmp_path / "results.csv").write_text(old)
     with pytest.raises(ValueError, match="other columns"):
@@ -273,7 +268,7 @@ def test_who_gets_slow_or_finds_no_memory_ends_its_series_and_the_others_go_on(m
     names, options = ["naive", "tiled", "sdpa_flash"], {"lengths": [16, 32, 64, 128, 256], "patience": 0.3}
     with pytest.raises(KeyboardInterrupt):
         bench.main(bench.Config(**ONE_SERIES | options | {"impls": names, "out": str(tmp_path)}))
-    rows = [row for row in read(tmp_path / "results.csv") if row["pass"] == "forward"]
+    rows = [row for row in table_of(tmp_path / "results.csv") if row["pass"] == "forward"]
     lengths = {name: [(int(row["T"]), bool(row["ms"])) for row in rows if row["impl"] == name] for name in names}
     # 0.1 s at 16 promise 0.4 s at 32. After a row of a length without memory, greater ones have none.
     assert lengths["naive"] == [(16, True)]
@@ -360,29 +355,6 @@ def test_a_wrong_peer_is_left_out_with_a_line(monkeypatch, capsys, wrong):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["check", "sdpa_flash"]
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"lengths": []}, "lengths=[]"),
-        ({"heads": [1, 2, 3], "head_sizes": [64, 128]}, "heads=[1, 2, 3]"),
-        ({"impls": ["flash5"]}, "impls=['flash5']"),
-        ({"mode": "length", "impls": ["flex"]}, "impls=['flex']"),
-        ({"mode": "traffic", "head_sizes": [64, 128]}, "head_sizes=[64, 128]"),
-        ({"mode": "roofline", "heads": [2, 4], "head_sizes": [32, 64]}, "head_sizes=[32, 64]"),
-        ({"block_mask": ["x.", "x"]}, "block_mask=['x.', 'x']"),
-        ({"heads": [4, 6], "head_sizes": [8, 16], "kv_heads": 4}, "kv_heads=4"),
-        ({"dropout_p": [1.0]}, "dropout_p=1.0"),
-        ({"mode": "traffic", "head_sizes": [64], "on_chip": [255]}, "on_chip=255"),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(options, named):
-    """(What is outside a key's own limits is in test_keys.py.)"""
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 (its start is compared)
-        bench.Config(**options)
-    assert str(refused.value).startswith(named)
-    assert "\n" not in str(refused.value)
-
-
 OTHER = {int: 7, float: 7.5, bool: True, str: "x"}  # than every default
 
 
@@ -462,7 +434,7 @@ def test_a_masks_traffic_is_predicted(name, causal, window, backward):
 
 def test_traffic_writes_a_table_and_a_picture(tmp_path):
     bench.main(bench.Config(mode="traffic", lengths=[64, 128], head_sizes=[16], on_chip=[1024], out=str(tmp_path)))
-    rows = read(tmp_path / "traffic.csv")
+    rows = table_of(tmp_path / "traffic.csv")
     assert [row["order"] for row in rows] == ["naive", "keys_outside", "queries_outside"] * 2
     assert {(row["pass"], row["causal"]) for row in rows} == {("forward", "False")}
     drawn = (tmp_path / "traffic.png").read_bytes()
@@ -478,7 +450,7 @@ def test_naives_operations_have_the_flops_and_move_the_tables_of_the_whole(tmp_p
     """Of N = 256, D = 16, two heads; nothing is timed."""
     monkeypatch.setattr(lab_roofline, "median_ms", lambda action, device: 1.0)
     bench.main(bench.Config(mode="roofline", lengths=[256], head_sizes=[16], device="cpu", out=str(tmp_path)))
-    rows = read(tmp_path / "roofline.csv")
+    rows = table_of(tmp_path / "roofline.csv")
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
     operations = [row for row in rows if row["part"] not in ("limit", "whole")]
     naive, copy = (next(row for row in rows if row["name"] == name) for name in ("naive", "copy"))

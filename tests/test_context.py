@@ -25,6 +25,7 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from training import checkpoint, config, context
 from training.metrics import append, read_metrics
+from training.run import validation
 
 V = 11
 BYTES = np.arange(V, dtype=np.int32)  # bytes in the text of each token
@@ -313,7 +314,7 @@ def test_windows_overlap_where_the_text_is_short_and_not_made():
     text = SimpleNamespace(val=np.arange(1000, dtype=np.uint16), val_documents=np.zeros(1, np.int64))
     for source, windows in {"text": 200, "recall": 31}.items():
         cfg = train.Config(batch_size=4, eval_tokens=6400, data=DataConfig(source), model=GPTConfig(context_length=32))
-        assert sum(len(batch.x) for batch in context.windows_of(cfg, text)) == windows
+        assert sum(len(batch.x) for batch in validation(cfg, text, overlap=True)) == windows
 
 
 def test_windows_of_a_made_text_are_its_documents_in_training_too(call, small, tmp_path, monkeypatch):
@@ -396,7 +397,7 @@ MISTAKES = [  # what is typed, and what the line names
     ("eval_only=true resume=nobody", "resume=nobody"),
     ("-m eval_only=true resume=plain,measured", "-m"),
     ("eval_only=true resume={outside}", "{outside}"),  # a checkpoint in no run's folder
-    ("eval_only=true resume=plain model.context_length=128", "64 there and 128 here"),  # it has learned positions
+    ("eval_only=true resume=plain model.context_length=128", "model.context_length=64, this run has 128"),  # it has learned positions
     ("eval_only=true resume=plain", "batch_size=4"),  # where memory runs out, which was a traceback
     ("context_every=5 model.context_length=16", "model.context_length=16"),
     ("data=recall model.context_length=33", "model.context_length=33"),

@@ -2,7 +2,6 @@
 few rows (sampling/linear.py), the choice from the logits (sampling/choose.py), and the token that is made of them
 (sampling/token.py)."""
 
-import csv
 from copy import deepcopy
 from dataclasses import fields
 
@@ -27,6 +26,7 @@ from sampling.generate import Sampler, run_prompts
 from sampling.linear import FUSED, linear
 from sampling.token import NextToken
 from tests.reference import DTYPES, Case, assert_within_budget, case_name, error, largest, oracle, run
+from tests.runs import table_of
 from tests.test_cache import OPTIONS, SIZE, logits_of, made, texts
 
 CHOICES = {f.name: f.metadata["key"].among for f in fields(GPTConfig) if f.metadata["key"].among}
@@ -344,8 +344,7 @@ def test_the_bench_of_a_token_writes_its_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(race, "SMALL", {"small": (2, 50, 4, 2, 16)})
     monkeypatch.setattr(race, "median_ms", lambda action, device: action().numel() and 2e-4)
     bench.main(bench.Config(mode="decode", device="cpu", out=str(tmp_path)))
-    with open(tmp_path / "decode.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(tmp_path / "decode.csv")
     assert [row["name"] for row in rows] == ["copy", "sdpa", "plain"]
     assert {(row["case"], row["T_k"], row["of_copy"]) for row in rows} == {("small", "50", "1.0")}
     assert float(rows[0]["gb_per_s"]) == round(2 * (2 * 2 * 50 * 16) * 4 / 2e-7 / 1e9, 1)

@@ -1,6 +1,5 @@
 """The worked example and the tables of the pages in docs, computed again; and the code of the exercises, run."""
 
-import csv
 import io
 import json
 import math
@@ -24,6 +23,7 @@ from model.mask import tiles
 from model.tiled import LOG2E, TINY, nothing_seen, online_softmax
 from sampling.cache import merge, one_split
 from tests.reference import FLAT_ROWS
+from tests.runs import table_of
 from tests.test_attention import cat
 from tests.test_bench import tiled_words
 from tests.test_readme import PAGES, ROOT, composed, undefined
@@ -213,11 +213,6 @@ def test_the_words_of_exercise_11():
 # --- tables of what was measured -------------------------------------------------------------------------------------
 
 
-def measured(name: str) -> list[dict[str, str]]:
-    with open(ROOT / "docs" / name, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def lines(rows: list[list[str]]) -> str:
     """What to paste below a table's heading, if its rows are others."""
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -233,7 +228,7 @@ def test_the_files_have_the_columns_that_the_benches_write():
         "learn_gpu": learn.COLUMNS,
         "learn_ten": learn.COLUMNS,
     }
-    assert {name: list(measured(f"{name}.csv")[0]) for name in columns} == columns
+    assert {name: list(table_of(ROOT / "docs" / f"{name}.csv")[0]) for name in columns} == columns
 
 
 def test_the_page_has_the_steps_that_were_measured():
@@ -241,7 +236,7 @@ def test_the_page_has_the_steps_that_were_measured():
     and attention. The page says that the models have no biases; a case with biases would say so in its name."""
     whole: dict[tuple[str, ...], list[str]] = {}
     parts: dict[tuple[str, ...], list[str]] = {}
-    for row in measured("steps.csv"):
+    for row in table_of(ROOT / "docs" / "steps.csv"):
         case = row["case"] + ", biases" * (row["bias"] == "True")
         key = case, row["how"].split(", ")[1]
         if row["name"] != "ours":
@@ -263,7 +258,7 @@ def test_the_page_has_the_steps_that_were_measured():
 def test_the_page_has_what_was_learned(file, budget):
     """Of each recipe the last rows of its seeds: steps, bits per byte, and their mean."""
     ends: dict[str, dict[str, dict[str, str]]] = {}
-    for row in measured(f"{file}.csv"):
+    for row in table_of(ROOT / "docs" / f"{file}.csv"):
         if float(row["budget"]) == budget:
             ends.setdefault(row["name"], {})[row["seed"]] = row
     for runs in ends.values():
@@ -277,7 +272,7 @@ def test_the_page_has_what_was_learned(file, budget):
 
 def test_the_pages_have_the_lengths_and_contexts_that_were_measured():
     """docs/training.md, from lengths.csv and context.jsonl, of which the last record of each run counts."""
-    lengths, page = measured("lengths.csv"), PAGES["docs/training.md"]
+    lengths, page = table_of(ROOT / "docs" / "lengths.csv"), PAGES["docs/training.md"]
     found = {(row["case"], row["commit"], int(row["T"]), row["name"]): row for row in lengths}
     with open(ROOT / "docs/context.jsonl", encoding="utf-8") as file:
         trained = {record["run"]: record for record in map(json.loads, file)}
@@ -305,7 +300,7 @@ def test_the_pages_have_the_lengths_and_contexts_that_were_measured():
 
 def test_the_page_has_the_tokens_that_were_measured():
     cases: dict[str, dict[str, dict[str, str]]] = {}
-    for row in measured("decode.csv"):
+    for row in table_of(ROOT / "docs" / "decode.csv"):
         cases.setdefault(row["case"], {})[row["name"]] = row
     rows: dict[str, list[list[str]]] = {"sequences x keys": [], "context | recorded, tokens/s": []}
     for sides in cases.values():
@@ -323,7 +318,7 @@ def test_the_page_has_the_tokens_that_were_measured():
 
 
 def test_the_page_has_the_speeds_of_several_processes_that_were_measured():
-    rows = measured("ranks.csv")
+    rows = table_of(ROOT / "docs" / "ranks.csv")
     for both in (row for row in rows if row["ranks"] == "2"):
         one = next((row for row in rows if row["case"] == both["case"] and row["ranks"] == "1"), None)
         ms, gib = f"{float(both['ms']):,.0f} ms", f"{float(both['peak_gib']):.1f}"

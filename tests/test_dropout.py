@@ -38,16 +38,6 @@ def test_the_mask_is_its_definition_element_by_element(seed, device):
         assert torch.equal(mask[n], expected)
 
 
-@pytest.mark.parametrize("block", [7, 64])
-def test_tiles_of_any_size_make_up_the_same_mask(block):
-    seed = torch.tensor(7)
-    whole = keep_mask(seed, 2, range(150), range(130), 0.1)
-    for i in range(0, 150, block):
-        for j in range(0, 130, block):
-            rows, columns = range(i, min(i + block, 150)), range(j, min(j + block, 130))
-            assert torch.equal(keep_mask(seed, 2, rows, columns, 0.1), whole[:, i : i + block, j : j + block])
-
-
 def test_rows_and_columns_past_two_to_the_twenty_have_bits_of_their_own():
     """(n*T + row)*T + column in 32 bits repeats the mask from T = 18,918 on with 12 heads; here nothing multiplies."""
     seed, far = torch.tensor(7), 2**20

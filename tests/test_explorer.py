@@ -136,16 +136,6 @@ def test_a_page_of_ones_own_trace_has_it_unless_it_is_too_long(call, tmp_path, m
     assert split((tmp_path / "mine.html").read_text())[1]["inputs"][-1]["labels"] == ["</script>", *"abcd"]
 
 
-@pytest.mark.parametrize(
-    "typed",
-    ["trace=true", "failure=no_max", "out=x.json", "real=nowhere.json", f"real={ROOT}/README.md"],
-)
-def test_a_page_that_cannot_be_made_is_refused_in_one_line_with_the_value(call, typed):
-    ended = call(breakit, "explorer=true", typed)
-    assert ended.code == 2
-    assert re.fullmatch(f"breakit: .*{re.escape(typed)}.*\n", ended.err)
-
-
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 INPUTS = ("cat", "large", "low", "few", "head")

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.attention import AttentionConfig, alibi_slopes, attention, blocks_of
 from model.dropout import keep_mask
-from model.mask import packed
+from model.mask import packed, visible
 from model.recompute import store_attention
 from tests import implementations
 from tests.implementations import CUDA, DEVICE, NAIVE, ON_GPU, TRITON, exact
@@ -252,20 +252,9 @@ def test_a_selective_checkpoint_runs_the_kernels_once():
 
 
 def seen_pairs(mask: Mask) -> torch.Tensor:
-    """Which pairs a mask lets see each other, bool (B, T, T_k), one by one."""
-    position = torch.arange(mask.T) + mask.T_k - mask.T if mask.positions is None else mask.positions
-    far = torch.arange(mask.T_k) - position[:, None]
-    seen = torch.ones(1, mask.T, mask.T_k, dtype=torch.bool)
-    if mask.at_least is not None:
-        seen = seen & (far >= mask.at_least)
-    if mask.at_most is not None:
-        seen = seen & (far <= mask.at_most)
-    if mask.documents_q is not None:
-        seen = seen & (mask.documents_q[:, :, None] == mask.documents_k[:, None])
-    if mask.blocks is not None:
-        rows, columns = position.clamp(min=0) // mask.block_size, torch.arange(mask.T_k) // mask.block_size
-        seen = seen & mask.blocks[rows[:, None], columns]
-    return seen
+    """Which pairs a mask lets see each other, bool (B, T, T_k)."""
+    problem = Problem.of(mask.T, mask.T_k)._replace(mask=mask)
+    return visible(problem, range(mask.T), range(mask.T_k), torch.device("cpu"))
 
 
 @triton.jit

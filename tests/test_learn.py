@@ -16,7 +16,8 @@ import bench
 import train
 from lab import learn
 from lab.peer import PlainGPT
-from tests.test_bench import CPU, read
+from tests.runs import table_of
+from tests.test_bench import CPU
 from tests.test_steps import NANOGPT, composed
 from training.optimizer import OptimizerConfig, learning_rate
 from training.step import TrainStep
@@ -52,7 +53,7 @@ def clock(monkeypatch):
 
 def raced(out, also: str, **changes) -> list[dict]:
     bench.main(bench.Config(mode="learn", device="cpu", out=str(out), also=also, seconds=6, **changes))
-    return read(out / "learn.csv")
+    return table_of(out / "learn.csv")
 
 
 @pytest.fixture

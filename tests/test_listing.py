@@ -42,14 +42,6 @@ def test_a_damaged_run_is_passed_over(runs, call, tmp_path):
     assert [line.split()[2] for line in done.out.splitlines()[1:]] == ["second-BROKEN-no_rescale"]
 
 
-@pytest.mark.parametrize("wrong", ["prompt=a", "export=there", "runs=nowhere"])
-def test_what_cannot_be_listed_is_refused_in_one_line(wrong, call):
-    done = call(sample, "list_runs=true", wrong)
-    assert done.code == 2
-    assert done.err.count("\n") == 1
-    assert wrong.partition("=")[0] in done.err
-
-
 @pytest.mark.parametrize(("number", "words"), [(512, "512"), (41_216, "41.2k"), (2_870_000, "2.87M"), (1.5e9, "1.5B")])
 def test_numbers_are_short(number, words):
     assert in_short(number) == words

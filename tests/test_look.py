@@ -18,6 +18,7 @@ from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.reference import assert_within_budget
+from tests.runs import losses
 from training.film import frames
 from training.metrics import read_metrics
 from training.probe import Call, record
@@ -180,18 +181,6 @@ def test_weights_that_are_not_finite_are_marked():
     head = of_head(read(call, torch.arange(T), T), 0)
     assert LOST in base64.b64decode(head["map"])
     assert math.isfinite(head["scale"])
-
-
-@pytest.mark.parametrize("wrong", ["run=none", "prompt=" + "x" * 40, "tokens=33", "prompt=a tokens=3", "layer=1"])
-def test_what_cannot_be_looked_at_is_refused_in_one_line(wrong, runs, call, tmp_path):
-    done = call(breakit, "look=true", f"runs={runs}", "run=whole", *wrong.split(" "), f"out={tmp_path}/a.html")
-    assert done.code == 2
-    assert done.err.count("\n") == 1
-    assert not (tmp_path / "a.html").exists()
-
-
-def losses(folder) -> list:
-    return [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
 
 
 def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, call, tmp_path):

@@ -10,7 +10,6 @@ from model import loss as loss_module
 from model.loss import IGNORE, next_token_loss
 from tests.implementations import CUDA, DEVICE, ON_GPU
 from tests.reference import DTYPES, assert_float64_right, assert_within_budget
-from tests.test_attention import Largest
 
 pytestmark = ON_GPU
 
@@ -171,15 +170,6 @@ def test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made(path, m
     with PeakBytes() as counted:
         next_token_loss(x, weight, targets)
     assert counted.peak < 2 * 16 * 2048 * 4
-
-
-def test_no_table_of_all_tokens_and_all_words_is_made(monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK", 64)
-    monkeypatch.setattr(loss_module, "has_loss_kernel", lambda x: False)
-    x, weight, targets = problem(4096, torch.float32, V=512, C=8)
-    with Largest() as seen:
-        next_token_loss(x, weight, targets).backward()
-    assert seen.elements <= 64 * 512
 
 
 # --- the kernel ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """training/optimizer.py: who takes which weight, how far a step goes, and how the rate rises and falls."""
 
 import pytest
-import torch
 
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
@@ -29,20 +28,7 @@ def test_muon_takes_the_blocks_matrices_and_leaves_embeddings_and_head(model):
     assert taken == {f"blocks.{i}.{name}.weight" for i in range(2) for name in per_block}
     assert muon.param_groups[0]["momentum"] == 0.5
     assert adamw.param_groups[0]["betas"] == (0.8, 0.95)
-
-
-def test_muons_step_is_of_adamws_size_whatever_the_matrixs_shape(model):
-    """AdamW's steps have about 0.2 lr an entry (arXiv 2502.16982, section 2.2). Of a matrix whose singular values are 1
-    Muon's have exactly that; torch's iteration, as its source says, leaves them between 0.5 and 1.5."""
-    muon, _ = build_optimizers(model, OptimizerConfig(kind="muon", weight_decay=0.0))
-    (group,) = muon.param_groups
-    group["lr"] = 0.5
-    before = [p.detach().clone() for p in group["params"]]
-    for p in group["params"]:
-        p.grad = torch.randn(p.shape)
-    muon.step()
-    for p, old in zip(group["params"], before, strict=True):
-        assert 0.5 * 0.2 * 0.5 < float((p.detach() - old).square().mean().sqrt()) < 1.5 * 0.2 * 0.5
+    assert build_optimizers(model, OptimizerConfig(kind="muon"))[0].param_groups[0]["momentum"] == 0.95
 
 
 def test_wsd_rises_stays_and_falls_in_a_line_over_the_last_fifth_by_default():

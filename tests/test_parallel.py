@@ -3,7 +3,6 @@
 With parallel.shard=true each process has its part of the weights.
 """
 
-import csv
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from parallel.part import Part
 from parallel.processes import Ranks, bytes_sent, join
 from parallel.shard import copy_of, gathered
 from tests.processes import HANGS
+from tests.runs import table_of
 from training.memory import GIB, bytes_of
 from training.metrics import read_metrics
 from training.record import compiled
@@ -466,8 +466,7 @@ def test_steps_of_two_processes_are_timed_beside_those_of_one(tmp_path):
     cases = {"laptop": 512, "laptop-context": 256, "laptop-ring": 512}  # tokens of a step
     said = torchrun(*TWO, "-m", "lab.ranks", *cases, f"--out={tmp_path}").communicate(timeout=HANGS)[0]
     assert (tmp_path / "ranks.csv").exists(), said
-    with open(tmp_path / "ranks.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(tmp_path / "ranks.csv")
     layouts = [tuple(int(row[key]) for key in ("ranks", "context", "passes")) for row in rows]
     assert layouts == [(2, 1, 1), (1, 1, 2), (1, 1, 1), *[(2, 2, 1), (1, 1, 1)] * 2]
     for both, one in ((rows[0], rows[1]), (rows[3], rows[4]), (rows[5], rows[6])):

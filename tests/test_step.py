@@ -251,34 +251,41 @@ SHAPES = [(48, 16), (16, 64), (16, 16)]
 
 
 def after_steps(made: list[torch.optim.Optimizer], shape: tuple[int, int]) -> list[dict[str, torch.Tensor]]:
-    """Weights and momentum of each optimizer, which has one matrix, after three steps with the same gradients."""
+    """Weights and momentum of each optimizer, which has two matrices, after three steps with the same gradients."""
     generator = torch.Generator().manual_seed(2)
-    first, *gradients = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    first, *gradients = torch.randn(4, 2, *shape, generator=generator, dtype=torch.float64)
     found = []
     for optimizer in made:
-        (p,) = optimizer.param_groups[0]["params"]
-        p.data = first.to(p.dtype)
+        ps = optimizer.param_groups[0]["params"]
+        for p, x in zip(ps, first, strict=True):
+            p.data = x.to(p.dtype, copy=True)
         for gradient in gradients:
-            p.grad = gradient.to(p.dtype)
+            for p, g in zip(ps, gradient, strict=True):
+                p.grad = g.to(p.dtype)
             optimizer.step()
-        found.append({"weight": p.detach(), "momentum": optimizer.state[p]["momentum_buffer"]})
+        momenta = [optimizer.state[p]["momentum_buffer"] for p in ps]
+        found.append({"weights": torch.stack(list(ps)).detach(), "momenta": torch.stack(momenta)})
     return found
 
 
+def two(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, requires_grad=True, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("together", [1, 2**24])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_muon_is_torchs_bit_for_bit(shape, monkeypatch):
+def test_muon_is_torchs_bit_for_bit(shape, together, monkeypatch):
     """But for bfloat16, which is left out on a CPU."""
+    monkeypatch.setattr("training.optimizer.TOGETHER", together)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-    p, q = (torch.zeros(shape, requires_grad=True) for _ in range(2))
-    torchs = torch.optim.Muon([p], lr=0.01, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    assert same(*after_steps([torchs, Muon([q], 0.01, 0.3, 0.9)], shape))
+    torchs = torch.optim.Muon(two(shape), lr=0.01, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    assert same(*after_steps([torchs, Muon(two(shape), 0.01, 0.3, 0.9)], shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_muon_takes_its_rate_from_the_device_too(shape):
-    p, q = (torch.zeros(shape, requires_grad=True, dtype=torch.float64) for _ in range(2))
-    rate = torch.tensor(0.01, dtype=torch.float64)
-    number, tensor = after_steps([Muon([p], 0.01, 0.3, 0.9), Muon([q], rate, 0.3, 0.9)], shape)
+    p, q, rate = two(shape, torch.float64), two(shape, torch.float64), torch.tensor(0.01, dtype=torch.float64)
+    number, tensor = after_steps([Muon(p, 0.01, 0.3, 0.9), Muon(q, rate, 0.3, 0.9)], shape)
     assert_float64_right(tensor, number, terms=10)
 
 

@@ -27,7 +27,8 @@ from model.attention import AttentionConfig
 from model.dropout import dropped
 from model.gpt import GPT, GPTConfig
 from tests.reference import assert_float64_right
-from tests.test_bench import CPU, read
+from tests.runs import table_of
+from tests.test_bench import CPU
 from training import config
 
 ROOT = Path(__file__).parents[1]
@@ -251,7 +252,7 @@ def test_of_a_gpus_profile_the_kernels_count_and_not_launches_or_ranges(monkeypa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpus_pair_is_compiled_and_its_parts_are_the_step(tiny, tmp_path):
     bench.main(bench.Config(mode="train", device="cuda", impl="sdpa", cases=["laptop"], out=str(tmp_path)))
-    other, own, *parts = read(tmp_path / "steps.csv")
+    other, own, *parts = table_of(tmp_path / "steps.csv")
     assert (other["how"], own["how"]) == ("compiled, sdpa", "recorded, sdpa")
     assert min(float(row["peak_gib"]) for row in (other, own)) > 0
     spent = {row["part"]: float(row["ms"]) for row in parts}
@@ -273,7 +274,7 @@ def tiny(monkeypatch):
 def test_a_pair_has_its_rows_and_its_lines_and_a_second_one_is_appended(tiny, tmp_path, call):
     given = ["mode=train", "device=cpu", f"out={tmp_path}"]
     *lines, last = call(bench, *given).out.splitlines()
-    rows, parts = read(tmp_path / "steps.csv"), ["step", *KERNELS, "idle"]
+    rows, parts = table_of(tmp_path / "steps.csv"), ["step", *KERNELS, "idle"]
     assert list(rows[0]) == steps.COLUMNS
     assert [(row["name"], row["part"]) for row in rows] == [("plain", "step"), *(("ours", part) for part in parts)]
     shapes = {(row["case"], row["T"], row["B"], row["bias"], row["dtype"]) for row in rows}
@@ -287,13 +288,13 @@ def test_a_pair_has_its_rows_and_its_lines_and_a_second_one_is_appended(tiny, tm
     (ours,) = [line for line in lines if line.startswith("  ours ") and "tok/s" in line]
     assert f"{float(rows[1]['speed']):.3f} (" in ours
     call(bench, *given, "bias=false", "impl=sdpa", "cases=[laptop]")
-    again = {(row["bias"], row["how"]) for row in read(tmp_path / "steps.csv")[len(rows) :]}
+    again = {(row["bias"], row["how"]) for row in table_of(tmp_path / "steps.csv")[len(rows) :]}
     assert again == {("False", "eager, sdpa")}
 
 
 def test_a_part_of_no_time_has_a_0_in_its_row(tmp_path):
     Results(tmp_path, "steps.csv", steps.COLUMNS).append([{"part": "loss", "ms": 0.0}])
-    assert read(tmp_path / "steps.csv")[0]["ms"] == "0"
+    assert table_of(tmp_path / "steps.csv")[0]["ms"] == "0"
 
 
 def test_the_speed_is_that_of_turns_side_by_side(tiny, monkeypatch):
@@ -327,7 +328,7 @@ def test_nanogpts_model_is_given_the_same_sizes_and_timed_in_place_of_the_plain_
     monkeypatch.delitem(sys.modules, "peer_model", raising=False)
     (tmp_path / "model.py").write_text(NANOGPT)
     bench.main(bench.Config(mode="train", device="cpu", out=str(tmp_path), peer=str(tmp_path / "model.py")))
-    assert [row["name"] for row in read(tmp_path / "steps.csv")[:2]] == ["nanoGPT", "ours"]
+    assert [row["name"] for row in table_of(tmp_path / "steps.csv")[:2]] == ["nanoGPT", "ours"]
     assert "number of parameters" not in capsys.readouterr().out
     settings = GPTConfig(**SIZES | {"bias": False, "dropout_p": 0.25, "vocab_multiple": 4})
     asked = {name: SIZES[name] for name in ("n_layer", "n_head", "n_embd")} | {"bias": False, "dropout": 0.25}
@@ -358,7 +359,7 @@ def test_every_length_is_timed_with_every_attention(tiny, monkeypatch, tmp_path,
     monkeypatch.setattr(steps, "ours", ours)
     given = ["mode=length", "device=cpu", f"out={tmp_path}", "lengths=[128,32]", "tokens=64", "impls=[naive,sdpa]"]
     *lines, last = call(bench, *given).out.splitlines()
-    rows = read(tmp_path / "lengths.csv")
+    rows = table_of(tmp_path / "lengths.csv")
     assert list(rows[0]) == steps.OF_LENGTHS
     how = [("32", "2", "eager, naive"), ("32", "2", "eager, sdpa"), ("128", "1", "out of memory")]
     assert [(row["T"], row["B"], row["how"]) for row in rows] == [*how, ("128", "1", "eager, sdpa")]

@@ -1,6 +1,5 @@
 """training/sweep.py: every job is a row, and a job knows nothing of the ones before it."""
 
-import csv
 import gc
 import os
 import re
@@ -12,15 +11,10 @@ import pytest
 
 import train
 from model.break_it import UNBROKEN, BreakIt
-from tests.runs import assert_same_run, last
+from tests.runs import assert_same_run, last, table_of
 from training import checkpoint
 from training.metrics import Metrics
 from training.sweep import free_memory, losses_figure, name_jobs, result, sweep
-
-
-def table(folder) -> list[dict]:
-    with open(folder / "table.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.slow
@@ -31,7 +25,7 @@ def test_a_job_that_fails_or_goes_nan_stops_no_other_and_each_is_a_row_and_the_r
     steps = ["steps=4", "eval_every=2", "optimizer.warmup_steps=0", "attention.dropout_p=0.1", f"runs={tmp_path}"]
     jobs = ["data.val_fraction=0.05,1e-9", "optimizer.lr=1e38,1e-3", "break_it=none,no_max"]
     ended = call(train, "-m", *jobs[:1], *small, *steps, *jobs[1:], "name=s")
-    found = table(tmp_path / "s")
+    found = table_of(tmp_path / "s" / "table.csv")
     assert ended.code == 1
     assert [row["job"] for row in found] == [f"s-{i}{'-BROKEN-no_max' * (i % 2 == 0)}" for i in range(1, 9)]
     assert [row["data.val_fraction"] for row in found] == ["0.05"] * 4 + ["1e-09"] * 4
@@ -80,7 +74,7 @@ def test_what_ends_a_sweep_leaves_a_table_of_what_there_is(call, small, tmp_path
             call(train, *typed)
     else:
         assert call(train, *typed).code == 130
-    found = table(tmp_path / "s")
+    found = table_of(tmp_path / "s" / "table.csv")
     assert [row["job"] for row in found] == ["s-1", "s-2"]
     assert [row["status"].split(",")[0] for row in found] == ["done", "interrupted at step 2"]
     assert (tmp_path / "s" / "losses.png").exists()

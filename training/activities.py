@@ -27,12 +27,13 @@ from model.gpt import GPT
 from parallel.shard import copy_of
 from sampling.generate import NotFinite, Sampler, Session
 from training import awake, checkpoint, context
-from training.film import draw, keep, readings, shares
+from training.film import SIZE, draw, keep, shares
 from training.machine import DTYPES, Stopping
 from training.metrics import read_metrics, read_samples, stamp
 from training.probe import reading, record, search
 from training.run import Run, validation
 from training.state import optimizer_tensors, rng_state, set_rng_state
+from training.weights import read
 
 T = TypeVar("T")
 
@@ -129,7 +130,7 @@ def film(run: Run) -> None:
     started = time.perf_counter()
     x, _, documents = first_window(run).to(run.device)
     with run.caught.at_once(), evaluation_mode(run.averaged) as model, run.train_step.autocast:
-        found = readings(record(model, x, documents=documents), x[0])
+        found = [read(call, x[0].cpu(), SIZE) for call in record(model, x, documents=documents)]
     if run.ranks.first:
         keep(run.folder, run.step, found)
     run.metrics.log({"step": run.step, **shares(found), "film_ms": (time.perf_counter() - started) * 1e3})
@@ -228,7 +229,7 @@ def measure_the_context(run: Run) -> None:
     if not run.ranks.first:
         return
     with run.caught.at_once(), evaluation_mode(run.averaged) as model:
-        windows = context.windows_of(run.cfg, run.dataset)
+        windows = validation(run.cfg, run.dataset, overlap=True)
         found = context.measure(model, windows, run.dataset, run.cfg.data.source, run.train_step.autocast)
     before = recorded(run, 0) if run.step and run.cfg.init_from else None
     run.metrics.log({"step": run.step, **found})

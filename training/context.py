@@ -22,7 +22,7 @@ T context length, B windows in a batch.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Dataset, open_data
-from data.loader import Batch, validation_batches
+from data.loader import Batch
 from data.made import SHORTEST, answer, passkey, second_half
 from data.tokenizer import encode, same
 from model.gpt import GPT
@@ -41,6 +41,7 @@ from training import checkpoint
 from training.machine import out_of_memory_as, pick_device, pick_dtype, set_precision
 from training.metrics import append, drawable, rewrite, show, stamp, worth_of
 from training.resume import open_checkpoint, tokenizer_of
+from training.run import validation
 from training.settings import FEWEST, Config
 
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the filler that is before the pass key
@@ -49,17 +50,6 @@ PROMPTS = 20  # texts of each length and depth
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring.
-
-
-def windows_of(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
-    """The windows of a measurement, always the same, of about eval_tokens tokens.
-
-    If the validation text has fewer, the windows overlap. Each token of the text is then at several positions, and
-    losses by position are of nearly the same tokens. A text that is made has one document in each window.
-    """
-    size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
-    numbered, overlap = cfg.attention.documents, cfg.data.source not in SHORTEST
-    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered, overlap=overlap)
 
 
 def measure(
@@ -321,7 +311,7 @@ def evaluate(cfg: Config) -> int:
         raise ValueError(
             f"{dataset.folder} has tokens of another tokenizer than {trained.path}: name a text of the same"
         )
-    batches = windows_of(cfg, dataset)
+    batches = validation(cfg, dataset, overlap=True)
     model = trained.network(cfg.attention, device, cfg.model.context_length).eval()
 
     broken = trained.state["broken"]

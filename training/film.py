@@ -11,21 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from training.files import replacing
 from training.metrics import drawable, rewrite, writing
-from training.probe import Call
-from training.weights import PATTERNS, Reading, read
+from training.weights import PATTERNS, Reading
 
 SIZE = 64  # points along a side of a picture
 COLUMNS, ROWS = 12, 24  # of the strip at most: frames, and heads (those whose last picture has the most contrast)
 BLUE, RED = np.array([20, 40, 140]), np.array([192, 28, 75])
-
-
-def readings(calls: list[Call], tokens: Tensor) -> list[Reading]:
-    """What each layer's heads do on these tokens, ids (T,)."""
-    return [read(call, tokens.cpu(), SIZE) for call in calls]
 
 
 def shares(found: list[Reading]) -> dict[str, float]:

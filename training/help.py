@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from itertools import takewhile
@@ -101,10 +101,11 @@ def usual(schema: type, values: Mapping[str, Any], conf: Path, chosen: Mapping[s
     return [*lines, "--help all shows every key and explains the options of each group; * marks the option in use."]
 
 
-def aligned(rows: list[tuple[str, str]]) -> list[str]:
-    """The rows as lines of two aligned columns."""
-    width = max(len(left) for left, _ in rows)
-    return [f"{left:{width}}  {right}".rstrip() for left, right in rows]
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """The rows as lines of aligned columns. right: the numbers of those that are aligned at their ends."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def sections(schema: type, values: Mapping[str, Any], prefix: str = "") -> list[list[tuple[str, str]]]:
@@ -130,13 +131,9 @@ def typed(value: Any) -> str:
 def said_in(file: Path) -> str:
     """The first sentence of a YAML file's opening comment. If it is too long, its part before a colon or semicolon."""
     lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
-    whole = sentence([line.lstrip("# ") for line in lines if "@package" not in line])
+    words = " ".join(line.lstrip("# ") for line in lines if "@package" not in line)
+    whole = words.partition(". ")[0].removesuffix(".")
     return whole if len(whole) <= LONG else textwrap.shorten(re.split(r"[:;] ", whole)[0], LONG, placeholder=" ...")
-
-
-def sentence(lines: list[str]) -> str:
-    """The first sentence, without its full stop."""
-    return " ".join(lines).partition(". ")[0].removesuffix(".")
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -4,9 +4,9 @@ import math
 import time
 from pathlib import Path
 
-from safetensors import safe_open
-
 from training import checkpoint, config
+from training.files import described
+from training.help import aligned
 from training.metrics import printable
 from training.settings import Config
 
@@ -27,16 +27,8 @@ def table(runs: Path) -> str:
     if not rows:
         raise ValueError(f"runs={runs}: no run has a checkpoint there; train one first: python train.py")
     lines = [HEAD, *(cells for _, cells in sorted(rows.values(), reverse=True))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    right = ("weights", "step", "tokens", "val loss", "at", "context")
-    shown = (
-        "  ".join(
-            f"{cell:{'>' if name in right else '<'}{width}}"
-            for name, cell, width in zip(HEAD, line, widths, strict=True)
-        )
-        for line in lines
-    )
-    return "\n".join(printable(line.rstrip()) for line in shown)
+    right = [i for i, name in enumerate(HEAD) if name in ("weights", "step", "tokens", "val loss", "at", "context")]
+    return "\n".join(map(printable, aligned(lines, right)))
 
 
 def row(run: Path, path: Path) -> tuple[str, ...]:
@@ -46,8 +38,7 @@ def row(run: Path, path: Path) -> tuple[str, ...]:
     cfg = config.from_dict(Config, {**state["config"], "resume": None})
     step, best = checkpoint.step_of(path), checkpoint.best(run / checkpoint.FOLDER)
     loss = math.nan if best is None else checkpoint.load_state(best)["val_loss"]
-    with safe_open(path / "model.safetensors", "pt") as file:
-        weights = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 (no mapping)
+    weights = sum(math.prod(shape) for _, shape in described(path, "model.safetensors").values())
     return (
         time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime)),
         run.name,

@@ -173,9 +173,9 @@ class Signals(list[int]):
 
 
 @contextmanager
-def stop_signals() -> Iterator[Signals]:
+def stop_signals(silent: bool = False) -> Iterator[Signals]:
     """Yields a list. Ctrl-C (SIGINT), SIGTERM and SIGHUP (connection lost) append their number to it. A run can then
-    finish its step and save.
+    finish its step and save. silent: Ctrl-C alone does, and nothing is printed.
 
     A second signal raises KeyboardInterrupt, with its number, at once. Under nohup, SIGHUP stays ignored. Works in the
     main thread only, as signal.signal() does.
@@ -186,6 +186,8 @@ def stop_signals() -> Iterator[Signals]:
         if received:
             raise KeyboardInterrupt(number)
         received.append(number)
+        if silent:
+            return
         with reader_may_leave(sys.stderr):  # with a lost connection the terminal is gone too
             answer = received.answer or "stopping after this step; a second one stops at once"
             print(f"\n{signal.Signals(number).name}: {answer}", file=sys.stderr, flush=True)
@@ -195,7 +197,7 @@ def stop_signals() -> Iterator[Signals]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    handlers = {number: signal.signal(number, on_signal) for number in numbers}
+    handlers = {number: signal.signal(number, on_signal) for number in numbers[: 1 if silent else None]}
     try:
         yield received
     finally:

@@ -17,7 +17,7 @@ from training.machine import DTYPES
 from training.metrics import show, stamp
 from training.record import Numbers
 from training.resume import again, changed, config_of
-from training.run import Run
+from training.run import Run, passes
 
 
 def introduce(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, way: str) -> None:
@@ -83,7 +83,7 @@ def data_lines(run: Run) -> Iterator[str]:
     )
     yield (
         f"data: {dataset.folder}, {len(dataset.train):,} training tokens, {len(dataset.val):,} for validation | "
-        f"{run.tokens_per_step:,} tokens a step in {counted(run.accumulation, 'pass', 'passes')}, "
+        f"{run.tokens_per_step:,} tokens a step in {counted(passes(cfg), 'pass', 'passes')}, "
         f"{'at most ' * bool(cfg.max_minutes)}{cfg.steps * run.tokens_per_step:,} in all"
     )
     if packing := run.batches.loader.packing:
@@ -97,9 +97,9 @@ def data_lines(run: Run) -> Iterator[str]:
 def parallel_line(run: Run) -> str:
     """What each process takes and sends."""
     cfg, ranks, N, width = run.cfg, run.ranks, run.cfg.parallel.context, DTYPES[str(run.facts["dtype"])].itemsize
-    sent = bytes_sent(ranks, run.model, run.tokens_per_step, width, run.accumulation // ranks.turns)
+    sent = bytes_sent(ranks, run.model, run.tokens_per_step, width, passes(cfg) // ranks.turns)
     gradients, exchanged = (f"{size / 1e6:,.1f} MB" for size in sent)
-    of_step = cfg.batch_size * run.accumulation
+    of_step = cfg.batch_size * passes(cfg)
     return (
         f"parallel: {ranks.size} processes, each {f'keeps 1/{ranks.size} of the weights, ' * cfg.parallel.shard}takes "
         f"{of_step // (ranks.turns * ranks.part.shares)} of a step's {counted(of_step, 'sequence')} "

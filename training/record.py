@@ -40,14 +40,6 @@ def compiled(model: GPT, compile: Callable[..., Any] = COMPILE) -> Callable[...,
     return partial(model, stages=Stages(*map(compile, stages)))
 
 
-class RecordedLoss(NamedTuple):
-    """The loss of validation windows, recorded as a CUDA graph."""
-
-    graph: torch.cuda.CUDAGraph
-    batch: Batch  # where it reads
-    loss: Tensor  # where it writes
-
-
 class Graphs:
     """The CUDA graphs of a run. Those of evaluations are in the memory of the step's: no two run together, and none
     keeps anything there."""
@@ -55,7 +47,8 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.step: torch.cuda.CUDAGraph | None = None
-        self.losses: dict[torch.Size, RecordedLoss] = {}  # of evaluations, by the shape of their batch
+        # Of evaluations, by the shape of their batch: the graph, where it reads, where it writes.
+        self.losses: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Batch, Tensor]] = {}
 
     def clear(self) -> None:
         """Drops all graphs, and with them their memory."""
@@ -94,7 +87,7 @@ class Graphs:
         else:
             loss = forward(batch)  # which compiles its kernels
             graph = self.capture("an evaluation", lambda: loss.copy_(forward(batch)))
-            self.losses[batch.x.shape] = RecordedLoss(graph, batch, loss)
+            self.losses[batch.x.shape] = graph, batch, loss
         return loss.clone()
 
 

@@ -120,11 +120,6 @@ class Run:
         return time.perf_counter() - self.began
 
     @property
-    def accumulation(self) -> int:
-        """Forward and backward passes per update, of all ranks."""
-        return passes(self.cfg)
-
-    @property
     def tokens_per_step(self) -> int:
         """Number of tokens per update."""
         return self.cfg.tokens_per_step or self.cfg.batch_size * self.cfg.model.context_length
@@ -197,10 +192,15 @@ def data_of(
     return dataset, loader
 
 
-def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
-    """The validation windows, always the same ones. ValueError if the text is shorter than one window."""
+def validation(cfg: Config, dataset: Dataset, overlap: bool = False) -> Iterator[Batch]:
+    """The validation windows, always the same ones. ValueError if the text is shorter than one window.
+
+    overlap: they overlap if the text has fewer tokens than eval_tokens. Each token is then at several positions, and
+    losses by position are of nearly the same tokens. A text that is made has one document in each window.
+    """
     size = (cfg.batch_size, cfg.model.context_length, cfg.eval_tokens)
-    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=cfg.attention.documents)
+    numbered, overlap = cfg.attention.documents, overlap and cfg.data.source not in SHORTEST
+    return validation_batches(dataset.val, dataset.val_documents, *size, with_documents=numbered, overlap=overlap)
 
 
 def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) -> GPT:
@@ -229,7 +229,7 @@ def trainer_of(
     autocast = set_precision(dtype, device)
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
-    size = ranks.of_memory(cfg.model)
+    size = replace(cfg.model, context_length=cfg.model.context_length // ranks.part.ranks)  # a rank's tokens
     settled, chosen = ranks.same(settle(size, attention, rows, dtype, device, cfg.ema_decay > 0, ranks.shards))
     settled = replace(settled, context_length=cfg.model.context_length)
     way, why = choose_way(cfg.compile, device, attention, settled, cfg.break_it, sends_from_python(cfg))

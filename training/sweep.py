@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from data.text import counted
+from training.help import aligned
 from training.metrics import broken_name, drawable, printable, read_metrics, rewrite, show, stamp
 
 
@@ -50,7 +51,8 @@ def sweep(script: Callable[[Any], int], jobs: list[tuple[Any, list[str]]]) -> in
                 status, ended = f"failed: {error}", 2
                 print(f"job {number}/{len(jobs)} failed: {printable(str(error))}", file=sys.stderr)
             finally:
-                records = records_of(config)
+                metrics = Path(config.runs) / config.name / "metrics.jsonl"
+                records = read_metrics(metrics) if metrics.exists() else []  # it may have ended before the first
                 rows.append({"job": config.name, **varied, **result(records, status)})
                 if records:
                     curves[", ".join(f"{key}={value}" for key, value in varied.items()) or config.name] = records
@@ -91,12 +93,6 @@ def name_jobs(configs: list[Any]) -> Path:
     return folder
 
 
-def records_of(config: Any) -> list[dict]:
-    """The records of a job's run; [] if it ended before the first one."""
-    path = Path(config.runs) / config.name / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
-
-
 def result(records: list[dict], status: str) -> dict:
     """A run's row: its best evaluation, and the median time of a step. The first record's step may have compiled: its
     time counts only if there is no other."""
@@ -127,9 +123,8 @@ def write_table(path: Path, rows: list[dict]) -> None:
     cells = [list(rows[0])]
     for row in rows:
         cells.append(["" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        show("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for line in aligned(cells):
+        show(line)
 
 
 def losses_figure(curves: dict[str, list[dict]], title: str):
