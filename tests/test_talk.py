@@ -199,11 +199,12 @@ def test_an_answer_that_ends_the_document_begins_another(speak, says, typed, doc
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_talk(speak, monkeypatch):
-    """And what was said stays in the text."""
-    texts = []
+    """And what was said stays in the text. Other signals end the program as before."""
+    texts, during = [], []
 
     def answer(self, text, count):
         texts.append(bytes(text[1:]))
+        during.append(signal.getsignal(signal.SIGTERM))
         for number, byte in enumerate(b"answer"):
             if number == 2 and len(texts) == 1:
                 signal.raise_signal(signal.SIGINT)
@@ -215,6 +216,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_talk(speak, monkeypatch):
     assert (ended.code, ended.out) == (0, "ans\nanswer\n")
     assert texts == [b"a", b"aans\nb"]
     assert signal.getsignal(signal.SIGINT) is before
+    assert during == [signal.getsignal(signal.SIGTERM)] * 2
+    assert "SIGINT" not in ended.err
 
 
 def test_a_second_ctrl_c_ends_the_program(speak, monkeypatch):
