@@ -9,7 +9,7 @@ from training import checkpoint
 from training.metrics import read_metrics
 
 # What depends on the clock.
-TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "probe_ms", "context_ms", "seconds", "mfu"}
+TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "probe_ms", "context_ms", "seconds"}
 
 
 def records(run: Path, key: str = "loss") -> list[dict]:

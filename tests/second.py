@@ -1,11 +1,19 @@
 """Ways of asking attention for a second derivative: of each, the gradient of a gradient of q, k or v (B, H, T, D)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, functional, grad
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionConfig, attention
+
+# Before 2.13 PyTorch lost a second derivative through any compiled function without a word, if the function saved no
+# input that needs a gradient (pytorch/pytorch#181581).
+REFUSED_BY_PYTORCH = torch.__version__ >= (2, 13)
+# The second where the compiled backward writes into what it was handed, which depends on what was compiled before.
+PYTORCH_REFUSES = "does not currently support double backward|donated buffers which requires create_graph=False"
 
 
 def first(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, loss=Tensor.sum) -> tuple[Tensor, ...]:
@@ -55,6 +63,25 @@ def forward_over_reverse(config: AttentionConfig, q: Tensor, k: Tensor, v: Tenso
     with forward_ad.dual_level():
         output = attention(q, k, v, config, return_lse=True)[of_lse]
         grad(output, q, forward_ad.make_dual(torch.ones_like(output), torch.ones_like(output)))
+
+
+def inside_a_graph(computed: Callable[[Tensor], Tensor]) -> None:
+    """A penalty on the gradient of a weight. What `computed` gets, a vector, is made inside of the compiled graph."""
+    torch._dynamo.reset()  # so that each function is compiled afresh
+    x, weight = torch.randn(128), torch.ones(128, requires_grad=True)
+    loss = torch.compile(lambda x, weight: computed(x + weight), backend="aot_eager")(x, weight)
+    (found,) = grad(loss, weight, create_graph=True)
+    (loss + found.square().sum()).backward()
+
+
+def as_heads(config: AttentionConfig) -> Callable[[Tensor], Tensor]:
+    """For inside_a_graph: attention on q = k = v (1, 2, 8, 8), strided as a model's."""
+
+    def attend(x: Tensor) -> Tensor:
+        q = x.view(1, 8, 2, 8).transpose(1, 2)
+        return attention(q, q, q, config).sum()
+
+    return attend
 
 
 SECOND = {

@@ -40,7 +40,7 @@ from tests.reference import (
     run_forward,
     table,
 )
-from tests.second import SECOND
+from tests.second import SECOND, as_heads, inside_a_graph
 
 sized = implementations.sized
 # the interpreter's log(0) of a row that sees nothing, which is -inf and meant to be
@@ -528,12 +528,34 @@ def test_a_second_derivative_is_refused(row, way):
         way(row.config, *heads(row))
 
 
+@WITH_BACKWARD
+def test_a_transform_of_torch_func_is_refused(row):
+    q, k, v = heads(row, grad=False)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda q: attention(q, k, v, row.config).sum())(q)
+
+
 @pytest.mark.parametrize("way", ["penalty", "grad of a sum", "Hessian times vector"])
 def test_a_second_derivative_through_a_compiled_function_is_refused_too(way, monkeypatch):
     """Inside of the graph a penalty on the gradient of o.sum() was lost without a word."""
     monkeypatch.setattr(second, "attention", torch.compile(attention, backend="aot_eager"))
     with pytest.raises(RuntimeError, match="attention=tiled has no second derivative"):
         SECOND[way](TILED, *(torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not second.REFUSED_BY_PYTORCH, reason="PyTorch before 2.13 lost it without a word")
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda x: x.exp().sum(),
+        *(as_heads(row.config) for row in ROWS if row.device == "cpu" and row.name in ("tiled", "triton")),
+    ],
+)
+def test_a_second_derivative_is_refused_where_q_is_made_inside_of_a_compiled_graph(computed):
+    """Of whatever function: the error is PyTorch's, and docs/attention.md says so."""
+    with pytest.raises(RuntimeError, match=second.PYTORCH_REFUSES):
+        inside_a_graph(computed)
 
 
 def test_naive_has_a_second_derivative():

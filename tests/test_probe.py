@@ -1,6 +1,7 @@
 """The instruments: gauges against their definitions, and planted faults found where they were planted."""
 
 import math
+import re
 import resource
 import shutil
 from contextlib import contextmanager
@@ -326,3 +327,22 @@ def test_a_batch_of_what_is_no_token_is_refused(call, met_nan, tmp_path, name, t
     ended = call(breakit, f"replay={kept}", "device=cpu")
     assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
     assert name in ended.err
+
+
+def test_after_nan_a_few_lines_say_where_and_what_to_do(call, small, tmp_path):
+    wrong = ["optimizer.lr=1e38", "optimizer.warmup_steps=0", "dtype=bf16", "probe.every=100", "checkpoint_every=1"]
+    ended = call(train, *small, *wrong, "steps=30", f"runs={tmp_path}")
+    assert ended.code == 1
+    lines = [line.replace(str(tmp_path), "runs") for line in ended.out.splitlines()]
+    said = lines[max(i for i, line in enumerate(lines) if " | " in line) + 1 :]
+    assert len(said) <= 4
+    assert max(map(len, said)) <= 160
+    step = int(re.search(r"step (\d+): loss nan", "\n".join(said))[1])
+    for part in (
+        f"step_{step - 1:06d}",
+        "lower optimizer.lr",
+        "layer 0, head ",
+        "query tile ",
+        f"/faults/step_{step:06d}",
+    ):
+        assert part in "\n".join(said)

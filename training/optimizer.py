@@ -107,14 +107,14 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
 
 
 class NotCompiled(Optimizer):
-    """Without torch's guards against compiling an optimizer, which none here is. At their first call they import
-    torch._dynamo, and that takes a second or two."""
+    """Adds its parameters without torch's guard against compiling that. No optimizer is compiled here, and the guard
+    imports torch._dynamo, which takes a second or two."""
 
     add_param_group = unwrap(Optimizer.add_param_group)
 
 
 class AdamW(NotCompiled, torch.optim.AdamW):
-    """torch's."""
+    """torch's, whose step is without the guard too. unwrap() takes its no_grad() as well, so that is added again."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
