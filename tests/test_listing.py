@@ -8,6 +8,7 @@ import pytest
 import sample
 import train
 from training import checkpoint
+from training.help import aligned
 from training.listing import in_short
 
 
@@ -40,6 +41,10 @@ def test_a_damaged_run_is_passed_over(runs, call, tmp_path):
         state.write_text(json.dumps({"step": 4}))
     done = call(sample, "list_runs=true", f"runs={tmp_path / 'runs'}")
     assert [line.split()[2] for line in done.out.splitlines()[1:]] == ["second-BROKEN-no_rescale"]
+
+
+def test_columns_are_aligned_and_numbers_at_their_ends():
+    assert aligned([("a", "b", "c"), ("10", "xy", "200")], right=[0, 2]) == [" a  b     c", "10  xy  200"]
 
 
 @pytest.mark.parametrize(("number", "words"), [(512, "512"), (41_216, "41.2k"), (2_870_000, "2.87M"), (1.5e9, "1.5B")])

@@ -340,7 +340,7 @@ def test_after_nan_a_few_lines_say_where_and_what_to_do(call, small, tmp_path):
     step = int(re.search(r"step (\d+): loss nan", "\n".join(said))[1])
     for part in (
         f"step_{step - 1:06d}",
-        "lower optimizer.lr",
+        "optimizer.lr",
         "layer 0, head ",
         "query tile ",
         f"/faults/step_{step:06d}",

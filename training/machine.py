@@ -175,7 +175,7 @@ class Signals(list[int]):
 @contextmanager
 def stop_signals(silent: bool = False) -> Iterator[Signals]:
     """Yields a list. Ctrl-C (SIGINT), SIGTERM and SIGHUP (connection lost) append their number to it. A run can then
-    finish its step and save. silent: Ctrl-C alone does, and nothing is printed.
+    finish its step and save. silent: only Ctrl-C is caught, and nothing is printed.
 
     A second signal raises KeyboardInterrupt, with its number, at once. Under nohup, SIGHUP stays ignored. Works in the
     main thread only, as signal.signal() does.
