@@ -105,15 +105,16 @@ def each_piece(
 
     wholes: (B, T, ...), and so are the results, put together again. compute treats each token by itself.
     """
-    T, device = wholes[0].shape[1], wholes[0].device.type
+    device = wholes[0].device.type
     # With its cache autocast would use one copy of each weight for all pieces, and add up its gradients in 16 bits.
     low, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    with torch.autocast(device, dtype, enabled=low, cache_enabled=chunk >= T):
+    pieces = list(zip(*(x.split(chunk, dim=1) for x in wholes), strict=True))
+    with torch.autocast(device, dtype, enabled=low, cache_enabled=len(pieces) == 1):
         parts = [
             checkpoint(compute, some(context, i * chunk, chunk), *piece, use_reentrant=False, preserve_rng_state=False)
-            for i, piece in enumerate(zip(*(x.split(chunk, dim=1) for x in wholes), strict=True))
+            for i, piece in enumerate(pieces)
         ]
-    return tuple(torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+    return tuple(torch.cat(found, dim=1) for found in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
 
 def some(context: Context, first: int, n: int) -> Context:

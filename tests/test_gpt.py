@@ -273,6 +273,16 @@ def test_a_compiled_selective_checkpoint_computes_attention_once_and_changes_no_
     assert same(*found)
 
 
+@pytest.mark.slow
+def test_pieces_are_compiled_for_a_length_that_changes():
+    """torch.compile makes the second length a symbol, and could not trace what was asked of it."""
+    model = gpt("tiled", n_layer=1, context_length=96, activation_checkpointing="selective", chunk=32)
+    step = torch.compile(model, backend="eager")
+    for T in (96, 64):
+        idx = torch.randint(50, (2, 2, T))
+        torch.testing.assert_close(step(*idx), model(*idx))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_count_each_multiplying_weight_and_the_keys_seen(family):
     """Against torch's own counter, which counts the operations that run."""

@@ -2,12 +2,14 @@
 
 import ast
 import gc
+import importlib
 import os
 import platform
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 import train
 from tests.processes import HANGS
 from training import machine, start
-from training.machine import stop_signals
+from training.machine import Stopping, stop_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["train.py", "sample.py", "breakit.py", "bench.py"]
@@ -144,6 +146,23 @@ def test_a_second_signal_is_named_and_under_nohup_a_lost_connection_stops_nothin
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_in_an_import_waits_for_its_end(signals, tmp_path, monkeypatch):
+    """Python kept the lock of imports, and a thread that imported matplotlib waited for it: the run never ended."""
+    kill = "import os, signal\n" + signals * "os.kill(os.getpid(), signal.SIGTERM)\n"
+    (tmp_path / "signalled.py").write_text(kill + "ended = True\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def wait_for_it() -> None:
+        importlib.import_module("signalled")
+        time.sleep(HANGS)
+
+    with stop_signals() as received, pytest.raises(KeyboardInterrupt) as raised, received.at_once():
+        wait_for_it()
+    assert isinstance(raised.value, Stopping) == (signals == 1)
+    assert sys.modules.pop("signalled").ended
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

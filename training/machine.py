@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 import torch
@@ -158,6 +159,7 @@ class Signals(list[int]):
     """The signals that a process has received."""
 
     answer = ""  # inside at_once(): what is said of a signal
+    due: KeyboardInterrupt | None = None  # to be raised, as soon as nothing is being imported
 
     @contextmanager
     def at_once(self, answer: str = "stopping now; a second one stops without saving") -> Iterator[None]:
@@ -170,6 +172,8 @@ class Signals(list[int]):
             yield
         finally:
             self.answer = ""
+            if isinstance(self.due, Stopping):
+                self.due = None
 
 
 @contextmanager
@@ -178,31 +182,51 @@ def stop_signals(silent: bool = False) -> Iterator[Signals]:
     finish its step and save. silent: only Ctrl-C is caught, and nothing is printed.
 
     A second signal raises KeyboardInterrupt, with its number, at once. Under nohup, SIGHUP stays ignored. Works in the
-    main thread only, as signal.signal() does.
+    main thread only, as signal.signal() does. What interrupts an import waits for its end: Python would never release
+    the lock of imports, and every thread that imports would wait for ever.
     """
     received = Signals()
 
     def on_signal(number, frame):
         if received:
-            raise KeyboardInterrupt(number)
-        received.append(number)
-        if silent:
-            return
-        with reader_may_leave(sys.stderr):  # with a lost connection the terminal is gone too
-            answer = received.answer or "stopping after this step; a second one stops at once"
-            print(f"\n{signal.Signals(number).name}: {answer}", file=sys.stderr, flush=True)
-        if received.answer:
-            raise Stopping(number)
+            received.due = KeyboardInterrupt(number)
+        else:
+            received.append(number)
+            if silent:
+                return
+            with reader_may_leave(sys.stderr):  # with a lost connection the terminal is gone too
+                answer = received.answer or "stopping after this step; a second one stops at once"
+                print(f"\n{signal.Signals(number).name}: {answer}", file=sys.stderr, flush=True)
+            received.due = Stopping(number) if received.answer else None
+        raise_due(number, frame)
+
+    def raise_due(number, frame):
+        if received.due and alarms and in_import(frame):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds until SIGALRM
+        elif received.due:
+            error, received.due = received.due, None
+            raise error
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, on_signal) for number in numbers[: 1 if silent else None]}
+    if alarms := hasattr(signal, "setitimer"):  # Windows has none
+        handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, raise_due)
     try:
         yield received
     finally:
+        if alarms:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def in_import(frame: FrameType | None) -> bool:
+    """Whether the frame, or one that called it, belongs to Python's import."""
+    while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def about(device: torch.device) -> dict[str, str | int]:
