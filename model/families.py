@@ -160,7 +160,8 @@ def configuration(theirs: dict) -> tuple[GPTConfig, AttentionConfig]:
     if family not in ("gpt2", "llama", "mistral"):
         raise ValueError(f"config.json has model_type={said(family)}; only gpt2, llama and mistral can be used")
     refuse(theirs, quantization_config=None, is_encoder_decoder=False, add_cross_attention=False, per_layer_config=None)
-    refuse(theirs, attribute_map=None, transformers_weights=None)  # other keys and another file in place of these
+    # Other keys, and other files in place of these.
+    refuse(theirs, attribute_map=None, transformers_weights=None, configuration_files=None)
     for key in ("is_causal", "scale_attn_weights"):
         if theirs.get(key, True) is not True:  # transformers reads null as false
             raise ValueError(f"config.json has {key}={said(theirs[key])}; only true can be used")

@@ -656,6 +656,7 @@ CHANGES = {
         {"is_causal": False}, {"per_layer_config": {"0": {"layer_norm_epsilon": 0.5}}},
         {"activation_function": ["gelu"]}, {"layer_norm_epsilon": 10**400}, {"reorder_and_upcast_attn": True},
         {"transformers_weights": "other.safetensors"}, {"add_cross_attention": True}, {"n_embd": 64},
+        {"configuration_files": ["config.4.0.0.json"]},
         {"quantization_config": {"bits": 4}}, {"n_embd": 2**31, "n_head": 1}, {"n_layer": 10**9},
         {"model_type": "bert"}, {"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, {"model_type": "a\nb"},
         *[{key: value} for key, value in zip(("n_layer", "n_head", "n_embd", "n_positions"), NO_NUMBERS, strict=True)],
