@@ -174,7 +174,7 @@ def main(cfg: Config) -> None:
     broken = trained.state["broken"]
     loss = trained.state["val_loss"]
     of_loss = f", validation loss {loss:.4f}" if loss else ""
-    print(printable(f"{stamp(broken)}{trained.path}{of_loss}"), file=sys.stderr)
+    print(printable(f"{stamp(broken)}{config.one_line(str(trained.path))}{of_loss}"), file=sys.stderr)
     if other := trained.other_attention(attention, model):
         print(printable(other), file=sys.stderr)
     if broken:
@@ -197,7 +197,7 @@ def main(cfg: Config) -> None:
     if seen < len(prompt) - 1:  # without the token that begins a text
         print(f"of the prompt's {len(prompt) - 1} tokens, the model sees only the last {seen}", file=sys.stderr)
     if cfg.cache != "false" and (refused := refusal(model)) is not None:
-        print(f"{stamp(broken)}sampling without a cache, {refused}", file=sys.stderr)
+        print(printable(f"{stamp(broken)}sampling without a cache, {refused}"), file=sys.stderr)
     try:
         (talk if cfg.interactive else write)(cfg, model, encoding, prompt, text, stamp(broken))
     except (RuntimeError, MemoryError) as error:
@@ -351,8 +351,11 @@ def read_prompt(path: str) -> str:
         raise ValueError(
             "prompt_file=- reads standard input, and nothing is piped into it; use prompt= for a short one"
         )
+    file = Path(os.path.expanduser(path))
+    if path != "-" and file.is_char_device():  # /dev/zero never ends
+        raise ValueError(f"prompt_file={path} is a device; give a text file, or - for standard input")
     try:
-        read = sys.stdin.buffer.read if path == "-" else Path(os.path.expanduser(path)).read_bytes
+        read = sys.stdin.buffer.read if path == "-" else file.read_bytes
         return read().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"prompt_file={path} cannot be read ({error.strerror}); give a text file") from error

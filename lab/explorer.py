@@ -93,6 +93,8 @@ def small_inputs() -> list[Input]:
 
 def real_input(path: Path) -> Input:
     """The head of a trace that trace=true has kept. Raises ValueError if the file is not a trace."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"real={path} is no file; trace=true run=NAME out=PATH.json makes one")
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         head = Head(**{name: kept[name] for name in Head._fields})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from training.files import FILES, replacing
 from training.machine import about
 
 ROUNDED = ("ms", "tflops", "peak_mib")  # to four digits in a table
@@ -58,7 +59,11 @@ def write(path: Path, text: str) -> None:
     """Writes text as UTF-8 and makes the folders above it. Raises ValueError with the file's name if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.name in FILES:  # a run's own
+            with replacing(path) as file:
+                file.write(text.encode())
+        else:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"out={path} cannot be written: {error.strerror}") from error
 

@@ -93,6 +93,8 @@ def replay(path: Path, device: torch.device) -> None:
             f"replay={path} holds no batch: name a folder under runs/NAME/faults, which a run with probe.every= writes"
         )
     attention = config.from_dict(AttentionConfig, kept.state["config"]["attention"])
+    if attention.documents and "batch.documents" not in tensors:
+        raise ValueError(f"replay={path} holds no numbers of documents, which its attention.documents=true needs")
     impl = kept.state["about"]["attention"]
     if impl == "triton" and (why := why_not("triton", {}, device)):
         show(f"{why}: using tiled instead")

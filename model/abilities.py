@@ -143,7 +143,7 @@ def why_not(
         line = why.replace("{}", typed) if "{}" in why else f"{typed}: {why}"
         if thing not in IMPLEMENTATIONS:
             return line
-        others = ["tiled", "triton"] if device.type == "cuda" or option in FAILURES else ["tiled"]
+        others = ["tiled", "triton"] if device.type == "cuda" else ["tiled"]
         others = [f"attention={impl}" for impl in others if option not in ABILITIES[impl].lacks]
         out = ["leave it out"] * (option in TRITONS) + [f"use {' or '.join(others)}"] * bool(others)
         return f"{line.replace('{impl}', thing)}; {' or '.join(out)}"

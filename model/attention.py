@@ -56,7 +56,7 @@ class AttentionConfig:
     order: str = key(
         "queries_outside", "tiled", among="queries_outside (FlashAttention-2) | keys_outside (FlashAttention-1)"
     )
-    softmax_scale: float | None = key(None, "multiplies q k^T", above=0, usual="null: 1 / sqrt(head size)")
+    softmax_scale: float | None = key(None, "multiplies q k^T", above=0, most=1e30, usual="null: 1 / sqrt(head size)")
     softcap: float | None = key(
         None, "limits the scores to (-softcap, softcap) by a tanh", above=0, usual="null: off; Gemma 2 uses 50"
     )

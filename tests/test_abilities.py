@@ -9,7 +9,7 @@ import torch
 
 from model.abilities import ABILITIES, HOPPER_FROM, IMPLEMENTATIONS, OF_MASK, OF_SCORE, resolve, wanted, why_not
 from model.attention import KINDS, AttentionConfig, attention, sdpa_kernel
-from model.break_it import BreakIt
+from model.break_it import FAILURES, BreakIt
 from model.gpt import GPTConfig
 from tests.test_readme import README
 
@@ -52,6 +52,11 @@ def test_an_option_runs_or_is_refused_with_its_value_and_a_way_out_that_is_one(i
     for other in IMPLEMENTATIONS:
         if f"use attention={other}" in str(refused.value):
             assert resolve(replace(config, impl=other), "cpu").impl == other
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_where_there_is_no_gpu_none_is_advised_for_a_failure(name):
+    assert "attention=triton" not in why_not("sdpa", {name: f"break_it={name}"}, "cpu")
 
 
 @pytest.mark.parametrize("thing", sorted(set(ABILITIES) - set(IMPLEMENTATIONS)))

@@ -462,6 +462,7 @@ def test_a_run_that_cannot_be(refused, there, typed, answer):
     breakit explorer=true out=x.json                    out=x.json
     breakit explorer=true real=nowhere.json             real=nowhere.json
     breakit explorer=true real={there}/empty.txt        real={there}/empty.txt
+    breakit explorer=true real=/dev/zero                real=/dev/zero
     sample run=nobody runs={there}/runs                 runs that have one: done
     sample checkpoint=step_000009 runs={there}/runs     {there}/runs/done/checkpoints/step_000009
     sample checkpoint={there}/runs/done/checkpoints/step_000009    step_000009
@@ -476,6 +477,7 @@ def test_a_run_that_cannot_be(refused, there, typed, answer):
     sample prompt_file={there}/none runs={there}/runs   prompt_file={there}/none
     sample prompt_file={there}/text runs={there}/runs   prompt_file={there}/text
     sample prompt_file={there}/surrogate.txt runs={there}/runs    offset 0
+    sample prompt_file=/dev/zero runs={there}/runs      prompt_file=/dev/zero
     sample prompt=a prompt_file=b                       prompt_file=b
     sample cache=true runs={there}/runs                 contiguous, paged or false
     sample device=cuda:99 runs={there}/runs             device=cpu

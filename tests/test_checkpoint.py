@@ -328,12 +328,21 @@ def test_what_lies_in_place_of_an_old_checkpoint_is_removed_and_not_followed(tmp
     assert (tmp_path / "theirs/file").exists()
 
 
+def test_nothing_is_written_through_a_link_in_place_of_the_folder(tmp_path):
+    """faults/later led out of the run."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "later").symlink_to(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="later is a link"):
+        save(tmp_path / "later", 10)
+    assert not any((tmp_path / "theirs").iterdir())
+
+
 # --- resume= --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def runs(tmp_path):
-    for age, (name, reached) in enumerate((("new", 20), ("old", 40), ("bad-BROKEN-local_mask", 30))):
+    for age, (name, reached) in enumerate((("bad-BROKEN-local_mask", 30), ("new", 20), ("old", 40))):
         for step in (10, reached):
             path = save(tmp_path / name / checkpoint.FOLDER, step)
         os.utime(path, (1e9 - age, 1e9 - age))
@@ -367,7 +376,7 @@ def test_resume_finds(runs, resume, name, expected):
 def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resume, name):
     """Of a run that ended before its first checkpoint, name= said to use resume=auto, and resume=auto this."""
     resume = resume.format(runs=runs)
-    with pytest.raises(ValueError, match=r"\A.*runs that have one: new, old, bad-BROKEN-local_mask\Z") as error:
+    with pytest.raises(ValueError, match=r"\A.*runs that have one: bad-BROKEN-local_mask, new, old\Z") as error:
         checkpoint.find(resume, runs, option="resume", name=name)
     assert str(error.value).startswith(f"resume={resume}: ")
     assert (name or resume) in str(error.value)
@@ -396,7 +405,7 @@ def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys
     assert line.endswith(f": resuming from {older} instead") == (which == "last")
     damage(older)
     for resume, asked in (("auto", "new"), ("new", None)):
-        with pytest.raises(ValueError, match=r"/new; runs that have one: old, bad-BROKEN-local_mask$"):
+        with pytest.raises(ValueError, match=r"/new; runs that have one: bad-BROKEN-local_mask, old$"):
             checkpoint.find(resume, runs, option="resume", name=asked)
 
 

@@ -1,5 +1,7 @@
 """training/config.py: what arrives at a script, and what a user who mistyped is told."""
 
+import errno
+import io
 import os
 import re
 import signal
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 import bench
 import breakit
@@ -457,6 +459,27 @@ def test_closed_outputs_lose_what_is_printed_and_nothing_else(launch, monkeypatc
     with pytest.raises(SystemExit) as exit:
         launch(script=raiser(ValueError("unseen")))
     assert exit.value.code == 2
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_on_a_full_disk_the_error_is_said_where_there_is_room(launch, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", Full())
+    with pytest.raises(SystemExit) as exit:
+        launch(script=lambda config: print("a note", file=sys.stderr))
+    assert exit.value.code == 2
+    assert "make room" in capsys.readouterr().out
+
+
+def test_a_list_that_was_kept_is_not_taken_for_a_command():
+    """A stranger's checkpoint had environment variables read into wandb's tags."""
+    kept = {"tags": ["${oc.env:HOME}", "a\\${b}"], "of": {"x": "${y}"}}
+    assert OmegaConf.to_container(OmegaConf.create(config.escaped(kept)), resolve=True) == kept
+    with pytest.raises(ValueError, match=r"text='\?\?\?'"):
+        config.check_keys(make_dataclass("Texts", [("text", str)]), {"text": "???"})
 
 
 SCRIPT = """

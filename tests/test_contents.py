@@ -73,6 +73,7 @@ def refused(path, *words):
 
 
 CONFIG = "state.config."
+SCALER = torch.amp.GradScaler("cpu").state_dict()
 STATES = {  # {a key of state.json: values of it that no run writes; ...: without the key}
     **dict.fromkeys(("step", "state"), (..., None, "x", [1], 1.5)),
     "alias": (..., None, "x", [1], 1.5, {"x": "y"}, {"head.weight": "norm.weight"}, {"head.weight": 3}, {}),
@@ -81,19 +82,28 @@ STATES = {  # {a key of state.json: values of it that no run writes; ...: withou
     f"{CONFIG}model.n_layer": (100_000, 10**30, -1, 0, True, "2", 2.0, None, [2]),
     f"{CONFIG}model.n_embd": (10**9, 64, 33),
     f"{CONFIG}model.vocab_size": (None, 10**12, 0, -1, 100, ...),
-    f"{CONFIG}model.context_length": (10**30, 2**31 - 1, 0),
+    f"{CONFIG}model.context_length": (10**30, 2**31 - 1, 0, ...),
     f"{CONFIG}model.norm_eps": [float("nan")],
     f"{CONFIG}model.position": [["rope"]],
     f"{CONFIG}model.mlp": ["swiglu"],
     f"{CONFIG}model.yarn_factor": [10**400],
     f"{CONFIG}attention.windows": ["all"],
     f"{CONFIG}attention.softcap": [-(10**400)],
+    f"{CONFIG}attention.softmax_scale": [1e308],
     "state.broken": (..., "no_max", None),
     "state.val_loss": ("low", [1], {}, 10**400),
     "state.loader": (..., None, [], {}),
     "state.loader.position": (-1, 10**30, "0", None, ...),
     "state.loader.dataset": (..., 3),
-    "state.scaler": (3, {"scale": "high"}),
+    "state.scaler": (
+        3,
+        {"scale": "high"},
+        {"scale": 2.0},
+        SCALER | {"scale": 1e308},
+        SCALER | {"_growth_tracker": 2**61},
+    ),
+    "state.begin": (-1, 10**30, 1.5, None, [1], "x", 10**6),
+    **dict.fromkeys(("state.place", "state.pace", "state.seconds"), (-1.0, float("nan"), float("inf"), "x")),
     "state.validation": [3],
     "state.about": [3],
 }
@@ -131,9 +141,20 @@ def test_tensors_that_no_run_writes_are_refused(path, where, new):
     refused(path, name)
 
 
-@pytest.mark.parametrize("pattern", ["", "^", "a*", "(?=x)", "(", "a", 3])
+def test_an_optimizer_that_has_forgotten_everything_is_refused(path):
+    """It trained on as if it began."""
+    names = safetensors.torch.load_file(path / "optimizer.safetensors").keys() - {"rng.cpu", "rng.cuda"}
+    for name in names:
+        forge_tensor(path, "optimizer.safetensors", name, None)
+    refused(path, "optimizer.safetensors")
+
+
+BACKTRACKS = r"(?:(?:[a-z ]|[a-z ])*\x00(?=c))|[\s\S]"
+
+
+@pytest.mark.parametrize("pattern", ["", "^", "a*", "(?=x)", "(", "a", BACKTRACKS, 3])
 def test_a_pattern_that_cuts_no_text_is_refused(path, pattern):
-    """tiktoken panics when a pattern matches the empty text, and no `except` catches that."""
+    """tiktoken panics when a pattern matches the empty text or searches for too long, and no `except` catches that."""
     content = json.loads((path / "tokenizer.json").read_text())
     (path / "tokenizer.json").write_text(json.dumps(content | {"pattern": pattern}))
     sign(path, header_of(path))

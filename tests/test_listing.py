@@ -39,8 +39,9 @@ def test_a_damaged_run_is_passed_over(runs, call, tmp_path):
     shutil.copytree(runs, tmp_path / "runs")
     for state in (tmp_path / "runs" / "first" / "checkpoints").glob("*/state.json"):
         state.write_text(json.dumps({"step": 4}))
+    (tmp_path / "runs/second-BROKEN-no_rescale").rename(tmp_path / "runs/second\nline")
     done = call(sample, "list_runs=true", f"runs={tmp_path / 'runs'}")
-    assert [line.split()[2] for line in done.out.splitlines()[1:]] == ["second-BROKEN-no_rescale"]
+    assert [line.split()[2] for line in done.out.splitlines()[1:]] == ["second\\nline"]
 
 
 def test_columns_are_aligned_and_numbers_at_their_ends():

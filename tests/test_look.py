@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import os
 import shlex
 from dataclasses import replace
 
@@ -19,8 +20,7 @@ from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.reference import assert_within_budget
 from tests.runs import losses
-from training.film import frames
-from training.metrics import read_metrics
+from training.metrics import frames, read_metrics
 from training.probe import Call, record
 from training.weights import by_rows, places_of, read, visited
 
@@ -199,9 +199,13 @@ def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, c
     image = imread(found[6])  # (2 layers of 32 points, 2 heads of 32 points)
     assert image.shape[:2] == (64, 64)
     assert (image[:32, :32][np.triu_indices(32, 1)] == 1).all()  # white where nothing is seen
+    (tmp_path / "cut/film/step_000001.png").write_text("no picture")
+    for foreign in ("step_.png", "step_abc.png"):
+        (tmp_path / "cut/film" / foreign).touch()
+    os.mkfifo(tmp_path / "cut/film/step_000000.png")
     done = call(train, *run, "name=cut", "resume=auto", "steps=6", "probe.film=2")
     assert done.code == 0, done.err
-    assert list(frames(tmp_path / "cut", 6)) == [2, 3, 4, 6]  # 3: the end of the first part
+    assert list(frames(tmp_path / "cut", 6)) == [1, 2, 3, 4, 6]  # 3: the end of the first part
     for step in (2, 4, 6):
         assert found[step].read_bytes() == frames(tmp_path / "cut", 6)[step].read_bytes()
     assert (tmp_path / "cut" / "film.png").stat().st_size > 0

@@ -30,6 +30,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,8 @@ def save(
     final = folder / folder_name(step)
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
+        if folder.is_symlink():
+            files.own(folder, folder=True)  # which says so
         folder.mkdir(parents=parents, exist_ok=True)
         _write(temp, {"step": step, "state": state, "alias": alias}, weights, optimizer, tokenizer)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk, for example
@@ -393,19 +396,20 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     """The checkpoint that resume=, run= or init_from= (the option) names. ValueError, one line, if there is none.
 
     named: the path of a checkpoint or of a run, the name of a run in `runs`, or "auto" ("latest" for run=): the run
-    `name`, and if that is None, the run that saved last. which: of a run's checkpoints the last one; the best one, with
-    the lowest validation loss, or the last one if none has a loss; or step_000010.
+    `name`, and if that is None, the last one that saved and is not broken. which: of a run's checkpoints the last one;
+    the best one, with the lowest validation loss, or the last one if none has a loss; or step_000010.
 
     Passes over a damaged checkpoint, and names it on stderr. One that is given by its path or step is returned: load()
     says what is wrong.
     """
     have = {}  # run name: when it last saved
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:
-        if newest := last(run / FOLDER):
-            have[run.name] = newest.stat().st_mtime
+        with suppress(OSError):  # a folder that may not be read
+            if newest := last(run / FOLDER):
+                have[run.name] = newest.lstat().st_mtime
     if (option, named) in (("resume", "auto"), ("run", "latest")):
         if name is None and have:
-            name = max(have, key=have.__getitem__)
+            name = max([run for run in have if "-BROKEN-" not in run] or have, key=have.__getitem__)
         looked = folder_of(runs / (name or "*"))
     elif (Path(named) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(named).name):
         looked = Path(named)
@@ -429,7 +433,7 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
         if not (wrong := _wrong(path, FILES if option == "resume" else ("model.safetensors", "tokenizer.json"))):
             whole = path
             break
-        damaged.append(f"checkpoint {path} is damaged ({wrong})")
+        damaged.append(config.one_line(f"checkpoint {path} is damaged ({wrong})"))
     instead = f": resuming from {whole} instead" if whole and option == "resume" and which == "last" else ""
     for line in damaged:
         print(printable(f"{line}{instead}"), file=sys.stderr)

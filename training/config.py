@@ -20,6 +20,7 @@ Two decisions shape this file:
 """
 
 import atexit
+import errno
 import gc
 import inspect
 import os
@@ -63,7 +64,9 @@ FIRST_SPEAKS = 2.0
 
 NO_THREAD = "can't start new thread"  # Python's RuntimeError has no other mark
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal would execute them, and an error is one line
+CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)  # a terminal would execute them, and an error is one line
 
 SCIENTIFIC = re.compile(r"(?<![\w.])\d+(\.\d*)?[eE][+-]?\d{1,2}(?![\w.])")  # 1e3, as people write a number of steps
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
@@ -126,7 +129,11 @@ def run(
             raise
         if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(FIRST_SPEAKS)
-        print(f"{file.stem}: {one_line(in_words(error))}", file=sys.stderr, flush=True)
+        line = f"{file.stem}: {one_line(in_words(error))}"
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except OSError:  # stderr is a file on a full disk
+            print(line, flush=True)
         sys.exit(2)
 
 
@@ -152,10 +159,12 @@ def one_line(text: str) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """The error's line. Python's own about a file, as in "[Errno 36] File name too long: 'x'", and about a thread that
-    cannot start have no way out."""
+    """The error's line. Python's own about a file, as in "[Errno 36] File name too long: 'x'", about a full disk and
+    about a thread that cannot start have no way out."""
     if str(error) == NO_THREAD:
         return f"{error}: the memory (ulimit -v) or the number of threads (ulimit -u) has a limit here; raise it"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return f"{error.strerror}: make room there, or send what is printed elsewhere (> FILE, 2> FILE)"
     if not isinstance(error, OSError) or error.errno is None or not isinstance(error.filename, str | bytes):
         return str(error)
     path = Path(os.fsdecode(error.filename))
@@ -346,6 +355,8 @@ def escaped(value: Any) -> Any:
     """value with every string in it escaped, so that OmegaConf's interpolation gives back exactly value."""
     if isinstance(value, Mapping):
         return {key: escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [escaped(inner) for inner in value]
     # OmegaConf writes ${ as \${, and needs the backslashes before it doubled
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
@@ -414,15 +425,17 @@ def check_keys(schema: type, mapping: Mapping[str, Any], prefix: str = "") -> No
     for key, value in mapping.items():
         if key not in hints:
             raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in hints])}")
-        if (node := node_of(hints[key])) and isinstance(value, Mapping):
+        if node := node_of(hints[key]):
             check_keys(node, value, f"{prefix}{key}.")
-        elif not node and not fits(hints[key], value):
+        elif not fits(hints[key], value):
             raise ValueError(f"{prefix}{key}={value!r:.60} is not {getattr(hints[key], '__name__', hints[key])}")
 
 
 def fits(hint: Any, value: Any) -> bool:
     """Whether `value`, out of JSON or Hydra, is of the type that a field has. An older version had bools where a string
     is."""
+    if value == "???":  # OmegaConf's word for a value that is missing
+        return False
     if isinstance(hint, UnionType):
         return any(fits(member, value) for member in get_args(hint))
     inner = get_args(hint)

@@ -33,11 +33,13 @@ FILES = (
     "context.png",
     "passkey.png",
     "film.png",
+    "look.html",
     "wandb_id.txt",
 )
 FOLDERS = ("checkpoints", "faults", "film", "wandb")
 LOCK = ".lock"  # beside them
 LARGEST = 1 << 30  # bytes of a metrics.jsonl or samples.txt that are read
+TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # change the direction of what follows
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
 
@@ -186,4 +188,5 @@ def printable(text: str) -> str:
 def harmless(text: str) -> str:
     """text without control characters: a byte model may write escape sequences, and the terminal would execute them."""
     # str.isprintable() would also remove joiners and wide spaces, which Persian and emoji need.
-    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    drop = {c for c in set(text) if c in TURNING or (unicodedata.category(c) == "Cc" and c not in "\n\t")}
+    return "".join("\ufffd" if c in drop else c for c in text)

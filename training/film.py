@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from training.files import replacing
-from training.metrics import drawable, rewrite, writing
+from training.metrics import drawable, frames, rewrite, writing
 from training.weights import PATTERNS, Reading
 
 SIZE = 64  # points along a side of a picture
@@ -42,24 +42,28 @@ def keep(folder: Path, step: int, found: list[Reading]) -> None:
         Image.fromarray(image).save(file, "png")
 
 
-def frames(folder: Path, last: int) -> dict[int, Path]:
-    """{step: file} of the frames up to a step. The next frame may be there before the strip of this one is drawn."""
-    found = {int(file.stem.removeprefix("step_")): file for file in (folder / "film").glob("step_*.png")}
-    return {step: found[step] for step in sorted(found) if step <= last}
+def picture_of(file: Path, size: tuple[int, int]) -> np.ndarray | None:
+    """The frame, uint8 (height, width, 3), if it is a picture of this size (width, height)."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            return np.array(image.convert("RGB")) if image.size == size else None
+    except (OSError, SyntaxError, Image.DecompressionBombError):  # as Pillow says that it is none
+        return None
 
 
 def draw(folder: Path, last: int, found: list[Reading], title: str, broken: str) -> Path:
     """Draws film.png of the frames up to step `last`. found: the readings of that step, for the names of the heads."""
     from matplotlib.figure import Figure
-    from PIL import Image
 
-    of_step = frames(folder, last)
+    of_step = frames(folder, last)  # the next frame may be there before the strip of this one is drawn
     steps = list(of_step)
     if len(steps) > COLUMNS:  # the first, the last, and between them as even as they come
         steps = [steps[round(i * (len(steps) - 1) / (COLUMNS - 1))] for i in range(COLUMNS)]
     L, (H, N, _) = len(found), found[0].maps.shape
-    pictures = {step: np.array(Image.open(of_step[step]).convert("RGB")) for step in steps}
-    pictures = {step: x for step, x in pictures.items() if x.shape == (L * N, H * N, 3)}  # another model's are left out
+    read = {step: picture_of(of_step[step], (H * N, L * N)) for step in steps}
+    pictures = {step: x for step, x in read.items() if x is not None}  # another model's are left out
     heads = [(layer, head) for layer in range(L) for head in range(H)]
     if len(heads) > ROWS:
         contrast = {(layer, head): float(found[layer].maps[head].nan_to_num(0.0).std()) for layer, head in heads}

@@ -41,13 +41,13 @@ def row(run: Path, path: Path) -> tuple[str, ...]:
     weights = sum(math.prod(shape) for _, shape in described(path, "model.safetensors").values())
     return (
         time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime)),
-        run.name,
+        config.one_line(run.name),
         in_short(weights),
         f"{step:,}",
         in_short(step * (cfg.tokens_per_step or cfg.batch_size * cfg.model.context_length)),
         f"{loss:.4f}" if math.isfinite(loss) else "",
         f"{checkpoint.step_of(best):,}" if best else "",
-        cfg.data.path or cfg.data.source,
+        str(cfg.data.path or cfg.data.source),
         f"{cfg.model.context_length:,}",
         str(state.get("about", {}).get("attention", cfg.attention.impl)),
         state["broken"],

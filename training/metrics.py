@@ -128,7 +128,7 @@ def show(text: str) -> None:
 
 DRAWING = 1 / 50  # how much of a run's time may go into drawing pictures, about; a GPU's steps wait for them
 PICTURES = 20  # number of pictures that a run sends to wandb; wandb keeps all of them
-SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d+) =====$", re.MULTILINE)
+SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d{1,18}) =====$", re.MULTILINE)
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:
@@ -151,10 +151,16 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
+def frames(folder: Path, last: float = math.inf) -> dict[int, Path]:
+    """{step: file} of the film's frames up to a step."""
+    files = [file for file in (folder / "film").glob("step_*.png") if file.stem[5:].isdecimal() and file.is_file()]
+    return {step: file for step, file in sorted((int(file.stem[5:]), file) for file in files) if step <= last}
+
+
 def _record(line: str) -> dict | None:
     """The record in a line: a step and numbers. None if the line has anything else."""
     try:
-        record = json.loads(line)
+        record = json.loads(line) if line else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
@@ -288,8 +294,8 @@ class Metrics:
 
     def _keep_until(self, step: int | None) -> None:
         """Delete the records, samples and frames of the film after `step`; all of them if it is None."""
-        for frame in (self.folder / "film").glob("step_*.png"):
-            if step is None or int(frame.stem.removeprefix("step_")) > step:
+        for at, frame in frames(self.folder).items():
+            if step is None or at > step:
                 frame.unlink()
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
         if step is None:  # a new run in an old folder gets a new wandb run

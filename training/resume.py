@@ -293,6 +293,7 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
     Returns the new path, or None if there was nothing to move. Raises ValueError if the folder has a checkpoint, or a
     file that no run writes, or if another process holds the lock.
     """
+    own(folder / checkpoint.FOLDER, folder=True)
     found = [path.name for path in folder.iterdir()] if folder.exists() else []
     foreign = sorted(name for name in found if name not in (*FILES, *FOLDERS, LOCK) and not name.startswith(".tmp-"))
     if foreign and not checkpoint.all_checkpoints(folder / checkpoint.FOLDER):  # no lock is left in a foreign folder

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel.shard import as_in
+from training.optimizer import Muon
 
 
 def optimizer_tensors(
@@ -51,6 +52,8 @@ def load_optimizer_tensors(
                 "resume with the configuration that the checkpoint was made with"
             )
         optimizer, group = owner[p]
+        if (key == "momentum_buffer") != isinstance(optimizer, Muon):
+            raise ValueError(f"the checkpoint's optimizer has {full_name}, of another optimizer than this run's")
         # The step count is on the CPU, unless a fused kernel reads it: reading it from the GPU would synchronise for
         # every parameter. We clone because safetensors' tensors are views into one buffer, perhaps not aligned.
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
