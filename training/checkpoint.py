@@ -396,11 +396,10 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     """The checkpoint that resume=, run= or init_from= (the option) names. ValueError, one line, if there is none.
 
     named: the path of a checkpoint or of a run, the name of a run in `runs`, or "auto" ("latest" for run=): the run
-    `name`, and if that is None, the last one that saved and is not broken. which: of a run's checkpoints the last one;
-    the best one, with the lowest validation loss, or the last one if none has a loss; or step_000010.
+    `name`, and if that is None, the run that saved last, for resume= of those that are not broken. which: of its
+    checkpoints the last one; the best one, or the last one if none has a loss; or step_000010.
 
-    Passes over a damaged checkpoint, and names it on stderr. One that is given by its path or step is returned: load()
-    says what is wrong.
+    Passes over a damaged checkpoint, and names it on stderr. One given by path or step is returned, for load() to say.
     """
     have = {}  # run name: when it last saved
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:
@@ -409,7 +408,8 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
                 have[run.name] = newest.lstat().st_mtime
     if (option, named) in (("resume", "auto"), ("run", "latest")):
         if name is None and have:
-            name = max([run for run in have if "-BROKEN-" not in run] or have, key=have.__getitem__)
+            sound = [run for run in have if "-BROKEN-" not in run or option == "run"]
+            name = max(sound or have, key=have.__getitem__)
         looked = folder_of(runs / (name or "*"))
     elif (Path(named) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(named).name):
         looked = Path(named)

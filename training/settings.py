@@ -39,7 +39,7 @@ class Config:
     # A resumed run takes its configuration from the checkpoint. Keys on the command line override it.
     resume: str | None = key(
         None,
-        "resume from: auto (last checkpoint of run name=, or of the newest run) | a run's name | a path",
+        "resume from: auto (run name=, or the newest that is not broken) | a run's name | a path",
         least=1,
     )
     eval_only: bool = key(False, "only measure what the context is worth to the best checkpoint of the run in resume=")
