@@ -42,6 +42,7 @@ def test_a_damaged_run_is_passed_over(runs, call, tmp_path):
     (tmp_path / "runs/second-BROKEN-no_rescale").rename(tmp_path / "runs/second\nline")
     done = call(sample, "list_runs=true", f"runs={tmp_path / 'runs'}")
     assert [line.split()[2] for line in done.out.splitlines()[1:]] == ["second\\nline"]
+    assert done.err.count("first/checkpoints/step_") == 2
 
 
 def test_columns_are_aligned_and_numbers_at_their_ends():

@@ -1,6 +1,7 @@
 """The list of runs: `python sample.py list_runs=true`."""
 
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -14,16 +15,16 @@ HEAD = ("saved", "name", "weights", "step", "tokens", "val loss", "at", "text", 
 
 
 def table(runs: Path) -> str:
-    """A line for each run in the folder, the one that saved last first. Damaged checkpoints are passed over. ValueError
-    if there is no run."""
+    """A line for each run in the folder, the one that saved last first. Damaged checkpoints are passed over, and named
+    on stderr. ValueError if there is no run."""
     rows = {}
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:
         for path in reversed(checkpoint.all_checkpoints(run / checkpoint.FOLDER)):
             try:
                 rows[run.name] = (path.stat().st_mtime, row(run, path))
                 break
-            except (OSError, ValueError):
-                continue
+            except (OSError, ValueError) as error:
+                print(printable(config.one_line(str(error))), file=sys.stderr)
     if not rows:
         raise ValueError(f"runs={runs}: no run has a checkpoint there; train one first: python train.py")
     lines = [HEAD, *(cells for _, cells in sorted(rows.values(), reverse=True))]
