@@ -334,6 +334,7 @@ def test_an_edited_configuration_is_not_read_and_that_is_said(resumed, tmp_path)
 # Five lines that stand for 9**4 numbers; with nine of them, printing what was edited took a minute.
 ALIASES = "".join(f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * 9) if i else 9}]\n" for i in range(5))
 UNREADABLE = ["[", "2020-13-45", f"[{'9,' * 2**15}]", "!!int ''", "!!bool x", "!!float ''"]  # the third: too large
+UNREADABLE += ["0x" + 5000 * "f", "1:59:" + 400 * "59:" + "59.5"]
 
 
 @pytest.mark.parametrize(

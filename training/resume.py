@@ -275,14 +275,22 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
     try:
         text = read_text(file.parent, file.name, LARGEST_CONFIG)
         aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-        written = None if aliases else yaml.safe_load(text)
-    # ValueError: a date that is none; not UTF-8. The last three: yaml's own, for "!!int ''" and the like.
-    except (yaml.YAMLError, ValueError, RecursionError, OSError, LookupError, AttributeError, TypeError):
-        written = None
-    if not isinstance(written, dict):
+        written: Any = None if aliases else yaml.safe_load(text)
+        now, written["break_it"] = leaves(ours), of_older(written.get("break_it", {}))
+        found = [f"{key}={typed(value)}" for key, _, value in diff(theirs, written) if value != now.get(key, ...)]
+    # ValueError: a date that is none; not UTF-8; a number of 5,000 digits. The last three: yaml's own, for "!!int ''" and
+    # the like, and what is no table.
+    except (
+        yaml.YAMLError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+        OSError,
+        LookupError,
+        AttributeError,
+        TypeError,
+    ):
         return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
-    now, written["break_it"] = leaves(ours), of_older(written.get("break_it", {}))
-    found = [f"{key}={typed(value)}" for key, _, value in diff(theirs, written) if value != now.get(key, ...)]
     return f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}" if found else None
 
 
