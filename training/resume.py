@@ -263,6 +263,12 @@ def changed(theirs: dict, ours: dict) -> list[str]:
     return [f"{key} {there} -> {here}" for key, there, here in diff(theirs, ours)]
 
 
+# ValueError: a date that is none; not UTF-8; a number of 5,000 digits. LookupError, AttributeError and TypeError are
+# yaml's own, for "!!int ''" and the like, and come of what is no table.
+NO_CONFIGURATION: tuple[type[Exception], ...] = (yaml.YAMLError, ValueError, ArithmeticError, RecursionError, OSError)
+NO_CONFIGURATION += (LookupError, AttributeError, TypeError)
+
+
 def edits(file: Path, theirs: dict, ours: dict) -> str | None:
     """A warning about edited keys in a run's config.yaml, or None. The resumed run overwrites this file.
 
@@ -278,18 +284,7 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
         written: Any = None if aliases else yaml.safe_load(text)
         now, written["break_it"] = leaves(ours), of_older(written.get("break_it", {}))
         found = [f"{key}={typed(value)}" for key, _, value in diff(theirs, written) if value != now.get(key, ...)]
-    # ValueError: a date that is none; not UTF-8; a number of 5,000 digits. The last three: yaml's own, for "!!int ''" and
-    # the like, and what is no table.
-    except (
-        yaml.YAMLError,
-        ValueError,
-        ArithmeticError,
-        RecursionError,
-        OSError,
-        LookupError,
-        AttributeError,
-        TypeError,
-    ):
+    except NO_CONFIGURATION:
         return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
     return f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}" if found else None
 
