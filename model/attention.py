@@ -58,7 +58,7 @@ class AttentionConfig:
     )
     softmax_scale: float | None = key(None, "multiplies q k^T", above=0, most=1e30, usual="null: 1 / sqrt(head size)")
     softcap: float | None = key(
-        None, "limits the scores to (-softcap, softcap) by a tanh", above=0, usual="null: off; Gemma 2 uses 50"
+        None, "limits the scores to (-softcap, softcap) by a tanh", least=1e-6, usual="null: off; Gemma 2 uses 50"
     )
     alibi: bool = key(False, "subtracts slope * distance from the scores; meant for model.position=none")
     window: int | None = key(None, "how many keys a query sees, its own included", least=1, usual="null: all past keys")

@@ -88,7 +88,7 @@ STATES = {  # {a key of state.json: values of it that no run writes; ...: withou
     f"{CONFIG}model.mlp": ["swiglu"],
     f"{CONFIG}model.yarn_factor": [10**400],
     f"{CONFIG}attention.windows": ["all"],
-    f"{CONFIG}attention.softcap": [-(10**400)],
+    f"{CONFIG}attention.softcap": [-(10**400), 1e-308],
     f"{CONFIG}attention.softmax_scale": [1e308],
     "state.broken": (..., "no_max", None),
     "state.val_loss": ("low", [1], {}, 10**400),
