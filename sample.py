@@ -352,9 +352,9 @@ def read_prompt(path: str) -> str:
             "prompt_file=- reads standard input, and nothing is piped into it; use prompt= for a short one"
         )
     file = Path(os.path.expanduser(path))
-    if path != "-" and file.is_char_device():  # /dev/zero never ends
-        raise ValueError(f"prompt_file={path} is a device; give a text file, or - for standard input")
     try:
+        if path != "-" and file.is_char_device():  # /dev/zero never ends
+            raise ValueError(f"prompt_file={path} is a device; give a text file, or - for standard input")
         read = sys.stdin.buffer.read if path == "-" else file.read_bytes
         return read().decode("utf-8-sig")
     except OSError as error:

@@ -7,7 +7,7 @@
     python train.py break_it=no_max break_it.score_gain=100            remove one line of attention and see what happens
     python train.py experiment=shakespeare                             a recipe with a known result
     python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
-    python train.py resume=auto                                        continue the last run
+    python train.py resume=auto                                        continue the last unbroken run
     python train.py eval_only=true resume=NAME                         what a longer context is worth to its model
     python train.py init_from=gpt2 data=text data.path=FILE            begin with the weights of GPT-2, or of a run
     python train.py --help                                             the usual keys; --help all: every key

@@ -453,7 +453,7 @@ TABLE = [
      "{path: loss for path in paths if math.isfinite(loss := _loss(path))}",
      "{path: loss for path in reversed(paths) if math.isfinite(loss := _loss(path))}",
      "checkpoint::test_a_damaged_checkpoint_is_kept checkpoint"),
-    ("resume=auto takes the run whose folder changed last", "have[run.name] = newest.stat().st_mtime",
+    ("resume=auto takes the run whose folder changed last", "have[run.name] = newest.lstat().st_mtime",
      "have[run.name] = run.stat().st_mtime", "checkpoint::test_resume_finds"),
     ("an infinite gradient does not stop a run in float32", "(norm.isfinite() | (scale > 1))",
      "(norm.isfinite() | (scale >= 1))",

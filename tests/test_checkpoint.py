@@ -342,7 +342,7 @@ def test_nothing_is_written_through_a_link_in_place_of_the_folder(tmp_path):
 
 @pytest.fixture
 def runs(tmp_path):
-    for age, (name, reached) in enumerate((("bad-BROKEN-local_mask", 30), ("new", 20), ("old", 40))):
+    for age, (name, reached) in enumerate((("new", 20), ("old", 40), ("bad-BROKEN-local_mask", 30))):
         for step in (10, reached):
             path = save(tmp_path / name / checkpoint.FOLDER, step)
         os.utime(path, (1e9 - age, 1e9 - age))
@@ -369,6 +369,14 @@ def test_resume_finds(runs, resume, name, expected):
     assert checkpoint.find(resume.format(runs=runs), runs, option="resume", name=name) == runs / expected
 
 
+def test_a_broken_run_is_resumed_by_its_name_and_passed_over_else(runs, capsys):
+    """resume=auto trained an exercise on in place of the run before it."""
+    save(runs / "later-BROKEN-no_max" / checkpoint.FOLDER, 5)
+    assert checkpoint.find("auto", runs, option="resume") == runs / "new/checkpoints/step_000020"
+    assert "later-BROKEN-no_max" in capsys.readouterr().err
+    assert checkpoint.find("latest", runs, option="run") == runs / "later-BROKEN-no_max/checkpoints/step_000005"
+
+
 @pytest.mark.parametrize(
     ("resume", "name"),
     [("auto", "empty"), ("auto", "neww"), ("neww", None), ("{runs}/old/checkpoints/step_000099", None)],
@@ -376,7 +384,7 @@ def test_resume_finds(runs, resume, name, expected):
 def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resume, name):
     """Of a run that ended before its first checkpoint, name= said to use resume=auto, and resume=auto this."""
     resume = resume.format(runs=runs)
-    with pytest.raises(ValueError, match=r"\A.*runs that have one: bad-BROKEN-local_mask, new, old\Z") as error:
+    with pytest.raises(ValueError, match=r"\A.*runs that have one: new, old, bad-BROKEN-local_mask\Z") as error:
         checkpoint.find(resume, runs, option="resume", name=name)
     assert str(error.value).startswith(f"resume={resume}: ")
     assert (name or resume) in str(error.value)
@@ -405,7 +413,7 @@ def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys
     assert line.endswith(f": resuming from {older} instead") == (which == "last")
     damage(older)
     for resume, asked in (("auto", "new"), ("new", None)):
-        with pytest.raises(ValueError, match=r"/new; runs that have one: bad-BROKEN-local_mask, old$"):
+        with pytest.raises(ValueError, match=r"/new; runs that have one: old, bad-BROKEN-local_mask$"):
             checkpoint.find(resume, runs, option="resume", name=asked)
 
 

@@ -139,9 +139,9 @@ def compile_aside(compute: Callable[[], object]) -> None:
         return launch(kernel, *args, **options)
 
     def compile_launches(kernels: list[int]) -> None:
-        signal.alarm(PATIENCE)  # it ends by itself, also if the run has been killed
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # without the run's handlers
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):  # without the run's handlers
             signal.signal(number, signal.SIG_DFL)
+        signal.alarm(PATIENCE)  # it ends by itself, also if the run has been killed
         driver.set_active(no_driver)
         for compile in (compile for kernel in kernels for compile in launches[kernel].values()):
             with suppress(Exception):  # which comes again from the launch

@@ -157,7 +157,7 @@ def save(
     temp = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
         if folder.is_symlink():
-            files.own(folder, folder=True)  # which says so
+            files.own(folder, folder=True)
         folder.mkdir(parents=parents, exist_ok=True)
         _write(temp, {"step": step, "state": state, "alias": alias}, weights, optimizer, tokenizer)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk, for example
@@ -396,10 +396,9 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     """The checkpoint that resume=, run= or init_from= (the option) names. ValueError, one line, if there is none.
 
     named: the path of a checkpoint or of a run, the name of a run in `runs`, or "auto" ("latest" for run=): the run
-    `name`, and if that is None, the run that saved last, for resume= of those that are not broken. which: of its
-    checkpoints the last one; the best one, or the last one if none has a loss; or step_000010.
-
-    Passes over a damaged checkpoint, and names it on stderr. One given by path or step is returned, for load() to say.
+    `name`; if that is None, the run that saved last, and for resume= no broken one, if there is another. which: of its
+    checkpoints the last one; the best one, or the last one if none has a loss; or step_000010. Passes over a damaged
+    checkpoint, and names it on stderr. One given by path or step is returned, for load() to say.
     """
     have = {}  # run name: when it last saved
     for run in sorted(runs.iterdir()) if runs.is_dir() else []:
@@ -409,7 +408,9 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     if (option, named) in (("resume", "auto"), ("run", "latest")):
         if name is None and have:
             sound = [run for run in have if "-BROKEN-" not in run or option == "run"]
-            name = max(sound or have, key=have.__getitem__)
+            name, newest_run = (max(them or have, key=have.__getitem__) for them in (sound, have))
+            if name != newest_run:
+                print(printable(f"passing over {newest_run}, which is broken (resume={newest_run})"), file=sys.stderr)
         looked = folder_of(runs / (name or "*"))
     elif (Path(named) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(named).name):
         looked = Path(named)
@@ -418,7 +419,6 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     else:
         inside = folder_of(runs / named)  # first: the working directory may have a folder of that name too
         looked = inside if inside.is_dir() or not Path(named).is_dir() else Path(named)
-
     folder = looked if looked.name == FOLDER else looked / FOLDER
     found = all_checkpoints(folder)
     if found and which not in ("last", "best"):

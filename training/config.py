@@ -29,6 +29,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from decimal import Decimal
 from functools import cache
@@ -130,10 +131,10 @@ def run(
         if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(FIRST_SPEAKS)
         line = f"{file.stem}: {one_line(in_words(error))}"
-        try:
-            print(line, file=sys.stderr, flush=True)
-        except OSError:  # stderr is a file on a full disk
-            print(line, flush=True)
+        for output in (sys.stderr, sys.stdout):  # either may be a file on a full disk
+            with suppress(OSError):
+                print(line, file=output, flush=True)
+                break
         sys.exit(2)
 
 
@@ -163,7 +164,7 @@ def in_words(error: Exception) -> str:
     about a thread that cannot start have no way out."""
     if str(error) == NO_THREAD:
         return f"{error}: the memory (ulimit -v) or the number of threads (ulimit -u) has a limit here; raise it"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+    if isinstance(error, OSError) and error.strerror == os.strerror(errno.ENOSPC) and error.filename is None:
         return f"{error.strerror}: make room there, or send what is printed elsewhere (> FILE, 2> FILE)"
     if not isinstance(error, OSError) or error.errno is None or not isinstance(error.filename, str | bytes):
         return str(error)

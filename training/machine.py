@@ -170,6 +170,8 @@ class Signals(list[int]):
             if self:
                 raise Stopping(self[0])
             yield
+            if self.due:
+                raise self.due
         finally:
             self.answer = ""
             if isinstance(self.due, Stopping):
@@ -182,12 +184,14 @@ def stop_signals(silent: bool = False) -> Iterator[Signals]:
     finish its step and save. silent: only Ctrl-C is caught, and nothing is printed.
 
     A second signal raises KeyboardInterrupt, with its number, at once. Under nohup, SIGHUP stays ignored. Works in the
-    main thread only, as signal.signal() does. What interrupts an import waits for its end: Python would never release
-    the lock of imports, and every thread that imports would wait for ever.
+    main thread only, as signal.signal() does. In an import both wait for its end, unless a third signal comes: Python
+    would never release the lock of imports, and every thread that imports would wait for ever.
     """
     received = Signals()
 
     def on_signal(number, frame):
+        if received.due and not isinstance(received.due, Stopping):
+            raise received.due  # the third: whatever is being imported
         if received:
             received.due = KeyboardInterrupt(number)
         else:
@@ -215,6 +219,8 @@ def stop_signals(silent: bool = False) -> Iterator[Signals]:
         handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, raise_due)
     try:
         yield received
+        if received.due:
+            raise received.due
     finally:
         if alarms:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -53,7 +53,7 @@ def load_optimizer_tensors(
             )
         optimizer, group = owner[p]
         if (key == "momentum_buffer") != isinstance(optimizer, Muon):
-            raise ValueError(f"the checkpoint's optimizer has {full_name}, of another optimizer than this run's")
+            raise ValueError(f"the checkpoint has {full_name}, of another optimizer than the run's: use its optimizer=")
         # The step count is on the CPU, unless a fused kernel reads it: reading it from the GPU would synchronise for
         # every parameter. We clone because safetensors' tensors are views into one buffer, perhaps not aligned.
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
