@@ -161,6 +161,11 @@ class Signals(list[int]):
     answer = ""  # inside at_once(): what is said of a signal
     due: KeyboardInterrupt | None = None  # to be raised, as soon as nothing is being imported
 
+    def raise_due(self) -> None:
+        if self.due:
+            error, self.due = self.due, None
+            raise error
+
     @contextmanager
     def at_once(self, answer: str = "stopping now; a second one stops without saving") -> Iterator[None]:
         """The first signal raises Stopping, with its number, at any line inside, or at its beginning if it came
@@ -170,8 +175,7 @@ class Signals(list[int]):
             if self:
                 raise Stopping(self[0])
             yield
-            if self.due:
-                raise self.due
+            self.raise_due()
         finally:
             self.answer = ""
             if isinstance(self.due, Stopping):
@@ -191,7 +195,7 @@ def stop_signals(silent: bool = False) -> Iterator[Signals]:
 
     def on_signal(number, frame):
         if received.due and not isinstance(received.due, Stopping):
-            raise received.due  # the third: whatever is being imported
+            received.raise_due()  # the third: whatever is being imported
         if received:
             received.due = KeyboardInterrupt(number)
         else:
@@ -202,25 +206,23 @@ def stop_signals(silent: bool = False) -> Iterator[Signals]:
                 answer = received.answer or "stopping after this step; a second one stops at once"
                 print(f"\n{signal.Signals(number).name}: {answer}", file=sys.stderr, flush=True)
             received.due = Stopping(number) if received.answer else None
-        raise_due(number, frame)
+        raise_or_wait(number, frame)
 
-    def raise_due(number, frame):
+    def raise_or_wait(number, frame):
         if received.due and alarms and in_import(frame):
             signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds until SIGALRM
-        elif received.due:
-            error, received.due = received.due, None
-            raise error
+        else:
+            received.raise_due()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, on_signal) for number in numbers[: 1 if silent else None]}
     if alarms := hasattr(signal, "setitimer"):  # Windows has none
-        handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, raise_due)
+        handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, raise_or_wait)
     try:
         yield received
-        if received.due:
-            raise received.due
+        received.raise_due()
     finally:
         if alarms:
             signal.setitimer(signal.ITIMER_REAL, 0)
