@@ -29,7 +29,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from decimal import Decimal
 from functools import cache
@@ -49,6 +48,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from training.files import last_word
 from training.help import RESUMED, did_you_mean, elsewhere, explain, help_text, nearest, unknown
 
 T = TypeVar("T")
@@ -130,11 +130,7 @@ def run(
             raise
         if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(FIRST_SPEAKS)
-        line = f"{file.stem}: {one_line(in_words(error))}"
-        for output in (sys.stderr, sys.stdout):  # either may be a file on a full disk
-            with suppress(OSError):
-                print(line, file=output, flush=True)
-                break
+        last_word(f"{file.stem}: {one_line(in_words(error))}")
         sys.exit(2)
 
 

@@ -17,7 +17,7 @@ import stat
 import sys
 import unicodedata
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -177,6 +177,14 @@ def described(folder: Path, name: str) -> dict[str, tuple[str, tuple[int, ...]]]
     with open_file(inside(folder, name)) as opened:
         slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118 (it is no dictionary)
         return {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()}
+
+
+def last_word(line: str) -> None:
+    """Prints a script's last line on stderr, or on stdout if that cannot be written, as to a file on a full disk."""
+    for stream in (sys.stderr, sys.stdout):
+        with suppress(OSError):
+            print(line, file=stream, flush=True)
+            return
 
 
 def printable(text: str) -> str:
