@@ -12,7 +12,7 @@ import torch
 import breakit
 import sample
 import train
-from training import checkpoint
+from training import checkpoint, contents
 
 STEP = "run/checkpoints/step_000002"
 
@@ -115,6 +115,15 @@ def test_a_state_that_no_run_writes_is_refused(path, key, value):
     n_layer=100000 took 6 GB first."""
     forge(path, key, value)
     refused(path)
+
+
+def test_a_context_whose_table_of_sines_would_fill_the_memory_is_refused():
+    """Of rope no tensor in the file depends on it."""
+    model = {"n_layer": 1, "n_head": 1, "n_embd": 32, "vocab_size": 9, "position": "rope", "context_length": 2**31 - 1}
+    with pytest.raises(ValueError, match="2,147,483,647"):
+        contents.refuse_too_large(
+            {"state": {"config": {"model": model}}}, {"x": ("F32", ())}, 10**6, "model.safetensors"
+        )
 
 
 def test_a_forged_checkpoint_is_one_line_for_a_user(call, path, tmp_path):

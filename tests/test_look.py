@@ -5,7 +5,9 @@ import json
 import math
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from matplotlib.image import imread
 
 import breakit
 import train
+from lab.files import write
 from lab.look import LOST, STEPS, of_head
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
@@ -181,6 +184,16 @@ def test_weights_that_are_not_finite_are_marked():
     head = of_head(read(call, torch.arange(T), T), 0)
     assert LOST in base64.b64decode(head["map"])
     assert math.isfinite(head["scale"])
+
+
+@pytest.mark.parametrize("place", [Path.symlink_to, Path.hardlink_to])
+def test_the_page_is_not_written_through_a_link_in_the_runs_folder(place, tmp_path):
+    theirs, page = tmp_path / "theirs", tmp_path / "look.html"
+    theirs.write_text("theirs")
+    place(page, theirs)
+    with suppress(ValueError):
+        write(page, "a page")
+    assert theirs.read_text() == "theirs"
 
 
 def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, call, tmp_path):

@@ -39,7 +39,6 @@ STATE = {
     "scaler?": dict,  # empty, or SCALER
     "validation?": str,
     "due?": bool,
-    "begin?": COUNT,
     "place?": FROM_ZERO,
     "pace?": FROM_ZERO,
     "ended?": bool,
@@ -95,7 +94,7 @@ def check_header(header: dict) -> None:
     if bool(state["broken"]) != bool(config.from_dict(BreakIt, state["config"]["break_it"]).label):
         raise ValueError(f"state.json: broken is {shown(state['broken'])}, which contradicts state.config.break_it")
     check(state["config"]["model"], {"vocab_size": SIZE, "context_length": SIZE}, "state.config.model")
-    check(state, {"begin?": range(state["config"]["model"]["vocab_size"])}, "state")
+    check(state, {"begin?": range(state["config"]["model"]["vocab_size"])}, "state")  # no run writes it yet
     if state.get("scaler"):
         check(state["scaler"], SCALER | {"_growth_tracker": SIZE_OR_ZERO}, "state.scaler")
     if config.one_line(state["broken"]) != state["broken"]:
