@@ -288,9 +288,12 @@ def test_masks_cost_triton_in_proportion_to_the_tiles_they_keep(kind):
             o = attention(*(x.detach().requires_grad_() for x in (q, k, v)), config, documents=documents)
             o.backward(do)
 
-        return do_bench(step, return_mode="min")  # other tests may use the GPU at the same time
+        return do_bench(step, return_mode="min")
 
-    assert milliseconds(config, documents) <= 0.6 * milliseconds(PORTABLE, None)
+    # Other tests may use the GPU at the same time, so both are measured in turn, and the best of each counts.
+    turns = [(milliseconds(config, documents), milliseconds(PORTABLE, None)) for _ in range(5)]
+    half, whole = map(min, zip(*turns, strict=True))
+    assert half <= 0.6 * whole
 
 
 def test_a_host_that_is_late_does_not_count():
