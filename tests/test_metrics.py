@@ -117,17 +117,18 @@ def test_on_a_terminal_lines_stay_whole_above_the_bar(open_metrics, tmp_path, mo
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_is_valid_json_and_nan_comes_back_but_no_number_that_no_float_holds(tmp_path, open_metrics, capsys):
-    """Such a number was a traceback, while the picture was drawn."""
+def test_every_row_is_valid_json_and_nan_comes_back_but_no_number_that_cannot_be_drawn(tmp_path, open_metrics, capsys):
+    """A number that no float holds was a traceback, and 1e308 ended the run, both while the picture was drawn."""
     record = {"step": 1, **STEP, "loss": math.nan, "grad_norm": -math.inf, "lr": 0.1 + 0.2}
     file = tmp_path / "metrics.jsonl"
     open_metrics(tmp_path).log(record)
     row = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert row == record | {"loss": "nan", "grad_norm": "-inf"}
     for key in ("step", "loss", "val_loss"):
-        metrics.append(file, {"step": 1, "loss": 1.0} | {key: 10**400})
+        for huge in (10**400, -1e308):
+            metrics.append(file, {"step": 1, "loss": 1.0} | {key: huge})
     assert repr(read_metrics(file)) == repr([record])
-    assert "left out 3 lines" in capsys.readouterr().err
+    assert "left out 6 lines" in capsys.readouterr().err
 
 
 def test_a_resumed_run_has_one_row_a_step_and_a_new_one_none(open_metrics, tmp_path):

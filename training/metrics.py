@@ -168,7 +168,9 @@ def _record(line: str) -> dict | None:
     record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
     other = {k: v for k, v in record.items() if not isinstance(v, int | float)}
     known = all(k == "broken" or (v is None and k in ("mfu", "memory_gib")) for k, v in other.items())
-    huge = any(isinstance(v, int) and abs(v) > 1 << 53 for v in record.values())  # no run writes such a number
+    numbers = [v for v in record.values() if isinstance(v, int | float)]
+    # No run writes such numbers, and matplotlib cannot draw them.
+    huge = any((isinstance(v, int) and abs(v) > 1 << 53) or 1e300 < abs(v) < math.inf for v in numbers)
     return record if known and not huge else None
 
 
