@@ -31,6 +31,13 @@ class Piece(NamedTuple):
     text: bytes
 
 
+class ForValidation(NamedTuple):
+    documents: list[int]
+    left: float  # bytes of the share that they do not fill
+    share: float  # bytes
+    limited: bool  # whether more documents would have fitted
+
+
 @dataclass
 class Corpus:
     """All documents of some files, in order. split() says which are for validation."""
@@ -49,22 +56,31 @@ class Corpus:
         """The number of documents that are left out because they repeat another one."""
         return int((self.split_of == REPEATED).sum())
 
-    def split(self, val_fraction: float) -> None:
-        """Takes about val_fraction of the bytes for validation.
+    def for_validation(self, val_fraction: float) -> ForValidation:
+        """Goes through the documents in the order of their hashes and takes each one that still fits. This choice is
+        random, does not depend on the names or the order of files, and never takes more than val_fraction of the bytes.
+        Beside a document that is larger than that, all small ones may fit, and training would have none of them. So
+        then it takes at most twice that share of the documents, and one at least."""
+        rest = self.order[self.split_of[self.order] != REPEATED]
+        share = val_fraction * int(self.sizes[rest].sum())
+        most = max(1, int(2 * val_fraction * len(rest))) if self.sizes[rest].max(initial=0) > share else len(rest)
+        found: list[int] = []
+        left = share
+        for i in rest:
+            if self.sizes[i] <= left:
+                if len(found) == most:
+                    return ForValidation(found, left, share, True)
+                found.append(int(i))
+                left -= int(self.sizes[i])
+        return ForValidation(found, left, share, False)
 
-        Goes through the documents in the order of their hashes and takes each one that still fits. This choice is
-        random, does not depend on the names or the order of files, and never takes more than val_fraction. If less than
-        half of that was taken (the corpus is one or a few big files), the end of the largest document is for validation
-        too.
-        """
-        share, taken = val_fraction * int(self.sizes[self.split_of == TRAIN].sum()), 0
-        for i, size in zip(self.order, self.sizes[self.order], strict=True):
-            if self.split_of[i] != REPEATED and taken + size <= share:
-                taken += int(size)
-                self.split_of[i] = VAL
-        missing = int(share - taken)
-        if missing > share / 2:
-            # Every document that is left is larger than `missing`, so a part of it stays for training.
+    def split(self, val_fraction: float) -> None:
+        """Takes about val_fraction of the bytes for validation: documents, and, if they are less than half of that (the
+        corpus is one or a few big files), the end of the largest other document."""
+        documents, left, share, _ = self.for_validation(val_fraction)
+        self.split_of[documents] = VAL
+        if (missing := int(left)) > share / 2:
+            # The largest document that is left is larger than `missing`, so a part of it stays for training.
             largest = int(np.argmax(np.where(self.split_of == TRAIN, self.sizes, -1)))
             self.cut = largest, self.line_start(largest, int(self.sizes[largest]) - missing, reach=missing // 2)
 

@@ -119,6 +119,8 @@ def prepare(
             raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label}: use that one")
         if data.field != DataConfig.field:
             raise ValueError(f"{named} has tokens and no fields: leave out data.field={data.field}")
+        if data.val_fraction != DataConfig.val_fraction:
+            raise ValueError(f"{named} is split already: leave out data.val_fraction={data.val_fraction:g}")
         return named
 
     started = time.perf_counter()
@@ -260,6 +262,8 @@ def folder_name(data: DataConfig, label: str, corpus: Corpus) -> str:
     """A name that is the same if and only if the token files are the same. So cached folders never become outdated."""
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split_of != REPEATED].tobytes())
+    if corpus.for_validation(data.val_fraction).limited:
+        digest.update(b"at most twice as many documents")  # folders of earlier versions had more
     return f"{data.source}-{label}-{digest.hexdigest()[:12]}"
 
 

@@ -172,11 +172,15 @@ class TextStream:
         self.stopped = False  # whether a stop string was complete; the text has ended
 
     def feed(self, token: int) -> str:
-        """The text that `token` completes, often "". Raises ValueError for an id outside the vocabulary."""
+        """The text that `token` completes, often "". A replacement character for an id that no token has. Raises
+        ValueError for one outside the vocabulary."""
         try:
-            return self.before_stop(self.decoder.decode(self.encoding.decode_single_token_bytes(token)))
+            text = self.encoding.decode_single_token_bytes(token)
         except (KeyError, OverflowError) as error:
-            raise ValueError(f"token {token} is not in the vocabulary of tokenizer {self.encoding.name}") from error
+            if not 0 <= token < self.encoding.n_vocab:
+                raise ValueError(f"token {token} is not in the vocabulary of tokenizer {self.encoding.name}") from error
+            text = "\ufffd".encode()
+        return self.before_stop(self.decoder.decode(text))
 
     def flush(self) -> str:
         """The rest of the text: what was kept, and a replacement character if the last character is incomplete."""

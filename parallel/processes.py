@@ -299,6 +299,8 @@ def refuse_what_is_for_one(cfg: Any, attention: AttentionConfig) -> None:
         options["probe"] = f"probe.every={cfg.probe.every}"
     if attention.impl == "sdpa" and attention.dropout_p:
         options["sdpa dropout"] = "attention=sdpa"
+    if cfg.data.path == "-":
+        refuse_several("data.path=- is read by one process")
     if why := why_not("several", options):
         refuse_several(why)
 

@@ -232,6 +232,10 @@ class Session:
         prompts: int64 (B, T), or B tensors (T,) of different lengths, at least 1. The model sees the last
         context_length tokens of a prompt.
         """
+        with torch.inference_mode():
+            self.ran = []
+            if self.cache is not None:
+                self.cache.cut(0)  # another text's keys
         self.count(prompts)
         return self.go_on(prompts, max_new_tokens)
 
@@ -334,7 +338,7 @@ def arrived(made: Tensor, event: torch.cuda.Event) -> Tensor:
 
 def tokens_seen(length: int, context: int, past_context: str) -> int:
     """How many of a text's `length` tokens the model sees: its last ones."""
-    if length <= context or past_context == "slide":
+    if length <= context or past_context != "half":
         return min(length, context)
     return context - (context - length) % (context - context // 2)  # half of it, and what has come since
 

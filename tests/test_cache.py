@@ -359,6 +359,26 @@ def test_a_session_answers_as_the_whole_text_does(past_context, changes, ahead, 
             assert list(islice(session.answer(text, 20), 1)) == expected(1, draws)
 
 
+@pytest.mark.parametrize("count", range(1, 6))
+def test_a_second_text_does_not_see_the_first(count):
+    """Also where the cache holds as many tokens as the model will have seen of the second prompt: one less."""
+    model, (first, second) = made(), (texts(n)[:1] for n in (5, 8))
+    session = Session(model, Sampler(0), drawing(0))
+    list(session.generate(first, count))
+    assert [int(token) for token in session.generate(second, 5)] == list(
+        generate(model, second, 5, Sampler(0), cache=False)
+    )
+    list(session.answer(first[0].tolist(), count))
+    list(session.generate(second, 3))
+    assert list(session.answer(first[0].tolist(), 3)) == list(generate(model, first, 3, Sampler(0), cache=False))
+
+
+def test_a_prompt_past_the_context_is_seen_by_its_end_until_the_text_stops():
+    for n in range(CONTEXT + 1, CONTEXT + 9):
+        stopped = list(generate(made(), texts(n)[:1], 5, Sampler(0), past_context="stop"))
+        assert stopped == list(generate(made(), texts(n)[:1], 1, Sampler(0), past_context="slide"))
+
+
 def test_a_text_that_fills_the_context_is_answered_by_one_token():
     session = Session(made(), Sampler(0), None, past_context="stop")
     assert [len(list(session.answer(texts(n)[0].tolist(), 5))) for n in (CONTEXT, CONTEXT + 1)] == [1, 0]

@@ -149,6 +149,15 @@ def test_every_document_arrives_once_and_validation_has_its_share(case, kind, pi
         assert share - min(len(text.encode()) for text in documents) < taken <= share
 
 
+def test_small_documents_beside_a_large_one_stay_in_training(tmp_path, make):
+    """All of them would fit into the share of validation."""
+    small = [f"poem {i}\n" * 9 for i in range(40)]
+    found = texts(make(write(tmp_path, {"a.jsonl": jsonl("a long line\n" * 9000, *small)}) / "a.jsonl"))
+    assert len({*small} & {*found["val"]}) == 4  # twice 5 % of 41
+    assert len(found["val"]) == 5  # and the end of the large one
+    assert {*small} <= {*found["train"], *found["val"]}
+
+
 def test_a_corpus_is_known_by_its_content_and_not_by_its_files(corpus, make, tmp_path, monkeypatch):
     write(tmp_path, {f"texts/{i:02}.txt": text for i, text in enumerate(DOCUMENTS)} | {"a.jsonl": jsonl(*DOCUMENTS)})
     write(tmp_path, {"a.txt": UNICODE, "a.txt.gz": gzip.compress(UNICODE.encode())})

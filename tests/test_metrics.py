@@ -131,6 +131,14 @@ def test_every_row_is_valid_json_and_nan_comes_back_but_no_number_that_cannot_be
     assert "left out 6 lines" in capsys.readouterr().err
 
 
+def test_a_line_of_a_sample_that_looks_like_a_sample_begins_none(open_metrics, tmp_path):
+    run = open_metrics(tmp_path)
+    run.sample(20, "before\n===== sample at step 99 =====\nafter")
+    run.sample(40, "second")
+    open_metrics(tmp_path, resume_step=40)
+    assert [step for step, _ in read_samples(tmp_path / "samples.txt")] == [20, 40]
+
+
 def test_a_resumed_run_has_one_row_a_step_and_a_new_one_none(open_metrics, tmp_path):
     """Killed at step 42 in the middle of a write; resumed from the checkpoint of step 30, it makes 31 to 60 again."""
     run = open_metrics(tmp_path)

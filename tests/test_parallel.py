@@ -338,6 +338,7 @@ REFUSED = [  # processes, arguments, what the line names
     (2, "attention=sdpa attention.dropout_p=0.1", "attention=sdpa"),
     (2, "device=cuda:1", "device=cuda:1"),
     (2, "-m seed=1,2", "-m"),
+    (2, "data=text data.path=-", "data.path=-"),
 ]  # fmt: skip
 
 

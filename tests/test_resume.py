@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,6 +63,18 @@ def test_a_run_killed_at_7_and_resumed_from_6_is_the_run_of_12_steps_bit_for_bit
     assert resumed.code == 0, resumed.err
     assert call(train, *common, "name=whole").code == 0
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_run_that_goes_back_and_is_killed_has_no_weights_of_steps_without_a_record(
+    call, small, tmp_path, monkeypatch
+):
+    run = [*small, f"runs={tmp_path}", "name=back", "checkpoint_every=2"]
+    assert call(train, *run, "steps=6", "keep_last=3").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))  # before the first step
+        assert call(train, *run, f"resume={tmp_path}/back/checkpoints/step_000002", "steps=6").code == 9
+    assert last(tmp_path / "back").name == "step_000002"
+    assert records(tmp_path / "back")[-1]["step"] == 2
 
 
 # Without an end, and with a rate that does not depend on where the end is.

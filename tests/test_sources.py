@@ -227,6 +227,7 @@ def test_shards_of_another_tokenizer_are_refused(make, tmp_path, gpt2):
     said = refusal(open_data, DataConfig("bin", str(folder)), TokenizerConfig("gpt2"))
     assert "tokenizer.json is of tokenizer byte" in said
     assert "data.field=body" in refusal(make, folder, field="body")
+    assert "data.val_fraction=0.5" in refusal(make, folder, val_fraction=0.5)
 
 
 # ---- every source, from the command line to a sample

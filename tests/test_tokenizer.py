@@ -56,6 +56,8 @@ def test_stream_replaces_what_is_never_completed_and_refuses_ids_outside_the_voc
     stream = TextStream(tokenizer.byte_encoding())
     assert [stream.feed(b) for b in "\u20ac".encode()[:2]] == ["", ""]
     assert stream.flush() == "\ufffd"
+    gap = tiktoken.Encoding("gap", pat_str=".", mergeable_ranks={b"a": 0}, special_tokens={"<|endoftext|>": 3})
+    assert [TextStream(gap).feed(token) for token in range(4)] == ["a", "\ufffd", "\ufffd", "<|endoftext|>"]
     for token in (-1, 257, 1 << 40):
         with pytest.raises(ValueError, match=f"token {token} "):
             stream.feed(token)

@@ -176,7 +176,7 @@ def save(
     os.rename(temp, final)
     _fsync(folder)  # before anything older is deleted
     if aside.exists():
-        _delete(aside)
+        delete(aside)
     _prune(folder, step, keep_last)
     return final
 
@@ -232,10 +232,10 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     keep = {*past[-keep_last:], _best(past), *damaged}
     for path in found:
         if path not in keep:
-            _delete(path)
+            delete(path)
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     # Rename first: after a kill during rmtree, the rest of the folder must not look like a checkpoint.
     temp = path.with_name(f".tmp-{path.name}")
     os.rename(path, temp)

@@ -168,8 +168,7 @@ def _record(line: str) -> dict | None:
     record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
     other = {k: v for k, v in record.items() if not isinstance(v, int | float)}
     known = all(k == "broken" or (v is None and k in ("mfu", "memory_gib")) for k, v in other.items())
-    numbers = [v for v in record.values() if isinstance(v, int | float)]
-    # No run writes such numbers, and matplotlib cannot draw them.
+    numbers = [v for v in record.values() if isinstance(v, int | float)]  # matplotlib cannot draw huge ones
     huge = any((isinstance(v, int) and abs(v) > 1 << 53) or 1e300 < abs(v) < math.inf for v in numbers)
     return record if known and not huge else None
 
@@ -378,8 +377,9 @@ class Metrics:
         self.still_there()
         header = f"===== {stamp(self.broken)}sample at step {step} ====="
         path = self.folder / "samples.txt"
+        body = SAMPLE_HEADER.sub(lambda line: f" {line[0]}", harmless(text))  # no line of it begins another sample
         with writing(path), appending(path) as file:
-            file.write(f"{header}\n{harmless(text)}\n\n".encode())
+            file.write(f"{header}\n{body}\n\n".encode())
         self.say(f"{header}\n{text}\n")
         if self.mode != "disabled":
             samples, note = read_samples(path), f"{stamp(self.broken)}newest sample first"

@@ -315,6 +315,15 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
     return aside
 
 
+def delete_later(folder: Path, step: int) -> list[str]:
+    """Deletes the checkpoints of later steps and returns their names. The run makes these steps again: their records go
+    too, and after a kill resume=auto would continue from weights that the records do not describe."""
+    later = [path for path in checkpoint.all_checkpoints(folder) if checkpoint.step_of(path) > step]
+    for path in later:
+        checkpoint.delete(path)
+    return [path.name for path in later]
+
+
 def again(cfg: Config) -> str:
     """The command that resumes this run. The rest of the configuration is in the checkpoint."""
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]

@@ -37,7 +37,7 @@ from training.memory import settle
 from training.metrics import Metrics, NoMetrics, broken_name, show
 from training.optimizer import base_rate, build_optimizers
 from training.record import Numbers, Report
-from training.resume import make_room, refuse_another_tokenizer, tokenizer_of
+from training.resume import delete_later, make_room, refuse_another_tokenizer, tokenizer_of
 from training.settings import Config
 from training.step import TrainStep, choose_way
 from training.wandb_run import wandb_mode
@@ -270,6 +270,8 @@ def folder_of(
     wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
     if resume_step is not None:
         stack.enter_context(lock(folder))
+        if later := delete_later(folder / checkpoint.FOLDER, resume_step):
+            show(f"deleted the checkpoints after step {resume_step}, whose steps are made again: {', '.join(later)}")
     elif unsaved := make_room(folder, stack):
         show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
     broken, config = cfg.break_it.label, {**asdict(cfg), "about": facts}
