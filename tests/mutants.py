@@ -410,7 +410,7 @@ TABLE = [
      "np.arange(taken) * windows // taken", "np.arange(taken)", "data arithmetic"),
     ("a token stands for one byte", "lengths[rank] = len(token)", "lengths[rank] = 1", f"tokenizer {BITS}"),
     ("documents have no end-of-text token between", "writer.write(end_of_text)", "pass", "data"),
-    ("a text that repeats is in both splits", "self.order[self.split_of[self.order] != REPEATED]", "self.order", "data"),
+    ("a text that repeats is in both splits", "[self.split_of[self.order] != REPEATED]", "", "data"),
     # --- pictures of attention, the list of runs ---
     ("weights are not rescaled", 'p.mul_(watch["alpha"])', "pass", "look"),
     ("weights are not divided by their sum", "(p / (l.clamp(min=TINY) if guarded else l))", "p", "look"),
