@@ -303,7 +303,7 @@ def say_the_end(cfg: Config, model: GPT, label: str, made: int, first: float, se
     if past:
         print(label + IN_WORDS[cfg.past_context].format(model.config.context_length), file=sys.stderr)
     speed = made / max(seconds, 1e-9)
-    said = f"{counted(made, 'token')}, {speed:,.0f} tokens/s, the first after {first:.3f} s"
+    said = f"{counted(made, 'token')}, {speed:,.0f} tokens/s, the first after {first:.3f} s" if made else "no token"
     print(f"{label}{said}", file=sys.stderr)
 
 

@@ -98,7 +98,7 @@ def main(cfg: Config) -> int:
         ranks = stack.enter_context(join(cfg))
         caught = stack.enter_context(stop_signals())
         try:
-            with caught.at_once("stopped before the first step, so nothing is lost: the same command starts again"):
+            with caught.at_once("stopped before the first step: the same command starts again"):
                 run = set_up(copy.deepcopy(cfg), ranks, stack, caught)
         except Stopping:
             return 128 + caught[0]

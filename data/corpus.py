@@ -35,7 +35,7 @@ class ForValidation(NamedTuple):
     documents: list[int]
     left: float  # bytes of the share that they do not fill
     share: float  # bytes
-    limited: bool  # whether more documents would have fitted
+    limited: bool  # whether another document would have fitted, but there are half of them already
 
 
 @dataclass
@@ -59,11 +59,11 @@ class Corpus:
     def for_validation(self, val_fraction: float) -> ForValidation:
         """Goes through the documents in the order of their hashes and takes each one that still fits. This choice is
         random, does not depend on the names or the order of files, and never takes more than val_fraction of the bytes.
-        Beside a document that is larger than that, all small ones may fit, and training would have none of them. So
-        then it takes at most twice that share of the documents, and one at least."""
+        If a document is larger than all that, at most half of the documents are taken, and one at least: all small ones
+        could fit, and training would have none of them."""
         rest = self.order[self.split_of[self.order] != REPEATED]
         share = val_fraction * int(self.sizes[rest].sum())
-        most = max(1, int(2 * val_fraction * len(rest))) if self.sizes[rest].max(initial=0) > share else len(rest)
+        most = max(1, len(rest) // 2) if self.sizes[rest].max(initial=0) > share else len(rest)
         found: list[int] = []
         left = share
         for i in rest:

@@ -119,7 +119,7 @@ def prepare(
             raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label}: use that one")
         if data.field != DataConfig.field:
             raise ValueError(f"{named} has tokens and no fields: leave out data.field={data.field}")
-        if data.val_fraction != DataConfig.val_fraction:
+        if data.val_fraction not in (DataConfig.val_fraction, kept_fraction(named, data.val_fraction)):
             raise ValueError(f"{named} is split already: leave out data.val_fraction={data.val_fraction:g}")
         return named
 
@@ -141,6 +141,14 @@ def prepare(
     elif corpus.not_text or others:
         print(f"data: {folder}{without}", file=sys.stderr)
     return folder
+
+
+def kept_fraction(folder: Path, default: float) -> float:
+    """The val_fraction with which a folder was made, as a resumed run still has it. default: of a folder of an earlier
+    version, and of a damaged one, which open_data() refuses."""
+    with suppress(OSError, ValueError, AttributeError):
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("val_fraction", default)
+    return default
 
 
 def make(
@@ -167,6 +175,7 @@ def make(
                 temporary.mkdir()
                 manifest: dict[str, Any] = {
                     "version": FORMAT,
+                    "val_fraction": data.val_fraction,
                     "source": data.path or ORIGINS[data.source],
                     "left_out": corpus.repeated + len(corpus.not_text),
                     "tokenizer": {"name": encoding.name, "vocab_size": encoding.n_vocab},
@@ -263,7 +272,7 @@ def folder_name(data: DataConfig, label: str, corpus: Corpus) -> str:
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split_of != REPEATED].tobytes())
     if corpus.for_validation(data.val_fraction).limited:
-        digest.update(b"at most twice as many documents")  # folders of earlier versions had more
+        digest.update(b"at most half of the documents")  # folders of earlier versions have more
     return f"{data.source}-{label}-{digest.hexdigest()[:12]}"
 
 

@@ -65,7 +65,7 @@ def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
         case "gpt2":
             return gpt2_encoding()
         case _:
-            raise ValueError("tokenizer=kept is the tokenizer.json beside data=bin: choose tokenizer=byte, bpe or gpt2")
+            raise ValueError("tokenizer=kept is that of init_from= or of data=bin: choose tokenizer=byte, bpe or gpt2")
 
 
 def byte_encoding() -> tiktoken.Encoding:

@@ -83,7 +83,7 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
     data = json.dumps(plain(page), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     written = TEMPLATE.read_text(encoding="utf-8").replace(WEIGHTS, data)
     write(out, written)
-    print(printable(f"{stamp(broken)}{name}: {T} tokens, {out}: {len(written) / 2**20:.1f} MiB"))
+    print(printable(f"{stamp(broken)}{name}: {T} tokens, {out}: {len(written) / 2**10:,.0f} KiB"))
     for layer in page["views"][0]["layers"]:
         for number, head in enumerate(layer["heads"]):
             if head["pattern"]:

@@ -232,26 +232,23 @@ class Session:
         prompts: int64 (B, T), or B tensors (T,) of different lengths, at least 1. The model sees the last
         context_length tokens of a prompt.
         """
-        with torch.inference_mode():
-            self.ran = []
-            if self.cache is not None:
-                self.cache.cut(0)  # another text's keys
+        self.ran = []
         self.count(prompts)
-        return self.go_on(prompts, max_new_tokens)
+        return self.go_on(prompts, max_new_tokens, False)
 
     def count(self, texts: Tensor | Sequence[Tensor]) -> None:
         """A penalty applies to the tokens of these B texts, int64 (T,), and to those that are chosen from now on."""
         if self.used is not None and (used := self.sampler.tokens_used(list(texts), self.vocab_size)) is not None:
             self.used.copy_(used)
 
-    def go_on(self, prompts: Tensor | Sequence[Tensor], max_new_tokens: int) -> Iterator[Tensor]:
-        """generate() without count(). The cache holds all that the model sees of the prompts but their last tokens, or
-        is begun anew."""
-        made = self.enqueued(prompts, max_new_tokens)
+    def go_on(self, prompts: Tensor | Sequence[Tensor], max_new_tokens: int, held: bool) -> Iterator[Tensor]:
+        """generate() without count(). held: the cache holds all that the model sees of the prompts but their last
+        tokens, or nothing. Otherwise it is begun anew."""
+        made = self.enqueued(prompts, max_new_tokens, held)
         return to_host(made) if self.cuda else made
 
     @torch.inference_mode()
-    def enqueued(self, prompts: Tensor | Sequence[Tensor], max_new_tokens: int) -> Iterator[Tensor]:
+    def enqueued(self, prompts: Tensor | Sequence[Tensor], max_new_tokens: int, held: bool) -> Iterator[Tensor]:
         """go_on(), as the device makes the tokens. On a CUDA GPU it yields what choose_unseen() returns."""
         model, cache, context = self.model, self.cache, self.context
         lengths = [len(prompt) for prompt in prompts]
@@ -259,7 +256,8 @@ class Session:
         if self.past_context == "stop":
             max_new_tokens = min(max_new_tokens, context - min(context, max(lengths)) + 1)
         # What the last token's choice gave.
-        found = torch.stack([text[-1] for text in texts]) if cache is not None and any(cache.lengths) else None
+        held = held and cache is not None and any(cache.lengths)
+        found = torch.stack([text[-1] for text in texts]) if held else None
         tokens: list[Tensor] = []  # of all sequences, those that are not in `texts` yet
         for made in range(max_new_tokens):
             sees = [tokens_seen(length + made, context, self.past_context) for length in lengths]
@@ -292,7 +290,7 @@ class Session:
         if self.cache is not None:
             self.catch_up(self.cache, text[-n:-1])
         self.ran = text[-n:]
-        for token in self.go_on(idx[:, -n:], max_new_tokens):
+        for token in self.go_on(idx[:, -n:], max_new_tokens, True):
             self.ran.append(int(token))
             yield self.ran[-1]
 
@@ -302,7 +300,8 @@ class Session:
         # The cache ends before the last token of `ran`, or after it if go_on() was a token ahead of what it yielded.
         # Its length tells which. In a text that slides both have the same length, but there no key can be kept.
         n, T = cache.lengths[0], len(self.ran)
-        ends = [end for end in (T - 1, T) if n > 0 and tokens_seen(end, self.context, self.past_context) == n]
+        last = self.context if self.past_context == "stop" else T
+        ends = [e for e in (T - 1, T) if e <= last and tokens_seen(e, self.context, self.past_context) == n > 0]
         held: list[int] = self.ran[ends[0] - n : ends[0]] if len(ends) == 1 else []
         differ = (i for i, (new, old) in enumerate(zip(text, held, strict=False)) if new != old)
         same = next(differ, min(len(text), len(held)))

@@ -368,6 +368,8 @@ def test_a_second_text_does_not_see_the_first(count):
     assert [int(token) for token in session.generate(second, 5)] == list(
         generate(model, second, 5, Sampler(0), cache=False)
     )
+    both = [session.generate(text, n) for text, n in ((first, count), (second, 5))]  # before either is read
+    assert [list(text) for text in both][1] == list(generate(model, second, 5, Sampler(0), cache=False))
     list(session.answer(first[0].tolist(), count))
     list(session.generate(second, 3))
     assert list(session.answer(first[0].tolist(), 3)) == list(generate(model, first, 3, Sampler(0), cache=False))
@@ -399,6 +401,12 @@ def test_a_turn_runs_only_what_is_new(monkeypatch):
     assert ran[7:] == [1]
     list(session.answer([9, *text], 1))  # another beginning
     assert ran[8:] == [len(text), 1]
+    session = Session(model, Sampler(0), drawing(0), past_context="stop")
+    text = [*text[:6], *session.answer(text[:6], CONTEXT)]
+    assert len(text) == CONTEXT + 1
+    ran.clear()
+    list(session.answer(text[: CONTEXT - 2], 1))  # the end of a full context is taken back
+    assert ran == [1]
 
 
 # --- decode() and merge() -------------------------------------------------------------------------------------------

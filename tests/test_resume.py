@@ -77,6 +77,17 @@ def test_a_run_that_goes_back_and_is_killed_has_no_weights_of_steps_without_a_re
     assert records(tmp_path / "back")[-1]["step"] == 2
 
 
+def test_a_run_that_goes_on_from_an_earlier_step_because_the_last_is_damaged_does_not_delete_it(
+    call, small, tmp_path, monkeypatch
+):
+    run = [*small, f"runs={tmp_path}", "name=kept", "checkpoint_every=2"]
+    assert call(train, *run, "steps=4").code == 0
+    (last(tmp_path / "kept") / "tokenizer.json").write_text("")
+    monkeypatch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))
+    assert call(train, *run, "resume=auto", "steps=6").code == 9
+    assert last(tmp_path / "kept").name == "step_000004"
+
+
 # Without an end, and with a rate that does not depend on where the end is.
 ENDLESS = [*tiled(16), *DROPOUT, "optimizer.min_lr_ratio=1", "eval_every=1000000", "checkpoint_every=1000000"]
 

@@ -309,7 +309,7 @@ def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, mon
     (tmp_path / "a.txt").write_text("".join(DOCUMENTS), encoding="utf-8")
     with open(tmp_path / "a.txt", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdin", file)
-        assert call(train, *own, *there, "data.path=-", "name=x").code == 0
+        assert call(train, *own, *there, "data.path=-", "name=x", "data.val_fraction=0.2").code == 0
     monkeypatch.setattr(sys, "stdin", None)
     standard_input.cache_clear()  # another process has not kept it
     ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3")

@@ -68,7 +68,7 @@ def begin_sampling(session: Session) -> None:
     """Begins to compile what the session launches for its first tokens."""
     if session.recorded is not None:
         prompt = torch.zeros((1, 1), dtype=torch.int64, device=session.model.embedding.weight.device)
-        compile_aside(lambda: list(session.enqueued(prompt, 3)))
+        compile_aside(lambda: list(session.enqueued(prompt, 3, False)))
         session.recorded.count = 0  # nothing was launched
 
 

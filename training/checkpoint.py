@@ -8,16 +8,14 @@
         tokenizer.json          the tokenizer, so that a checkpoint can be sampled without the training data
         state.json              {"step", "state": given by train.py, "alias": tied weights, "sha256" of all the rest}
 
-Why not torch.save? It is pickle: loading it runs code, and weights_only=True refuses a file with a Path or a DictConfig
-in it. Safetensors and JSON hold only numbers and text. Also, torch.save is not atomic: a kill -9 while it overwrites a
-file destroys the only checkpoint. Here a step is hashed, written under a temporary name, flushed to the disk and then
-renamed. So a visible checkpoint is complete, and the hashes detect a file that the disk has damaged later.
+Why not torch.save? It is pickle, and loading it runs code. Safetensors and JSON hold only numbers and text. Also, it is
+not atomic: a kill -9 while it overwrites a file destroys the only checkpoint. Here a step is hashed, written under a
+temporary name, flushed to the disk and then renamed. So a visible checkpoint is complete, and the hashes detect a file
+that the disk has damaged later.
 
 The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
 per GB for SHA-256. (Where weights are shared, the first rank has a second copy while it saves.) Training waits for the
-first copy only: training/writer.py does the rest in a thread.
-
-Only one process writes into a run's folder. Other processes (sample.py) may read it at any time.
+first copy only: training/writer.py does the rest in a thread. Only one process writes; others may read at any time.
 """
 
 import errno
@@ -132,9 +130,8 @@ def save(
 ) -> Path:
     """Writes folder/step_000030, completely or not at all, and deletes old checkpoints.
 
-    Keeps the newest `keep_last` checkpoints and the one with the lowest finite state["val_loss"]. Deletes checkpoints
-    of later steps: a run that was resumed from an earlier step still has them, and `resume=auto` would continue from
-    them.
+    Keeps the newest `keep_last` checkpoints and the one with the lowest finite state["val_loss"], and none of later
+    steps: `resume=auto` must not continue from them.
 
     model: a state dict of any dtypes on any device, with the plain model's names. optimizer: `optimizer_tensors(...) |
     rng_state()`. state: JSON's types only; Python's json has NaN and infinity too. parents: make the folder's parents
@@ -147,10 +144,7 @@ def save(
         raise ValueError(f"keep_last={keep_last} would delete the checkpoint just written: give 1 or more")
     # A compiled model adds a prefix to every name, and only another compiled model could load them.
     assert not any(name.startswith(("_orig_mod.", "module.")) for name in model), "save the plain model's state dict"
-    # Delete what a killed run left: folders half written, half deleted or already replaced. No other process uses them.
-    replaced = [old for old in folder.glob(".old-*") if (folder / old.name.removeprefix(".old-")).exists()]
-    for stale in [*folder.glob(".tmp-*"), *replaced]:
-        remove(stale)
+    clear(folder)
 
     weights, alias = _drop_aliases(model)
     final = folder / folder_name(step)
@@ -179,6 +173,13 @@ def save(
         delete(aside)
     _prune(folder, step, keep_last)
     return final
+
+
+def clear(folder: Path) -> None:
+    """Deletes what a killed run left: folders half written, half deleted or replaced. No other process uses them."""
+    for stale in [*folder.glob(".tmp-*"), *folder.glob(".old-*")]:
+        if stale.name.startswith(".tmp-") or (folder / stale.name.removeprefix(".old-")).exists():
+            remove(stale)
 
 
 def _write(temp: Path, header: dict, weights: dict[str, Tensor], optimizer: dict[str, Tensor], tokenizer: str) -> None:
@@ -230,9 +231,8 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     # A checkpoint with a damaged state.json may be the best, so it is kept for repair.
     damaged = (path for path in past if (path / "model.safetensors").is_file() and _loss(path) == -math.inf)
     keep = {*past[-keep_last:], _best(past), *damaged}
-    for path in found:
-        if path not in keep:
-            delete(path)
+    for path in [path for path in found if path not in keep]:
+        delete(path)
 
 
 def delete(path: Path) -> None:

@@ -219,7 +219,7 @@ def say_what_is_there(run: Run) -> None:
     show(f"  checkpoints  {folder / checkpoint.FOLDER}")
     show(f"  time         {where_time_went(run)}")
     where = [] if cfg.runs == "runs" else [f"runs={cfg.runs}"]
-    space = " " * (cfg.tokenizer.kind == "byte")  # tokens of several bytes begin with the space before a word
+    space = " " * (run.dataset.encoding.name == "byte")  # tokens of several bytes begin with the space before a word
     usual = {"pystdlib": f"def{space}", "pypackages": f"def{space}", "tinystories": "Once upon a time"}
     begin = [f"prompt={usual[cfg.data.source]}"] if cfg.data.source in usual else []
     show("next:\n  " + shlex.join(["python", "sample.py", f"run={cfg.name}", *where, *begin]))

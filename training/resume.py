@@ -9,6 +9,7 @@
     edits(file, theirs, ours)     warns of edits in the run's config.yaml, which nothing reads
     diff(theirs, ours)            the keys that differ, which these and the refusals say in their own words
     make_room(folder, held)       locks a new run's folder, and empties it of a run without a checkpoint
+    delete_later(folder, step)    deletes the checkpoints after the one that the run goes back to
     again(cfg)                    the command that resumes a stopped run
 
 cfg is train.py's Config. A resumed run is the same as an uninterrupted one, bit for bit, unless the command line
@@ -20,7 +21,7 @@ nothing else.
 import shlex
 import shutil
 from collections.abc import Container
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -200,7 +201,7 @@ def refuse_another_tokenizer(cfg: Config, parent: checkpoint.Checkpoint | None, 
     if parent and not same(encoding, from_json(parent.tokenizer)):
         raise ValueError(
             f"tokenizer={cfg.tokenizer.kind} of data={cfg.data.source} is another tokenizer than that of "
-            f"{cfg.init_from}: leave tokenizer= out, and use data=text, which takes that one"
+            f"{cfg.init_from}: leave tokenizer= out" + ", and use data=text" * (cfg.data.source == "bin")
         )
 
 
@@ -316,12 +317,18 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
 
 
 def delete_later(folder: Path, step: int) -> list[str]:
-    """Deletes the checkpoints of later steps and returns their names. The run makes these steps again: their records go
-    too, and after a kill resume=auto would continue from weights that the records do not describe."""
-    later = [path for path in checkpoint.all_checkpoints(folder) if checkpoint.step_of(path) > step]
-    for path in later:
-        checkpoint.delete(path)
-    return [path.name for path in later]
+    """Deletes the checkpoints of later steps and returns their names. The run makes these steps again, and Metrics has
+    deleted their records: after a kill, resume=auto would continue from weights that the records do not describe. It
+    passes over damaged ones, so they stay until the next save."""
+    checkpoint.clear(folder)
+    deleted = []
+    for path in checkpoint.all_checkpoints(folder):
+        if checkpoint.step_of(path) > step:
+            with suppress(ValueError):
+                checkpoint.load(path)
+                checkpoint.delete(path)
+                deleted.append(path.name)
+    return deleted
 
 
 def again(cfg: Config) -> str:

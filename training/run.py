@@ -270,9 +270,10 @@ def folder_of(
     wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
     if resume_step is not None:
         stack.enter_context(lock(folder))
-        if later := delete_later(folder / checkpoint.FOLDER, resume_step):
-            show(f"deleted the checkpoints after step {resume_step}, whose steps are made again: {', '.join(later)}")
     elif unsaved := make_room(folder, stack):
         show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
     broken, config = cfg.break_it.label, {**asdict(cfg), "about": facts}
-    return Metrics(folder, cfg.steps, config=config, wandb_config=cfg.wandb, broken=broken, resume_step=resume_step)
+    metrics = Metrics(folder, cfg.steps, config=config, wandb_config=cfg.wandb, broken=broken, resume_step=resume_step)
+    if resume_step is not None and (later := delete_later(folder / checkpoint.FOLDER, resume_step)):
+        metrics.say(f"deleted the checkpoints after step {resume_step}, whose steps are made again: {', '.join(later)}")
+    return metrics

@@ -175,7 +175,7 @@ class WandbRun:
             run = self.wandb.init(
                 **wanted,
                 mode="offline" if self.mode == "offline" else "online",
-                id=id_file.read_text().strip()[:64],  # wandb takes no longer ones
+                id=id_file.read_text().strip(),
                 resume="allow",
                 # console="off": otherwise wandb intercepts what we print to copy it.
                 settings=self.wandb.Settings(
