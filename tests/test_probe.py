@@ -295,7 +295,9 @@ def test_the_first_fault_of_a_run_outlives_those_of_its_resumptions(call, small,
     here = [*small, "probe.every=100", f"runs={tmp_path}"]
     assert call(train, *here, "name=bad", "steps=4", "checkpoint_every=1", "keep_last=4").code == 0
     run, of_first = tmp_path / "bad", []
+    saved = shutil.copytree(run / "checkpoints", tmp_path / "saved")
     for start, lr in ((4, 1e37), (1, 1e37), (4, 1e36)):  # NaN in the second step from there
+        shutil.copytree(saved, run / "checkpoints", dirs_exist_ok=True)  # going back to step 1 deletes the later ones
         resume = [f"resume={run}/checkpoints/step_{start:06d}", "steps=9", "checkpoint_every=100", "keep_last=2"]
         assert call(train, *here, *resume, f"optimizer.lr={lr}").code == 1
         of_first.append((run / "faults/step_000006/model.safetensors").read_bytes())
