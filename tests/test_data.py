@@ -149,13 +149,16 @@ def test_every_document_arrives_once_and_validation_has_its_share(case, kind, pi
         assert share - min(len(text.encode()) for text in documents) < taken <= share
 
 
-def test_small_documents_beside_a_large_one_stay_in_training(tmp_path, make):
+def test_small_documents_beside_a_large_one_stay_in_training(tmp_path, make, monkeypatch):
     """All of them would fit into the share of validation."""
     small = [f"poem {i}\n" * 9 for i in range(40)]
     found = texts(make(write(tmp_path, {"a.jsonl": jsonl("a long line\n" * 9000, *small)}) / "a.jsonl"))
     assert len({*small} & {*found["val"]}) == 20  # half of 41
     assert len(found["val"]) == 21  # and the end of the large one
     assert {*small} <= {*found["train"], *found["val"]}
+    limited = make(tmp_path / "a.jsonl")
+    monkeypatch.setattr(corpora.Corpus, "for_validation", lambda *_: corpora.ForValidation([], 9.0, 9.0, False))
+    assert make(tmp_path / "a.jsonl") != limited  # whose name earlier versions gave to another split
 
 
 def test_a_corpus_is_known_by_its_content_and_not_by_its_files(corpus, make, tmp_path, monkeypatch):
