@@ -294,7 +294,7 @@ def talk(cfg: Config, model: GPT, encoding: Encoding, prompt: list[int], text: s
         if answer[-1:] == [encoding.eot_token]:  # the next line begins a document
             ids, between = prompt[:1] if model.attention_config.documents else ids, ""
         print(mark * (not full), end="", flush=True)
-    print(end="\n" if mark else "", flush=True)
+    print(end="\n" if mark or (text and not made) else "", flush=True)
     say_the_end(cfg, model, label, made, first, seconds, past)
 
 

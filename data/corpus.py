@@ -35,7 +35,7 @@ class ForValidation(NamedTuple):
     documents: list[int]
     left: float  # bytes of the share that they do not fill
     share: float  # bytes
-    limited: bool  # whether another document would have fitted, but there are half of them already
+    limited: bool  # whether others would fit, and are not taken because half of all documents are
 
 
 @dataclass
@@ -58,9 +58,9 @@ class Corpus:
 
     def for_validation(self, val_fraction: float) -> ForValidation:
         """Goes through the documents in the order of their hashes and takes each one that still fits. This choice is
-        random, does not depend on the names or the order of files, and never takes more than val_fraction of the bytes.
-        If a document is larger than all that, at most half of the documents are taken, and one at least: all small ones
-        could fit, and training would have none of them."""
+        random, does not depend on the names or the order of files, and never takes more than val_fraction of the bytes,
+        the share. If a document is larger than the share, at most half of the documents are taken, and one at least:
+        all small ones could fit, and training would have none of them."""
         rest = self.order[self.split_of[self.order] != REPEATED]
         share = val_fraction * int(self.sizes[rest].sum())
         most = max(1, len(rest) // 2) if self.sizes[rest].max(initial=0) > share else len(rest)

@@ -45,7 +45,7 @@ class TokenizerConfig:
     """Which tokenizer. Raises ValueError if vocab_size is set for another kind than bpe."""
 
     kind: str = key(
-        "byte", among="byte | bpe (learned from the text) | gpt2 | kept (the tokenizer.json beside data=bin)"
+        "byte", among="byte | bpe (learned from the text) | gpt2 | kept (that of init_from= or of data=bin)"
     )
     vocab_size: int | None = key(None, f"vocabulary size of bpe, with the end-of-text token; null: {BPE_SYMBOLS}")
 

@@ -298,7 +298,8 @@ class Session:
     def catch_up(self, cache: KVCache, text: list[int]) -> None:
         """Makes the cache hold `text`. What it holds of it already does not run again."""
         # The cache ends before the last token of `ran`, or after it if go_on() was a token ahead of what it yielded.
-        # Its length tells which. In a text that slides both have the same length, but there no key can be kept.
+        # Its length tells which. In a text that slides both have the same length, but there no key can be kept. Of one
+        # that stops, the cache never has more tokens than the context.
         n, T = cache.lengths[0], len(self.ran)
         last = self.context if self.past_context == "stop" else T
         ends = [e for e in (T - 1, T) if e <= last and tokens_seen(e, self.context, self.past_context) == n > 0]

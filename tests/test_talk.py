@@ -198,6 +198,10 @@ def test_an_answer_that_ends_the_document_begins_another(speak, says, typed, doc
     assert speak("interactive=true", "temperature=0", typed=typed, of=of).out == screen
 
 
+def test_a_talk_in_which_nothing_is_typed_ends_the_line_of_its_prompt(speak):
+    assert speak("interactive=true", "prompt=begin", typed="").out == "begin\n"
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_talk(speak, monkeypatch):
     """And what was said stays in the text. Other signals end the program as before."""
     texts, during = [], []

@@ -236,7 +236,7 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
 
 
 def delete(path: Path) -> None:
-    # Rename first: after a kill during rmtree, the rest of the folder must not look like a checkpoint.
+    """Deletes a checkpoint. Renames it first: what a kill leaves of the folder must not look like a checkpoint."""
     temp = path.with_name(f".tmp-{path.name}")
     os.rename(path, temp)
     remove(temp)

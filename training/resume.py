@@ -318,8 +318,8 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
 
 def delete_later(folder: Path, step: int) -> list[str]:
     """Deletes the checkpoints of later steps and returns their names. The run makes these steps again, and Metrics has
-    deleted their records: after a kill, resume=auto would continue from weights that the records do not describe. It
-    passes over damaged ones, so they stay until the next save."""
+    deleted their records: after a kill, resume=auto would continue from weights that the records do not describe.
+    Damaged ones, which resume=auto passes over, stay until the next save."""
     checkpoint.clear(folder)
     deleted = []
     for path in checkpoint.all_checkpoints(folder):
