@@ -1,6 +1,7 @@
 """Kernels that are compiled before the run needs them (training/ahead.py)."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,43 @@ def test_triton_finds_a_kernel_whichever_was_asked_for_first():
         code = f"from kernels import flash; print([getattr(flash, name).cache_key for name in {names}][-1])"
         keys.append(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}))
     assert keys[0] == keys[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile wants a C++ compiler")
+def test_the_next_run_finds_a_graph_with_an_autograd_function_unless_a_source_was_edited(tmp_path):
+    """A graph holds only the name of an op, so torch would take the backward that the op had before."""
+    code = """
+import torch
+from torch._dynamo.utils import counters
+from training.record import keep_graphs
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, do):
+        return 2 * do
+
+keep_graphs()
+torch.compile(lambda x: Double.apply(x).sum())(torch.ones(3, requires_grad=True)).backward()
+print(*(counters["aot_autograd"]["autograd_cache_" + found] for found in ("hit", "miss", "bypass")))
+"""
+    for room in ("model", "kernels", "training", "data", "parallel", "sampling", "conf"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("cache", "__pycache__"))
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+
+    def counts() -> list[int]:
+        environment = kept | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=600)
+        return list(map(int, done.split()))
+
+    assert [counts(), counts()] == [[0, 1, 0], [1, 0, 0]]
+    with open(tmp_path / "kernels/op.py", "a") as file:
+        file.write("# edited\n")
+    assert counts() == [0, 1, 0]
 
 
 @pytest.mark.slow

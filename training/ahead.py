@@ -41,8 +41,17 @@ MARKERS: list[Path] = []  # to be written when the run's kernels are in the cach
 
 
 def import_compiler() -> None:
-    """Begins to import torch.compile, which is spread over many files."""
-    Thread(target=import_module, args=("torch._inductor.compile_fx",), daemon=True).start()
+    """Begins to import torch.compile, which is spread over many files, and to hash the files of torch and Triton,
+    which the keys of their caches hold."""
+
+    def load() -> None:
+        import_module("torch._inductor.compile_fx")
+        cache: Any = import_module("torch._inductor.codecache")
+        with suppress(Exception):  # its own names, which may change
+            cache.torch_key()
+            cache.CacheBase.get_system()
+
+    Thread(target=load, daemon=True).start()
 
 
 def begin(model: GPT, autocast: AbstractContextManager, z_loss: float, shape: tuple[int, int]) -> None:
@@ -91,11 +100,16 @@ def marker_of(model: GPT, *others: Any) -> Path:
     from triton import knobs  # triton is not installed everywhere
 
     device = torch.cuda.get_device_name(model.embedding.weight.device)
-    sources = [path.read_bytes() for room in ("kernels", "sampling") for path in sorted(ROOT.glob(f"{room}/**/*.py"))]
-    versions = torch.__version__, version("triton"), sources
+    versions = torch.__version__, version("triton"), digest_of("kernels", "sampling")
     described = model.config, model.attention_config, model.break_it, others, device, versions
     digest = hashlib.sha256(repr(described).encode())
     return Path(knobs.cache.dir, f"tilegpt-{digest.hexdigest()[:16]}")
+
+
+def digest_of(*rooms: str) -> str:
+    """The SHA-256 of the sources in these folders."""
+    files = [path for room in rooms for path in sorted(ROOT.glob(f"{room}/**/*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def one_of_each(model: GPT, idx: Tensor, z_loss: float = 0.0) -> None:

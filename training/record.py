@@ -10,6 +10,7 @@ A small model's operations take less time on a GPU than their launches from Pyth
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from data.loader import Batch
 from model.gpt import GPT, Block, Stages
+from training.ahead import digest_of
 from training.machine import is_out_of_memory
 
 # Where kernels/norm.py does not compute the backward of norms, Inductor by default computes both of its sums in one
@@ -36,8 +38,18 @@ def compiled(model: GPT, compile: Callable[..., Any] = COMPILE) -> Callable[...,
     # There are as many kinds of blocks as windows, at most; beyond 8 torch would run them uncompiled.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 2 + model.config.n_layer)
+    keep_graphs()
     stages = (model.embed, model.layer or Block.forward, model.loss)
     return partial(model, stages=Stages(*map(compile, stages)))
+
+
+def keep_graphs() -> None:
+    """Makes torch keep graphs with our own autograd functions on the disk, too: the next run's first step takes half of
+    the time. Torch finds a graph by the code that it has traced. That has no backward of an op of torch.library, whose
+    edit it would not notice, so the key gets our sources as well."""
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    torch.compiler.config.cache_key_tag = tag + digest_of("model", "kernels", "parallel")
 
 
 class Graphs:
