@@ -96,9 +96,9 @@ def samples_table(samples: list[tuple[int, str]], note: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; its type if the text is empty."""
+    """The first line of an error's text, cut: it may have a stranger's id in it. Its type if the text is empty."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines and lines[0] != "<no message>" else type(error).__name__
+    return lines[0][:200] if lines and lines[0] != "<no message>" else type(error).__name__
 
 
 class WandbRun:
