@@ -159,7 +159,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
     if ranks.size > 1:
         facts["ranks"] = ranks.size
-    metrics = folder_of(cfg, folder, facts, ranks, stack, step if same_run else None)
+    metrics = folder_of(cfg, folder, facts, ranks, stack, resumed if same_run else None)
     ranks.wait()  # until the first has the folder
     begin()
     run = Run(

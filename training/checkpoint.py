@@ -52,7 +52,7 @@ from training.machine import device_type
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
 MOST = {"state.json": 1 << 24, "tokenizer.json": 1 << 27}  # bytes that are read; of tensors, what their header says
-NAMED = 5  # a message lists at most so many runs
+NAMED = 5  # a message lists at most so many runs or checkpoints
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Checkpoint:
     model: dict[str, Tensor]  # the saved state dict, on the CPU; tied weights are one tensor again
     state: dict
     tokenizer: str
+    there: tuple[int, ...] = ()  # the steps of its run's checkpoints when it was read
 
     def optimizer(self) -> dict[str, Tensor]:
         """The tensors that `save` got as optimizer, on the CPU. Raises ValueError as `load` does for a damaged file."""
@@ -262,19 +263,33 @@ def load(path: Path) -> Checkpoint:
     Raises ValueError, one line, if the checkpoint is missing, damaged or not what a run writes. The line then names the
     newest complete checkpoint before it.
     """
-    if not path.is_dir() or (step_of(path) < 0 and not (path / "state.json").exists()):
-        raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
+    _refuse_missing(path)
+    there = tuple(map(step_of, all_checkpoints(path.parent)))
     found = _read(path, ["model.safetensors", "tokenizer.json"])
     header = found["state.json"]
     model = safetensors.torch.load(found["model.safetensors"])
     for name, first in header["alias"].items():
         model[name] = model[first]
-    return Checkpoint(path, header["step"], model, header["state"], found["tokenizer.json"].decode())
+    return Checkpoint(path, header["step"], model, header["state"], found["tokenizer.json"].decode(), there)
 
 
 def load_state(path: Path) -> dict:
     """The state that `save` got, without reading the weights. ValueError as in `load`."""
+    _refuse_missing(path)
     return _read(path, [])["state.json"]["state"]
+
+
+def _refuse_missing(path: Path) -> None:
+    """ValueError if there is no checkpoint. It names those of the same run."""
+    if not path.is_dir() or (step_of(path) < 0 and not (path / "state.json").exists()):
+        there = [found.name for found in reversed(all_checkpoints(path.parent))]
+        way_out = f"its run has {_first(there)}" if there else "give the path of a step_... folder of a run"
+        raise ValueError(f"there is no checkpoint {path}: {way_out}")
+
+
+def _first(names: list[str]) -> str:
+    """The first NAMED of these names, the newest, and how many older ones there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} older ones" if len(names) > NAMED else "")
 
 
 def _read(path: Path, names: Iterable[str]) -> dict:
@@ -414,7 +429,7 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
         looked = folder_of(runs / (name or "*"))
     elif (Path(named) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(named).name):
         looked = Path(named)
-        if looked.is_dir():
+        if looked.is_dir() or all_checkpoints(looked.parent):
             return looked
     else:
         inside = folder_of(runs / named)  # first: the working directory may have a folder of that name too
@@ -442,9 +457,8 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     problem = "no complete checkpoint among those" if found else "no checkpoint"
     if looked.parent == runs:
         have.pop(looked.name, None)  # it has no complete one
-    newest_runs = sorted(have, key=have.__getitem__, reverse=True)[:NAMED]
-    more = f" and {len(have) - NAMED} older ones" if len(have) > NAMED else ""
-    way_out = f"runs that have one: {', '.join(newest_runs)}{more}" if have else "train one first: python train.py"
+    others = sorted(have, key=have.__getitem__, reverse=True)
+    way_out = f"runs that have one: {_first(others)}" if have else "train one first: python train.py"
     if option == "resume" and not found and looked.is_dir() and looked.parent == runs:
         way_out = f"name={looked.name} without resume= begins it again; {way_out}"
     raise ValueError(f"{option}={named}: {problem} in {looked}; {way_out}")

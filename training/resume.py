@@ -9,6 +9,7 @@
     edits(file, theirs, ours)     warns of edits in the run's config.yaml, which nothing reads
     diff(theirs, ours)            the keys that differ, which these and the refusals say in their own words
     make_room(folder, held)       locks a new run's folder, and empties it of a run without a checkpoint
+    refuse_newer(folder, resumed) refuses a run that another process has trained on meanwhile
     delete_later(folder, step)    deletes the checkpoints after the one that the run goes back to
     again(cfg)                    the command that resumes a stopped run
 
@@ -32,6 +33,7 @@ import torch
 import yaml
 
 from data.loader import Loader
+from data.prepare import READS, DataConfig
 from data.tokenizer import from_json, same
 from model.break_it import of_older
 from parallel.processes import launcher, restarted
@@ -102,6 +104,11 @@ def open_checkpoint(cfg: Config) -> checkpoint.Checkpoint | None:
     if path.resolve().parent.name == checkpoint.FOLDER:  # in a run's folder; a copy elsewhere gives no name
         cfg.name = cfg.name or path.resolve().parents[1].name
     refuse_another_model(resumed, cfg)
+    # With data=OTHER typed, the checkpoint has brought keys that the other data does not read, and would be refused.
+    theirs = config_of(resumed, type(cfg))["data"]
+    for key in set().union(*READS.values()) - {*READS[cfg.data.source]}:
+        if getattr(cfg.data, key) == theirs[key]:
+            setattr(cfg.data, key, getattr(DataConfig, key))
     return resumed
 
 
@@ -314,6 +321,13 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
     for path in left:
         shutil.move(path, aside / path.name)  # the folder may be a link to another disk
     return aside
+
+
+def refuse_newer(folder: Path, resumed: checkpoint.Checkpoint) -> None:
+    """ValueError if the run has a checkpoint that another process saved after ours was read. Called with the lock."""
+    steps = map(checkpoint.step_of, checkpoint.all_checkpoints(folder / checkpoint.FOLDER))
+    if new := [step for step in steps if step not in resumed.there]:
+        raise ValueError(f"another process has saved step {new[-1]} of {folder} meanwhile: run again")
 
 
 def delete_later(folder: Path, step: int) -> list[str]:

@@ -37,7 +37,7 @@ from training.memory import settle
 from training.metrics import Metrics, NoMetrics, broken_name, show
 from training.optimizer import base_rate, build_optimizers
 from training.record import Numbers, Report
-from training.resume import delete_later, make_room, refuse_another_tokenizer, tokenizer_of
+from training.resume import delete_later, make_room, refuse_another_tokenizer, refuse_newer, tokenizer_of
 from training.settings import Config
 from training.step import TrainStep, choose_way
 from training.wandb_run import wandb_mode
@@ -261,19 +261,26 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
 
 
 def folder_of(
-    cfg: Config, folder: Path, facts: dict[str, str | int], ranks: Ranks, stack: ExitStack, resume_step: int | None
+    cfg: Config,
+    folder: Path,
+    facts: dict[str, str | int],
+    ranks: Ranks,
+    stack: ExitStack,
+    resumed: checkpoint.Checkpoint | None,
 ) -> Metrics:
-    """Locks the run's folder until the stack is closed, and opens its files; on rank 0 alone. resume_step: of the run
-    that is there; None for a new one."""
+    """Locks the run's folder until the stack is closed, and opens its files; on rank 0 alone. resumed: the checkpoint
+    of the run that is there; None for a new one. ValueError if another process has saved there since that was read."""
     if not ranks.first:
         return NoMetrics()  # type: ignore[return-value]
     wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
-    if resume_step is not None:
+    if resumed:
         stack.enter_context(lock(folder))
+        refuse_newer(folder, resumed)
     elif unsaved := make_room(folder, stack):
         show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
     broken, config = cfg.break_it.label, {**asdict(cfg), "about": facts}
-    metrics = Metrics(folder, cfg.steps, config=config, wandb_config=cfg.wandb, broken=broken, resume_step=resume_step)
-    if resume_step is not None and (later := delete_later(folder / checkpoint.FOLDER, resume_step)):
-        metrics.say(f"deleted the checkpoints after step {resume_step}, whose steps are made again: {', '.join(later)}")
+    step = resumed.step if resumed else None
+    metrics = Metrics(folder, cfg.steps, config=config, wandb_config=cfg.wandb, broken=broken, resume_step=step)
+    if step is not None and (later := delete_later(folder / checkpoint.FOLDER, step)):
+        metrics.say(f"deleted the checkpoints after step {step}, whose steps are made again: {', '.join(later)}")
     return metrics
