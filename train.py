@@ -169,7 +169,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
         ended=state.get("ended", True),
     )  # fmt: skip
     stack.callback(close, run)
-    if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
+    if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed), asdict(cfg))):
         metrics.say(unread)
     if ranks.first:
         rewrite(folder / "config.yaml", config.to_yaml(cfg))

@@ -15,7 +15,7 @@ that the disk has damaged later.
 
 The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
 per GB for SHA-256. (Where weights are shared, the first rank has a second copy while it saves.) Training waits for the
-first copy only: training/writer.py does the rest in a thread. Only one process writes; others may read at any time.
+first copy only (training/writer.py). Only one process writes; others may read at any time.
 """
 
 import errno
@@ -39,6 +39,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.prepare import sync_and_hash
 from model.abilities import resolve, why_not
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
@@ -127,7 +128,6 @@ def save(
     state: dict,
     tokenizer: str,
     keep_last: int,
-    parents: bool = True,
 ) -> Path:
     """Writes folder/step_000030, completely or not at all, and deletes old checkpoints.
 
@@ -135,14 +135,11 @@ def save(
     steps: `resume=auto` must not continue from them.
 
     model: a state dict of any dtypes on any device, with the plain model's names. optimizer: `optimizer_tensors(...) |
-    rng_state()`. state: JSON's types only; Python's json has NaN and infinity too. parents: make the folder's parents
-    too, if they are missing.
+    rng_state()`. state: JSON's types only; Python's json has NaN and infinity too. keep_last: 1 or more.
 
-    Returns the new folder. Raises ValueError for keep_last < 1, and OSError with one clear line if the disk is full or
-    cannot be written. In that case the earlier checkpoints are unchanged.
+    Returns the new folder. Raises OSError with one clear line if the disk is full or cannot be written, or if the run's
+    folder was deleted. In that case the earlier checkpoints are unchanged.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last} would delete the checkpoint just written: give 1 or more")
     # A compiled model adds a prefix to every name, and only another compiled model could load them.
     assert not any(name.startswith(("_orig_mod.", "module.")) for name in model), "save the plain model's state dict"
     clear(folder)
@@ -153,7 +150,7 @@ def save(
     try:
         if folder.is_symlink():
             files.own(folder, folder=True)
-        folder.mkdir(parents=parents, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         _write(temp, {"step": step, "state": state, "alias": alias}, weights, optimizer, tokenizer)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk, for example
         shutil.rmtree(temp, ignore_errors=True)
@@ -169,7 +166,7 @@ def save(
     if final.exists():
         os.rename(final, aside)
     os.rename(temp, final)
-    _fsync(folder)  # before anything older is deleted
+    _sync_folder(folder)  # before anything older is deleted
     if aside.exists():
         delete(aside)
     _prune(folder, step, keep_last)
@@ -191,10 +188,10 @@ def _write(temp: Path, header: dict, weights: dict[str, Tensor], optimizer: dict
     save_file(weights, temp / "model.safetensors")
     save_file({name: t.contiguous() for name, t in optimizer.items()}, temp / "optimizer.safetensors")
     (temp / "tokenizer.json").write_bytes(tokenizer.encode())
-    header["sha256"] = {name: _sha256_of(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
+    header["sha256"] = {name: sync_and_hash(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
     (temp / "state.json").write_text(json.dumps(header, indent=1), encoding="utf-8")
-    for file in [*temp.iterdir(), temp]:
-        _fsync(file)
+    sync_and_hash(temp / "state.json")
+    _sync_folder(temp)
 
 
 def _errno(error: OSError | SafetensorError) -> int:
@@ -231,9 +228,10 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     past = [path for path in found if step_of(path) <= step]
     # A checkpoint with a damaged state.json may be the best, so it is kept for repair.
     damaged = (path for path in past if (path / "model.safetensors").is_file() and _loss(path) == -math.inf)
-    keep = {*past[-keep_last:], _best(past), *damaged}
-    for path in [path for path in found if path not in keep]:
-        delete(path)
+    keep = {*past[-keep_last:], best(folder, step), *damaged}
+    for path in found:
+        if path not in keep:
+            delete(path)
 
 
 def delete(path: Path) -> None:
@@ -243,11 +241,11 @@ def delete(path: Path) -> None:
     remove(temp)
 
 
-def _fsync(path: Path) -> None:
-    """Flushes a file or a folder to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder; its renames are journalled
+def _sync_folder(folder: Path) -> None:
+    """Flushes the names in a folder to the disk."""
+    if os.name == "nt":  # Windows cannot open a folder; its renames are journalled
         return
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -345,11 +343,6 @@ def _wrong(path: Path, names: Iterable[str] = FILES) -> str:
     return ""
 
 
-def _sha256_of(file: Path) -> str:
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _header_hash(header: dict) -> str:
     # We hash the values and not the file's bytes, because the file contains this hash.
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
@@ -373,13 +366,11 @@ def last(folder: Path) -> Path | None:
     return next(reversed(all_checkpoints(folder)), None)
 
 
-def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest finite state["val_loss"], the earliest if several are equal; None without any."""
-    return _best(all_checkpoints(folder))
-
-
-def _best(paths: list[Path]) -> Path | None:
-    losses = {path: loss for path in paths if math.isfinite(loss := _loss(path))}
+def best(folder: Path, until: float = math.inf) -> Path | None:
+    """The checkpoint with the lowest finite state["val_loss"], of those up to a step; the earliest if several are
+    equal, None without any."""
+    past = [path for path in all_checkpoints(folder) if step_of(path) <= until]
+    losses = {path: loss for path in past if math.isfinite(loss := _loss(path))}
     return min(losses, key=losses.__getitem__, default=None)
 
 

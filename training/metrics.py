@@ -6,9 +6,7 @@
         loss.png        training loss (line) and validation loss (points)
         wandb/          see training/wandb_run.py
 
-A record is a plain dict of Python numbers with its "step". There are five kinds, each with a line on the screen
-(LINES): of a step, of an evaluation, of a look at attention (training/probe.py; of a broken run training/awake.py), of
-a frame of the film (training/film.py), and of what the context is worth (training/context.py).
+A record is a plain dict of Python numbers with its "step". Each kind has a line on the screen (LINES).
 
 Losses are in nats per token; ms, eta_s and seconds (of the run so far) are wall-clock times. mfu (model FLOPs
 utilization) is a fraction of the device's peak, memory_gib the peak so far; both may be None. A broken run's records
@@ -60,12 +58,7 @@ LINES = {
 
 
 def log_line(record: dict, total_steps: int) -> str:
-    """One record as one line of ASCII for grep: fields separated by " | ", always in the same order.
-
-        step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | ...
-        eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
-        context step 100/600 | given 0032 2.1000 | given 1024 1.9000 | context worth 0.2000 +- 0.0100 nats ...
-        probe step 100/600 | score 5.13 | headroom 83.59 nats to overflow | error 2.1e-07 | ...
+    """One record as one line of ASCII for grep: the fields of its kind in LINES, always in the same order.
 
     A record of another kind has its numbers behind their keys. An evaluation record may have "best": (val_loss, step).
     The probe line shows the lowest entropy with its layer.head, and the highest.
@@ -339,17 +332,14 @@ class Metrics:
         )
 
     def later(self, job: Callable[[], object]) -> None:
-        """Have the thread do a job after those before it. raise_errors() or wait() raise its error later."""
+        """Have the thread do a job after those before it. raise_errors() raises its error later."""
         self.jobs.append(self.thread.submit(job))
 
     def raise_errors(self, wait: bool = False) -> None:
-        """Raise the error of a job that has failed, such as the OSError of a picture that cannot be written."""
+        """Raise the error of a job that has failed, such as the OSError of a picture that cannot be written. wait: for
+        all jobs."""
         while self.jobs and (wait or self.jobs[0].done()):
             self.jobs.popleft().result()
-
-    def wait(self) -> None:
-        """Until the thread has done all its jobs. Raises their errors as raise_errors() does."""
-        self.raise_errors(wait=True)
 
     def log(self, record: dict) -> None:
         """Write a record to the file, then to the screen, then to wandb. Raises as raise_errors() does, and ValueError
@@ -393,11 +383,10 @@ class Metrics:
         """Whether the last picture is drawn, and took at most DRAWING of the time that has passed since then."""
         return time.perf_counter() >= self.draw_again
 
-    def picture(self) -> Path:
-        """draw_later(), and wait for the picture. Returns its path."""
+    def picture(self) -> None:
+        """draw_later(), and wait for the picture."""
         self.draw_later()
-        self.wait()
-        return self.folder / "loss.png"
+        self.raise_errors(wait=True)
 
     def draw_later(self) -> None:
         """Have the thread draw loss.png from metrics.jsonl if there are new records.
@@ -432,13 +421,13 @@ class Metrics:
         try:
             with writing(self.folder / "metrics.jsonl"):
                 self.file.close()  # which writes what a full disk has refused so far
-            self.wait()
+            self.raise_errors(wait=True)
         finally:
             if self.sent < self.step and (self.folder / "loss.png").exists():
                 self.later(partial(self._send, self.step))
             self.later(lambda: self.wandb.finish(exit_code))
             self.thread.shutdown()
-            self.wait()
+            self.raise_errors(wait=True)
 
 
 class NoMetrics:
