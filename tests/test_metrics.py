@@ -348,9 +348,9 @@ class StandInForWandb:
 
 def test_wandb_is_told_every_record_and_goes_on_in_the_same_run(clean_env, tmp_path):
     stand_in, config = StandInForWandb(clean_env), WandbConfig(mode="offline", tags=["mine"])
-    for resumed in (None, 3):
+    for resumed in (0, 3):
         run = Metrics(tmp_path, 6, config={}, wandb_config=config, broken="no_max", resume_step=resumed)
-        for step in range((resumed or 0) + 1, (resumed or 0) + 4):
+        for step in range(resumed + 1, resumed + 4):
             run.log({"step": step, **STEP})
         run.sample(step, "once <upon>")
         run.close(3)

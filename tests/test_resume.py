@@ -368,6 +368,9 @@ def test_what_another_process_has_saved_since_the_checkpoint_was_read_stays(resu
     assert ended.code == 2
     assert "another process has saved step 4 of " in ended.err
     assert last(tmp_path / "runs/x") == folder / "step_000004"
+    monkeypatch.setattr(train, "data_of", data_of)
+    shutil.copytree(folder / "step_000002", tmp_path / "runs/x/copy")  # beside which no checkpoint was when it was read
+    assert resumed("steps=3", f"resume={tmp_path}/runs/x/copy", "name=x").code == 0
 
 
 def test_an_edited_configuration_is_not_read_and_that_is_said(resumed, tmp_path):

@@ -65,7 +65,7 @@ class Checkpoint:
     model: dict[str, Tensor]  # the saved state dict, on the CPU; tied weights are one tensor again
     state: dict
     tokenizer: str
-    there: tuple[int, ...] = ()  # the steps of its run's checkpoints when it was read
+    there: tuple[int, ...] = ()  # the steps of the checkpoints beside it when it was read, its own too
 
     def optimizer(self) -> dict[str, Tensor]:
         """The tensors that `save` got as optimizer, on the CPU. Raises ValueError as `load` does for a damaged file."""

@@ -243,8 +243,8 @@ class Metrics:
 
     folder: runs/NAME, made if it is missing. NAME is the title of the picture and the name of the wandb run.
     broken: the label of the run's break_it settings. It is added to every record, line, sample, title and tag.
-    resume_step: the step of the resumed checkpoint. Later records and samples are deleted, because the run makes these
-        steps again and each step has one record. None for a new run: its files start empty.
+    resume_step: the step of the resumed checkpoint; 0 for a new run, whose folder is empty. Later records, samples and
+        frames of the film are deleted, because the run makes these steps again and each step has one record.
     Raises ValueError as wandb_mode() does, before any file is changed.
     """
 
@@ -256,12 +256,12 @@ class Metrics:
         config: dict,
         wandb_config: WandbConfig,
         broken: str | None = None,
-        resume_step: int | None = None,
+        resume_step: int = 0,
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
         self.drawn = False  # whether loss.png shows everything in metrics.jsonl
         self.draw_again = 0.0  # time_to_draw() is False before this time, in seconds of time.perf_counter()
-        self.step = self.sent = resume_step or 0  # steps of the last record and of the last picture sent to wandb
+        self.step = self.sent = resume_step  # steps of the last record and of the last picture sent to wandb
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         self.thread = ThreadPoolExecutor(1, "metrics")
         self.jobs: deque[Future] = deque()  # of the thread, oldest first
@@ -276,7 +276,7 @@ class Metrics:
         if sys.stdout.isatty():
             # The bar is drawn again with each line, and does not change in between.
             self.progress = tqdm(
-                desc=f"{stamp(broken)}step", total=total_steps, initial=resume_step or 0, file=sys.stdout,
+                desc=f"{stamp(broken)}step", total=total_steps, initial=resume_step, file=sys.stdout,
                 dynamic_ncols=True, bar_format="{desc} {n}/{total} {bar} {elapsed}",
             )  # fmt: skip
         self.begin_wandb = partial(WandbRun, self.mode, wandb_config, folder, config, broken, self.say)
@@ -286,21 +286,18 @@ class Metrics:
         """wandb's run, which begins when it is first asked for. Only the thread asks."""
         return self.begin_wandb()
 
-    def _keep_until(self, step: int | None) -> None:
-        """Delete the records, samples and frames of the film after `step`; all of them if it is None."""
+    def _keep_until(self, step: int) -> None:
+        """Delete the records, samples and frames of the film after `step`."""
         for at, frame in frames(self.folder).items():
-            if step is None or at > step:
+            if at > step:
                 frame.unlink()
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
-        if step is None:  # a new run in an old folder gets a new wandb run
-            (self.folder / "wandb_id.txt").unlink(missing_ok=True)
-        records = read_metrics(path) if step is not None and path.exists() else []
-        records = [record for record in records if record["step"] <= step]
+        records = [record for record in (read_metrics(path) if path.exists() else []) if record["step"] <= step]
         for record in records:
             self._note_best(record)
         rewrite(path, "".join(map(_json_line, records)))
-        text = read(samples) if step is not None and samples.exists() else ""
-        past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > (step or 0)]
+        text = read(samples) if samples.exists() else ""
+        past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > step]
         rewrite(samples, text[: past[0]] if past else text)
 
     def _note_best(self, record: dict) -> None:
@@ -354,11 +351,9 @@ class Metrics:
             self.file.write(_json_line(record).encode())
             self.file.flush()  # flushed lines survive kill -9; only a power cut could lose them
         self._note_best(record)
-        self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.progress:
-            with reader_may_leave():
-                self.progress.n = record["step"]
-                self.progress.refresh()
+            self.progress.n = record["step"]  # say() draws the bar again
+        self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.mode != "disabled":
             self.later(lambda: self.wandb.log(record))
 

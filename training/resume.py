@@ -296,7 +296,8 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
 def refuse_newer(folder: Path, resumed: checkpoint.Checkpoint) -> None:
     """ValueError if the run has a checkpoint that another process saved after ours was read. Called with the lock."""
     steps = map(checkpoint.step_of, checkpoint.all_checkpoints(folder / checkpoint.FOLDER))
-    if new := [step for step in steps if step not in resumed.there]:
+    new = [step for step in steps if step not in resumed.there]
+    if new and resumed.path.parent.name == checkpoint.FOLDER:  # of a copy elsewhere, `there` has other checkpoints
         raise ValueError(f"another process has saved step {new[-1]} of {folder} meanwhile: run again")
 
 

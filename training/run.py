@@ -282,8 +282,8 @@ def folder_of(
     elif unsaved := make_room(folder, stack):
         show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
     broken, config = cfg.break_it.label, {**asdict(cfg), "about": facts}
-    step = resumed.step if resumed else None
+    step = resumed.step if resumed else 0
     metrics = Metrics(folder, cfg.steps, config=config, wandb_config=cfg.wandb, broken=broken, resume_step=step)
-    if step is not None and (later := delete_later(folder / checkpoint.FOLDER, step)):
+    if resumed and (later := delete_later(folder / checkpoint.FOLDER, step)):
         metrics.say(f"deleted the checkpoints after step {step}, whose steps are made again: {', '.join(later)}")
     return metrics
