@@ -266,7 +266,6 @@ class Metrics:
         self.thread = ThreadPoolExecutor(1, "metrics")
         self.jobs: deque[Future] = deque()  # of the thread, oldest first
         self.mode = wandb_mode(wandb_config)  # may raise, so it comes before any change to files
-        folder.mkdir(parents=True, exist_ok=True)
         for name in (*FILES, *FOLDERS):
             own(folder / name, folder=name in FOLDERS)  # before anything is written
         self._keep_until(resume_step)
