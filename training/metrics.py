@@ -241,11 +241,11 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
 class Metrics:
     """Takes a run's measurements. Call `close` at the end of the run, also after an error.
 
-    folder: runs/NAME, made if it is missing. NAME is the title of the picture and the name of the wandb run.
+    folder: runs/NAME. NAME is the title of the picture and the name of the wandb run.
     broken: the label of the run's break_it settings. It is added to every record, line, sample, title and tag.
     resume_step: the step of the resumed checkpoint; 0 for a new run, whose folder is empty. Later records, samples and
         frames of the film are deleted, because the run makes these steps again and each step has one record.
-    Raises ValueError as wandb_mode() does, before any file is changed.
+    Raises ValueError as wandb_mode() and own() do, before any file is changed.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Metrics:
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         self.thread = ThreadPoolExecutor(1, "metrics")
         self.jobs: deque[Future] = deque()  # of the thread, oldest first
-        self.mode = wandb_mode(wandb_config)  # may raise, so it comes before any change to files
+        self.mode = wandb_mode(wandb_config)
         for name in (*FILES, *FOLDERS):
             own(folder / name, folder=name in FOLDERS)  # before anything is written
         self._keep_until(resume_step)

@@ -253,8 +253,7 @@ def trainer_of(
             shard(network, ranks.size, device)
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are smaller than 6e-8, the smallest number in fp16. The scaler therefore multiplies the loss by a
-    # power of two. After many good steps it doubles this scale. After an infinite gradient it halves the scale, and
-    # that step is skipped.
+    # power of two, which it doubles after many good steps, and halves after an infinite gradient (training/step.py).
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
     train_step = TrainStep(model, averaged, optimizers, scaler, autocast, way, cfg, ranks)
     return train_step, way if way == "recorded" else f"{way} ({why})", chosen
