@@ -47,7 +47,7 @@ from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from parallel.shard import is_shared
 from training import config, contents, files
-from training.files import printable, remove
+from training.files import printable, remove, sync_folder
 from training.machine import device_type
 
 FOLDER = "checkpoints"  # inside runs/NAME
@@ -166,7 +166,7 @@ def save(
     if final.exists():
         os.rename(final, aside)
     os.rename(temp, final)
-    _sync_folder(folder)  # before anything older is deleted
+    sync_folder(folder)  # before anything older is deleted
     if aside.exists():
         delete(aside)
     _prune(folder, step, keep_last)
@@ -191,7 +191,7 @@ def _write(temp: Path, header: dict, weights: dict[str, Tensor], optimizer: dict
     header["sha256"] = {name: sync_and_hash(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
     (temp / "state.json").write_text(json.dumps(header, indent=1), encoding="utf-8")
     sync_and_hash(temp / "state.json")
-    _sync_folder(temp)
+    sync_folder(temp)
 
 
 def _errno(error: OSError | SafetensorError) -> int:
@@ -239,17 +239,6 @@ def delete(path: Path) -> None:
     temp = path.with_name(f".tmp-{path.name}")
     os.rename(path, temp)
     remove(temp)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk."""
-    if os.name == "nt":  # Windows cannot open a folder; its renames are journalled
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
