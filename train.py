@@ -159,7 +159,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     facts = {**about(device), "dtype": dtype, "attention": attention.impl}
     if ranks.size > 1:
         facts["ranks"] = ranks.size
-    metrics = folder_of(cfg, folder, facts, ranks, stack, step if same_run else None)
+    metrics = folder_of(cfg, folder, facts, ranks, stack, resumed if same_run else None)
     ranks.wait()  # until the first has the folder
     begin()
     run = Run(
@@ -169,7 +169,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
         ended=state.get("ended", True),
     )  # fmt: skip
     stack.callback(close, run)
-    if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed, Config), asdict(cfg))):
+    if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed), asdict(cfg))):
         metrics.say(unread)
     if ranks.first:
         rewrite(folder / "config.yaml", config.to_yaml(cfg))

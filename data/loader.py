@@ -147,8 +147,8 @@ class Loader:
         """
         if state["dataset"] != self.dataset:
             raise ValueError(
-                "the checkpoint was trained on another text, or on this one before it was edited: "
-                "use the same data and tokenizer, or start a new run"
+                "the checkpoint was trained on another text, or on this one before it was edited, and a resumed run "
+                "keeps its text: leave out data= and tokenizer=, or begin a new run with its weights by init_from="
             )
         for key, theirs, ours in (
             ("model.context_length", state["context_length"], self.context_length),

@@ -36,6 +36,7 @@ def any_contents(monkeypatch):
 
 def save(folder, step, model=None, optimizer=None, keep_last=2, **state):
     model, optimizer = model or {"w": torch.full((3,), float(step))}, optimizer or rng_state()
+    folder.parent.mkdir(parents=True, exist_ok=True)
     return checkpoint.save(
         folder, step, model=model, optimizer=optimizer, state=state, tokenizer='{"kind": "byte"}', keep_last=keep_last
     )
@@ -236,11 +237,6 @@ def test_steps_of_a_future_that_was_left_go(tmp_path):
     assert steps(tmp_path) == [20]
 
 
-def test_keeping_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep_last=0"):
-        save(tmp_path, 1, keep_last=0)
-
-
 # --- kills, full disks ----------------------------------------------------------------------------------------------
 
 SAVE_AND_KILL = """
@@ -379,7 +375,7 @@ def test_a_broken_run_is_resumed_by_its_name_and_passed_over_else(runs, capsys):
 
 @pytest.mark.parametrize(
     ("resume", "name"),
-    [("auto", "empty"), ("auto", "neww"), ("neww", None), ("{runs}/old/checkpoints/step_000099", None)],
+    [("auto", "empty"), ("auto", "neww"), ("neww", None), ("{runs}/other/checkpoints/step_000099", None)],
 )
 def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resume, name):
     """Of a run that ended before its first checkpoint, name= said to use resume=auto, and resume=auto this."""
@@ -389,6 +385,14 @@ def test_nothing_to_resume_says_what_was_looked_for_and_what_there_is(runs, resu
     assert str(error.value).startswith(f"resume={resume}: ")
     assert (name or resume) in str(error.value)
     assert ("name=empty without resume=" in str(error.value)) == (name == "empty")
+
+
+@pytest.mark.parametrize("read", [checkpoint.load, checkpoint.load_state])
+def test_a_step_that_a_run_does_not_have_is_answered_with_those_that_it_has(runs, read):
+    """The runs were named, and not the checkpoints of the run that was typed."""
+    path = runs / "old/checkpoints/step_000099"
+    with pytest.raises(ValueError, match=f"no checkpoint {path}: its run has step_000040, step_000010$"):
+        read(checkpoint.find(str(path), runs, option="run"))
 
 
 def test_of_many_runs_only_the_newest_few_are_named_and_of_none_what_makes_one(tmp_path):

@@ -57,6 +57,10 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def too_long(*, id, **_):
+    raise OSError(errno.ENAMETOOLONG, "File name too long", id)
+
+
 class Terminal(StringIO):
     def isatty(self):
         return True
@@ -344,9 +348,9 @@ class StandInForWandb:
 
 def test_wandb_is_told_every_record_and_goes_on_in_the_same_run(clean_env, tmp_path):
     stand_in, config = StandInForWandb(clean_env), WandbConfig(mode="offline", tags=["mine"])
-    for resumed in (None, 3):
+    for resumed in (0, 3):
         run = Metrics(tmp_path, 6, config={}, wandb_config=config, broken="no_max", resume_step=resumed)
-        for step in range((resumed or 0) + 1, (resumed or 0) + 4):
+        for step in range(resumed + 1, resumed + 4):
             run.log({"step": step, **STEP})
         run.sample(step, "once <upon>")
         run.close(3)
@@ -380,7 +384,7 @@ def test_wandbs_mode_is_the_configurations_or_else_that_of_the_environment(clean
         wandb_mode(WandbConfig(mode="offline"))
 
 
-@pytest.mark.parametrize("fails", ["import", "link", "disk", "call"])
+@pytest.mark.parametrize("fails", ["import", "link", "disk", "call", "id"])
 def test_a_wandb_that_fails_costs_one_line_and_not_the_run(clean_env, tmp_path, fails):
     """The ImportError of a half-installed wandb was a traceback."""
     stand_in, said = StandInForWandb(clean_env), []
@@ -394,12 +398,16 @@ def test_a_wandb_that_fails_costs_one_line_and_not_the_run(clean_env, tmp_path, 
             clean_env.setattr(wandb_run, "replacing", full)
         case "call":
             stand_in.told = SimpleNamespace(append=full)
+        case "id":  # of a stranger's run
+            (tmp_path / "wandb_id.txt").write_text("x" * 10**6)
+            clean_env.setattr(stand_in, "init", too_long)
     run = WandbRun("offline", WandbConfig(), tmp_path, {}, None, said.append)
     run.log({"loss": 1.0})
     run.samples(1, [(1, "text")], "")
     run.picture(1, tmp_path / "loss.png")
     run.finish(0)
     assert [line.partition(",")[0] for line in said] == ["wandb: gave up"]
+    assert len(said[0]) < 300
     assert not (tmp_path / "theirs").exists()
     assert not logging.raiseExceptions  # or wandb's own log would print tracebacks on a full disk
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"  # for which it would wait at exit, without a network

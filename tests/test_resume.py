@@ -337,16 +337,40 @@ def test_a_checkpoint_under_a_name_of_ones_own_is_resumed_as_a_new_run(resumed, 
     ended = resumed("steps=4", f"resume={place}")
     assert ended.code == 0, ended.err
     (new,) = {run.name for run in (tmp_path / "runs").iterdir()} - {"x"}
-    assert (
-        resumed("steps=6", f"resume={place}", f"name={new}").code == 2
-    )  # it is another run's, though the same weights
+    # It is another run's, though the same weights.
+    assert "exists already" in resumed("steps=6", f"resume={place}", f"name={new}").err
 
 
-def test_a_text_that_is_another_than_the_checkpoints_is_refused(resumed, tmp_path):
+@pytest.mark.parametrize("typed", ["data.path={}/other.txt", "data=recall"])
+def test_a_text_that_is_another_than_the_checkpoints_is_refused(resumed, tmp_path, typed):
+    """Of data=OTHER it refused data.path=, which the checkpoint had brought and nobody had typed."""
     (tmp_path / "other.txt").write_text("another text\n" * 1000)
-    ended = resumed("steps=4", f"data.path={tmp_path}/other.txt", f"data.cache={tmp_path}/cache")
+    ended = resumed("steps=4", typed.format(tmp_path), f"data.cache={tmp_path}/cache")
     assert ended.code == 2
     assert "trained on another text" in ended.err
+
+
+def test_a_run_is_measured_on_data_that_reads_other_keys(resumed, tmp_path):
+    ended = resumed("eval_only=true", "data=recall", f"data.cache={tmp_path}/cache", "eval_tokens=512")
+    assert ended.code == 0, ended.err
+
+
+def test_what_another_process_has_saved_since_the_checkpoint_was_read_stays(resumed, tmp_path, monkeypatch):
+    """It was deleted as a later step, though its process had trained the run on while ours prepared the text."""
+    folder, data_of = tmp_path / "runs/x/checkpoints", train.data_of
+
+    def meanwhile(*arguments):
+        shutil.copytree(folder / "step_000002", folder / "step_000004")
+        return data_of(*arguments)
+
+    monkeypatch.setattr(train, "data_of", meanwhile)
+    ended = resumed("steps=3")
+    assert ended.code == 2
+    assert "another process has saved step 4 of " in ended.err
+    assert last(tmp_path / "runs/x") == folder / "step_000004"
+    monkeypatch.setattr(train, "data_of", data_of)
+    shutil.copytree(folder / "step_000002", tmp_path / "runs/x/copy")  # beside which no checkpoint was when it was read
+    assert resumed("steps=3", f"resume={tmp_path}/runs/x/copy", "name=x").code == 0
 
 
 def test_an_edited_configuration_is_not_read_and_that_is_said(resumed, tmp_path):

@@ -67,6 +67,7 @@ def save(folder: Path, model: GPT, *, step: int = 1, val_loss: float | None = No
     broken_by = BreakIt("no_max" if broken else "none")
     trained = train.Config(model=model.config, attention=model.attention_config, break_it=broken_by)
     loader = {"position": 0, "seed": 0, "context_length": model.config.context_length, "dataset": ""}
+    folder.parent.mkdir(parents=True, exist_ok=True)
     return checkpoint.save(
         folder,
         step,

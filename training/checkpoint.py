@@ -15,7 +15,7 @@ that the disk has damaged later.
 
 The price: copies of the tensors in host memory, one from the first save on and one while loading, and about a second
 per GB for SHA-256. (Where weights are shared, the first rank has a second copy while it saves.) Training waits for the
-first copy only: training/writer.py does the rest in a thread. Only one process writes; others may read at any time.
+first copy only (training/writer.py). Only one process writes; others may read at any time.
 """
 
 import errno
@@ -39,6 +39,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.prepare import sync_and_hash
 from model.abilities import resolve, why_not
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
@@ -46,13 +47,13 @@ from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from parallel.shard import is_shared
 from training import config, contents, files
-from training.files import printable, remove
+from training.files import printable, remove, sync_folder
 from training.machine import device_type
 
 FOLDER = "checkpoints"  # inside runs/NAME
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
 MOST = {"state.json": 1 << 24, "tokenizer.json": 1 << 27}  # bytes that are read; of tensors, what their header says
-NAMED = 5  # a message lists at most so many runs
+NAMED = 5  # a message lists at most so many runs or checkpoints
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Checkpoint:
     model: dict[str, Tensor]  # the saved state dict, on the CPU; tied weights are one tensor again
     state: dict
     tokenizer: str
+    there: tuple[int, ...] = ()  # the steps of the checkpoints beside it when it was read, its own too
 
     def optimizer(self) -> dict[str, Tensor]:
         """The tensors that `save` got as optimizer, on the CPU. Raises ValueError as `load` does for a damaged file."""
@@ -126,7 +128,6 @@ def save(
     state: dict,
     tokenizer: str,
     keep_last: int,
-    parents: bool = True,
 ) -> Path:
     """Writes folder/step_000030, completely or not at all, and deletes old checkpoints.
 
@@ -134,14 +135,11 @@ def save(
     steps: `resume=auto` must not continue from them.
 
     model: a state dict of any dtypes on any device, with the plain model's names. optimizer: `optimizer_tensors(...) |
-    rng_state()`. state: JSON's types only; Python's json has NaN and infinity too. parents: make the folder's parents
-    too, if they are missing.
+    rng_state()`. state: JSON's types only; Python's json has NaN and infinity too. keep_last: 1 or more.
 
-    Returns the new folder. Raises ValueError for keep_last < 1, and OSError with one clear line if the disk is full or
-    cannot be written. In that case the earlier checkpoints are unchanged.
+    Returns the new folder. Raises OSError with one clear line if the disk is full or cannot be written, or if the run's
+    folder was deleted. In that case the earlier checkpoints are unchanged.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last} would delete the checkpoint just written: give 1 or more")
     # A compiled model adds a prefix to every name, and only another compiled model could load them.
     assert not any(name.startswith(("_orig_mod.", "module.")) for name in model), "save the plain model's state dict"
     clear(folder)
@@ -152,7 +150,7 @@ def save(
     try:
         if folder.is_symlink():
             files.own(folder, folder=True)
-        folder.mkdir(parents=parents, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         _write(temp, {"step": step, "state": state, "alias": alias}, weights, optimizer, tokenizer)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk, for example
         shutil.rmtree(temp, ignore_errors=True)
@@ -168,7 +166,7 @@ def save(
     if final.exists():
         os.rename(final, aside)
     os.rename(temp, final)
-    _fsync(folder)  # before anything older is deleted
+    sync_folder(folder)  # before anything older is deleted
     if aside.exists():
         delete(aside)
     _prune(folder, step, keep_last)
@@ -190,10 +188,10 @@ def _write(temp: Path, header: dict, weights: dict[str, Tensor], optimizer: dict
     save_file(weights, temp / "model.safetensors")
     save_file({name: t.contiguous() for name, t in optimizer.items()}, temp / "optimizer.safetensors")
     (temp / "tokenizer.json").write_bytes(tokenizer.encode())
-    header["sha256"] = {name: _sha256_of(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
+    header["sha256"] = {name: sync_and_hash(temp / name) for name in FILES} | {"state.json": _header_hash(header)}
     (temp / "state.json").write_text(json.dumps(header, indent=1), encoding="utf-8")
-    for file in [*temp.iterdir(), temp]:
-        _fsync(file)
+    sync_and_hash(temp / "state.json")
+    sync_folder(temp)
 
 
 def _errno(error: OSError | SafetensorError) -> int:
@@ -230,9 +228,10 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     past = [path for path in found if step_of(path) <= step]
     # A checkpoint with a damaged state.json may be the best, so it is kept for repair.
     damaged = (path for path in past if (path / "model.safetensors").is_file() and _loss(path) == -math.inf)
-    keep = {*past[-keep_last:], _best(past), *damaged}
-    for path in [path for path in found if path not in keep]:
-        delete(path)
+    keep = {*past[-keep_last:], best(folder, step), *damaged}
+    for path in found:
+        if path not in keep:
+            delete(path)
 
 
 def delete(path: Path) -> None:
@@ -240,17 +239,6 @@ def delete(path: Path) -> None:
     temp = path.with_name(f".tmp-{path.name}")
     os.rename(path, temp)
     remove(temp)
-
-
-def _fsync(path: Path) -> None:
-    """Flushes a file or a folder to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder; its renames are journalled
-        return
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -262,19 +250,33 @@ def load(path: Path) -> Checkpoint:
     Raises ValueError, one line, if the checkpoint is missing, damaged or not what a run writes. The line then names the
     newest complete checkpoint before it.
     """
-    if not path.is_dir() or (step_of(path) < 0 and not (path / "state.json").exists()):
-        raise ValueError(f"there is no checkpoint {path}: give the path of a step_... folder of a run")
+    _refuse_missing(path)
+    there = tuple(map(step_of, all_checkpoints(path.parent)))
     found = _read(path, ["model.safetensors", "tokenizer.json"])
     header = found["state.json"]
     model = safetensors.torch.load(found["model.safetensors"])
     for name, first in header["alias"].items():
         model[name] = model[first]
-    return Checkpoint(path, header["step"], model, header["state"], found["tokenizer.json"].decode())
+    return Checkpoint(path, header["step"], model, header["state"], found["tokenizer.json"].decode(), there)
 
 
 def load_state(path: Path) -> dict:
     """The state that `save` got, without reading the weights. ValueError as in `load`."""
+    _refuse_missing(path)
     return _read(path, [])["state.json"]["state"]
+
+
+def _refuse_missing(path: Path) -> None:
+    """ValueError if there is no checkpoint. It names those of the same run."""
+    if not path.is_dir() or (step_of(path) < 0 and not (path / "state.json").exists()):
+        there = [found.name for found in reversed(all_checkpoints(path.parent))]
+        way_out = f"its run has {_first(there)}" if there else "give the path of a step_... folder of a run"
+        raise ValueError(f"there is no checkpoint {path}: {way_out}")
+
+
+def _first(names: list[str]) -> str:
+    """The first NAMED of these names, the newest, and how many older ones there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} older ones" if len(names) > NAMED else "")
 
 
 def _read(path: Path, names: Iterable[str]) -> dict:
@@ -330,11 +332,6 @@ def _wrong(path: Path, names: Iterable[str] = FILES) -> str:
     return ""
 
 
-def _sha256_of(file: Path) -> str:
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _header_hash(header: dict) -> str:
     # We hash the values and not the file's bytes, because the file contains this hash.
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
@@ -358,13 +355,11 @@ def last(folder: Path) -> Path | None:
     return next(reversed(all_checkpoints(folder)), None)
 
 
-def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest finite state["val_loss"], the earliest if several are equal; None without any."""
-    return _best(all_checkpoints(folder))
-
-
-def _best(paths: list[Path]) -> Path | None:
-    losses = {path: loss for path in paths if math.isfinite(loss := _loss(path))}
+def best(folder: Path, until: float = math.inf) -> Path | None:
+    """The checkpoint with the lowest finite state["val_loss"], of those up to a step; the earliest if several are
+    equal, None without any."""
+    past = [path for path in all_checkpoints(folder) if step_of(path) <= until]
+    losses = {path: loss for path in past if math.isfinite(loss := _loss(path))}
     return min(losses, key=losses.__getitem__, default=None)
 
 
@@ -414,7 +409,7 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
         looked = folder_of(runs / (name or "*"))
     elif (Path(named) / "state.json").is_file() or re.fullmatch(r"step_\d+", Path(named).name):
         looked = Path(named)
-        if looked.is_dir():
+        if looked.is_dir() or all_checkpoints(looked.parent):
             return looked
     else:
         inside = folder_of(runs / named)  # first: the working directory may have a folder of that name too
@@ -442,9 +437,8 @@ def find(named: str, runs: Path, *, option: str, name: str | None = None, which:
     problem = "no complete checkpoint among those" if found else "no checkpoint"
     if looked.parent == runs:
         have.pop(looked.name, None)  # it has no complete one
-    newest_runs = sorted(have, key=have.__getitem__, reverse=True)[:NAMED]
-    more = f" and {len(have) - NAMED} older ones" if len(have) > NAMED else ""
-    way_out = f"runs that have one: {', '.join(newest_runs)}{more}" if have else "train one first: python train.py"
+    others = sorted(have, key=have.__getitem__, reverse=True)
+    way_out = f"runs that have one: {_first(others)}" if have else "train one first: python train.py"
     if option == "resume" and not found and looked.is_dir() and looked.parent == runs:
         way_out = f"name={looked.name} without resume= begins it again; {way_out}"
     raise ValueError(f"{option}={named}: {problem} in {looked}; {way_out}")

@@ -34,13 +34,13 @@ from torch import Tensor
 from data.dataset import Dataset, open_data
 from data.loader import Batch
 from data.made import SHORTEST, answer, passkey, second_half
-from data.tokenizer import encode, same
+from data.tokenizer import encode, from_json, same
 from model.gpt import GPT
 from model.loss import loss_of_each
 from training import checkpoint
 from training.machine import out_of_memory_as, pick_device, pick_dtype, set_precision
 from training.metrics import append, drawable, rewrite, show, stamp, worth_of
-from training.resume import open_checkpoint, tokenizer_of
+from training.resume import open_checkpoint
 from training.run import validation
 from training.settings import FEWEST, Config
 
@@ -305,9 +305,9 @@ def evaluate(cfg: Config) -> int:
         raise ValueError(
             f"resume={trained.path} lies in no run's folder, and the measurement is written there; name a run"
         )
-    theirs = tokenizer_of(trained)
+    theirs = from_json(trained.tokenizer)
     dataset = open_data(cfg.data, cfg.tokenizer, theirs, cfg.model.context_length)
-    if theirs is None or not same(dataset.encoding, theirs):
+    if not same(dataset.encoding, theirs):
         raise ValueError(
             f"{dataset.folder} has tokens of another tokenizer than {trained.path}: name a text of the same"
         )

@@ -82,6 +82,17 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         temp.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Flushes the names in a folder to the disk."""
+    if os.name == "nt":  # Windows cannot open a folder; its renames are journalled
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def read(path: Path) -> str:
     """The text of a run's own file. A kill may have cut the last sample within a character. ValueError as own() raises,
     and for more than LARGEST bytes."""

@@ -42,13 +42,11 @@ def origin(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.C
     if cfg.init_from:
         yield f"begun with the weights of {cfg.init_from}"
     ours = asdict(cfg)
-    if parent and (
-        changes := changed(config_of(parent, type(cfg)), {key: ours[key] for key in ("model", "attention")})
-    ):
+    if parent and (changes := changed(config_of(parent), {key: ours[key] for key in ("model", "attention")})):
         yield f"changed since these weights: {', '.join(changes)}"
     if parent and parent.state["broken"]:
         yield f"{stamp(parent.state['broken'])}these weights were trained with attention broken on purpose"
-    if resumed and (changes := changed(config_of(resumed, type(cfg)), ours)):
+    if resumed and (changes := changed(config_of(resumed), ours)):
         yield f"changed since the checkpoint: {', '.join(changes)}"
     if resumed and (other := resumed.other_attention(cfg.attention, run.model)):
         yield other

@@ -6,9 +6,7 @@
         loss.png        training loss (line) and validation loss (points)
         wandb/          see training/wandb_run.py
 
-A record is a plain dict of Python numbers with its "step". There are five kinds, each with a line on the screen
-(LINES): of a step, of an evaluation, of a look at attention (training/probe.py; of a broken run training/awake.py), of
-a frame of the film (training/film.py), and of what the context is worth (training/context.py).
+A record is a plain dict of Python numbers with its "step". Each kind has a line on the screen (LINES).
 
 Losses are in nats per token; ms, eta_s and seconds (of the run so far) are wall-clock times. mfu (model FLOPs
 utilization) is a fraction of the device's peak, memory_gib the peak so far; both may be None. A broken run's records
@@ -60,12 +58,7 @@ LINES = {
 
 
 def log_line(record: dict, total_steps: int) -> str:
-    """One record as one line of ASCII for grep: fields separated by " | ", always in the same order.
-
-        step    30/600 | loss 2.1234 | bpb 3.0630 | lr 1.00e-03 | norm 0.87 | 245 ms | 16.7k tok/s | mfu n/a | ...
-        eval step 100/600 | val loss 1.9000 | val bpb 2.7000 | best 1.9000 at 100
-        context step 100/600 | given 0032 2.1000 | given 1024 1.9000 | context worth 0.2000 +- 0.0100 nats ...
-        probe step 100/600 | score 5.13 | headroom 83.59 nats to overflow | error 2.1e-07 | ...
+    """One record as one line of ASCII for grep: the fields of its kind in LINES, always in the same order.
 
     A record of another kind has its numbers behind their keys. An evaluation record may have "best": (val_loss, step).
     The probe line shows the lowest entropy with its layer.head, and the highest.
@@ -248,11 +241,11 @@ def loss_figure(records: list[dict], title: str, broken: str | None):
 class Metrics:
     """Takes a run's measurements. Call `close` at the end of the run, also after an error.
 
-    folder: runs/NAME, made if it is missing. NAME is the title of the picture and the name of the wandb run.
+    folder: runs/NAME. NAME is the title of the picture and the name of the wandb run.
     broken: the label of the run's break_it settings. It is added to every record, line, sample, title and tag.
-    resume_step: the step of the resumed checkpoint. Later records and samples are deleted, because the run makes these
-        steps again and each step has one record. None for a new run: its files start empty.
-    Raises ValueError as wandb_mode() does, before any file is changed.
+    resume_step: the step of the resumed checkpoint; 0 for a new run, whose folder is empty. Later records, samples and
+        frames of the film are deleted, because the run makes these steps again and each step has one record.
+    Raises ValueError as wandb_mode() and own() do, before any file is changed.
     """
 
     def __init__(
@@ -263,17 +256,16 @@ class Metrics:
         config: dict,
         wandb_config: WandbConfig,
         broken: str | None = None,
-        resume_step: int | None = None,
+        resume_step: int = 0,
     ):
         self.folder, self.total_steps, self.broken = folder, total_steps, broken
         self.drawn = False  # whether loss.png shows everything in metrics.jsonl
         self.draw_again = 0.0  # time_to_draw() is False before this time, in seconds of time.perf_counter()
-        self.step = self.sent = resume_step or 0  # steps of the last record and of the last picture sent to wandb
+        self.step = self.sent = resume_step  # steps of the last record and of the last picture sent to wandb
         self.best: tuple[float, int] | None = None  # (val_loss, step) of the lowest finite validation loss
         self.thread = ThreadPoolExecutor(1, "metrics")
         self.jobs: deque[Future] = deque()  # of the thread, oldest first
-        self.mode = wandb_mode(wandb_config)  # may raise, so it comes before any change to files
-        folder.mkdir(parents=True, exist_ok=True)
+        self.mode = wandb_mode(wandb_config)
         for name in (*FILES, *FOLDERS):
             own(folder / name, folder=name in FOLDERS)  # before anything is written
         self._keep_until(resume_step)
@@ -283,7 +275,7 @@ class Metrics:
         if sys.stdout.isatty():
             # The bar is drawn again with each line, and does not change in between.
             self.progress = tqdm(
-                desc=f"{stamp(broken)}step", total=total_steps, initial=resume_step or 0, file=sys.stdout,
+                desc=f"{stamp(broken)}step", total=total_steps, initial=resume_step, file=sys.stdout,
                 dynamic_ncols=True, bar_format="{desc} {n}/{total} {bar} {elapsed}",
             )  # fmt: skip
         self.begin_wandb = partial(WandbRun, self.mode, wandb_config, folder, config, broken, self.say)
@@ -293,21 +285,18 @@ class Metrics:
         """wandb's run, which begins when it is first asked for. Only the thread asks."""
         return self.begin_wandb()
 
-    def _keep_until(self, step: int | None) -> None:
-        """Delete the records, samples and frames of the film after `step`; all of them if it is None."""
+    def _keep_until(self, step: int) -> None:
+        """Delete the records, samples and frames of the film after `step`."""
         for at, frame in frames(self.folder).items():
-            if step is None or at > step:
+            if at > step:
                 frame.unlink()
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
-        if step is None:  # a new run in an old folder gets a new wandb run
-            (self.folder / "wandb_id.txt").unlink(missing_ok=True)
-        records = read_metrics(path) if step is not None and path.exists() else []
-        records = [record for record in records if record["step"] <= step]
+        records = [record for record in (read_metrics(path) if path.exists() else []) if record["step"] <= step]
         for record in records:
             self._note_best(record)
         rewrite(path, "".join(map(_json_line, records)))
-        text = read(samples) if step is not None and samples.exists() else ""
-        past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > (step or 0)]
+        text = read(samples) if samples.exists() else ""
+        past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > step]
         rewrite(samples, text[: past[0]] if past else text)
 
     def _note_best(self, record: dict) -> None:
@@ -339,17 +328,14 @@ class Metrics:
         )
 
     def later(self, job: Callable[[], object]) -> None:
-        """Have the thread do a job after those before it. raise_errors() or wait() raise its error later."""
+        """Have the thread do a job after those before it. raise_errors() raises its error later."""
         self.jobs.append(self.thread.submit(job))
 
     def raise_errors(self, wait: bool = False) -> None:
-        """Raise the error of a job that has failed, such as the OSError of a picture that cannot be written."""
+        """Raise the error of a job that has failed, such as the OSError of a picture that cannot be written. wait: for
+        all jobs."""
         while self.jobs and (wait or self.jobs[0].done()):
             self.jobs.popleft().result()
-
-    def wait(self) -> None:
-        """Until the thread has done all its jobs. Raises their errors as raise_errors() does."""
-        self.raise_errors(wait=True)
 
     def log(self, record: dict) -> None:
         """Write a record to the file, then to the screen, then to wandb. Raises as raise_errors() does, and ValueError
@@ -364,11 +350,9 @@ class Metrics:
             self.file.write(_json_line(record).encode())
             self.file.flush()  # flushed lines survive kill -9; only a power cut could lose them
         self._note_best(record)
-        self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.progress:
-            with reader_may_leave():
-                self.progress.n = record["step"]
-                self.progress.refresh()
+            self.progress.n = record["step"]  # say() draws the bar again
+        self.say(log_line({**record, "best": self.best}, self.total_steps))
         if self.mode != "disabled":
             self.later(lambda: self.wandb.log(record))
 
@@ -393,11 +377,10 @@ class Metrics:
         """Whether the last picture is drawn, and took at most DRAWING of the time that has passed since then."""
         return time.perf_counter() >= self.draw_again
 
-    def picture(self) -> Path:
-        """draw_later(), and wait for the picture. Returns its path."""
+    def picture(self) -> None:
+        """draw_later(), and wait for the picture."""
         self.draw_later()
-        self.wait()
-        return self.folder / "loss.png"
+        self.raise_errors(wait=True)
 
     def draw_later(self) -> None:
         """Have the thread draw loss.png from metrics.jsonl if there are new records.
@@ -432,13 +415,13 @@ class Metrics:
         try:
             with writing(self.folder / "metrics.jsonl"):
                 self.file.close()  # which writes what a full disk has refused so far
-            self.wait()
+            self.raise_errors(wait=True)
         finally:
             if self.sent < self.step and (self.folder / "loss.png").exists():
                 self.later(partial(self._send, self.step))
             self.later(lambda: self.wandb.finish(exit_code))
             self.thread.shutdown()
-            self.wait()
+            self.raise_errors(wait=True)
 
 
 class NoMetrics:

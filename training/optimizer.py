@@ -63,22 +63,18 @@ def base_rate(n_embd: int) -> float:
 
 
 def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
-    """The optimizers for the model's weights: [AdamW] or [Muon, AdamW]. Each weight belongs to exactly one.
-
-    Matrices and embeddings have weight decay. Biases and norms (one-dimensional) do not.
+    """The optimizers of the model's weights: [AdamW] or [Muon, AdamW]. Each weight belongs to exactly one. Matrices and
+    embeddings have weight decay. Biases and norms (one-dimensional) do not. Fused AdamW makes one pass over the weights
+    instead of a dozen.
 
     Muon (arXiv 2502.16982) takes a matrix's momentum, sets its singular values to about 1 and uses the result as the
-    update. So the weak directions learn as fast as the strong ones. This is meant for matrices inside the blocks. The
-    embedding and the head have one row per token and stay with AdamW, as do biases and norms.
-
-    Muon's updates have the size of AdamW's: 0.2 per entry, for every matrix shape. So both use the same lr, weight
-    decay and schedule.
+    update. So the weak directions learn as fast as the strong ones. This is meant for matrices inside the blocks: the
+    embedding and the head have one row per token. Muon's updates have the size of AdamW's, 0.2 per entry for every
+    matrix shape. So both use the same lr, weight decay and schedule.
 
     The price of Muon is fifteen matrix products per matrix and step. With width C, that is 3.75 C / tokens_per_step of
     the step's arithmetic: 0.6 % for GPT-2 at half a million tokens, 12 % for nano. q, k and v are one matrix and are
     orthogonalised together.
-
-    Fused AdamW makes one pass over the parameters instead of a dozen, on every device that torch 2.11 supports.
 
     On a CUDA GPU the learning rate is a tensor there, so that a recorded step (training/step.py) reads it anew.
     """

@@ -128,12 +128,13 @@ class Instant:
         return self.time - before.time
 
 
-class Report:
+class Report(NamedTuple):
     """An update's numbers, on their way to the host."""
 
-    def __init__(self, arrival: Tensor, begin: Instant, end: Instant, warm: bool = True) -> None:
-        """warm: whether the step was not one of the first ones, in which kernels are compiled and steps recorded."""
-        self.arrival, self.begin, self.end, self.warm = arrival, begin, end, warm
+    arrival: Tensor
+    begin: Instant
+    end: Instant
+    warm: bool = True  # whether the step was not one of the first, in which kernels are compiled and steps recorded
 
     def arrived(self) -> bool:
         """Whether numbers() need not wait."""

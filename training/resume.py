@@ -1,18 +1,6 @@
 """Resume a run from a checkpoint, or begin one with the weights of another.
 
-    resumed_config(cfg)           reads the checkpoint's or the parent's configuration, which replaces the defaults
-    open_checkpoint(cfg)          finds and reads the checkpoint; refuses one of another model
-    open_parent(cfg)              finds and reads the weights that init_from= names
-    refuse_another_parent(cfg)    refuses keys that contradict them
-    restore(resumed, ...)         restores weights, average, optimizers, loader, random numbers and scaler
-    changed(theirs, ours)         lists the keys that differ from the checkpoint's, for the run's first lines
-    edits(file, theirs, ours)     warns of edits in the run's config.yaml, which nothing reads
-    diff(theirs, ours)            the keys that differ, which these and the refusals say in their own words
-    make_room(folder, held)       locks a new run's folder, and empties it of a run without a checkpoint
-    delete_later(folder, step)    deletes the checkpoints after the one that the run goes back to
-    again(cfg)                    the command that resumes a stopped run
-
-cfg is train.py's Config. A resumed run is the same as an uninterrupted one, bit for bit, unless the command line
+A resumed run is the same as an uninterrupted one, bit for bit, unless the command line
 changes something, or attention=auto takes another implementation on this device, which it says. A run with init_from=
 is a new run: it takes the weights, the model's and attention's options, the tokenizer and break_it from its parent, and
 nothing else.
@@ -27,12 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import tiktoken
 import torch
 import yaml
 
 from data.loader import Loader
-from data.tokenizer import from_json, same
+from data.prepare import READS, DataConfig
 from model.break_it import of_older
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
@@ -102,6 +89,11 @@ def open_checkpoint(cfg: Config) -> checkpoint.Checkpoint | None:
     if path.resolve().parent.name == checkpoint.FOLDER:  # in a run's folder; a copy elsewhere gives no name
         cfg.name = cfg.name or path.resolve().parents[1].name
     refuse_another_model(resumed, cfg)
+    # With data=OTHER typed, the checkpoint has brought keys that the other data does not read, and would be refused.
+    theirs = config_of(resumed)["data"]
+    for key in set().union(*READS.values()) - {*READS[cfg.data.source]}:
+        if getattr(cfg.data, key) == theirs[key]:
+            setattr(cfg.data, key, getattr(DataConfig, key))
     return resumed
 
 
@@ -111,11 +103,10 @@ def find(cfg: Any) -> Path:
     return checkpoint.find(cfg.resume, Path(cfg.runs), option="resume", name=cfg.name, which=which)
 
 
-def config_of(resumed: checkpoint.Checkpoint, schema: type) -> dict:
-    """The checkpoint's configuration with all keys of train.py's Config. Keys that the checkpoint lacks have their
-    defaults."""
+def config_of(resumed: checkpoint.Checkpoint) -> dict:
+    """The checkpoint's configuration with all keys. Keys that it lacks have their defaults."""
     # Without the name: the resumed run has its own, and an older version may have allowed names that are refused now.
-    return asdict(config.from_dict(schema, resumed.state["config"] | {"name": None}))
+    return asdict(config.from_dict(Config, resumed.state["config"] | {"name": None}))
 
 
 def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config) -> None:
@@ -127,7 +118,7 @@ def refuse_another_model(resumed: checkpoint.Checkpoint, cfg: Config) -> None:
     begun_anew = "or start a new run without resume="
     ours = {group: asdict(getattr(cfg, group)) for group in ("model", "tokenizer", "attention")}
     ours["optimizer"] = {"kind": cfg.optimizer.kind}  # the rest may change
-    for key, there, here in diff(config_of(resumed, type(cfg)), ours, free):
+    for key, there, here in diff(config_of(resumed), ours, free):
         raise ValueError(
             f"{resumed.path} was trained with {key}={there}, this run has {here}; "
             f"use {key.removesuffix('.kind')}={typed(there)}, {begun_anew}"
@@ -189,20 +180,6 @@ def refuse_another_parent(cfg: Config) -> None:
         )
     if cfg.tokenizer.kind == "bpe":
         raise ValueError(f"tokenizer=bpe learns another tokenizer than that of {cfg.init_from}: leave it out")
-
-
-def tokenizer_of(begun: checkpoint.Checkpoint | None) -> tiktoken.Encoding | None:
-    """The tokenizer that a resumed run's checkpoint or a parent has."""
-    return from_json(begun.tokenizer) if begun else None
-
-
-def refuse_another_tokenizer(cfg: Config, parent: checkpoint.Checkpoint | None, encoding: tiktoken.Encoding) -> None:
-    """ValueError if the data has another tokenizer than the parent."""
-    if parent and not same(encoding, from_json(parent.tokenizer)):
-        raise ValueError(
-            f"tokenizer={cfg.tokenizer.kind} of data={cfg.data.source} is another tokenizer than that of "
-            f"{cfg.init_from}: leave tokenizer= out" + ", and use data=text" * (cfg.data.source == "bin")
-        )
 
 
 def restore(resumed: checkpoint.Checkpoint, cfg: Config, train_step: TrainStep, loader: Loader) -> int:
@@ -314,6 +291,14 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
     for path in left:
         shutil.move(path, aside / path.name)  # the folder may be a link to another disk
     return aside
+
+
+def refuse_newer(folder: Path, resumed: checkpoint.Checkpoint) -> None:
+    """ValueError if the run has a checkpoint that another process saved after ours was read. Called with the lock."""
+    steps = map(checkpoint.step_of, checkpoint.all_checkpoints(folder / checkpoint.FOLDER))
+    new = [step for step in steps if step not in resumed.there]
+    if new and resumed.path.parent.name == checkpoint.FOLDER:  # of a copy elsewhere, `there` has other checkpoints
+        raise ValueError(f"another process has saved step {new[-1]} of {folder} meanwhile: run again")
 
 
 def delete_later(folder: Path, step: int) -> list[str]:

@@ -23,6 +23,7 @@ import torch
 from data.dataset import Dataset, open_data
 from data.loader import Batch, Loader, Prefetch, validation_batches
 from data.made import SHORTEST
+from data.tokenizer import from_json, same
 from model.attention import AttentionConfig
 from model.gpt import GPT
 from model.recompute import RecomputingGPT
@@ -31,13 +32,14 @@ from parallel.processes import Ranks, sends_from_python
 from parallel.shard import shard
 from sampling.generate import Session
 from training import ahead, checkpoint
+from training.checkpoint import Checkpoint
 from training.files import lock
 from training.machine import Signals, memory_gib, peak_flops, set_precision
 from training.memory import settle
 from training.metrics import Metrics, NoMetrics, broken_name, show
 from training.optimizer import base_rate, build_optimizers
 from training.record import Numbers, Report
-from training.resume import delete_later, make_room, refuse_another_tokenizer, tokenizer_of
+from training.resume import delete_later, make_room, refuse_newer
 from training.settings import Config
 from training.step import TrainStep, choose_way
 from training.wandb_run import wandb_mode
@@ -164,12 +166,18 @@ def passes(cfg: Config) -> int:
 
 
 def data_of(
-    cfg: Config, resumed: checkpoint.Checkpoint | None, parent: checkpoint.Checkpoint | None, ranks: Ranks, rows: int
+    cfg: Config, resumed: Checkpoint | None, parent: Checkpoint | None, ranks: Ranks, rows: int
 ) -> tuple[Dataset, Loader]:
     """The data, which is prepared at first use and cached, and the loader of its training text, with `rows` sequences a
     batch for this rank. Fills in cfg.model.vocab_size. ValueError for data or a tokenizer that does not fit."""
-    dataset = open_data(cfg.data, cfg.tokenizer, tokenizer_of(resumed or parent), cfg.model.context_length)
-    refuse_another_tokenizer(cfg, parent, dataset.encoding)
+    begun = resumed or parent
+    kept = from_json(begun.tokenizer) if begun else None
+    dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length)
+    if parent and not same(dataset.encoding, from_json(parent.tokenizer)):
+        raise ValueError(
+            f"tokenizer={cfg.tokenizer.kind} of data={cfg.data.source} is another tokenizer than that of "
+            f"{cfg.init_from}: leave tokenizer= out" + ", and use data=text" * (cfg.data.source == "bin")
+        )
     if cfg.data.source == "text" and cfg.data.path == "-":
         cfg.data.path = str(dataset.folder)  # a resumed run cannot read the same standard input again
     n_vocab = dataset.encoding.n_vocab
@@ -222,7 +230,7 @@ def trainer_of(
     device: torch.device,
     ranks: Ranks,
     rows: int,
-    parent: checkpoint.Checkpoint | None,
+    parent: Checkpoint | None,
 ) -> tuple[TrainStep, str, str]:
     """The step that trains a new model, which begins with the parent's weights; how it is run; and what was chosen for
     its memory. Fills in cfg.optimizer.lr. attention: resolved. rows: sequences of a pass on this rank."""
@@ -245,8 +253,7 @@ def trainer_of(
             shard(network, ranks.size, device)
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are smaller than 6e-8, the smallest number in fp16. The scaler therefore multiplies the loss by a
-    # power of two. After many good steps it doubles this scale. After an infinite gradient it halves the scale, and
-    # that step is skipped.
+    # power of two, which it doubles after many good steps, and halves after an infinite gradient (training/step.py).
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
     train_step = TrainStep(model, averaged, optimizers, scaler, autocast, way, cfg, ranks)
     return train_step, way if way == "recorded" else f"{way} ({why})", chosen
@@ -261,19 +268,21 @@ def new_name(cfg: Config, model: GPT, impl: str) -> str:
 
 
 def folder_of(
-    cfg: Config, folder: Path, facts: dict[str, str | int], ranks: Ranks, stack: ExitStack, resume_step: int | None
+    cfg: Config, folder: Path, facts: dict[str, str | int], ranks: Ranks, stack: ExitStack, resumed: Checkpoint | None
 ) -> Metrics:
-    """Locks the run's folder until the stack is closed, and opens its files; on rank 0 alone. resume_step: of the run
-    that is there; None for a new one."""
+    """Locks the run's folder until the stack is closed, and opens its files; on rank 0 alone. resumed: the checkpoint
+    of the run that is there; None for a new one. ValueError if another process has saved there since that was read."""
     if not ranks.first:
         return NoMetrics()  # type: ignore[return-value]
     wandb_mode(cfg.wandb)  # may raise, so it comes before the folder
-    if resume_step is not None:
+    if resumed:
         stack.enter_context(lock(folder))
+        refuse_newer(folder, resumed)
     elif unsaved := make_room(folder, stack):
         show(f"an earlier run {folder} ended before its first checkpoint: its files are now in {unsaved}")
     broken, config = cfg.break_it.label, {**asdict(cfg), "about": facts}
-    metrics = Metrics(folder, cfg.steps, config=config, wandb_config=cfg.wandb, broken=broken, resume_step=resume_step)
-    if resume_step is not None and (later := delete_later(folder / checkpoint.FOLDER, resume_step)):
-        metrics.say(f"deleted the checkpoints after step {resume_step}, whose steps are made again: {', '.join(later)}")
+    step = resumed.step if resumed else 0
+    metrics = Metrics(folder, cfg.steps, config=config, wandb_config=cfg.wandb, broken=broken, resume_step=step)
+    if resumed and (later := delete_later(folder / checkpoint.FOLDER, step)):
+        metrics.say(f"deleted the checkpoints after step {step}, whose steps are made again: {', '.join(later)}")
     return metrics

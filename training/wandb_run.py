@@ -4,9 +4,8 @@
         wandb_id.txt    the id of the wandb run, so that a resumed run continues it
         wandb/          wandb's own files; `wandb sync` sends the offline ones
 
-wandb never stops the training or delays it: a thread of training/metrics.py makes and calls the WandbRun. A run without
-an API key, or that cannot begin online within 5 s, becomes an offline run. A later error ends the wandb run, and the
-training continues. The price: wandb's curves end at that error. Those in the run's folder are complete.
+wandb never stops the training or delays it: a thread of training/metrics.py makes and calls the WandbRun. The price:
+after an error wandb's curves end. Those in the run's folder are complete.
 """
 
 import html
@@ -77,28 +76,15 @@ def wandb_mode(config: WandbConfig) -> str:
 def from_environment(config: WandbConfig) -> dict[str, str]:
     """wandb's environment variables that we use: those that are set and that no key of `config` overrides."""
     usual = WandbConfig()
-    counts = {
-        "WANDB_PROJECT": config.project == usual.project,
-        "WANDB_NAME": True,
-        "WANDB_TAGS": config.tags == usual.tags,
-        "WANDB_DIR": True,
-    }
-    return {key: os.environ[key] for key, free in counts.items() if free and os.environ.get(key)}
-
-
-def samples_table(samples: list[tuple[int, str]], note: str) -> str:
-    """The last WANDB_SAMPLES samples, (step, text), as an HTML table, newest first. note: text above the table."""
-    rows = "".join(
-        f"<tr><td>{step}</td><td><pre>{html.escape(text)}</pre></td></tr>"
-        for step, text in reversed(samples[-WANDB_SAMPLES:])
-    )
-    return f"{TABLE_HEAD}<p>{html.escape(note)}</p><table><tr><th>step</th><th>sample</th></tr>{rows}</table>"
+    free = {"WANDB_PROJECT": config.project == usual.project, "WANDB_TAGS": config.tags == usual.tags}
+    names = ("WANDB_PROJECT", "WANDB_NAME", "WANDB_TAGS", "WANDB_DIR")
+    return {name: os.environ[name] for name in names if free.get(name, True) and os.environ.get(name)}
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; its type if the text is empty."""
+    """The first line of an error's text, cut: it may have a stranger's id in it. Its type if the text is empty."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines and lines[0] != "<no message>" else type(error).__name__
+    return lines[0][:200] if lines and lines[0] != "<no message>" else type(error).__name__
 
 
 class WandbRun:
@@ -136,11 +122,8 @@ class WandbRun:
             self.give_up(error)
             return
 
-        # The errors that a call can raise:
-        # - wandb.Error;
-        # - OSError (for example TimeoutError) if wandb's helper process, which it reaches through a socket, has died;
-        # - the other three if the helper cannot be reached or dies before it answers. They are not wandb.Errors.
-        # TypeError and the like are not listed: they would be our mistakes.
+        # What a call can raise. OSError: wandb's helper process, which it reaches through a socket, has died. The last
+        # three, which are not wandb.Errors: if the helper cannot be reached or dies before it answers.
         self.errors = (wandb.Error, OSError, WandbServiceConnectionError, HandleAbandonedError, MailboxClosedError)
         self.wandb = wandb
         environment = from_environment(config)
@@ -214,12 +197,18 @@ class WandbRun:
         self.attempt(lambda run: run.log({k: v for k, v in record.items() if v is not None}))
 
     def samples(self, step: int, samples: list[tuple[int, str]], note: str) -> None:
-        """Give the samples so far to wandb, as a page made by samples_table.
+        """Give the last WANDB_SAMPLES samples, (step, text), to wandb, as an HTML table, newest first. note: text above
+        the table.
 
         We do not use wandb.Table. It is an artifact, and before logging one an online run asks the host and waits for
         the answer (19 s for a host that never answers, with wandb 0.31).
         """
-        self.attempt(lambda run: run.log({"step": step, "samples": self.wandb.Html(samples_table(samples, note))}))
+        rows = "".join(
+            f"<tr><td>{of}</td><td><pre>{html.escape(text)}</pre></td></tr>"
+            for of, text in reversed(samples[-WANDB_SAMPLES:])
+        )
+        page = f"{TABLE_HEAD}<p>{html.escape(note)}</p><table><tr><th>step</th><th>sample</th></tr>{rows}</table>"
+        self.attempt(lambda run: run.log({"step": step, "samples": self.wandb.Html(page)}))
 
     def picture(self, step: int, path: Path) -> None:
         """Give a picture of `step` to wandb, which copies it: loss.png as loss_picture."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.break_it import BreakIt
 from model.mask import Tiling
 from model.tiled import TINY, forward_tiles
 from training.probe import Call
@@ -48,10 +47,9 @@ class Reading(NamedTuple):
         return best if best and float(self.shares[best][head]) >= NAMED else ""
 
 
-def by_rows(call: Call, break_it: BreakIt | None = None) -> Iterator[tuple[range, Tensor]]:
-    """Each tile of rows with its weights, (H, R, T_k) float32, 0 where nothing is seen. The call has one sequence.
-    break_it: replaces the call's own."""
-    problem, watch = call.problem(break_it), dict[str, Any]()
+def by_rows(call: Call) -> Iterator[tuple[range, Tensor]]:
+    """Each tile of rows with its weights, (H, R, T_k) float32, 0 where nothing is seen. The call has one sequence."""
+    problem, watch = call.problem(), dict[str, Any]()
     (_, H_kv, T_k, _), guarded = call.k.shape, "unguarded_mask" not in problem.broken
     assert len(call.q) == 1
     p = l = None
@@ -85,7 +83,7 @@ def places_of(tokens: Tensor, rows: range) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def read(call: Call, tokens: Tensor, size: int, break_it: BreakIt | None = None) -> Reading:
+def read(call: Call, tokens: Tensor, size: int) -> Reading:
     """The reading of a call on these tokens, ids (T,) on the CPU. size: the most points along a side of a picture."""
     T, H = len(tokens), call.q.shape[1]
     block = -(-T // size)
@@ -94,7 +92,7 @@ def read(call: Call, tokens: Tensor, size: int, break_it: BreakIt | None = None)
     back = torch.zeros(H, 2 * T - 1)  # of each distance, from 1 - T on, how many rows have it
     sums = {name: torch.zeros(H) for name in PATTERNS}
     counts = dict.fromkeys(PATTERNS, 0)
-    for rows, weights in by_rows(call, break_it):
+    for rows, weights in by_rows(call):
         p = weights.cpu()  # (H, R, T)
         blocks = torch.nn.functional.pad(p, (0, N * block - T)).view(H, len(rows), N, block).sum(-1)
         i = torch.arange(rows.start, rows.stop)

@@ -33,9 +33,7 @@ class Writer:
     def save(self, folder: Path, step: int, *, model: dict[str, Tensor], optimizer: dict[str, Tensor], **rest) -> Path:
         """Copies the tensors, and returns the folder that save() will have written when wait() returns. The arguments
         are those of save()."""
-        self._begin(
-            model, optimizer, partial(checkpoint.save, folder, step, parents=False, **rest)
-        )  # makes no deleted run again
+        self._begin(model, optimizer, partial(checkpoint.save, folder, step, **rest))
         return folder / checkpoint.folder_name(step)
 
     def give(self, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
