@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,13 @@ class Results:
                 writer.writerow(row | {key: f"{row[key]:.4g}" for key in ROUNDED if row.get(key) is not None})
 
     def end(self, **more: Any) -> None:
-        """Prints where the rows are, and the rows, as one line of JSON."""
-        print(json.dumps({"results": str(self.path), **more, "rows": self.rows}))
+        """Prints where the rows and pictures are. Into a pipe or a file it prints one line of JSON, with the rows."""
+        files = {"results": str(self.path), **more}
+        if not sys.stdout.isatty():
+            print(json.dumps(files | {"rows": self.rows}))
+            return
+        for name, paths in files.items():
+            print(f"{name}: {paths if isinstance(paths, str) else ', '.join(paths)}")
 
 
 def write(path: Path, text: str) -> None:

@@ -15,7 +15,8 @@ from data.text import counted
 from lab.files import plain, write
 from lab.runs import ids_of, model_of_run
 from lab.story import THE_CAT, Tile, sentence, story
-from model.break_it import BreakIt
+from model.break_it import FAILURES, BreakIt
+from training.awake import BEYOND_ROUNDING, EXACT
 from training.metrics import printable
 from training.probe import record
 
@@ -114,3 +115,7 @@ def print_trace(
             off = np.linalg.norm(o[row] - right[row]) / np.linalg.norm(right[row])
         far = f"{100 * off:.1f} % away" if np.isfinite(off) else "not finite"
         line("", "", "", numbers(*right[row, some]) + more, f"o of the unbroken algorithm; the one above is {far}")
+        if off <= BEYOND_ROUNDING * EXACT:
+            name = options["failure"]
+            print(f"{name} changes nothing in this row: it acts {FAILURES[name].acts}.")
+            print(f"Inputs that wake it: tile by tile in docs/explorer.html, and in python breakit.py failure={name}")

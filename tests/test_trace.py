@@ -67,6 +67,16 @@ def test_a_broken_row_is_shown_beside_the_right_one(told):
     assert all(line[begins - 2 : begins] == "  " and line[begins] != " " for line in lines[2:])
 
 
+def test_a_failure_that_changes_nothing_in_a_row_is_said_to_sleep_there(told):
+    """A trace with failure=unguarded_mask looked like one without it, and said no more than "0.0 % away"."""
+    asleep = "unguarded_mask changes nothing in this row: it acts where a row sees no key"
+    lines = told("failure=unguarded_mask")
+    assert lines[-2].startswith(asleep)
+    assert "docs/explorer.html" in lines[-1]
+    assert "changes nothing" in "".join(told("failure=no_rescale", "block_n=5"))  # one tile of keys
+    assert "changes nothing" not in "".join(told("failure=no_rescale"))
+
+
 def test_without_the_maximum_the_line_of_the_overflow_is_nan(told):
     lines = told("failure=no_max", "score_gain=120", "dtype=float32")[3:]
     assert ["nan" in numbers(line) for line in lines] == [False, True, True, True, False]
