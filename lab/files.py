@@ -14,6 +14,7 @@ import torch
 from training.files import FILES, replacing
 from training.machine import about
 
+DOCS = Path(__file__).parents[1] / "docs"
 ROUNDED = ("ms", "tflops", "peak_mib")  # to four digits in a table
 
 
@@ -72,6 +73,14 @@ def write(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"out={path} cannot be written: {error.strerror}") from error
+
+
+def fill(out: Path, name: str, content: dict) -> int:
+    """Writes a page that loads no other file: docs/NAME.template.html with the content as JSON. Returns its length."""
+    data = json.dumps(plain(content), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
+    page = (DOCS / f"{name}.template.html").read_text(encoding="utf-8").replace("{{data}}", data)
+    write(out, page)
+    return len(page)
 
 
 def plain(value):

@@ -6,7 +6,6 @@ has its weights as they are and, beside them, those of the whole algorithm with 
 """
 
 import base64
-import json
 import math
 import shlex
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from data.loader import validation_batches
 from data.tokenizer import from_json
-from lab.files import plain, write
+from lab.files import fill
 from lab.runs import beyond_causal, ids_of, text_of
 from model.attention import AttentionConfig
 from model.gpt import GPT
@@ -27,8 +26,6 @@ from training.metrics import printable, stamp
 from training.probe import Call, record
 from training.weights import PATTERNS, Reading, read, visited
 
-TEMPLATE = Path(__file__).parents[1] / "docs" / "look.template.html"
-WEIGHTS = "{{weights}}"  # the place for them in the template
 BYTES = 2_500_000  # of all pictures, each a triangle of one byte a point; as text they are a third larger
 TOKENS = 256  # of the validation text, where no prompt is given
 STEPS, LOST = 254, 255  # a weight is scale * (byte / STEPS)**2; LOST: not finite
@@ -80,10 +77,8 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
     }
     if out is None:
         out = (found.path.parent.parent if found.path.parent.name == checkpoint.FOLDER else Path()) / "look.html"
-    data = json.dumps(plain(page), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
-    written = TEMPLATE.read_text(encoding="utf-8").replace(WEIGHTS, data)
-    write(out, written)
-    print(printable(f"{stamp(broken)}{name}: {T} tokens, {out}: {len(written) / 2**10:,.0f} KiB"))
+    length = fill(out, "look", page)
+    print(printable(f"{stamp(broken)}{name}: {T} tokens, {out}: {length / 2**10:,.0f} KiB"))
     for layer in page["views"][0]["layers"]:
         for number, head in enumerate(layer["heads"]):
             if head["pattern"]:
