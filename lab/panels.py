@@ -77,8 +77,7 @@ def panels(shown: Shown, curves: Curves | None) -> list[Panel]:
     return own(shown) + ([] if curves is None else [losses(shown.trial.failure, curves)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Panels that several failures share.
+# --- Panels that several failures share ------------------------------------------------------------------------------
 
 
 def losses(failure: str, curves: Curves) -> Panel:
@@ -116,16 +115,14 @@ def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
 def states(shown: Shown) -> Panel:
     """l and |acc| of the worst row after each tile of keys, divided by those of the unbroken algorithm."""
     call, b, h, row = worst_place(shown)
-    sums, sizes = {}, {}
-    for name, of in (("unbroken", replace(call, break_it=call.break_it.mended)), ("broken", call)):
-        after = list(walk(of, b, h, row))
-        tiles = [tile for tile, *_ in after]
-        sums[name] = [l for _, _, l, _ in after]
-        sizes[name] = [l * float(o.norm()) for _, _, l, o in after]
-    curves = [Curve("unbroken", tiles, [1.0] * len(tiles))]
-    for name, both in (("l", sums), ("acc", sizes)):
-        ratios = [a / b for a, b in zip(both["broken"], both["unbroken"], strict=True)]
-        curves.append(Curve(name, tiles, ratios))
+    found, usual = (list(walk(of, b, h, row)) for of in (call, replace(call, break_it=call.break_it.mended)))
+    tiles = [tile for tile, *_ in found]
+    ratios = [
+        (l / usual_l, l * float(o.norm()) / (usual_l * float(usual_o.norm())))
+        for (_, _, l, o), (_, _, usual_l, usual_o) in zip(found, usual, strict=True)
+    ]
+    of_l, of_acc = zip(*ratios, strict=True)
+    curves = [Curve("unbroken", tiles, [1.0] * len(tiles)), Curve("l", tiles, of_l), Curve("acc", tiles, of_acc)]
     place = f"key tile (layer {call.layer}, head {h}, row {row})"
     return Panel("sum l and size of acc", place, "times the unbroken one", curves, log_y=True)
 
@@ -151,8 +148,7 @@ def heads_of(shown: Shown) -> list[str]:
     return [f"{call.layer}.{h}" for call in shown.tried for h in range(call.q.shape[1])]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# no_max and zero_init_max: rows of equal scores.
+# --- no_max and zero_init_max: rows of equal scores ------------------------------------------------------------------
 
 
 def flat(scores: Tensor, keys: int, v: float, break_it: BreakIt, dtype: torch.dtype = torch.float32) -> list[float]:
@@ -216,17 +212,13 @@ def low_gradients() -> Panel:
         return [x.double().flatten(1).norm(dim=1) for x in torch.autograd.grad(o, (q1, k1, v1), do.to(dtype))]
 
     right = gradients(NAIVE, UNBROKEN, torch.float64)
-    curves = []
-    for what, off in (("unbroken", UNBROKEN), ("broken", BreakIt("zero_init_max"))):
-        for name, found, of in zip("qkv", gradients(TILED, off, torch.float32), right, strict=True):
-            if (what, name) in (("unbroken", "q"), ("broken", "q"), ("broken", "v")):
-                label = "unbroken" if what == "unbroken" else f"d{name}"
-                curves.append(Curve(label, lse.tolist(), (found / of).tolist()))
+    unbroken, broken = (gradients(TILED, off, torch.float32) for off in (UNBROKEN, BreakIt("zero_init_max")))
+    pairs = {"unbroken": (unbroken[0], right[0]), "dq": (broken[0], right[0]), "dv": (broken[2], right[2])}
+    curves = [Curve(name, lse.tolist(), (found / of).tolist()) for name, (found, of) in pairs.items()]
     return Panel("gradients of a low row, float32", "log-sum-exp of its scores", "size / right", curves)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The mask.
+# --- The mask --------------------------------------------------------------------------------------------------------
 
 
 def weights_of(call: Call) -> Tensor:
@@ -284,8 +276,7 @@ def nan_share(shown: Shown) -> Panel:
     return Panel("rows that are NaN", "tile of rows", "% of the rows of a tile", curves, bottom=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# no_scale.
+# --- no_scale --------------------------------------------------------------------------------------------------------
 
 
 def scores_of(call: Call) -> Tensor:
@@ -325,8 +316,7 @@ def entropies(shown: Shown) -> Panel:
     return Panel("entropy of the weights: 0 is one key", "layer.head", "nats", curves, bottom=0, ticks=names)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The two seeds of dropout, and sums of 16 bits.
+# --- The two seeds of dropout, and sums of 16 bits -------------------------------------------------------------------
 
 
 def angles(shown: Shown) -> Panel:

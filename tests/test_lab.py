@@ -303,6 +303,6 @@ def test_what_an_implementation_lacks_is_said_once_and_what_a_run_has_not_cannot
 
 def test_a_failure_without_a_trial_is_refused_with_the_place_to_add_one(monkeypatch):
     """It said that there is nothing to take out, of a failure that had just been added."""
-    monkeypatch.setattr(measure, "TRIALS", [trial for trial in trials.TRIALS if trial.failure != "no_scale"])
+    monkeypatch.setattr(trials, "TRIALS", [trial for trial in trials.TRIALS if trial.failure != "no_scale"])
     with pytest.raises(ValueError, match=r"failure=no_scale .*lab/trials\.py"):
         measure.measure([], ["no_scale"], ["tiled"])
