@@ -199,16 +199,14 @@ def pair(
     times = in_turn(sides, device)
     for side, ms in zip(sides, times, strict=True):
         row = {"name": side.name, "how": side.how, "part": "step"} | measured(ms, case.tokens, side.peak)
-        if side.name != "ours":
-            yield row
-            continue
-        if len(sides) == 2:
+        if side.name == "ours" and len(sides) == 2:
             speeds = [their_ms / our_ms for their_ms, our_ms in zip(*times, strict=True)]
             found = {"speed": statistics.median(speeds), "slowest": min(speeds), "fastest": max(speeds)}
             row |= {key: round(speed, 4) for key, speed in found.items()}
         yield row
-        for part, part_ms in where(profiled(side.step, LOOKS, device), row["ms"]).items():
-            yield {"name": side.name, "how": side.how, "part": part, "ms": part_ms}
+        if side.name == "ours":
+            for part, part_ms in where(profiled(side.step, LOOKS, device), row["ms"]).items():
+                yield {"name": side.name, "how": side.how, "part": part, "ms": part_ms}
 
 
 def measured(ms: list[float], tokens: int, peak: float) -> dict[str, Any]:

@@ -74,8 +74,6 @@ def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
         return "triton: its interpreter does not compute bf16 as a GPU does; left out"
     if impl == "triton" and trial.one_tile:
         return "triton: it chooses its own tiles, so it cannot take all keys in one; left out"
-    if impl == "naive" and trial.one_tile:
-        return lacks(trial._replace(one_tile=False), impl, dtype, call)
     config = AttentionConfig(impl, softmax_scale=call.config.softmax_scale, dropout_p=trial.dropout_p)
     for name in BreakIt(trial.failure).broken:
         if why := ABILITIES[impl].lacks.get(name):
@@ -113,7 +111,7 @@ def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
     assert call.do is not None, "a call with gradients is wanted"
     block = max(1, call.q.shape[2] // TILES_A_SIDE)
     q, k, v = call.q, call.k, call.v
-    if trial.gain == "low" and lower_negated(call):
+    if trial.gain == "low" and lowest(replace(call, q=-q)) < lowest(call):
         q = -q
     if trial.flat:
         q, k, v = flattened(call)
@@ -154,11 +152,6 @@ def flattened(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return q, first + call.k / 1024, call.v / 1024
 
 
-def lower_negated(call: Call) -> bool:
-    """Whether the lowest log-sum-exp of the call becomes lower if its scores change sign."""
-    return lowest(replace(call, q=-call.q)) < lowest(call)
-
-
 def lowest(call: Call) -> float:
     """The lowest log-sum-exp of any row, or 0 if none is below 0."""
     least = gauges(replace(call, break_it=BreakIt("zero_init_max"))).min_l
@@ -179,7 +172,7 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
         return 1.0
     number = torch.finfo(DTYPES[dtype])
     if trial.gain == "low":
-        low = min(lowest(replace(call, q=-call.q) if lower_negated(call) else call) for call in calls)
+        low = min(lowest(replace(call, q=q)) for call in calls for q in (call.q, -call.q))
         smallest = number.smallest_normal * number.eps / 2 if dtype == "fp16" else 2.0**-150
         return 1.2 * math.log(smallest) / min(low, -1e-6)
     if trial.flat:
