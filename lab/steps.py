@@ -1,10 +1,7 @@
-"""Times whole training steps.
-
-    python bench.py mode=train      ours and a plain GPT-2's, in turn in one process
-    python bench.py mode=length     ours at several lengths, with each of our implementations of attention
+"""Times whole training steps: `python bench.py mode=train` and mode=length. lab/ranks.py times several processes.
 
 Both sides of a pair have the same model, batches, optimizer settings and precision. They differ only in how a step is
-made. lab/ranks.py times several processes beside one.
+made.
 
 Shapes: B sequences, T tokens in each, C model width, H heads, V vocabulary.
 """
@@ -144,10 +141,7 @@ def train(cfg: Any) -> None:
 
 def by_length(cfg: Any) -> None:
     """Times our step with each attention at each length, prints it, and appends the rows to lengths.csv in out.
-
-    On a GPU the model is that of experiment=long_16k, elsewhere that of experiment=long_laptop.
-    Raises ValueError for an attention that cannot run, or a lengths.csv of other columns.
-    """
+    Raises ValueError for an attention that cannot run, or a lengths.csv of other columns."""
     device, lengths = pick_device(cfg.device), sorted(set(cfg.lengths))
     cuda = device.type == "cuda"
     for impl in cfg.impls or []:

@@ -63,8 +63,9 @@ def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int, prompt
 
 
 def trace(head: Head, row: int, out: Path | None, **options) -> None:
-    """Prints m, l, alpha and the output of a row after every tile, and what changed. Writes all rows to the file `out`,
-    unless it is None. options: those of tell(). Raises ValueError for a row that the head does not have."""
+    """Prints a line for each tile of a row: m, l, alpha, the first four numbers of o, and what changed. Writes all rows
+    to the file `out`, unless it is None. options: those of tell(). Raises ValueError for a row that the head does not
+    have."""
     if row >= len(head.q):
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
     told, o, lse = tell(head, **options)
@@ -72,29 +73,11 @@ def trace(head: Head, row: int, out: Path | None, **options) -> None:
         kept = head._asdict() | options | {"tiles": [tile._asdict() for tile in told], "o": o, "lse": lse}
         write(out, json.dumps(plain(kept)) + "\n")
         print(printable(f"{out}: {counted(len(told), 'tile')} of {counted(len(o), 'row')}"))
-    right = tell(head, **options | {"failure": "none"})[1]
-    print_trace(head, row, told, o, lse, right, options)
-
-
-def tell(
-    head: Head, failure: str, score_gain: float, dtype: str, **options
-) -> tuple[list[Tile], np.ndarray, np.ndarray]:
-    """story() of a head, computed in dtype, float64 or float32: its tiles, o (T, D) and lse (T,). failure: a name in
-    STORY_FAILURES. options: causal, block_m, block_n and order, as in story()."""
-    q, k, v = (x.astype(dtype) for x in (head.q, head.k, head.v))
-    return story(q, k, v, softmax_scale=head.softmax_scale, break_it=BreakIt(failure, score_gain), **options)
-
-
-def print_trace(
-    head: Head, row: int, told: list[Tile], o: np.ndarray, lse: np.ndarray, right: np.ndarray, options: dict
-) -> None:
-    """Prints a line for each tile: m, l, alpha and the first four numbers of o of one row, and what changed. right: o
-    (T, D) of the whole algorithm."""
-    break_it = BreakIt(options["failure"], options["score_gain"])
+    failure, break_it = options["failure"], BreakIt(options["failure"], options["score_gain"])
     D, offset = o.shape[1], len(head.k) - len(head.q)
-    some, more = slice(0, 4), " ..." if D > 4 else ""
+    more = " ..." if D > 4 else ""
 
-    def numbers(*values: float) -> str:
+    def numbers(values) -> str:
         return "".join(f"{x:9.4f}" if abs(x) < 1e3 else f"{x:9.3g}" for x in values)
 
     def line(tile: str, keys: str, state: str, o: str, words: str) -> None:
@@ -107,15 +90,26 @@ def print_trace(
         if row in tile.rows:
             r = row - tile.rows.start
             keys = f"{tile.columns[0]}-{tile.columns[-1]}"
-            state = numbers(tile.m[r], tile.l[r], tile.alpha[r])
-            line(f"{number}", keys, state, numbers(*tile.o[r, some]) + more, sentence(tile, row, offset, break_it))
-    line("end", "", "", numbers(*o[row, some]) + more, f"o, and lse = {lse[row]:.4f}")
-    if options["failure"] != "none":
+            state = numbers((tile.m[r], tile.l[r], tile.alpha[r]))
+            line(f"{number}", keys, state, numbers(tile.o[r, :4]) + more, sentence(tile, row, offset, break_it))
+    line("end", "", "", numbers(o[row, :4]) + more, f"o, and lse = {lse[row]:.4f}")
+    if failure != "none":
+        right = tell(head, **options | {"failure": "none"})[1][row]
         with np.errstate(all="ignore"):
-            off = np.linalg.norm(o[row] - right[row]) / np.linalg.norm(right[row])
+            off = np.linalg.norm(o[row] - right) / np.linalg.norm(right)
         far = f"{100 * off:.1f} % away" if np.isfinite(off) else "not finite"
-        line("", "", "", numbers(*right[row, some]) + more, f"o of the unbroken algorithm; the one above is {far}")
+        line("", "", "", numbers(right[:4]) + more, f"o of the unbroken algorithm; the one above is {far}")
         if off <= BEYOND_ROUNDING * EXACT:
-            name = options["failure"]
-            print(f"{name} changes nothing in this row: it acts {FAILURES[name].acts}.")
-            print(f"Inputs that wake it: tile by tile in docs/explorer.html, and in python breakit.py failure={name}")
+            print(f"{failure} changes nothing in this row: it acts {FAILURES[failure].acts}.")
+            print(
+                f"Inputs that wake it: tile by tile in docs/explorer.html, and in python breakit.py failure={failure}"
+            )
+
+
+def tell(
+    head: Head, failure: str, score_gain: float, dtype: str, **options
+) -> tuple[list[Tile], np.ndarray, np.ndarray]:
+    """story() of a head, computed in dtype, float64 or float32: its tiles, o (T, D) and lse (T,). failure: a name in
+    STORY_FAILURES. options: causal, block_m, block_n and order, as in story()."""
+    q, k, v = (x.astype(dtype) for x in (head.q, head.k, head.v))
+    return story(q, k, v, softmax_scale=head.softmax_scale, break_it=BreakIt(failure, score_gain), **options)
