@@ -25,7 +25,7 @@ from torch import Tensor
 from data.loader import Batch
 from data.text import counted
 from lab.files import Results
-from lab.meter import GpuPeak, memory_for, ms_of, peak_of, profiled, wait, where
+from lab.meter import gpu_peak, memory_for, ms_of, peak_of, profiled, wait, where
 from lab.peer import LR, PlainGPT, load, plain, theirs
 from model.abilities import resolve
 from model.attention import AttentionConfig
@@ -267,7 +267,7 @@ def enter(
         torch.cuda.empty_cache()
     try:
         # PeakBytes cannot look into messages between processes.
-        with peak_of(device) if everyone.size == 1 else GpuPeak(device) as memory:
+        with peak_of(device) if everyone.size == 1 else gpu_peak(device) as memory:
             step, side.how = make()
             for batch in first:
                 step(batch)
@@ -305,7 +305,7 @@ def turn(side: Side, steps: int, device: torch.device) -> float:
     side.everyone.wait()
     ms = 0.0
     if side.here:
-        with GpuPeak(device) as memory:
+        with gpu_peak(device) as memory:
             ms = ms_of(take, device) / steps
         side.peak = max(side.peak, side.alive + memory.peak)
     side.everyone.wait()
