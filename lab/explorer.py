@@ -178,11 +178,8 @@ def backward_stories(sentences: dict[str, int]) -> dict:
     dropout or stale_seed."""
     head, told = worked_example(), {}
     do = np.array(THE_CAT["do"], np.float64)
-    kinds: dict[str, dict[str, Any]] = {
-        "none": {},
-        "dropout": DROPOUT,
-        "stale_seed": DROPOUT | {"break_it": BreakIt("stale_seed")},
-    }
+    stale = DROPOUT | {"break_it": BreakIt("stale_seed")}
+    kinds: dict[str, dict[str, Any]] = {"none": {}, "dropout": DROPOUT, "stale_seed": stale}
     for causal, size, (kind, changed) in product([False, True], SIZES, kinds.items()):
         options = {"block_m": size, "block_n": size, "causal": causal, "softmax_scale": head.softmax_scale} | changed
         by_order = [backward(head.q, head.k, head.v, do, order=order, **options) for order in ORDERS]
