@@ -49,8 +49,8 @@ from pathlib import Path
 
 import train
 from lab.explorer import PAGE, explorer
-from lab.gallery import gallery
 from lab.look import look
+from lab.page import gallery
 from lab.runs import replay
 from lab.settings import BreakIt as Config
 from lab.trace import head_of_run, trace, worked_example
