@@ -83,8 +83,7 @@ def draw_curves(axes: Axes, panel: Panel) -> None:
 
 
 def set_scales(axes: Axes, panel: Panel) -> None:
-    """Sets limits, ticks and logarithmic axes. A logarithmic y axis is in powers of 2 if the values span less than a
-    factor of 100."""
+    """Sets limits, ticks and logarithmic axes: y in powers of 2 if the values span less than a factor of 100."""
     if isinstance(panel.curves[0].x, range):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     shown = [y for curve in panel.curves for y in curve.y if math.isfinite(y) and y > 0]

@@ -54,8 +54,7 @@ class Input(NamedTuple):
 
 
 def explorer(real: Path, out: Path = PAGE) -> None:
-    """Writes the page. real: the file of a trained head's trace, from trace(). Raises ValueError if it is not a
-    trace."""
+    """Writes the page. real: the file of a trained head's trace. Raises ValueError if it is not what trace() keeps."""
     sentences: dict[str, int] = {}  # each sentence is stored once, because many repeat; the value is its number
     found = {
         "fields": [*Tile._fields[:-1], "says"],
@@ -136,8 +135,7 @@ def forward(entry: Input, sentences: dict[str, int], causal: bool, size: int, fa
 
 
 def in_both_orders(by_order: list[list], says: list[list[str]], sentences: dict[str, int]) -> dict:
-    """The tiles with the numbers of their sentences; for each of ORDERS also the order of the visits, and the words
-    moved after each visit."""
+    """The tiles with the numbers of their sentences; and for each of ORDERS the visits and the words moved so far."""
     tiles = by_order[0]
     number = {(tile.rows.start, tile.columns.start): i for i, tile in enumerate(tiles)}
     numbers = [[sentences.setdefault(words, len(sentences)) for words in row] for row in says]

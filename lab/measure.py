@@ -132,9 +132,8 @@ def right_for(call: Call) -> dict[str, Tensor]:
 
 
 def seen_of(call: Call, right: dict[str, Tensor]) -> Seen:
-    """The results of a call and their budgets, which come from the error of the same implementation when whole.
-    (lab/race.py uses naive's error. On q, k and v of a trained model the gradients of tiled and triton can be off by
-    more than twice that, because they compute the weights again: LOG.md.)"""
+    """The results of a call and their budgets, which come from the error of the same implementation when whole. On a
+    trained model tiled's and triton's gradients can be off by more than twice naive's error (LOG.md)."""
     usual, eps = results_of(replace(call, break_it=call.break_it.mended)), torch.finfo(call.q.dtype).eps
     errors = {name: float(row_errors(usual[name], right[name]).max()) for name in RESULTS}
     allowed = {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}

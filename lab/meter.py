@@ -184,8 +184,7 @@ class PeakBytes(TorchDispatchMode):
 
 class Operations(TorchDispatchMode):
     """Counts the words of an algorithm without tiles: each operation reads its inputs from slow memory and writes its
-    result there. Views move nothing. seen(operation, its arguments, bytes, a function that repeats it): is called of
-    each."""
+    result there. Views move nothing. seen: called with each operation, its arguments, its bytes, and a repetition."""
 
     def __init__(self, seen: Callable[..., object] = lambda *_: None):
         super().__init__()

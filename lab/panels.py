@@ -95,8 +95,7 @@ def losses(failure: str, curves: Curves) -> Panel:
 
 
 def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
-    """The error of the worst row of each query tile, over all layers and heads. exact: also shows this result, which
-    is right."""
+    """The error of the worst row of each query tile, over all layers and heads. exact: another, right result to show."""
 
     def worst(which: str, name: str) -> list[float]:
         found = torch.zeros(1)
@@ -171,8 +170,7 @@ def flat_rows() -> Panel:
 
 
 def where_it_breaks() -> Panel:
-    """Without the maximum: the lowest score at which o is 0, and the lowest at which it is NaN, over the number of
-    keys."""
+    """Without the maximum: the lowest score at which o is 0, and at which it is NaN, over the number of keys."""
     scores, off = torch.arange(79, 90, 0.05), BreakIt("no_max")
     lengths = [4**i for i in range(7)]
     found = [flat(scores, n, 1e-3, off) for n in lengths]
@@ -228,8 +226,7 @@ def weights_of(call: Call) -> Tensor:
 
 
 def weights_seen(shown: Shown) -> Panel:
-    """The weights of the first 3 x 3 tiles, averaged over heads. Shows their square roots, so that small ones are
-    visible."""
+    """The weights of the first 3 x 3 tiles, averaged over heads. Square roots, so that small ones are visible."""
     M, N = tile_of(shown.tried[0])
     weights = torch.cat([weights_of(call)[0] for call in shown.tried]).mean(0)[: 3 * M, : 3 * N].float()
     future = torch.ones_like(weights, dtype=torch.bool).triu(1)

@@ -256,8 +256,7 @@ def enter(
     """Makes one side and takes its first steps; None if memory runs out and there is one process.
 
     first: the batches of these steps, if not the first of `batches`. The peak counts from before the side is made until
-    after these steps: a recorded step takes its memory when it is recorded. What was there before, such as the other
-    side's weights, does not count.
+    after these steps: a recorded step takes its memory when it is recorded. What was there before does not count.
     """
     side = Side(name, "", lambda: step(next(batches)), 0.0, ranks=ranks, everyone=everyone)
     first = ([*itertools.islice(batches, WARM_UP)] if first is None else first) if side.here else []

@@ -64,8 +64,7 @@ def head_of_run(run: str, runs: Path, layer: int, head: int, tokens: int, prompt
 
 def trace(head: Head, row: int, out: Path | None, **options) -> None:
     """Prints a line for each tile of a row: m, l, alpha, the first four numbers of o, and what changed. Writes all rows
-    to the file `out`, unless it is None. options: those of tell(). Raises ValueError for a row that the head does not
-    have."""
+    to the file `out`, if there is one. options: those of tell(). Raises ValueError for a row that is not there."""
     if row >= len(head.q):
         raise ValueError(f"row={row}: there are {len(head.q)} rows, counted from 0")
     told, o, lse = tell(head, **options)

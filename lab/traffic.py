@@ -89,11 +89,8 @@ def predicted(
 
 
 def traffic(cfg: Any) -> None:
-    """Counts and predicts for each length N and each M of on_chip. Writes traffic.csv and traffic.png to the folder
-    out.
-
-    Counts the forward, with backward=true also the backward; for each value in causal, all with the same window.
-    """
+    """Counts and predicts for each length N and each M of on_chip, and writes traffic.csv and traffic.png to the folder
+    out: of the forward, with backward=true also of the backward, for each value in causal, all with one window."""
     out, D, window = Path(cfg.out), cfg.head_sizes[0], cfg.window
     out.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
     commit = about(torch.device("cpu"))["commit"]

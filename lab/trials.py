@@ -155,8 +155,7 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
     real: 1.
     raised: makes the largest score 10; 1 if it is larger already.
     past: makes the largest score 1.2 times the logarithm of the dtype's largest number.
-    near: makes the largest score the logarithm of float32's largest number, less half the logarithm of the number of
-    keys.
+    near: makes the largest score the logarithm of float32's largest number, less half that of the number of keys.
     low: makes the lowest log-sum-exp of a row 1.2 times that at which all its weights round to 0.
     """
     if trial.gain == "real":
