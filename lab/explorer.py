@@ -17,13 +17,15 @@ from lab.story import (
     STORY_FAILURES,
     THE_CAT,
     BackwardTile,
+    Head,
     Tile,
     backward,
     backward_sentence,
     dropout_sentence,
     sentence,
+    tell,
+    worked_example,
 )
-from lab.trace import Head, tell, worked_example
 from model.break_it import FAILURES, UNBROKEN, BreakIt
 from training.metrics import printable
 
@@ -48,7 +50,7 @@ class Input(NamedTuple):
     dtype: str = "float64"
 
     def tell(self, causal: bool, size: int, failure: str = "none", **options):
-        """As tell() of lab/trace.py, in tiles of size x size."""
+        """As tell(), in tiles of size x size."""
         options |= {"causal": causal, "block_m": size, "block_n": size}
         return tell(self.head, failure, self.score_gain, self.dtype, **options)
 

@@ -95,7 +95,7 @@ def losses(failure: str, curves: Curves) -> Panel:
 
 
 def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
-    """The error of the worst row of each query tile, over all layers and heads. exact: another, right result to show."""
+    """The error of the worst row of each query tile, over all layers and heads. exact: a right result, shown too."""
 
     def worst(which: str, name: str) -> list[float]:
         found = torch.zeros(1)

@@ -9,8 +9,7 @@ import torch
 
 import breakit
 import train
-from lab.story import ORDERS, THE_CAT, story
-from lab.trace import head_of_run, tell
+from lab.story import ORDERS, THE_CAT, head_of_run, story, tell
 from model import gpt
 from model.attention import AttentionConfig, attention
 from tests.reference import assert_within_budget
