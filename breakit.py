@@ -49,11 +49,11 @@ from pathlib import Path
 
 import train
 from lab.explorer import PAGE, explorer
-from lab.gallery import gallery
 from lab.look import look
+from lab.page import gallery
 from lab.runs import replay
 from lab.settings import BreakIt as Config
-from lab.trace import head_of_run, trace, worked_example
+from lab.story import head_of_run, trace, worked_example
 from lab.trainings import short_training
 from training import config
 from training.machine import pick_device

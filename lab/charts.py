@@ -64,8 +64,7 @@ def speed_picture(rows: list[dict], path: Path) -> Path:
 
 
 def memory_picture(rows: list[dict], path: Path) -> Path:
-    """Draws peak memory over length twice: on linear axes, where the quadratic curve stands out, and on logarithmic
-    axes."""
+    """Draws peak memory over length on linear axes, where the quadratic curve stands out, and on logarithmic ones."""
     series = {key: rows[0][key] for key in ("D", "H", "causal", "dropout_p")} | {"pass": "forward+backward"}
     rows = [row for row in rows if series.items() <= row.items()]
     title = f"memory of attention: {mask_of(rows[0])}, head size {rows[0]['D']}, {counted(rows[0]['H'], 'head')}, "

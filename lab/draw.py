@@ -11,6 +11,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+from PIL import Image
+
 from lab.panels import Panel
 from model.break_it import FAILURES
 
@@ -23,10 +30,8 @@ RIGHT_LOOK: dict[str, Any] = {"color": "black", "ls": "--", "lw": 1.8, "zorder":
 THEORY_LOOK: dict[str, Any] = {"color": "#555555", "ls": ":", "lw": 2.5, "zorder": 4}
 
 
-def picture(failure: str, panels: list[Panel]):
+def picture(failure: str, panels: list[Panel]) -> Figure:
     """The figure of a failure: its panels side by side, all of one size."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
     figure.suptitle(f"{failure}: without {FAILURES[failure].removed}", fontsize=TITLE + 2, y=0.985)
     slot = WIDTH / len(panels)
@@ -41,20 +46,15 @@ def picture(failure: str, panels: list[Panel]):
     return figure
 
 
-def save(figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Writes a PNG of 256 colours, which are enough and take half of the bytes."""
-    from PIL import Image
-
     figure.savefig(memory := BytesIO(), dpi=DPI)
     image = Image.open(memory).convert("RGB")
     image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def draw_image(axes, panel: Panel) -> None:
+def draw_image(axes: Axes, panel: Panel) -> None:
     """Draws the image in shades of grey, and in shades of colour where it is marked."""
-    import numpy as np
-    from matplotlib.colors import to_rgb
-
     assert panel.image is not None
     assert panel.marked is not None
     shade = panel.image.cpu().double().clamp(0, 1).numpy()[..., None]  # (rows, columns, 1)
@@ -63,7 +63,7 @@ def draw_image(axes, panel: Panel) -> None:
     axes.text(0.98, 0.96, panel.legend, fontsize=SMALL, ha="right", va="top", transform=axes.transAxes)
 
 
-def draw_curves(axes, panel: Panel) -> None:
+def draw_curves(axes: Axes, panel: Panel) -> None:
     """Draws every curve, with its name at its end. A value that is not finite is a cross near the upper edge."""
     ends: list[tuple[str, str, Any]] = []
     looks = iter(LOOKS)
@@ -82,22 +82,19 @@ def draw_curves(axes, panel: Panel) -> None:
     label_ends(axes, ends)
 
 
-def set_scales(axes, panel: Panel) -> None:
-    """Sets limits, ticks and logarithmic axes. A logarithmic y axis is in powers of 2 if the values span less than a
-    factor of 100."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
-
+def set_scales(axes: Axes, panel: Panel) -> None:
+    """Sets limits, ticks and logarithmic axes: y in powers of 2 if the values span less than a factor of 100."""
     if isinstance(panel.curves[0].x, range):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     shown = [y for curve in panel.curves for y in curve.y if math.isfinite(y) and y > 0]
     if panel.log_x:
         axes.set_xscale("log", base=4)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_major_formatter("{x:g}")
     if panel.log_y:
         near = max(shown) < 100 * min(shown)
         axes.set_yscale("log", base=2 if near else 10)
         if near:
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
     low, high = axes.get_ylim()
     if any(not math.isfinite(y) for curve in panel.curves for y in curve.y):
@@ -108,7 +105,7 @@ def set_scales(axes, panel: Panel) -> None:
     axes.grid(alpha=0.3)
 
 
-def label_ends(axes, ends: list[tuple[str, str, Any]]) -> None:
+def label_ends(axes: Axes, ends: list[tuple[str, str, Any]]) -> None:
     """Writes the names right of the axes, at the height where each curve ends. Names that would touch are moved apart.
     ends: for each curve its name, colour and last point, or the height of its cross as a part of the frame."""
     to_frame = axes.transData + axes.transAxes.inverted()

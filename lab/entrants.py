@@ -5,7 +5,7 @@ Shapes: q and o (B, H, T, D), k and v (B, H_kv, T, D).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -60,7 +60,12 @@ class Case:
         """
         if self.window is None and self.documents is None and self.block_mask is None:
             return 0.5 if self.causal else 1.0
-        problem, pairs = self.problem(), 0.0
+        documents, pairs = documents_of(self), 0.0
+        blocks = None if self.block_mask is None else blocks_of(self.block_mask, CPU)
+        problem = Problem.of(
+            self.T, self.T, causal=self.causal, window=self.window, documents_q=documents, documents_k=documents,
+            blocks=blocks, block_size=self.block_size,
+        )  # fmt: skip
         for rows, visits in Tiling(problem, 512, 512).by_rows():
             for tile in visits:
                 if tile.seen == WHOLE:
@@ -69,15 +74,6 @@ class Case:
                     seen = visible(problem, rows, tile.columns, CPU)  # (1 or B, R, S)
                     pairs += int(seen.sum()) / len(seen)
         return pairs / self.T**2
-
-    def problem(self) -> Problem:
-        """The Problem of the case, which holds its mask."""
-        documents = documents_of(self)
-        blocks = None if self.block_mask is None else blocks_of(self.block_mask, CPU)
-        return Problem.of(
-            self.T, self.T, causal=self.causal, window=self.window, documents_q=documents, documents_k=documents,
-            blocks=blocks, block_size=self.block_size,
-        )  # fmt: skip
 
     @property
     def block_size(self) -> int:
@@ -95,13 +91,13 @@ class Case:
         return ", ".join([*words, f"dropout {self.dropout_p:g}"])
 
 
-def documents_of(case: Case) -> Tensor | None:
+def documents_of(case: Case, device: torch.device = CPU) -> Tensor | None:
     """The document number of each token, int64 (B, T), or None. Each token begins a new document with the same
     probability, so lengths vary as in real text. The same at every call."""
     if case.documents is None:
         return None
     generator = torch.Generator().manual_seed(case.T)
-    return (torch.rand(case.B, case.T, generator=generator) < 1 / case.documents).cumsum(1)
+    return (torch.rand(case.B, case.T, generator=generator) < 1 / case.documents).cumsum(1).to(device)
 
 
 def entrants(impls: list[str] | None, device: torch.device) -> list[str]:
@@ -124,8 +120,7 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Att
 
     Raises ImportError for a peer that is not installed, ValueError for dropout or a mask that the peer does not have.
     """
-    documents = documents_of(case)
-    documents = None if documents is None else documents.to(device)
+    documents = documents_of(case, device)
     if name in OURS:
         config = AttentionConfig(name, window=case.window, dropout_p=case.dropout_p)
         if case.block_mask is not None:
@@ -145,14 +140,11 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Att
 
 def sdpa(case: Case, name: str) -> Attention:
     """One of torch's kernels."""
-
-    def run(q, k, v):
-        with sdpa_kernel(SDPA[name]):
-            return F.scaled_dot_product_attention(
-                q, k, v, dropout_p=case.dropout_p, is_causal=case.causal, enable_gqa=case.H_kv is not None
-            )
-
-    return run
+    attend = partial(
+        F.scaled_dot_product_attention,
+        dropout_p=case.dropout_p, is_causal=case.causal, enable_gqa=case.H_kv is not None,
+    )  # fmt: skip
+    return sdpa_kernel(SDPA[name])(attend)
 
 
 def flex(case: Case, documents: Tensor | None, device: torch.device) -> Attention:

@@ -11,26 +11,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lab.files import plain, write
+from lab.files import DOCS, fill, plain
 from lab.story import (
     ORDERS,
     STORY_FAILURES,
     THE_CAT,
     BackwardTile,
+    Head,
     Tile,
     backward,
     backward_sentence,
     dropout_sentence,
     sentence,
-    story,
+    tell,
+    worked_example,
 )
-from lab.trace import Head, tell, worked_example
 from model.break_it import FAILURES, UNBROKEN, BreakIt
 from training.metrics import printable
 
-TEMPLATE = Path(__file__).parents[1] / "docs" / "explorer.template.html"
-PAGE = TEMPLATE.parent / "explorer.html"
-STORIES = "{{stories}}"  # the place for them in the template
+PAGE = DOCS / "explorer.html"
 SIZES = [1, 2, 3, 4, 5]  # block_m and block_n in the worked example
 DROPOUT: dict[str, Any] = {"dropout_p": 0.25, "seed": 6}  # drops a few weights of the worked example
 
@@ -50,10 +49,14 @@ class Input(NamedTuple):
     score_gain: float = 1.0
     dtype: str = "float64"
 
+    def tell(self, causal: bool, size: int, failure: str = "none", **options):
+        """As tell(), in tiles of size x size."""
+        options |= {"causal": causal, "block_m": size, "block_n": size}
+        return tell(self.head, failure, self.score_gain, self.dtype, **options)
+
 
 def explorer(real: Path, out: Path = PAGE) -> None:
-    """Writes the page. real: the file of a trained head's trace, from trace(). Raises ValueError if it is not a
-    trace."""
+    """Writes the page. real: the file of a trained head's trace. Raises ValueError if it is not what trace() keeps."""
     sentences: dict[str, int] = {}  # each sentence is stored once, because many repeat; the value is its number
     found = {
         "fields": [*Tile._fields[:-1], "says"],
@@ -64,22 +67,14 @@ def explorer(real: Path, out: Path = PAGE) -> None:
         "backward": backward_stories(sentences),
         "sentences": list(sentences),
     }
-    text = json.dumps(plain(found), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
-    page = TEMPLATE.read_text(encoding="utf-8").replace(STORIES, text)
-    write(out, page)
-    print(printable(f"{out}: {len(page) / 2**20:.1f} MiB"))
+    print(printable(f"{out}: {fill(out, 'explorer', found) / 2**20:.1f} MiB"))
 
 
 def small_inputs() -> list[Input]:
     """The worked example, and three inputs that wake the failures for which its scores are too small."""
     head = worked_example()
     few = head._replace(k=head.k[2:], v=head.v[2:])
-    rest: dict[str, Any] = {
-        "causal": [False, True],
-        "sizes": SIZES,
-        "failures": list(STORY_FAILURES),
-        "row": 3,
-    }
+    rest: dict[str, Any] = {"causal": [False, True], "sizes": SIZES, "failures": list(STORY_FAILURES), "row": 3}
     return [
         Input("cat", "the cat sat on the mat", "Five tokens, D = 4, scores q k / 2.", head, head.labels, **rest),
         Input("large", "scores times 120", "The same five tokens, their scores times 120, in float32.", head,
@@ -117,28 +112,32 @@ def real_input(path: Path) -> Input:
 def stories(entry: Input, sentences: dict[str, int]) -> dict:
     """The input as the page reads it. Its "stories" have the keys "causal/size/failure". "why_not" gives a reason for
     each missing failure."""
-    head, told = entry.head, {}
-    offset = len(head.k) - len(head.q)
-    for causal, size, failure in product(entry.causal, entry.sizes, entry.failures):
-        if failure == "local_mask" and not causal:
-            continue
-        options = {"causal": causal, "block_m": size, "block_n": size}
-        break_it = BreakIt(failure, entry.score_gain)
-        by_order = [tell(head, failure, entry.score_gain, entry.dtype, order=order, **options) for order in ORDERS]
-        tiles, o, lse = by_order[0]
-        says = [[sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles]
-        found = in_both_orders([one[0] for one in by_order], says, sentences)
-        told[f"{causal:d}/{size}/{failure}"] = found | {"o": o, "lse": lse}
-    shown = {"causal": [int(causal) for causal in entry.causal], "labels": head.labels, "stories": told}
-    qkv = {name: getattr(head, name) for name in "qkv"}
-    scale = {"scale": head.softmax_scale, "score_gain": entry.score_gain, "dtype": entry.dtype}
-    own = {name: getattr(entry, name) for name in ("name", "title", "about", "key_labels", "sizes", "failures", "row")}
-    return own | qkv | scale | shown | {"why_not": why_not(entry)}
+    ways = product(entry.causal, entry.sizes, entry.failures)
+    told = {
+        f"{causal:d}/{size}/{failure}": forward(entry, sentences, causal, size, failure)
+        for causal, size, failure in ways
+        if causal or failure != "local_mask"
+    }
+    kept, head = entry._asdict(), entry.head
+    del kept["head"]
+    kept |= {"q": head.q, "k": head.k, "v": head.v, "labels": head.labels, "scale": head.softmax_scale}
+    kept |= {"causal": [int(causal) for causal in entry.causal]}
+    return kept | {"stories": told, "why_not": why_not(entry)}
+
+
+def forward(entry: Input, sentences: dict[str, int], causal: bool, size: int, failure: str = "none", **dropout) -> dict:
+    """A story of the forward as the page reads it, in tiles of size x size."""
+    by_order = [entry.tell(causal, size, failure, order=order, **dropout) for order in ORDERS]
+    tiles, o, lse = by_order[0]
+    offset, break_it = len(entry.head.k) - len(entry.head.q), BreakIt(failure, entry.score_gain)
+    says = [
+        [dropout_sentence(tile, row) + sentence(tile, row, offset, break_it) for row in tile.rows] for tile in tiles
+    ]
+    return in_both_orders([one[0] for one in by_order], says, sentences) | {"o": o, "lse": lse}
 
 
 def in_both_orders(by_order: list[list], says: list[list[str]], sentences: dict[str, int]) -> dict:
-    """The tiles with the numbers of their sentences; for each of ORDERS also the order of the visits, and the words
-    moved after each visit."""
+    """The tiles with the numbers of their sentences; and for each of ORDERS the visits and the words moved so far."""
     tiles = by_order[0]
     number = {(tile.rows.start, tile.columns.start): i for i, tile in enumerate(tiles)}
     numbers = [[sentences.setdefault(words, len(sentences)) for words in row] for row in says]
@@ -154,28 +153,23 @@ def in_both_orders(by_order: list[list], says: list[list[str]], sentences: dict[
 
 def why_not(entry: Input) -> dict[str, str]:
     """The reason for each failure that an input leaves out."""
+
+    def output(*way) -> list:
+        """o in every digit that the page keeps."""
+        return plain(entry.tell(*way)[1])
+
     reasons = {}
     for failure in [name for name in STORY_FAILURES if name not in entry.failures]:
-        same = True
-        for causal, size in product(entry.causal, entry.sizes):
-            options = {"causal": causal, "block_m": size, "block_n": size}
-            broken, right = (tell(entry.head, x, entry.score_gain, entry.dtype, **options) for x in (failure, "none"))
-            same = same and plain(broken[1]) == plain(right[1])  # in every digit that the page keeps
+        same = all(output(*way, failure) == output(*way) for way in product(entry.causal, entry.sizes))
         reasons[failure] = "changes nothing in this data" if same else "left out here to keep the page small"
     return reasons
 
 
 def dropout_stories(sentences: dict[str, int]) -> dict:
     """The forward of the worked example with dropout. The stories have the keys "causal/size"."""
-    head, told = worked_example(), {}
-    for causal, size in product([False, True], SIZES):
-        options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size, "break_it": UNBROKEN}
-        options |= {"softmax_scale": head.softmax_scale} | DROPOUT
-        by_order = [story(head.q, head.k, head.v, order=order, **options) for order in ORDERS]
-        tiles, o, lse = by_order[0]
-        says = [[dropout_sentence(tile, row) + sentence(tile, row, 0, UNBROKEN) for row in tile.rows] for tile in tiles]
-        found = in_both_orders([one[0] for one in by_order], says, sentences)
-        told[f"{causal:d}/{size}"] = found | {"o": o, "lse": lse}
+    entry = small_inputs()[0]
+    ways = product(entry.causal, entry.sizes)
+    told = {f"{causal:d}/{size}": forward(entry, sentences, causal, size, **DROPOUT) for causal, size in ways}
     return DROPOUT | {"stories": told}
 
 
@@ -184,14 +178,10 @@ def backward_stories(sentences: dict[str, int]) -> dict:
     dropout or stale_seed."""
     head, told = worked_example(), {}
     do = np.array(THE_CAT["do"], np.float64)
-    kinds: dict[str, dict[str, Any]] = {
-        "none": {},
-        "dropout": DROPOUT,
-        "stale_seed": DROPOUT | {"break_it": BreakIt("stale_seed")},
-    }
+    stale = DROPOUT | {"break_it": BreakIt("stale_seed")}
+    kinds: dict[str, dict[str, Any]] = {"none": {}, "dropout": DROPOUT, "stale_seed": stale}
     for causal, size, (kind, changed) in product([False, True], SIZES, kinds.items()):
-        options: dict[str, Any] = {"causal": causal, "block_m": size, "block_n": size}
-        options |= {"softmax_scale": head.softmax_scale} | changed
+        options = {"block_m": size, "block_n": size, "causal": causal, "softmax_scale": head.softmax_scale} | changed
         by_order = [backward(head.q, head.k, head.v, do, order=order, **options) for order in ORDERS]
         one = by_order[0]
         right = backward(head.q, head.k, head.v, do, **options | {"break_it": UNBROKEN}).tiles

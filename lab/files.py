@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from training.files import FILES, replacing
 from training.machine import about
 
+DOCS = Path(__file__).parents[1] / "docs"
 ROUNDED = ("ms", "tflops", "peak_mib")  # to four digits in a table
 
 
@@ -51,8 +53,13 @@ class Results:
                 writer.writerow(row | {key: f"{row[key]:.4g}" for key in ROUNDED if row.get(key) is not None})
 
     def end(self, **more: Any) -> None:
-        """Prints where the rows are, and the rows, as one line of JSON."""
-        print(json.dumps({"results": str(self.path), **more, "rows": self.rows}))
+        """Prints where the rows and pictures are. Into a pipe or a file it prints one line of JSON, with the rows."""
+        files = {"results": str(self.path), **more}
+        if not sys.stdout.isatty():
+            print(json.dumps(files | {"rows": self.rows}))
+            return
+        for name, paths in files.items():
+            print(f"{name}: {paths if isinstance(paths, str) else ', '.join(paths)}")
 
 
 def write(path: Path, text: str) -> None:
@@ -66,6 +73,14 @@ def write(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"out={path} cannot be written: {error.strerror}") from error
+
+
+def fill(out: Path, name: str, content: dict) -> int:
+    """Writes a page that loads no other file: docs/NAME.template.html with the content as JSON. Returns its length."""
+    data = json.dumps(plain(content), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
+    page = (DOCS / f"{name}.template.html").read_text(encoding="utf-8").replace("{{data}}", data)
+    write(out, page)
+    return len(page)
 
 
 def plain(value):

@@ -1,11 +1,7 @@
 """How fast a model learns: validation bits per byte against seconds. `python bench.py mode=learn`
 
-The recipes have the same text, machine and seconds: on a CPU train.py's default and experiment=laptop, on a GPU
-experiment=gpu_minute or, from five minutes on, gpu_ten_minutes; and nanoGPT's, which is that of its README
-(experiment=shakespeare, on a GPU shakespeare_gpu) on our text. Tokenizers differ, so bits per byte are compared. With
-peer= a plain loop trains nanoGPT's own model.py; else train.py runs its recipe, and the rows say so. A run's learning
-rate is lowest when its time is over. Evaluations count: each recipe has them as often as takes a similar share of its
-time.
+bench.py says which recipes it trains. They have the same text, machine and seconds. Tokenizers differ, so bits per byte
+are compared. Evaluations count: each recipe has them as often as takes a similar share of its time.
 
 A row is an evaluation of one run.
 """
@@ -30,6 +26,7 @@ from data.dataset import Dataset
 from lab.charts import new_figure
 from lab.meter import wait
 from lab.peer import load, plain, theirs
+from lab.settings import Bench
 from lab.steps import begin
 from parallel.processes import ALONE
 from training import config
@@ -58,21 +55,13 @@ RECIPES = {
 LONG = 300  # seconds from which gpu_ten_minutes is trained in the place of gpu_minute
 
 
-def learn(cfg: Any) -> None:
+def learn(cfg: Bench) -> None:
     """Trains each with each seed, prints where each run ended, and writes learn.csv and learn.png into the folder out.
-
-    cfg: lab/settings.py's Bench. Raises ValueError for a run that train.py refuses, a file that is not nanoGPT's, or a
-    learn.csv of other columns.
-    """
+    Raises ValueError for a run that train.py refuses, a file that is not nanoGPT's, or a learn.csv of other columns."""
     module, device = None if cfg.peer is None else load(Path(cfg.peer)), pick_device(cfg.device)
     on_gpu = device.type == "cuda"
-    of_all = [
-        *COMMON,
-        f"data={TEXT[on_gpu]}",
-        *shlex.split(cfg.also),
-        f"max_minutes={cfg.seconds / 60!r}",
-        f"device={cfg.device}",
-    ]
+    of_all = [*COMMON, f"data={TEXT[on_gpu]}", *shlex.split(cfg.also)]
+    of_all += [f"max_minutes={cfg.seconds / 60!r}", f"device={cfg.device}"]
     jobs = []
     for seed, (name, recipe) in product(cfg.seeds, recipes(on_gpu, cfg.seconds).items()):
         typed = [*recipe, *of_all, f"seed={seed}"]

@@ -6,19 +6,18 @@ has its weights as they are and, beside them, those of the whole algorithm with 
 """
 
 import base64
-import json
 import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.loader import validation_batches
 from data.tokenizer import from_json
-from lab.files import plain, write
+from lab.files import fill
 from lab.runs import beyond_causal, ids_of, text_of
 from model.attention import AttentionConfig
 from model.gpt import GPT
@@ -27,19 +26,9 @@ from training.metrics import printable, stamp
 from training.probe import Call, record
 from training.weights import PATTERNS, Reading, read, visited
 
-TEMPLATE = Path(__file__).parents[1] / "docs" / "look.template.html"
-WEIGHTS = "{{weights}}"  # the place for them in the template
 BYTES = 2_500_000  # of all pictures, each a triangle of one byte a point; as text they are a third larger
 TOKENS = 256  # of the validation text, where no prompt is given
 STEPS, LOST = 254, 255  # a weight is scale * (byte / STEPS)**2; LOST: not finite
-
-
-class Text(NamedTuple):
-    """What the model reads."""
-
-    idx: Tensor  # (1, T) ids
-    documents: Tensor | None  # (1, T), as the loader gives them
-    about: str
 
 
 def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path | None) -> None:
@@ -58,8 +47,8 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
         found.state["config"]["break_it"] = {}
         nets.append(found.network(attention, cpu).float().eval())
     context = nets[0].config.context_length
-    text = of_prompt(found, prompt) if prompt is not None else of_validation(found, tokens or min(TOKENS, context))
-    if (T := text.idx.shape[1]) > context:
+    idx, documents = text_to_read(found, prompt, tokens or min(TOKENS, context))
+    if (T := idx.shape[1]) > context:
         raise ValueError(f"a text of {T} tokens: the model's context is {context}; use a shorter prompt= or tokens=")
     size = int(math.sqrt(2 * BYTES / sum(net.config.n_layer * net.config.n_head for net in nets)))
     name = f"{found.path.resolve().parents[1].name}, {found.path.name}"
@@ -67,23 +56,21 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
     asked = shlex.join([f"run={found.path}", f"tokens={T}" if prompt is None else f"prompt={prompt}"])
     page = {
         "title": name,
-        "text": text.about,
+        "text": "the beginning of its validation text" if prompt is None else "your text",
         "broken": broken,
-        "tokens": [encoding.decode([token]) for token in text.idx[0].tolist()],
+        "tokens": [encoding.decode([token]) for token in idx[0].tolist()],
         # The tokens that begin a document, but for the first.
-        "documents": [] if (of := text.documents) is None else ((of[0].diff() != 0).nonzero().flatten() + 1).tolist(),
+        "documents": [] if documents is None else ((documents[0].diff() != 0).nonzero().flatten() + 1).tolist(),
         "patterns": PATTERNS,
         "steps": STEPS,
         "point": -(-T // size),  # tokens along a side of a point of a picture
-        "views": views(nets, text, broken, size),
+        "views": views(nets, idx, documents, broken, size),
         "trace": "" if beyond_causal(attention) else f"python breakit.py trace=true {asked}",
     }
     if out is None:
         out = (found.path.parent.parent if found.path.parent.name == checkpoint.FOLDER else Path()) / "look.html"
-    data = json.dumps(plain(page), separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
-    written = TEMPLATE.read_text(encoding="utf-8").replace(WEIGHTS, data)
-    write(out, written)
-    print(printable(f"{stamp(broken)}{name}: {T} tokens, {out}: {len(written) / 2**10:,.0f} KiB"))
+    length = fill(out, "look", page)
+    print(printable(f"{stamp(broken)}{name}: {T} tokens, {out}: {length / 2**10:,.0f} KiB"))
     for layer in page["views"][0]["layers"]:
         for number, head in enumerate(layer["heads"]):
             if head["pattern"]:
@@ -93,31 +80,29 @@ def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path
                 )
 
 
-def of_prompt(found: checkpoint.Checkpoint, prompt: str) -> Text:
-    """A text of the user's, after the token that begins a document in training."""
-    encoding = from_json(found.tokenizer)
-    return Text(ids_of(encoding, found.state.get("begin", encoding.eot_token), prompt), None, "your text")
-
-
-def of_validation(found: checkpoint.Checkpoint, tokens: int) -> Text:
-    """The first tokens of the run's validation text."""
+def text_to_read(found: checkpoint.Checkpoint, prompt: str | None, tokens: int) -> tuple[Tensor, Tensor | None]:
+    """What the model reads: the ids (1, T) of the prompt, or of the first tokens of the run's validation text with the
+    numbers of their documents (1, T)."""
+    if prompt is not None:
+        encoding = from_json(found.tokenizer)
+        return ids_of(encoding, found.state.get("begin", encoding.eot_token), prompt), None
     _, _, dataset = text_of(found)
     batch = next(validation_batches(dataset.val, dataset.val_documents, 1, tokens, tokens))
-    return Text(batch.x, batch.documents, "the beginning of its validation text")
+    return batch.x, batch.documents
 
 
-def views(nets: list[GPT], text: Text, broken: str, size: int) -> list[dict]:
+def views(nets: list[GPT], idx: Tensor, documents: Tensor | None, broken: str, size: int) -> list[dict]:
     """The weights of each network: its own, and the whole algorithm's where it is broken."""
     names = [f"as trained: {broken}", "the whole algorithm"] if broken else ["as trained"]
     return [
-        {"name": name, "layers": [of_layer(call, text, size) for call in record(net, text.idx, None, text.documents)]}
+        {"name": name, "layers": [of_layer(call, idx[0], size) for call in record(net, idx, None, documents)]}
         for name, net in zip(names, nets, strict=True)
     ]
 
 
-def of_layer(call: Call, text: Text, size: int) -> dict[str, Any]:
-    """A layer as the page reads it."""
-    reading = read(call, text.idx[0], size)
+def of_layer(call: Call, tokens: Tensor, size: int) -> dict[str, Any]:
+    """A layer as the page reads it. tokens: ids (T,)."""
+    reading = read(call, tokens, size)
     return {
         "layer": call.layer,
         "window": call.config.window,

@@ -18,27 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lab.trials import (
-    DTYPES,
-    GRADIENT,
-    LEAK,
-    NAN,
-    NONE,
-    OVERFLOW,
-    SILENT,
-    TRIALS,
-    Trial,
-    call_of,
-    config_of,
-    gain_of,
-    lacks,
-    predicted,
-    tile_of,
-)
+from lab import trials
+from lab.trials import tile_of
 from model.attention import attention
 from model.break_it import FAILURES
 from model.tiled import INF, LOG2E, forward_tiles
 from training.awake import distance
+from training.machine import DTYPES
 from training.probe import Call, Gauges, first_bad, gauges, worst
 
 RESULTS = ("o", "dq", "dk", "dv")
@@ -48,7 +34,7 @@ SHOWN = {"bf16_ties": "bf16"}  # failures with pictures in another dtype than fl
 class Shown(NamedTuple):
     """The last trial of a failure, which its pictures show: tiled, in float32 or the dtype in SHOWN."""
 
-    trial: Trial
+    trial: trials.Trial
     about: str
     tried: list[Call]
     seen: list["Seen"]  # one for each call
@@ -56,8 +42,8 @@ class Shown(NamedTuple):
 
 def left_out(calls: list[Call], failures: list[str], impls: list[str]) -> list[str]:
     """Lines that say what measure() leaves out, and why."""
-    wanted = (trial for trial in TRIALS if trial.failure in failures)
-    found = (lacks(trial, impl, dtype, calls[0]) for trial, dtype, impl in product(wanted, DTYPES, impls))
+    wanted = (trial for trial in trials.TRIALS if trial.failure in failures)
+    found = (trials.lacks(trial, impl, dtype, calls[0]) for trial, dtype, impl in product(wanted, DTYPES, impls))
     return list(dict.fromkeys(why for why in found if why))
 
 
@@ -70,21 +56,21 @@ def measure(
     impls: a list of naive, tiled and triton. say: called with each row as soon as it is measured.
     """
     rows, shown = [], {}
-    last = {trial.failure: trial for trial in TRIALS if trial.failure in FAILURES}
+    last = {trial.failure: trial for trial in trials.TRIALS if trial.failure in FAILURES}
     if missing := sorted({*failures} & FAILURES.keys() - last.keys()):
         raise ValueError(f"failure={missing[0]} has no trial: add one to TRIALS of lab/trials.py (CONTRIBUTING.md)")
-    for trial, dtype in product((trial for trial in TRIALS if trial.failure in failures), DTYPES):
-        able = [impl for impl in impls if not lacks(trial, impl, dtype, calls[0])]
+    for trial, dtype in product((trial for trial in trials.TRIALS if trial.failure in failures), DTYPES):
+        able = [impl for impl in impls if not trials.lacks(trial, impl, dtype, calls[0])]
         if not able:
             continue
-        gain = gain_of(trial, dtype, calls)
-        prepared = [call_of(trial, dtype, gain, call) for call in calls]
+        gain = trials.gain_of(trial, dtype, calls)
+        prepared = [trials.call_of(trial, dtype, gain, call) for call in calls]
         measured = [gauges(call) for call in prepared]
         right = None
         for impl in able:
-            tried = [replace(call, config=config_of(impl, call, trial)) for call in prepared]
+            tried = [replace(call, config=trials.config_of(impl, call, trial)) for call in prepared]
             right = right or [right_for(call) for call in tried]
-            guess = predicted(trial, impl, tried, measured, right)
+            guess = trials.predicted(trial, impl, tried, measured, right)
             seen = [seen_of(call, r) for call, r in zip(tried, right, strict=True)]
             about = {"failure": trial.failure, "where": trial.where, "impl": impl, "dtype": dtype, "gain": gain}
             rows.append(about | row_of(guess, tried, seen, measured))
@@ -107,18 +93,16 @@ def row_of(guess: str, tried: list[Call], seen: list["Seen"], measured: list[Gau
     for name in RESULTS:
         row[f"error_{name}"] = worst(max, (distance([s.found[name]], [s.right[name]]) for s in seen))
     finite = all(bool(s.found[name].isfinite().all()) for s in seen for name in RESULTS)
-    return row | {"verdict": "loud" if not finite else "harmless" if symptom == NONE else "silent"}
+    return row | {"verdict": "loud" if not finite else "harmless" if symptom == trials.NONE else "silent"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring a trial.
+# --- Measuring a trial -----------------------------------------------------------------------------------------------
 
 
-def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
-    """o, dq, dk, dv and lse, in float64 if wide."""
+def results_of(call: Call) -> dict[str, Tensor]:
+    """o, dq, dk, dv and lse."""
     assert call.do is not None, "a call with gradients is wanted"
-    q, k, v, do = (x.double() if wide else x for x in (call.q, call.k, call.v, call.do))
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
     seeds = iter([call.seed, None if call.seed is None else call.seed + 1])
 
     def forward(q, k, v):
@@ -128,7 +112,7 @@ def results_of(call: Call, wide: bool = False) -> dict[str, Tensor]:
         o, lse = forward(q, k, v)
     else:  # as redrawn() in model/recompute.py: the backward computes the call again and draws another seed
         o, lse = checkpoint(forward, q, k, v, use_reentrant=False, preserve_rng_state=False)
-    found = o, *torch.autograd.grad(o, (q, k, v), do)
+    found = o, *torch.autograd.grad(o, (q, k, v), call.do)
     return {name: x.detach() for name, x in zip(RESULTS, found, strict=True)} | {"lse": lse.detach()}
 
 
@@ -143,14 +127,13 @@ class Seen(NamedTuple):
 
 def right_for(call: Call) -> dict[str, Tensor]:
     """The whole algorithm in float64, on the same rounded inputs."""
-    whole = replace(call, config=replace(call.config, impl="naive"), break_it=call.break_it.mended)
-    return results_of(whole, wide=True)
+    wide = {name: getattr(call, name).double() for name in ("q", "k", "v", "do")}
+    return results_of(replace(call, config=replace(call.config, impl="naive"), break_it=call.break_it.mended, **wide))
 
 
 def seen_of(call: Call, right: dict[str, Tensor]) -> Seen:
-    """The results of a call and their budgets, which come from the error of the same implementation when whole.
-    (lab/race.py uses naive's error. On q, k and v of a trained model the gradients of tiled and triton can be off by
-    more than twice that, because they compute the weights again: LOG.md.)"""
+    """The results of a call and their budgets, which come from the error of the same implementation when whole. On a
+    trained model tiled's and triton's gradients can be off by more than twice naive's error (LOG.md)."""
     usual, eps = results_of(replace(call, break_it=call.break_it.mended)), torch.finfo(call.q.dtype).eps
     errors = {name: float(row_errors(usual[name], right[name]).max()) for name in RESULTS}
     allowed = {name: 2 * (errors[name] + eps * float(right[name].abs().max())) for name in RESULTS}
@@ -162,11 +145,11 @@ def observed(tried: list[Call], seen: list[Seen]) -> str:
     if not all(bool(s.found["o"].isfinite().all()) for s in seen):
         # With lse +inf or NaN, the sum of the weights failed first. (A row that sees nothing has lse = -inf, rightly.)
         sums = torch.stack([((s.found["lse"] == INF) | s.found["lse"].isnan()).any() for s in seen])
-        return NAN if bool(sums.any()) else OVERFLOW
+        return trials.NAN if bool(sums.any()) else trials.OVERFLOW
     wrong = {name: any(bool(beyond(s, name).any()) for s in seen) for name in RESULTS}
     if wrong["o"]:
-        return LEAK if any(leaks(call) for call in tried) else SILENT
-    return GRADIENT if any(wrong.values()) else NONE
+        return trials.LEAK if any(leaks(call) for call in tried) else trials.SILENT
+    return trials.GRADIENT if any(wrong.values()) else trials.NONE
 
 
 def beyond(seen: Seen, name: str) -> Tensor:
@@ -195,17 +178,17 @@ def first_place(tried: list[Call], seen: list[Seen], symptom: str) -> dict:
     """The first wrong place in the order of computing: layer, head, query tile and, in the forward, key tile."""
     names = ("layer", "head", "query_tile", "key_tile")
     for call, s in zip(tried, seen, strict=True):
-        if symptom in (NAN, OVERFLOW):
+        if symptom in (trials.NAN, trials.OVERFLOW):
             if (place := first_bad(call)) is not None:
                 return {name: getattr(place, name) for name in names}
             continue
-        bad = beyond(s, "dq" if symptom == GRADIENT else "o")
+        bad = beyond(s, "dq" if symptom == trials.GRADIENT else "o")
         if not bad.any():
             continue
         M = tile_of(call)[0]
         query_tile = int(bad.any(0).any(0).nonzero()[0]) // M
         b, h, row = bad[:, :, query_tile * M : (query_tile + 1) * M].nonzero()[0].tolist()
-        key_tile = None if symptom == GRADIENT else first_key_tile(call, s, b, h, query_tile * M + row)
+        key_tile = None if symptom == trials.GRADIENT else first_key_tile(call, s, b, h, query_tile * M + row)
         return dict(zip(names, (call.layer, h, query_tile, key_tile), strict=True))
     return dict.fromkeys(names)
 

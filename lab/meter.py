@@ -4,9 +4,10 @@ import re
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -40,17 +41,12 @@ def wait(device: torch.device) -> None:
 
 
 def ms_of(action: Callable[[], object], device: torch.device) -> float:
-    """The time of action() in ms, from an idle device to an idle device; on a GPU by the GPU's clock."""
+    """The time of action() in ms, from an idle device to an idle device."""
     wait(device)
-    cuda, started = device.type == "cuda", time.perf_counter()
-    if cuda:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+    started = time.perf_counter()
     action()
-    if cuda:
-        last.record()
     wait(device)
-    return first.elapsed_time(last) if cuda else (time.perf_counter() - started) * 1e3
+    return (time.perf_counter() - started) * 1e3
 
 
 def median_ms(action: Callable[[], object], device: torch.device) -> float:
@@ -140,28 +136,22 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
     return counted.peak
 
 
-def peak_of(device: torch.device) -> "PeakBytes | GpuPeak":
+def peak_of(device: torch.device) -> "AbstractContextManager[PeakBytes | SimpleNamespace]":
     """A context that counts the peak memory of what is made inside it: its `peak`, in bytes, beyond what was there."""
-    return GpuPeak(device) if device.type == "cuda" else PeakBytes()
+    return gpu_peak(device) if device.type == "cuda" else PeakBytes()
 
 
-class GpuPeak:
-    """Counts by the allocator of a CUDA device. On another device it counts nothing."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.cuda = device, device.type == "cuda"
-        self.peak = self.alive = 0  # bytes; alive: at the end
-
-    def __enter__(self):
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device)
-        return self
-
-    def __exit__(self, *_):
-        if self.cuda:
-            self.alive = torch.cuda.memory_allocated(self.device) - self.before
-            self.peak = torch.cuda.max_memory_allocated(self.device) - self.before
+@contextmanager
+def gpu_peak(device: torch.device) -> Iterator[SimpleNamespace]:
+    """Counts by the allocator of a CUDA device. On another device it counts nothing. Its `alive`: bytes at the end."""
+    found, cuda = SimpleNamespace(peak=0, alive=0), device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    yield found
+    if cuda:
+        found.alive = torch.cuda.memory_allocated(device) - before
+        found.peak = torch.cuda.max_memory_allocated(device) - before
 
 
 class PeakBytes(TorchDispatchMode):
@@ -194,8 +184,7 @@ class PeakBytes(TorchDispatchMode):
 
 class Operations(TorchDispatchMode):
     """Counts the words of an algorithm without tiles: each operation reads its inputs from slow memory and writes its
-    result there. Views move nothing. seen(operation, its arguments, bytes, a function that repeats it): is called of
-    each."""
+    result there. Views move nothing. seen: called with each operation, its arguments, its bytes, and a repetition."""
 
     def __init__(self, seen: Callable[..., object] = lambda *_: None):
         super().__init__()

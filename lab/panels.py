@@ -77,8 +77,7 @@ def panels(shown: Shown, curves: Curves | None) -> list[Panel]:
     return own(shown) + ([] if curves is None else [losses(shown.trial.failure, curves)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Panels that several failures share.
+# --- Panels that several failures share ------------------------------------------------------------------------------
 
 
 def losses(failure: str, curves: Curves) -> Panel:
@@ -96,8 +95,7 @@ def losses(failure: str, curves: Curves) -> Panel:
 
 
 def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
-    """The error of the worst row of each query tile, over all layers and heads. exact: also shows this result, which
-    is right."""
+    """The error of the worst row of each query tile, over all layers and heads. exact: a right result, shown too."""
 
     def worst(which: str, name: str) -> list[float]:
         found = torch.zeros(1)
@@ -116,16 +114,14 @@ def errors_by_tile(shown: Shown, name: str, exact: str | None = None) -> Panel:
 def states(shown: Shown) -> Panel:
     """l and |acc| of the worst row after each tile of keys, divided by those of the unbroken algorithm."""
     call, b, h, row = worst_place(shown)
-    sums, sizes = {}, {}
-    for name, of in (("unbroken", replace(call, break_it=call.break_it.mended)), ("broken", call)):
-        after = list(walk(of, b, h, row))
-        tiles = [tile for tile, *_ in after]
-        sums[name] = [l for _, _, l, _ in after]
-        sizes[name] = [l * float(o.norm()) for _, _, l, o in after]
-    curves = [Curve("unbroken", tiles, [1.0] * len(tiles))]
-    for name, both in (("l", sums), ("acc", sizes)):
-        ratios = [a / b for a, b in zip(both["broken"], both["unbroken"], strict=True)]
-        curves.append(Curve(name, tiles, ratios))
+    found, usual = (list(walk(of, b, h, row)) for of in (call, replace(call, break_it=call.break_it.mended)))
+    tiles = [tile for tile, *_ in found]
+    ratios = [
+        (l / usual_l, l * float(o.norm()) / (usual_l * float(usual_o.norm())))
+        for (_, _, l, o), (_, _, usual_l, usual_o) in zip(found, usual, strict=True)
+    ]
+    of_l, of_acc = zip(*ratios, strict=True)
+    curves = [Curve("unbroken", tiles, [1.0] * len(tiles)), Curve("l", tiles, of_l), Curve("acc", tiles, of_acc)]
     place = f"key tile (layer {call.layer}, head {h}, row {row})"
     return Panel("sum l and size of acc", place, "times the unbroken one", curves, log_y=True)
 
@@ -151,8 +147,7 @@ def heads_of(shown: Shown) -> list[str]:
     return [f"{call.layer}.{h}" for call in shown.tried for h in range(call.q.shape[1])]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# no_max and zero_init_max: rows of equal scores.
+# --- no_max and zero_init_max: rows of equal scores ------------------------------------------------------------------
 
 
 def flat(scores: Tensor, keys: int, v: float, break_it: BreakIt, dtype: torch.dtype = torch.float32) -> list[float]:
@@ -175,8 +170,7 @@ def flat_rows() -> Panel:
 
 
 def where_it_breaks() -> Panel:
-    """Without the maximum: the lowest score at which o is 0, and the lowest at which it is NaN, over the number of
-    keys."""
+    """Without the maximum: the lowest score at which o is 0, and at which it is NaN, over the number of keys."""
     scores, off = torch.arange(79, 90, 0.05), BreakIt("no_max")
     lengths = [4**i for i in range(7)]
     found = [flat(scores, n, 1e-3, off) for n in lengths]
@@ -216,17 +210,13 @@ def low_gradients() -> Panel:
         return [x.double().flatten(1).norm(dim=1) for x in torch.autograd.grad(o, (q1, k1, v1), do.to(dtype))]
 
     right = gradients(NAIVE, UNBROKEN, torch.float64)
-    curves = []
-    for what, off in (("unbroken", UNBROKEN), ("broken", BreakIt("zero_init_max"))):
-        for name, found, of in zip("qkv", gradients(TILED, off, torch.float32), right, strict=True):
-            if (what, name) in (("unbroken", "q"), ("broken", "q"), ("broken", "v")):
-                label = "unbroken" if what == "unbroken" else f"d{name}"
-                curves.append(Curve(label, lse.tolist(), (found / of).tolist()))
+    unbroken, broken = (gradients(TILED, off, torch.float32) for off in (UNBROKEN, BreakIt("zero_init_max")))
+    pairs = {"unbroken": (unbroken[0], right[0]), "dq": (broken[0], right[0]), "dv": (broken[2], right[2])}
+    curves = [Curve(name, lse.tolist(), (found / of).tolist()) for name, (found, of) in pairs.items()]
     return Panel("gradients of a low row, float32", "log-sum-exp of its scores", "size / right", curves)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The mask.
+# --- The mask --------------------------------------------------------------------------------------------------------
 
 
 def weights_of(call: Call) -> Tensor:
@@ -236,8 +226,7 @@ def weights_of(call: Call) -> Tensor:
 
 
 def weights_seen(shown: Shown) -> Panel:
-    """The weights of the first 3 x 3 tiles, averaged over heads. Shows their square roots, so that small ones are
-    visible."""
+    """The weights of the first 3 x 3 tiles, averaged over heads. Square roots, so that small ones are visible."""
     M, N = tile_of(shown.tried[0])
     weights = torch.cat([weights_of(call)[0] for call in shown.tried]).mean(0)[: 3 * M, : 3 * N].float()
     future = torch.ones_like(weights, dtype=torch.bool).triu(1)
@@ -284,8 +273,7 @@ def nan_share(shown: Shown) -> Panel:
     return Panel("rows that are NaN", "tile of rows", "% of the rows of a tile", curves, bottom=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# no_scale.
+# --- no_scale --------------------------------------------------------------------------------------------------------
 
 
 def scores_of(call: Call) -> Tensor:
@@ -325,8 +313,7 @@ def entropies(shown: Shown) -> Panel:
     return Panel("entropy of the weights: 0 is one key", "layer.head", "nats", curves, bottom=0, ticks=names)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The two seeds of dropout, and sums of 16 bits.
+# --- The two seeds of dropout, and sums of 16 bits -------------------------------------------------------------------
 
 
 def angles(shown: Shown) -> Panel:

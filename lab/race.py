@@ -32,7 +32,6 @@ TURNS = {"cuda": 3}  # of each implementation at each case: single turns differ 
 def race(cfg: Bench) -> None:
     """Checks, races and draws. Appends the rows to results.csv in the folder out and draws the pictures there.
 
-    A case is skipped if the length before it predicts that its forward and backward take longer than patience.
     Raises ValueError if one of ours was named and cannot run, if nothing could be timed, or if results.csv has other
     columns; RuntimeError if one of ours is wrong.
     """
@@ -59,6 +58,7 @@ def race(cfg: Bench) -> None:
                 too_large = str(error)
                 print(too_large, flush=True)
                 break  # nor do greater lengths fit
+            # The length before predicts how long this one takes.
             slow = [name for name in names if pace.get(name, 0.0) * case.flops("forward+backward") > cfg.patience]
             ended = dict.fromkeys(slow, "slow") | ended
             weighed = weigh_in_turns(names, case, cfg.block, x, told, ended)

@@ -81,25 +81,36 @@ CASES = {
 }
 
 
-def race_ranks(names: list[str], ranks: Ranks, *, alone: bool, device: torch.device, out: Path) -> None:
-    """Times each case's sides, prints them, and appends the rows to ranks.csv in the folder `out`.
+def main(names: list[str], alone: bool, out: Path) -> None:
+    """Times the sides of these CASES, prints them, and appends the rows to ranks.csv in the folder `out`.
 
-    names: from CASES. ranks: as join() gives them. alone: whether the first process makes the step by itself too.
+    alone: whether the first process makes the step by itself too. Raises ValueError without torchrun, for a model that
+    is too large for a CPU, and for a ranks.csv of other columns.
     """
-    results, autocast = begin(device, out, "ranks.csv", COLUMNS)
-    model: GPT | None = None  # the last case's, if this one has it too: to compile one takes longer than to time it
-    for name in names:
-        case = CASES[name]
-        ring = case.ring or (case.context and case.model.n_head % ranks.size > 0)
-        dtype = getattr(autocast, "fast_dtype", torch.float32)  # of the products
-        attention = resolve(AttentionConfig(case.impl), device.type, lse=ring, model=case.model, dtype=dtype)
-        if model is None or (model.config, model.attention_config) != (case.model, attention):
-            model = None
-            torch.manual_seed(0)
-            model = RecomputingGPT(case.model, attention).to(device)
-        for row in rows_of(case, model, ranks, alone, autocast, device):
-            results.append([{"case": name} | row])
-            print(json.dumps(results.rows[-1]), flush=True)
+    if launched() == 1:
+        raise ValueError(
+            "it times several processes, and there is 1: start them with torchrun --nproc-per-node 2 -m lab.ranks "
+            + " ".join(names)
+        )
+    large = [name for name in names if not name.startswith("laptop")]
+    if large and not torch.cuda.is_available():
+        raise ValueError(f"{large[0]} takes hours without a GPU, and there is none: use laptop")
+    with join(SimpleNamespace(device="auto", name=None)) as ranks:
+        device = pick_device(own_device("auto"))
+        results, autocast = begin(device, out, "ranks.csv", COLUMNS)
+        model: GPT | None = None  # the last case's, if this one has it too: to compile one takes longer than to time it
+        for name in names:
+            case = CASES[name]
+            ring = case.ring or (case.context and case.model.n_head % ranks.size > 0)
+            dtype = getattr(autocast, "fast_dtype", torch.float32)  # of the products
+            attention = resolve(AttentionConfig(case.impl), device.type, lse=ring, model=case.model, dtype=dtype)
+            if model is None or (model.config, model.attention_config) != (case.model, attention):
+                model = None
+                torch.manual_seed(0)
+                model = RecomputingGPT(case.model, attention).to(device)
+            for row in rows_of(case, model, ranks, alone, autocast, device):
+                results.append([{"case": name} | row])
+                print(json.dumps(results.rows[-1]), flush=True)
 
 
 def rows_of(
@@ -158,20 +169,6 @@ def row_of(
         width = 2 if device.type == "cuda" else 4
         row["sent_mb"] = round(sum(bytes_sent(ranks, model, tokens, width, passes)) / 1e6, 3)
     return row
-
-
-def main(names: list[str], alone: bool, out: Path) -> None:
-    """As race_ranks(). ValueError without torchrun, and for a model that is too large for a CPU."""
-    if launched() == 1:
-        raise ValueError(
-            "it times several processes, and there is 1: start them with torchrun --nproc-per-node 2 -m lab.ranks "
-            + " ".join(names)
-        )
-    large = [name for name in names if not name.startswith("laptop")]
-    if large and not torch.cuda.is_available():
-        raise ValueError(f"{large[0]} takes hours without a GPU, and there is none: use laptop")
-    with join(SimpleNamespace(device="auto", name=None)) as ranks:
-        race_ranks(names, ranks, alone=alone, device=pick_device(own_device("auto")), out=out)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def limit(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]
     return row_of(name, "limit", 0, 2 * source.nbytes, median_ms(lambda: target.copy_(source), device))
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> Path:
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Left: where the time goes, a bar for naive by operation and one for each of the others. Right: the roofline."""
     facts = rows[0]
     named = {row["name"]: row for row in rows if row["part"] in ("limit", "whole")}
@@ -139,4 +139,3 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path:
     shape = f"B={facts['B']}, H={facts['H']}, T={facts['T']:,}, D={facts['D']}, {facts['dtype']}, {mask}"
     figure.suptitle(f"one forward of attention: {shape}, {facts['device']}", fontsize=12)
     figure.savefig(path, dpi=100)
-    return path

@@ -114,12 +114,17 @@ def replay(path: Path, device: torch.device) -> None:
         calls = record(net, *batch.to(device))
     sequences = counted(len(batch.x), "sequence")
     show(f"{stamp(kept.state['broken'])}{path}: {sequences}, {impl}, {dtype}, on {device}")
-    show("layer     score  headroom   weight         l     error   o        dq, dk, dv")
+    show("score, weight: the largest; headroom: nats until exp overflows; l: the least; error: |o - right| / |right|")
+    show("layer     score  headroom   weight         l     error   o         dq        dk        dv")
     for call in calls:
         g = gauges(call)
-        sound = (all(x.isfinite().all() for x in group) for group in ([call.o], call.gradients))
-        o, gradients = ("finite" if finite else "NOT" for finite in sound)
+        results = "".join(f"{kind_of(x):10}" for x in (call.o, *call.gradients))
         show(f"{call.layer:5}{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}   "
-             f"{o:9}{gradients}")  # fmt: skip
+             f"{results}".rstrip())  # fmt: skip
     place = find(calls)
     show(f"first: {place}" if place else "in this batch it does not begin in attention")
+
+
+def kind_of(x: torch.Tensor) -> str:
+    """What a result has at its worst: NaN, infinity, or finite numbers alone."""
+    return "NaN" if x.isnan().any() else "infinity" if x.isinf().any() else "finite"

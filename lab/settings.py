@@ -4,7 +4,7 @@ A key that its mode does not read is refused, because the user expects something
 """
 # ruff: noqa: RUF009 (of() makes a field)
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -26,13 +26,12 @@ def of(modes: str, default: Any, meaning: str, **limits: Any) -> Any:
     return made
 
 
-def refuse_unread(config: Any, mode: str, why: Callable[[list[str]], str]) -> None:
-    """ValueError for a key that was given and that the mode does not read. why: says so, from the modes that do."""
+def given(config: Any) -> Iterator[tuple[str, Any, list[str]]]:
+    """Each key that has another value than its default: its name, its value, and the modes that read it."""
     for entry in fields(config):
-        value = getattr(config, entry.name)
         usual = entry.default if entry.default_factory is MISSING else entry.default_factory()
-        if mode not in entry.metadata["modes"] and value != usual:
-            raise ValueError(f"{entry.name}={value}: {why(entry.metadata['modes'])}")
+        if (value := getattr(config, entry.name)) != usual:
+            yield entry.name, value, entry.metadata["modes"]
 
 
 MODES = "race pictures traffic train length learn decode roofline"
@@ -88,10 +87,11 @@ class Bench:
 
     def __post_init__(self):
         check(self)
-        refuse_unread(self, self.mode, lambda _: f"mode={self.mode} does not read it; leave it out")
-        for entry in fields(self):
-            if getattr(self, entry.name) == []:
-                raise ValueError(f"{entry.name}=[]: nothing to measure; give at least one")
+        for name, value, modes in given(self):
+            if self.mode not in modes:
+                raise ValueError(f"{name}={value}: mode={self.mode} does not read it; leave it out")
+            if value == []:
+                raise ValueError(f"{name}=[]: nothing to measure; give at least one")
         known = STEPS if self.mode == "length" else IMPLS
         for name in self.impls or []:
             if name not in known:
@@ -132,13 +132,8 @@ class Bench:
 
 
 # breakit.py's modes, and what turns each of them on
-LAB = {
-    "lab": "the lab",
-    "trace": "trace=true",
-    "look": "look=true",
-    "explorer": "explorer=true",
-    "replay": "replay=PATH",
-}
+LAB = {"lab": "the lab", "trace": "trace=true", "look": "look=true", "explorer": "explorer=true"}
+LAB |= {"replay": "replay=PATH"}
 INSTEAD = {  # why the mode does not read other keys
     "explorer": "it shows a trace that was kept with out=; give that as real=PATH",
     "replay": "the configuration comes with the fault",
@@ -206,13 +201,13 @@ class BreakIt:
         check(self)
         if self.prompt is not None and self.tokens is not None:
             raise ValueError(f"prompt= and tokens={self.tokens} are both given; leave one out")
-        refuse_unread(
-            self, mode, lambda by: f"{LAB[mode]} does not read it; {INSTEAD.get(mode, f'it is for {LAB[by[0]]}')}"
-        )
         names, why = NEEDS_RUN.get(mode, ((), ""))
-        for entry in fields(self):
-            if entry.name in names and self.run is None and (value := getattr(self, entry.name)) != entry.default:
-                raise ValueError(f"{entry.name}={value}: {why}")
+        for name, value, modes in given(self):
+            if mode not in modes:
+                instead = INSTEAD.get(mode, f"it is for {LAB[modes[0]]}")
+                raise ValueError(f"{name}={value}: {LAB[mode]} does not read it; {instead}")
+            if self.run is None and name in names:
+                raise ValueError(f"{name}={value}: {why}")
         ending = {"trace": ".json", "look": ".html", "explorer": ".html"}.get(mode, "")
         if self.out is not None and not self.out.endswith(ending):
             raise ValueError(f"out={self.out}: name a file that ends in {ending}")

@@ -1,10 +1,7 @@
-"""Times whole training steps.
-
-    python bench.py mode=train      ours and a plain GPT-2's, in turn in one process
-    python bench.py mode=length     ours at several lengths, with each of our implementations of attention
+"""Times whole training steps: `python bench.py mode=train` and mode=length. lab/ranks.py times several processes.
 
 Both sides of a pair have the same model, batches, optimizer settings and precision. They differ only in how a step is
-made. lab/ranks.py times several processes beside one.
+made.
 
 Shapes: B sequences, T tokens in each, C model width, H heads, V vocabulary.
 """
@@ -28,7 +25,7 @@ from torch import Tensor
 from data.loader import Batch
 from data.text import counted
 from lab.files import Results
-from lab.meter import GpuPeak, memory_for, ms_of, peak_of, profiled, wait, where
+from lab.meter import gpu_peak, memory_for, ms_of, peak_of, profiled, wait, where
 from lab.peer import LR, PlainGPT, load, plain, theirs
 from model.abilities import resolve
 from model.attention import AttentionConfig
@@ -144,10 +141,7 @@ def train(cfg: Any) -> None:
 
 def by_length(cfg: Any) -> None:
     """Times our step with each attention at each length, prints it, and appends the rows to lengths.csv in out.
-
-    On a GPU the model is that of experiment=long_16k, elsewhere that of experiment=long_laptop.
-    Raises ValueError for an attention that cannot run, or a lengths.csv of other columns.
-    """
+    Raises ValueError for an attention that cannot run, or a lengths.csv of other columns."""
     device, lengths = pick_device(cfg.device), sorted(set(cfg.lengths))
     cuda = device.type == "cuda"
     for impl in cfg.impls or []:
@@ -199,16 +193,14 @@ def pair(
     times = in_turn(sides, device)
     for side, ms in zip(sides, times, strict=True):
         row = {"name": side.name, "how": side.how, "part": "step"} | measured(ms, case.tokens, side.peak)
-        if side.name != "ours":
-            yield row
-            continue
-        if len(sides) == 2:
+        if side.name == "ours" and len(sides) == 2:
             speeds = [their_ms / our_ms for their_ms, our_ms in zip(*times, strict=True)]
             found = {"speed": statistics.median(speeds), "slowest": min(speeds), "fastest": max(speeds)}
             row |= {key: round(speed, 4) for key, speed in found.items()}
         yield row
-        for part, part_ms in where(profiled(side.step, LOOKS, device), row["ms"]).items():
-            yield {"name": side.name, "how": side.how, "part": part, "ms": part_ms}
+        if side.name == "ours":
+            for part, part_ms in where(profiled(side.step, LOOKS, device), row["ms"]).items():
+                yield {"name": side.name, "how": side.how, "part": part, "ms": part_ms}
 
 
 def measured(ms: list[float], tokens: int, peak: float) -> dict[str, Any]:
@@ -264,8 +256,7 @@ def enter(
     """Makes one side and takes its first steps; None if memory runs out and there is one process.
 
     first: the batches of these steps, if not the first of `batches`. The peak counts from before the side is made until
-    after these steps: a recorded step takes its memory when it is recorded. What was there before, such as the other
-    side's weights, does not count.
+    after these steps: a recorded step takes its memory when it is recorded. What was there before does not count.
     """
     side = Side(name, "", lambda: step(next(batches)), 0.0, ranks=ranks, everyone=everyone)
     first = ([*itertools.islice(batches, WARM_UP)] if first is None else first) if side.here else []
@@ -275,7 +266,7 @@ def enter(
         torch.cuda.empty_cache()
     try:
         # PeakBytes cannot look into messages between processes.
-        with peak_of(device) if everyone.size == 1 else GpuPeak(device) as memory:
+        with peak_of(device) if everyone.size == 1 else gpu_peak(device) as memory:
             step, side.how = make()
             for batch in first:
                 step(batch)
@@ -313,7 +304,7 @@ def turn(side: Side, steps: int, device: torch.device) -> float:
     side.everyone.wait()
     ms = 0.0
     if side.here:
-        with GpuPeak(device) as memory:
+        with gpu_peak(device) as memory:
             ms = ms_of(take, device) / steps
         side.peak = max(side.peak, side.alive + memory.peak)
     side.everyone.wait()

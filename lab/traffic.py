@@ -89,11 +89,8 @@ def predicted(
 
 
 def traffic(cfg: Any) -> None:
-    """Counts and predicts for each length N and each M of on_chip. Writes traffic.csv and traffic.png to the folder
-    out.
-
-    Counts the forward, with backward=true also the backward; for each value in causal, all with the same window.
-    """
+    """Counts and predicts for each length N and each M of on_chip, and writes traffic.csv and traffic.png to the folder
+    out: of the forward, with backward=true also of the backward, for each value in causal, all with one window."""
     out, D, window = Path(cfg.out), cfg.head_sizes[0], cfg.window
     out.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
     commit = about(torch.device("cpu"))["commit"]
@@ -137,11 +134,10 @@ def traffic_picture(rows: list[dict], path: Path) -> None:
     mask += f", window {first['window']}" if first["window"] else ""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     longest, largest = max(row["N"] for row in rows), max(row["M"] for row in rows)
-    panels = {("N", "context length N (tokens)"): ("M", largest), ("M", "M, words on chip"): ("N", longest)}
-    axes_of = dict(zip(panels, figure.subplots(1, 2, sharey=True), strict=True))
+    left, right = figure.subplots(1, 2, sharey=True)
+    panels = [(left, "N", "context length N (tokens)", "M", largest), (right, "M", "M, words on chip", "N", longest)]
     looks = {"naive": LOOKS["naive"], "keys_outside": LOOKS["tiled"], "queries_outside": LOOKS["triton"]}
-    for (x, label), (fixed, value) in panels.items():
-        axes = axes_of[x, label]
+    for axes, x, label, fixed, value in panels:
         for name, (colour, marker, _) in looks.items():
             mine = [row for row in rows if row["order"] == name and row[fixed] == value]
             axes.plot([r[x] for r in mine], [r["words"] for r in mine], color=colour, marker=marker, label=name)
@@ -153,13 +149,12 @@ def traffic_picture(rows: list[dict], path: Path) -> None:
         axes.tick_params(labelleft=True)
         axes.set_title(f"{fixed} = {value:,}" + (" words" if fixed == "M" else " tokens"), fontsize=10)
         label_ends(axes)
-    axes.set_ylabel("")
-    axes_of[next(iter(panels))].set_ylabel(f"words moved in one {first['pass']}")
+    left.set_ylabel(f"words moved in one {first['pass']}")
     flat = [row for row in rows if row["order"] == "queries_outside" and row["N"] == longest and row["M"] > 4 * D * D]
     if flat:  # because of the first paper's block_m = min(block_n, D)
         words = f"no fewer: a tile of queries has\nblock_m = min(M / 4D, D) rows,\nat most {D}, however much fits"
         place = {"ha": "center", "size": 9, "textcoords": "offset points", "arrowprops": {"arrowstyle": "->"}}
-        axes.annotate(words, (flat[-1]["M"], flat[-1]["words"]), (0, -75), **place)
+        right.annotate(words, (flat[-1]["M"], flat[-1]["words"]), (0, -75), **place)
     figure.suptitle(
         f"words moved between slow memory and chip, {mask}, one head of size {D}; dashed: predicted", size=11
     )

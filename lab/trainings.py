@@ -32,8 +32,7 @@ class Curves(NamedTuple):
 
 
 def short_training(schema: type, steps: int, seed: int, device: str, typed: Sequence[str] = ()) -> Any:
-    """The configuration of a short training of a small, whole model, which takes seconds. schema: train.Config. typed:
-    more arguments of train.py."""
+    """The configuration of a short training of a small, whole model. schema: train.Config. typed: more arguments."""
     small = ["model.n_layer=2", "model.n_embd=64", "model.context_length=128", "batch_size=8", f"steps={steps}"]
     small += ["optimizer.lr=5e-3", "optimizer.warmup_steps=20", "eval_tokens=2048", "sample_every=0"]
     small += ["attention=tiled", "attention.block_m=64", "attention.block_n=16", "dtype=float32", "wandb.mode=disabled"]

@@ -70,12 +70,10 @@ def available(device: torch.device) -> list[str]:
 
 def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
     """The reason why this row is left out, or None."""
-    if impl == "triton" and dtype == "bf16" and not computes_bf16(call.q.device):
-        return "triton: its interpreter does not compute bf16 as a GPU does; left out"
+    if impl == "triton" and (dtype == "bf16" or trial.failure == "zero_init_max") and not as_a_gpu(call.q.device):
+        return "triton: its interpreter does not compute bf16 and subnormal numbers as a GPU does; left out"
     if impl == "triton" and trial.one_tile:
         return "triton: it chooses its own tiles, so it cannot take all keys in one; left out"
-    if impl == "naive" and trial.one_tile:
-        return lacks(trial._replace(one_tile=False), impl, dtype, call)
     config = AttentionConfig(impl, softmax_scale=call.config.softmax_scale, dropout_p=trial.dropout_p)
     for name in BreakIt(trial.failure).broken:
         if why := ABILITIES[impl].lacks.get(name):
@@ -87,9 +85,10 @@ def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
     return None
 
 
-def computes_bf16(device: torch.device) -> bool:
-    """Whether triton computes bf16 correctly, as a GPU does. Triton's interpreter multiplies the bits as integers and
-    truncates instead of rounding. So this computes a mean that lies halfway between two bf16 numbers."""
+def as_a_gpu(device: torch.device) -> bool:
+    """Whether triton computes bf16 and subnormal numbers as a GPU does. Triton's interpreter multiplies the bits of
+    bf16 as integers and truncates instead of rounding, so this computes a mean that lies halfway between two bf16
+    numbers. Its exp2 returns subnormal numbers, where a GPU's returns 0."""
     if device.type == "cuda":
         return True
     q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16)
@@ -98,22 +97,12 @@ def computes_bf16(device: torch.device) -> bool:
     return bool((o.float() == 1 + 2 / 128).all())  # 1 + 1.5 / 128, rounded to even
 
 
-def keeps_subnormals(device: torch.device) -> bool:
-    """Whether triton's exp2 returns subnormal numbers. On a GPU it returns 0 instead. Triton's interpreter uses NumPy,
-    which returns them; then 1 / exp(-90) is infinite."""
-    if device.type == "cuda":
-        return False
-    q, k, v = torch.ones(3, 1, 1, 1, 16)
-    o = attention(-q, k, v, AttentionConfig("triton"), softmax_scale=90 / 16, break_it=BreakIt("zero_init_max"))
-    return not o.isfinite().all()
-
-
 def call_of(trial: Trial, dtype: str, gain: float, call: Call) -> Call:
     """The call with the inputs of the trial, rounded to dtype. For `low`, q is negated if that gives lower scores."""
     assert call.do is not None, "a call with gradients is wanted"
     block = max(1, call.q.shape[2] // TILES_A_SIDE)
     q, k, v = call.q, call.k, call.v
-    if trial.gain == "low" and lower_negated(call):
+    if trial.gain == "low" and lowest(replace(call, q=-q)) < lowest(call):
         q = -q
     if trial.flat:
         q, k, v = flattened(call)
@@ -154,11 +143,6 @@ def flattened(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return q, first + call.k / 1024, call.v / 1024
 
 
-def lower_negated(call: Call) -> bool:
-    """Whether the lowest log-sum-exp of the call becomes lower if its scores change sign."""
-    return lowest(replace(call, q=-call.q)) < lowest(call)
-
-
 def lowest(call: Call) -> float:
     """The lowest log-sum-exp of any row, or 0 if none is below 0."""
     least = gauges(replace(call, break_it=BreakIt("zero_init_max"))).min_l
@@ -171,15 +155,14 @@ def gain_of(trial: Trial, dtype: str, calls: list[Call]) -> float:
     real: 1.
     raised: makes the largest score 10; 1 if it is larger already.
     past: makes the largest score 1.2 times the logarithm of the dtype's largest number.
-    near: makes the largest score the logarithm of float32's largest number, less half the logarithm of the number of
-    keys.
+    near: makes the largest score the logarithm of float32's largest number, less half that of the number of keys.
     low: makes the lowest log-sum-exp of a row 1.2 times that at which all its weights round to 0.
     """
     if trial.gain == "real":
         return 1.0
     number = torch.finfo(DTYPES[dtype])
     if trial.gain == "low":
-        low = min(lowest(replace(call, q=-call.q) if lower_negated(call) else call) for call in calls)
+        low = min(lowest(replace(call, q=q)) for call in calls for q in (call.q, -call.q))
         smallest = number.smallest_normal * number.eps / 2 if dtype == "fp16" else 2.0**-150
         return 1.2 * math.log(smallest) / min(low, -1e-6)
     if trial.flat:
@@ -204,8 +187,6 @@ def predicted(
     match trial.failure:
         case "no_max":
             return without_max(impl, top, least, held, right)
-        case "zero_init_max" if impl == "triton" and subnormal_sums([r["lse"] for r in right]):
-            return OVERFLOW
         case "zero_init_max":
             return SILENT if least < held.smallest_normal else NONE
         case "no_rescale" | "no_rescale_sum" | "no_rescale_output":
@@ -233,15 +214,6 @@ def without_max(impl: str, top: float, least: float, held: torch.finfo, right: l
     if acc or top > math.log(held.max):
         return NAN if sums else OVERFLOW
     return SILENT if sums or least < held.smallest_normal else NONE
-
-
-def subnormal_sums(lse: list[Tensor]) -> bool:
-    """Whether triton's 1 / l is infinite in some row of zero_init_max: l is above 0 but below the reciprocal of the
-    largest float32."""
-    if not keeps_subnormals(lse[0].device):
-        return False
-    low, high = -150 * math.log(2), -math.log(torch.finfo(torch.float32).max)
-    return any(bool(((x > low) & (x < high)).any()) for x in lse)
 
 
 def hidden_first_tile(T: int, M: int, N: int, window: int) -> bool:

@@ -22,6 +22,7 @@ from lab.traffic import predicted, redraw, words_of
 from model import tiled
 from model.attention import AttentionConfig, attention
 from tests.runs import table_of
+from tests.test_metrics import Terminal
 
 CPU = torch.device("cpu")
 SMALL = {"lengths": [64], "heads": [1], "head_sizes": [16], "block": 32, "device": "cpu"}
@@ -136,6 +137,14 @@ def test_the_table_has_a_line_for_each_implementation_and_a_reason_for_each_peer
     reasons = [line for line in lines if line.startswith("sdpa_")]  # lines of the table begin with a length
     assert [line.split(":")[0] for line in reasons] == ["sdpa_cudnn", "sdpa_flash"]
     assert "dropout" in reasons[1]
+
+
+def test_a_terminal_is_shown_the_files_and_no_line_of_all_rows(tmp_path):
+    results = Results(tmp_path, "x.csv", ["ms"])
+    results.append([{"ms": 1.0}])
+    with redirect_stdout(Terminal()) as said:
+        results.end(pictures=["x.png", "y.png"])
+    assert said.getvalue() == f"results: {tmp_path / 'x.csv'}\npictures: x.png, y.png\n"
 
 
 def test_a_second_race_appends_to_the_first_but_not_below_other_columns(raced, tmp_path):

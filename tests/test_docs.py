@@ -14,8 +14,7 @@ from PIL import Image
 from kernels.problem import Problem
 from lab import draw, learn, page, race, roofline, steps
 from lab.race import short
-from lab.story import keys_wrongly_seen
-from lab.trace import tell, worked_example
+from lab.story import keys_wrongly_seen, tell, worked_example
 from lab.traffic import words_of
 from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES, BreakIt

@@ -10,8 +10,7 @@ import pytest
 import breakit
 from lab.explorer import DROPOUT
 from lab.files import plain
-from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story
-from lab.trace import worked_example
+from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story, worked_example
 from lab.traffic import words_of
 from model.attention import AttentionConfig
 from model.break_it import BreakIt

@@ -145,15 +145,11 @@ def test_a_failure_begins_at_the_tile_that_theory_names(rows):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
 def test_the_interpreter_is_asked_whether_it_computes_as_a_gpu_does(monkeypatch):
-    """Mended (tests/interpreter.py) it does; as triton ships it, it cuts bf16 off and exp2 keeps subnormal numbers."""
+    """Mended (tests/interpreter.py) it does; as triton ships it, it cuts bf16 off."""
     interpreter = pytest.importorskip("tests.interpreter", reason="triton is made for Linux")
-    assert (trials.computes_bf16(CPU), trials.keeps_subnormals(CPU)) == (True, False)
+    assert trials.as_a_gpu(CPU)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", interpreter.as_it_was)
-    assert not trials.computes_bf16(CPU)
-    handle, exp2 = interpreter.TensorHandle, interpreter.np.exp2
-    shipped = lambda self, x: handle(exp2(x.data), x.dtype.scalar)  # noqa: E731
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", shipped)
-    assert trials.keeps_subnormals(CPU)
+    assert not trials.as_a_gpu(CPU)
 
 
 # --- what the pictures show ------------------------------------------------------------------------------------------
@@ -303,6 +299,6 @@ def test_what_an_implementation_lacks_is_said_once_and_what_a_run_has_not_cannot
 
 def test_a_failure_without_a_trial_is_refused_with_the_place_to_add_one(monkeypatch):
     """It said that there is nothing to take out, of a failure that had just been added."""
-    monkeypatch.setattr(measure, "TRIALS", [trial for trial in trials.TRIALS if trial.failure != "no_scale"])
+    monkeypatch.setattr(trials, "TRIALS", [trial for trial in trials.TRIALS if trial.failure != "no_scale"])
     with pytest.raises(ValueError, match=r"failure=no_scale .*lab/trials\.py"):
         measure.measure([], ["no_scale"], ["tiled"])

@@ -284,7 +284,10 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it(me
         again = call(breakit, f"replay={kept}", "device=cpu")
     assert (again.code, of_replay) == (0, seeds)
     assert f"first: {place}" in again.out.splitlines()
-    assert [line.split()[0] for line in again.out.splitlines()[2:4]] == ["0", "1"]
+    heads, *layers = (line.split() for line in again.out.splitlines()[2:5])
+    assert heads[-4:] == ["o", "dq", "dk", "dv"]
+    assert [line[0] for line in layers] == ["0", "1"]
+    assert {word for line in layers for word in line[-4:]} == {"NaN"}
     ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")  # it is no checkpoint
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert f"python breakit.py replay={kept}" in ended.err

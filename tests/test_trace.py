@@ -9,8 +9,7 @@ import torch
 
 import breakit
 import train
-from lab.story import ORDERS, THE_CAT, story
-from lab.trace import head_of_run, tell
+from lab.story import ORDERS, THE_CAT, head_of_run, story, tell
 from model import gpt
 from model.attention import AttentionConfig, attention
 from tests.reference import assert_within_budget
@@ -65,6 +64,16 @@ def test_a_broken_row_is_shown_beside_the_right_one(told):
     assert abs(float(re.search(r"is ([\d.]+) % away", lines[-1])[1]) - off) < 0.1
     begins = lines[2].index("what changed")
     assert all(line[begins - 2 : begins] == "  " and line[begins] != " " for line in lines[2:])
+
+
+def test_a_failure_that_changes_nothing_in_a_row_is_said_to_sleep_there(told):
+    """A trace with failure=unguarded_mask looked like one without it, and said no more than "0.0 % away"."""
+    asleep = "unguarded_mask changes nothing in this row: it acts where a row sees no key"
+    lines = told("failure=unguarded_mask")
+    assert lines[-2].startswith(asleep)
+    assert "docs/explorer.html" in lines[-1]
+    assert "changes nothing" in "".join(told("failure=no_rescale", "block_n=5"))  # one tile of keys
+    assert "changes nothing" not in "".join(told("failure=no_rescale"))
 
 
 def test_without_the_maximum_the_line_of_the_overflow_is_nan(told):
