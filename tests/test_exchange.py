@@ -304,7 +304,7 @@ def test_a_run_with_padding_and_without_biases_is_exported(call, small, transfor
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     where = [f"runs={tmp_path}", "name=own", "steps=2", "model.bias=false", "model.vocab_multiple=64"]
-    assert call(train, *small, *where).code == 0
+    call(train, *small, *where).succeeded()
     ended = call(sample, f"runs={tmp_path}", "run=own", "export=~/out")
     assert (ended.code, ended.out) == (0, "")
     assert "GPT2LMHeadModel" in ended.err
@@ -440,7 +440,7 @@ def test_a_run_begins_at_the_loss_that_transformers_has(name, recipe, begin, the
 
 def test_a_child_of_a_run_has_its_weights_options_and_tokenizer(call, begin, small, tmp_path):
     own = ["model.norm_eps=1e-2", "tokenizer=bpe", "tokenizer.vocab_size=280", "attention.window=20", "steps=3"]
-    assert call(train, *small, *own, f"runs={tmp_path / 'runs'}", "name=mother", "eval_every=3").code == 0
+    call(train, *small, *own, f"runs={tmp_path / 'runs'}", "name=mother", "eval_every=3").succeeded()
     ended = begin("init_from=mother", "steps=1", "name=child", "optimizer.lr=1e-30", "model.dropout_p=0.1")
     mother, child = saved(tmp_path / "runs/mother", 3), saved(tmp_path / "runs/child")
     assert child.tokenizer == mother.tokenizer
@@ -457,7 +457,7 @@ def test_a_child_of_a_run_has_its_weights_options_and_tokenizer(call, begin, sma
 def test_a_run_is_extended_to_a_longer_context(call, begin, small, tmp_path, monkeypatch):
     """It measures its context before it trains. YaRN begins at the old context, whatever the new one is."""
     own = [f"runs={tmp_path / 'runs'}", "name=mother", "model.position=rope", "steps=3", "eval_every=3"]
-    assert call(train, *small, *own).code == 0
+    call(train, *small, *own).succeeded()
     first, drawn, draw = [], [], context.draw
     monkeypatch.setattr(context, "draw", lambda *given: drawn.append((given[0], given[-1])) or draw(*given))
     for name, changes in {"base": ["model.rope_base=1e6"], "yarn": ["experiment=long_extend"]}.items():
@@ -506,7 +506,7 @@ def test_a_key_that_contradicts_the_weights_is_refused(typed, begin, folder, tmp
 
 
 def test_the_child_of_a_broken_run_is_broken_or_says_that_its_parent_was(call, begin, small, tmp_path):
-    assert call(train, *small, "break_it=no_scale", "steps=1", f"runs={tmp_path / 'runs'}", "name=mother").code == 0
+    call(train, *small, "break_it=no_scale", "steps=1", f"runs={tmp_path / 'runs'}", "name=mother").succeeded()
     (mother,) = (tmp_path / "runs").iterdir()
     begin(f"init_from={mother}", "steps=1", "name=child")
     (child,) = (tmp_path / "runs").glob("*child*")
@@ -526,9 +526,9 @@ def test_a_text_begins_with_the_token_that_the_weights_know(copy, call, transfor
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     seen = []
     monkeypatch.setattr(sample, "generate", lambda model, idx, *_, **__: seen.append(idx.tolist()) or [])
-    assert call(sample, f"init_from={folder}", "device=cpu", "impl=naive").code == 0
+    call(sample, f"init_from={folder}", "device=cpu", "impl=naive").succeeded()
     assert seen == [[[V - 2]]]
-    assert call(sample, f"init_from={folder}", f"export={tmp_path / 'out'}").code == 0
+    call(sample, f"init_from={folder}", f"export={tmp_path / 'out'}").succeeded()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").bos_token == "<|begin|>"
 
 
@@ -757,8 +757,7 @@ def test_a_name_is_downloaded_once(sharded, hub, theirs, folder, call, tmp_path)
     if sharded:
         in_several_files(folder, theirs("gpt2")[0])
     server = hub()
-    first = call(sample, *ASK)
-    assert first.code == 0, first.err
+    first = call(sample, *ASK).succeeded()
     where = exchange.find("some/model", tmp_path, tmp_path)
     assert same(exchange.read(where, str(where)), exchange.read(folder, ""))
     asked = len(server.asked)
@@ -770,7 +769,7 @@ def test_a_model_that_was_put_there_by_hand_is_used_first(hub, folder, call):
     """Earlier versions downloaded into this folder, too, and may have left config.json alone there."""
     server, weights = hub(), Path(shutil.copytree(folder, BY_HAND)) / "model.safetensors"
     for asked in (0, 3):
-        assert call(sample, *ASK).code == 0
+        call(sample, *ASK).succeeded()
         assert len(server.asked) == asked
         weights.unlink(missing_ok=True)
 

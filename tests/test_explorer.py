@@ -57,8 +57,7 @@ def difference(a, b, at: str = "it") -> str | None:
 
 @pytest.mark.slow
 def test_the_committed_page_is_what_breakit_writes(call, committed, tmp_path):
-    ended = call(breakit, "explorer=true", f"out={tmp_path}/explorer.html")
-    assert ended.code == 0, ended.err
+    call(breakit, "explorer=true", f"out={tmp_path}/explorer.html").succeeded()
     around, told = split((tmp_path / "explorer.html").read_text(encoding="utf-8"))
     again = "python breakit.py explorer=true writes it anew"
     same_around = around == committed[0]  # pytest would print both pages
@@ -131,8 +130,7 @@ def test_a_page_of_ones_own_trace_has_it_unless_it_is_too_long(call, tmp_path, m
     assert (ended.code, ended.err.count("\n"), "65 tokens" in ended.err) == (2, 1, True)
     assert not (tmp_path / "mine.html").exists()
     (tmp_path / "head.json").write_text(json.dumps(plain(head._replace(labels=["</script>", *"abcd"])._asdict())))
-    ended = call(breakit, *given)
-    assert ended.code == 0, ended.err
+    call(breakit, *given).succeeded()
     assert split((tmp_path / "mine.html").read_text())[1]["inputs"][-1]["labels"] == ["</script>", *"abcd"]
 
 

@@ -131,8 +131,7 @@ def runs(small, call, tmp_path_factory):
     kinds = {"whole": [], "broken": ["break_it=no_rescale"], "window": ["attention.window=8"]}
     for name, options in kinds.items():
         shape = ["steps=2", "attention=tiled", "attention.block_n=8"]
-        done = call(train, *small, f"runs={folder}", f"name={name}", *shape, *options)
-        assert done.code == 0, done.err
+        call(train, *small, f"runs={folder}", f"name={name}", *shape, *options).succeeded()
     return folder
 
 
@@ -140,10 +139,19 @@ def page_of(text: str) -> dict:
     return json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
 
 
-def test_the_page_holds_the_weights_of_every_head(runs, call, tmp_path):
-    done = call(breakit, "look=true", "run=whole", f"runs={runs}", "prompt=a bc </script>", f"out={tmp_path}/a.html")
-    assert done.code == 0, done.err
-    page = page_of((tmp_path / "a.html").read_text())
+@pytest.fixture
+def look(runs, call, tmp_path):
+    """look(run, arguments): what the page of that run holds."""
+
+    def look(run: str, *arguments: str) -> dict:
+        call(breakit, "look=true", f"runs={runs}", f"run={run}", f"out={tmp_path}/{run}.html", *arguments).succeeded()
+        return page_of((tmp_path / f"{run}.html").read_text())
+
+    return look
+
+
+def test_the_page_holds_the_weights_of_every_head(look):
+    page = look("whole", "prompt=a bc </script>")
     assert page["tokens"][1:] == list("a bc </script>")
     [view] = page["views"]
     assert len(view["layers"]) == 2
@@ -157,9 +165,7 @@ def test_the_page_holds_the_weights_of_every_head(runs, call, tmp_path):
 
 
 def test_a_broken_run_is_shown_as_it_is_and_beside_it_the_whole_algorithm(runs, call):
-    done = call(breakit, "look=true", f"runs={runs}", "run=broken", "tokens=32")
-    assert done.code == 0, done.err
-    assert "BROKEN" in done.out
+    assert "BROKEN" in call(breakit, "look=true", f"runs={runs}", "run=broken", "tokens=32").succeeded().out
     page = page_of(next(runs.glob("broken-*/look.html")).read_text())
     assert page["broken"]
     last = [[head["map"] for layer in view["layers"] for head in layer["heads"]] for view in page["views"]]
@@ -168,15 +174,12 @@ def test_a_broken_run_is_shown_as_it_is_and_beside_it_the_whole_algorithm(runs, 
 
 
 @pytest.mark.parametrize("given", ["prompt=it's a text", "tokens=20"])
-def test_the_pages_command_traces_the_same_row_where_a_trace_can(given, runs, call, tmp_path):
-    for name in ("whole", "window"):
-        done = call(breakit, "look=true", f"runs={runs}", f"run={name}", given, f"out={tmp_path}/{name}.html")
-        assert done.code == 0, done.err
-    page = page_of((tmp_path / "whole.html").read_text())
-    done = call(breakit, *shlex.split(page["trace"])[2:], "layer=1", "head=1", f"row={len(page['tokens']) - 1}")
-    assert done.code == 0, done.err
-    assert f"row {len(page['tokens']) - 1}, {page['tokens'][-1]!r}" in done.out
-    assert page_of((tmp_path / "window.html").read_text())["trace"] == ""
+def test_the_pages_command_traces_the_same_row_where_a_trace_can(given, look, call):
+    page = look("whole", given)
+    last = len(page["tokens"]) - 1
+    done = call(breakit, *shlex.split(page["trace"])[2:], "layer=1", "head=1", f"row={last}").succeeded()
+    assert f"row {last}, {page['tokens'][-1]!r}" in done.out
+    assert look("window", given)["trace"] == ""
 
 
 def test_weights_that_are_not_finite_are_marked():
@@ -204,8 +207,7 @@ def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, c
         ("film", ["steps=6", "probe.film=2"]),
         ("cut", ["steps=3", "probe.film=2"]),
     ):
-        done = call(train, *run, f"name={name}", *more)
-        assert done.code == 0, done.err
+        call(train, *run, f"name={name}", *more).succeeded()
     assert losses(tmp_path / "film") == losses(tmp_path / "plain")
     found = frames(tmp_path / "film", 6)
     assert list(found) == [2, 4, 6]
@@ -216,15 +218,13 @@ def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, c
     for foreign in ("step_.png", "step_abc.png"):
         (tmp_path / "cut/film" / foreign).touch()
     os.mkfifo(tmp_path / "cut/film/step_000000.png")
-    done = call(train, *run, "name=cut", "resume=auto", "steps=6", "probe.film=2")
-    assert done.code == 0, done.err
+    call(train, *run, "name=cut", "resume=auto", "steps=6", "probe.film=2").succeeded()
     assert list(frames(tmp_path / "cut", 6)) == [1, 2, 3, 4, 6]  # 3: the end of the first part
     for step in (2, 4, 6):
         assert found[step].read_bytes() == frames(tmp_path / "cut", 6)[step].read_bytes()
     assert (tmp_path / "cut" / "film.png").stat().st_size > 0
     before = f"resume={tmp_path / 'film' / 'checkpoints' / 'step_000004'}"
-    done = call(train, *run, "name=film", before, "steps=5", "probe.film=5")
-    assert done.code == 0, done.err
+    call(train, *run, "name=film", before, "steps=5", "probe.film=5").succeeded()
     assert list(frames(tmp_path / "film", 6)) == [2, 4, 5]
     logged = [r for r in read_metrics(tmp_path / "film" / "metrics.jsonl") if "film.induction" in r]
     assert [r["step"] for r in logged] == [2, 4, 5]

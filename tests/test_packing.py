@@ -67,8 +67,7 @@ def test_windows_of_short_texts(documents, tokens, windows):
 def test_a_run_packs_and_says_so(call, small, tmp_path):
     losses = []
     for name in ("true", "false"):
-        ended = call(train, *small, f"runs={tmp_path}", "steps=2", f"name={name}", f"pack={name}")
-        assert ended.code == 0, ended.err
+        ended = call(train, *small, f"runs={tmp_path}", "steps=2", f"name={name}", f"pack={name}").succeeded()
         assert ("packing: " in ended.out) == (name == "true")
         records = read_metrics(tmp_path / name / "metrics.jsonl")
         losses.append([record["loss"] for record in records if "loss" in record])

@@ -30,7 +30,7 @@ CHARACTERS = "a\u00e9\u20ac\U0001f600 \u4f60\u597d, gr\u00fc\u00dfe\n\u0434\u043
 def runs(call, small, tmp_path_factory):
     """A folder with one run, `taught`: 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
-    assert call(train, *small, "steps=60", "optimizer.lr=1e-2", f"runs={folder}", "name=taught").code == 0
+    call(train, *small, "steps=60", "optimizer.lr=1e-2", f"runs={folder}", "name=taught").succeeded()
     return folder
 
 
@@ -39,8 +39,7 @@ def write(call, runs):
     """write(arguments): the text on stdout, without the newline that ends it."""
 
     def write(*arguments: str) -> str:
-        ended = call(sample, f"runs={runs}", "run=taught", "device=cpu", *arguments)
-        assert ended.code == 0, ended.err
+        ended = call(sample, f"runs={runs}", "run=taught", "device=cpu", *arguments).succeeded()
         return ended.out.removesuffix("\n")
 
     return write
@@ -161,7 +160,7 @@ def test_the_weights_have_the_dtype_that_was_asked_for(call, runs, monkeypatch, 
     """On a CPU auto is float32."""
     found = []
     monkeypatch.setattr(sample, "generate", lambda model, *_, **__: found.extend(model.parameters()) or iter(()))
-    assert call(sample, f"runs={runs}", "device=cpu", f"dtype={given}").code == 0
+    call(sample, f"runs={runs}", "device=cpu", f"dtype={given}").succeeded()
     assert {weight.dtype for weight in found} == {getattr(torch, dtype)}
 
 

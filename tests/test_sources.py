@@ -309,11 +309,10 @@ def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, mon
     (tmp_path / "a.txt").write_text("".join(DOCUMENTS), encoding="utf-8")
     with open(tmp_path / "a.txt", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdin", file)
-        assert call(train, *own, *there, "data.path=-", "name=x", "data.val_fraction=0.2").code == 0
+        call(train, *own, *there, "data.path=-", "name=x", "data.val_fraction=0.2").succeeded()
     monkeypatch.setattr(sys, "stdin", None)
     standard_input.cache_clear()  # another process has not kept it
-    ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3")
-    assert ended.code == 0, ended.err
+    ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3").succeeded()
     (folder,) = (tmp_path / "cache").glob("text-byte-*")
     assert f"data: {folder}, " in ended.out
     ended = call(train, *own, *there, f"data.path={folder}", "tokenizer=bpe")
@@ -327,7 +326,7 @@ def test_a_validation_text_that_has_changed_is_said_on_resume(call, small, tmp_p
     write_shard(folder / "train.bin", [i % 200 for i in range(5000)])
     write_shard(folder / "val.bin", [i % 200 for i in range(1000)])
     there = [*own, "data=bin", f"data.path={folder}", "tokenizer=byte", runs, "name=x"]
-    assert call(train, *there, "steps=2").code == 0
+    call(train, *there, "steps=2").succeeded()
     said = "the validation text has changed"
     assert said not in call(train, "resume=auto", "steps=3", runs).out
     write_shard(folder / "val.bin", [i % 200 for i in range(1100)])

@@ -24,8 +24,7 @@ def runs(call, small, tmp_path_factory):
     """A folder with one run, `taught`, whose three layers of heads share key heads."""
     folder = tmp_path_factory.mktemp("runs")
     model = ["model.n_layer=3", "model.n_head=4", "model.n_kv_head=2", "model.position=rope"]
-    ended = call(train, *small, *model, "steps=20", f"runs={folder}", "name=taught")
-    assert ended.code == 0, ended.err
+    call(train, *small, *model, "steps=20", f"runs={folder}", "name=taught").succeeded()
     return folder
 
 
@@ -34,8 +33,7 @@ def told(call):
     """told(arguments): the lines; the table's begin with the fourth."""
 
     def told(*arguments: str) -> list[str]:
-        ended = call(breakit, "trace=true", *arguments)
-        assert ended.code == 0, ended.err
+        ended = call(breakit, "trace=true", *arguments).succeeded()
         return ended.out.splitlines()
 
     return told
@@ -112,7 +110,7 @@ def test_a_runs_head_gives_what_the_model_computes_there(runs, layer, head):
 
 
 def test_a_run_with_a_window_has_no_story(call, small, tmp_path):
-    assert call(train, *small, "attention.window=8", "steps=1", f"runs={tmp_path}", "name=near").code == 0
+    call(train, *small, "attention.window=8", "steps=1", f"runs={tmp_path}", "name=near").succeeded()
     ended = call(breakit, "trace=true", "run=near", f"runs={tmp_path}")
     assert ended.code == 2
     assert re.fullmatch("breakit: .*run=near.*\n", ended.err)
