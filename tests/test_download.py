@@ -115,21 +115,15 @@ def refusal(kind: type[ValueError] = ValueError) -> str:
 # ---- Hugging Face
 
 
-def test_a_file_is_downloaded_once(serve):
-    server = serve(honest)
-    assert get() == CONTENT
-    server.shutdown()
-    assert get() == CONTENT
-    assert len(server.asked) == 1
-
-
-def test_a_download_that_breaks_off_goes_on_where_it_stopped(serve, monkeypatch):
+def test_a_download_that_breaks_off_goes_on_where_it_stopped_and_is_made_once(serve, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)  # what may be lost is 10 MB
     server = serve(lambda request: honest(request, stop=200_000 if request.number == 0 else None))
     assert get() == CONTENT
     starts = [int(wanted[6:].split("-")[0]) for _, wanted in server.asked if wanted]
     assert len(server.asked) == 2
     assert 0 < starts[-1] <= 200_000
+    server.server_close()
+    assert get() == CONTENT
 
 
 def half(request: Request) -> None:

@@ -18,7 +18,8 @@ from lab import learn
 from lab.peer import PlainGPT
 from tests.runs import table_of
 from tests.test_bench import CPU
-from tests.test_steps import NANOGPT, composed
+from tests.test_readme import composed
+from tests.test_steps import NANOGPT
 from training.optimizer import OptimizerConfig, learning_rate
 from training.step import TrainStep
 
@@ -126,7 +127,7 @@ def test_nanogpts_own_model_learns_by_its_recipe(in_process, also, clock, tmp_pa
 
 
 def test_the_bits_per_byte_of_a_model_that_knows_nothing_are_those_of_its_vocabulary(small):
-    cfg = composed(*small, "eval_tokens=256")
+    ((cfg, _),) = composed("train.py", shlex.join([*small, "eval_tokens=256"]))
     dataset, _ = learn.data_of(cfg, None, None, learn.ALONE, 2)
     V = dataset.encoding.n_vocab
 

@@ -339,7 +339,8 @@ def test_python_code_is_read_without_its_tests_from_where_python_has_it(tmp_path
     """purelib and platlib may be one folder, and may be two."""
     of = {"stdlib": "a", "purelib": "b", "platlib": "c"}
     for room in of.values():
-        write(tmp_path, {f"{room}/x.py": room, f"{room}/deep/y.py": room, f"{room}/tests/z.py": "", f"{room}/z.so": ""})
+        write(tmp_path, {f"{room}/x.py": room, f"{room}/deep/y.py": room, f"{room}/z.so": ""})
+        write(tmp_path / room, {f"{name}/z.py": "" for name in ("test", "tests", "idle_test", "site-packages")})
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / of[name]))
     data = DataConfig(source)
     right = sorted(str(tmp_path / of[room] / name) for room in rooms for name in ("x.py", "deep/y.py"))
