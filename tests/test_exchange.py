@@ -43,6 +43,7 @@ from model.families import configuration, huggingface_config
 from model.gpt import GPT, GPTConfig
 from model.rope import rope_table, stretch
 from tests.reference import assert_within_budget
+from tests.runs import last
 from tests.test_download import of_folder, serve  # noqa: F401 (a fixture)
 from training import checkpoint, config, context, exchange
 from training.metrics import read_metrics
@@ -304,7 +305,7 @@ def test_a_run_with_padding_and_without_biases_is_exported(call, small, transfor
     assert "GPT2LMHeadModel" in ended.err
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert model.config.vocab_size == 257
-    assert apart(model, checkpoint.load(checkpoint.last(tmp_path / "own" / "checkpoints")), 257) < 1e-4
+    assert apart(model, checkpoint.load(last(tmp_path / "own")), 257) < 1e-4
     assert model.generation_config.eos_token_id == 256
     one, other = (
         call(sample, *source, "prompt=ab", "max_new_tokens=30", "device=cpu", "impl=naive").out

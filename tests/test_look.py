@@ -202,12 +202,9 @@ def test_the_page_is_not_written_through_a_link_in_the_runs_folder(place, tmp_pa
 def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, call, tmp_path):
     """After a resume its frames are those of the run without a stop."""
     run = [*small, f"runs={tmp_path}", "checkpoint_every=2", "model.dropout_p=0.1"]
-    for name, more in (
-        ("plain", ["steps=6"]),
-        ("film", ["steps=6", "probe.film=2"]),
-        ("cut", ["steps=3", "probe.film=2"]),
-    ):
-        call(train, *run, f"name={name}", *more).succeeded()
+    film = [*run, "probe.film=2"]
+    for given in ([*run, "name=plain", "steps=6"], [*film, "name=film", "steps=6"], [*film, "name=cut", "steps=3"]):
+        call(train, *given).succeeded()
     assert losses(tmp_path / "film") == losses(tmp_path / "plain")
     found = frames(tmp_path / "film", 6)
     assert list(found) == [2, 4, 6]
@@ -218,7 +215,7 @@ def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, c
     for foreign in ("step_.png", "step_abc.png"):
         (tmp_path / "cut/film" / foreign).touch()
     os.mkfifo(tmp_path / "cut/film/step_000000.png")
-    call(train, *run, "name=cut", "resume=auto", "steps=6", "probe.film=2").succeeded()
+    call(train, *film, "name=cut", "resume=auto", "steps=6").succeeded()
     assert list(frames(tmp_path / "cut", 6)) == [1, 2, 3, 4, 6]  # 3: the end of the first part
     for step in (2, 4, 6):
         assert found[step].read_bytes() == frames(tmp_path / "cut", 6)[step].read_bytes()

@@ -32,12 +32,14 @@ LOWEST = 1e-4  # of the rate: a tenth of 1e-3, the peak, which warmup_steps=10 r
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A step takes clock.step(number) seconds, an evaluation clock.evaluation."""
-    clock = SimpleNamespace(now=50.0, step=lambda step: 1.0, evaluation=0.0)
+    """A step takes clock.step(number) seconds, an evaluation clock.evaluation. In step clock.stop a signal comes."""
+    clock = SimpleNamespace(now=50.0, step=lambda step: 1.0, evaluation=0.0, stop=None)
     send, windows = train.enqueue, activities.validation
 
     def enqueue(run):
         clock.now += clock.step(run.step + 1)
+        if run.step + 1 == clock.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
         send(run)
 
     def validation(*given):
@@ -189,10 +191,9 @@ def test_the_place_reaches_the_end_with_the_last_update_and_never_moves_back(sch
 @pytest.mark.parametrize("at", [6, 33])
 def test_a_resumed_run_has_what_is_left_of_the_time_and_goes_on_with_its_rate(timed, clock, idle, at):
     whole = timed("steps=1000", "max_minutes=1").rates
-    step = clock.step
-    clock.step = lambda number: os.kill(os.getpid(), signal.SIGTERM) or 1.0 if number == at else 1.0
+    clock.stop = at
     timed("steps=1000", "max_minutes=1", name="stopped", code=128 + signal.SIGTERM)
-    clock.now, clock.step = 7.0, step  # another process, whose clock began elsewhere
+    clock.now = 7.0  # another process, whose clock began elsewhere
     resumed = timed("resume=auto", name="stopped")
     assert resumed.rates[:at] == whole[:at]
     two_steps = 2 * max(a - b for a, b in pairwise(whole))  # the first two after a resume do not know the pace
@@ -223,9 +224,8 @@ def test_a_run_stopped_where_an_evaluation_passes_the_limit_makes_its_last_updat
 
 @pytest.mark.parametrize("change", ["max_minutes=2", "max_minutes=null", "max_minutes=0.7"])
 def test_a_resumed_run_with_another_limit_does_not_raise_its_rate(change, timed, clock, idle):
-    clock.step = lambda number: os.kill(os.getpid(), signal.SIGTERM) or 1.0 if number == 30 else 1.0
+    clock.stop = 30
     timed("steps=80", "max_minutes=1", code=128 + signal.SIGTERM)
-    clock.step = lambda number: 1.0
     rates = timed("resume=auto", change).rates
     assert len(rates) == (42 if "0.7" in change else 80)
     assert falls(rates)

@@ -17,6 +17,7 @@ from data.tokenizer import byte_encoding, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from tests.runs import last
 from training import checkpoint
 from training.metrics import printable
 from training.state import rng_state
@@ -95,9 +96,7 @@ def says(call, tmp_path):
 @pytest.mark.parametrize("prompt", ["words and ", "some words\n" * 9])
 def test_the_likeliest_text_is_the_argmax_of_the_models_logits(prompt, write, runs):
     """From the logits of all positions and the last context_length tokens, which are 32."""
-    found = checkpoint.load(checkpoint.last(runs / "taught" / checkpoint.FOLDER))
-    model = GPT(GPTConfig(**found.state["config"]["model"]), NAIVE).eval()
-    model.load_state_dict(found.model)
+    model = checkpoint.load(last(runs / "taught")).network(NAIVE, torch.device("cpu")).eval()
     tokens = [END, *prompt.encode()]
     for _ in range(40):
         tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1].argmax()))

@@ -24,10 +24,8 @@ from data.prepare import READS, DataConfig, files_of
 from data.shards import Shards, join
 from data.text import PIECE, counted, find, read, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
-from tests.test_data import BYTE, DOCUMENTS, UNICODE, jsonl, refusal, texts, write, write_shard
+from tests.test_data import BYTE, DOCUMENTS, ROOT, UNICODE, jsonl, refusal, texts, write, write_shard
 from tests.test_download import STORIES, honest, of_folder, serve  # noqa: F401 (a fixture)
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_one_of_something_is_singular():
@@ -282,13 +280,10 @@ def test_shakespeare_is_split_as_nanogpt_does_to_the_nearest_line(shakespeare, t
     assert train_text.endswith("\n")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "text",
-        *(pytest.param(source, marks=pytest.mark.slow) for source in ("bin", "fineweb", "shakespeare", "tinystories")),
-    ],
-)
+DOWNLOADED = ("bin", "fineweb", "shakespeare", "tinystories")
+
+
+@pytest.mark.parametrize("source", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in DOWNLOADED)])
 def test_every_source_trains_and_samples(call, make, request, tmp_path, source):
     data, runs = [f"data={source}", f"data.cache={tmp_path / 'cache'}"], f"runs={tmp_path / 'runs'}"
     if source in ("text", "bin"):
@@ -298,8 +293,8 @@ def test_every_source_trains_and_samples(call, make, request, tmp_path, source):
     elif (served := request.getfixturevalue(source)) and source == "shakespeare":
         data.append(f"data.url={served}")
     run = [*MODEL, *RUN, "device=cpu", "steps=20", "wandb.mode=disabled", "name=x", runs]
-    for ended in (call(train, *data, *run), call(sample, runs, "run=x", "max_new_tokens=20", "device=cpu")):
-        assert ended.code == 0, ended.err
+    call(train, *data, *run).succeeded()
+    call(sample, runs, "run=x", "max_new_tokens=20", "device=cpu").succeeded()
 
 
 def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from lab.trace import head_of_run, tell
 from model import gpt
 from model.attention import AttentionConfig, attention
 from tests.reference import assert_within_budget
+from tests.runs import last
 from tests.test_attention import CAT_OUTPUT
 from tests.test_story import the_cat
 from training import checkpoint
@@ -92,9 +93,7 @@ def test_a_runs_head_gives_what_the_model_computes_there(runs, layer, head):
     """What goes into the model's last projection is the output of the story of the q, k and v that were taken."""
     taken = head_of_run("taught", runs, layer, head, 20)
     assert gpt.attention is attention  # as before the recording
-    found = checkpoint.load(checkpoint.last(runs / "taught" / checkpoint.FOLDER))
-    net = gpt.GPT(gpt.GPTConfig(**found.state["config"]["model"]), AttentionConfig("naive")).eval()
-    net.load_state_dict(found.model)
+    net = checkpoint.load(last(runs / "taught")).network(AttentionConfig("naive"), torch.device("cpu")).eval()
     outputs = []
     net.blocks[layer].attention.out.register_forward_hook(lambda _, inputs, __: outputs.append(inputs[0]))
     tokens = [256 if label == "<|endoftext|>" else ord(label) for label in taken.labels]
