@@ -3,7 +3,6 @@
 import json
 import math
 import shlex
-import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ from lab.peer import PlainGPT
 from tests.runs import table_of
 from tests.test_bench import CPU
 from tests.test_readme import composed
-from tests.test_steps import NANOGPT
+from tests.test_steps import nanogpt  # noqa: F401 (a fixture)
 from training.optimizer import OptimizerConfig, learning_rate
 
 NAMES = ["nanoGPT", "default", "laptop"]
@@ -99,10 +98,8 @@ def test_each_recipe_is_trained_with_each_seed_on_the_same_text_for_the_same_tim
     assert (tmp_path / "learn.png").stat().st_size > 0
 
 
-def test_nanogpts_own_model_learns_by_its_recipe(also, clock, tmp_path, monkeypatch):
+def test_nanogpts_own_model_learns_by_its_recipe(also, clock, nanogpt, tmp_path, monkeypatch):  # noqa: F811
     """At the end its rate is a tenth, as the recipe has it, after a warm-up by steps."""
-    monkeypatch.delitem(sys.modules, "peer_model", raising=False)
-    (tmp_path / "model.py").write_text(NANOGPT)
     monkeypatch.setattr(learn, "RECIPES", {"nanoGPT": learn.RECIPES["nanoGPT"]})
     rates, step_of = [], learn.plain
 
@@ -112,7 +109,7 @@ def test_nanogpts_own_model_learns_by_its_recipe(also, clock, tmp_path, monkeypa
         return lambda batch, lr: rates.append(lr) or step(batch, lr), how
 
     monkeypatch.setattr(learn, "plain", spied)
-    own = raced(tmp_path, also, seeds=[3], peer=str(tmp_path / "model.py"))
+    own = raced(tmp_path, also, seeds=[3], peer=nanogpt)
     assert {(row["name"], row["how"]) for row in own} == {("nanoGPT", "model.py in a plain loop")}
     assert [int(row["step"]) for row in own[:2]] == [20, 40]
     assert (float(own[-1]["seconds"]), int(own[-1]["step"]), len(rates)) == (6.0, 48, 48)

@@ -97,25 +97,25 @@ def test_a_reading_is_that_of_the_whole_matrix():
         torch.testing.assert_close(found.shares[name], (p * at).sum(-1)[:, has].mean(-1))
 
 
-def test_the_distance_is_that_of_most_rows():
-    """Heads made by hand: one reads three tokens back, one reads the first token, at another distance in each row."""
-    i, j = torch.arange(32)[:, None], torch.arange(32)
-    q = torch.stack([(j == (i - 3).clamp(min=0)).float() * 50, (j == 0).expand(32, 32).float() * 50])[None]
-    k = torch.eye(32).expand(1, 2, 32, 32)
+def reading_of(asked: list[torch.Tensor], tokens: torch.Tensor):
+    """The reading of heads made by hand: k is the identity, and q asks for the keys that a head reads, (T, T)."""
+    q, k = 50 * torch.stack(asked)[None].float(), torch.eye(32).expand(1, len(asked), 32, 32)
     config = AttentionConfig("tiled", softmax_scale=1.0)
-    reading = read(Call(0, q, k, k, k, config, BreakIt(), None, None), torch.arange(32), 32)
+    return read(Call(0, q, k, k, k, config, BreakIt(), None, None), tokens, 32)
+
+
+def test_the_distance_is_that_of_most_rows():
+    """One head reads three tokens back, one reads the first token, at another distance in each row."""
+    i, j = torch.arange(32)[:, None], torch.arange(32)
+    reading = reading_of([j == (i - 3).clamp(min=0), (j == 0).expand(32, 32)], j)
     assert reading.distance[0] == 3
     assert reading.often.tolist() == [pytest.approx(29 / 31), pytest.approx(1 / 31)]
 
 
 def test_the_patterns_are_named():
-    """Heads made by hand: k is the identity, and q asks for the keys of a pattern."""
     tokens = torch.tensor([5, 1, 2, 3, 4, 5, 6, 7] * 4)
     places = places_of(tokens, range(32))
-    q = torch.stack([places[name].float() * 50 for name in places])[None]
-    k = torch.eye(32).expand(1, 5, 32, 32)
-    config = AttentionConfig("tiled", softmax_scale=1.0)
-    reading = read(Call(0, q, k, k, k, config, BreakIt(), None, None), tokens, 32)
+    reading = reading_of([*places.values()], tokens)
     assert [reading.pattern(head) for head in range(5)] == list(places)
 
 

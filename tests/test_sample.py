@@ -114,14 +114,17 @@ PROMPTS = ["", CHARACTERS, "def f(x=1, *a): '${y}' \\ \"q\"\n\t", "<|endoftext|>
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_arrives_as_it_was_typed_or_as_it_stands_in_a_file(call, runs, tmp_path, prompt, monkeypatch):
+def test_a_prompt_arrives_as_it_was_typed_or_piped_or_as_it_stands_in_a_file(call, runs, tmp_path, prompt, monkeypatch):
     seen, file = [], tmp_path / "start.txt"
     monkeypatch.setattr(sample, "generate", lambda model, idx, *_, **__: seen.append(idx[0].tolist()) or iter(()))
     file.write_bytes(codecs.BOM_UTF8 + prompt.encode())
-    for source in (f"prompt={prompt}", f"prompt_file={file}"):
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(prompt.encode())))
+    for source in (f"prompt={prompt}", f"prompt_file={file}", "prompt_file=-"):
         ended = call(sample, f"runs={runs}", "device=cpu", source)
         assert (ended.code, ended.out) == (0, printable(prompt) + "\n")
-    assert seen == [[END, *prompt.encode()]] * 2
+        key, _, where = source.partition("=")
+        assert (f" from {where}\n" in ended.err) == (key == "prompt_file")
+    assert seen == [[END, *prompt.encode()]] * 3
 
 
 @pytest.mark.parametrize(

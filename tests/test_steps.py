@@ -314,12 +314,16 @@ class GPT(PlainGPT):
 """
 
 
-def test_nanogpts_model_is_given_the_same_sizes_and_timed_in_place_of_the_plain_one(
-    tiny, tmp_path, capsys, monkeypatch
-):
+@pytest.fixture
+def nanogpt(tmp_path, monkeypatch) -> str:
+    """The path of a model.py like nanoGPT's."""
     monkeypatch.delitem(sys.modules, "peer_model", raising=False)
     (tmp_path / "model.py").write_text(NANOGPT)
-    bench.main(bench.Config(mode="train", device="cpu", out=str(tmp_path), peer=str(tmp_path / "model.py")))
+    return str(tmp_path / "model.py")
+
+
+def test_nanogpts_model_is_given_the_same_sizes_and_timed_in_place_of_the_plain_one(tiny, nanogpt, tmp_path, capsys):
+    bench.main(bench.Config(mode="train", device="cpu", out=str(tmp_path), peer=nanogpt))
     assert [row["name"] for row in table_of(tmp_path / "steps.csv")[:2]] == ["nanoGPT", "ours"]
     assert "number of parameters" not in capsys.readouterr().out
     settings = GPTConfig(**SIZES | {"bias": False, "dropout_p": 0.25, "vocab_multiple": 4})

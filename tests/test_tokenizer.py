@@ -7,7 +7,7 @@ import pytest
 import tiktoken
 
 from data import tokenizer
-from data.tokenizer import TextStream, TokenizerConfig, build, encode, from_json, same, to_json, token_bytes
+from data.tokenizer import TextStream, TokenizerConfig, build, encode, from_json, same, to_json
 
 FILES_OF_GPT2 = {
     "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
@@ -29,12 +29,6 @@ def test_text_survives_the_way_to_ids_and_back(encoding):
     assert encode(encoding, "").shape == (0,)
     assert encoding.eot_token == encoding.n_vocab - 1
     assert encoding.eot_token not in ids
-
-
-def test_token_bytes_are_those_of_each_token(encoding):
-    ordinary = range(encoding.n_vocab - 1)
-    lengths = [len(encoding.decode_single_token_bytes(i)) for i in ordinary]
-    assert token_bytes(encoding).tolist() == [*lengths, 0]
 
 
 def test_json_brings_back_the_same_tokenizer(encoding):
