@@ -5,6 +5,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -103,16 +104,9 @@ def test_every_case_has_a_row_for_each_implementation_and_pass(raced):
     out, lines = raced
     rows, last = table_of(out / "results.csv"), json.loads(lines[-1])
     assert list(rows[0]) == race.COLUMNS
-    assert [(row["impl"], row["pass"]) for row in rows[:9]] == [
-        (impl, which) for impl in ("naive", "tiled", "sdpa_flash") for which in PASSES
-    ]
-    cases = dict.fromkeys((row["dropout_p"], row["causal"], row["T"], row["B"]) for row in rows)
-    assert list(cases) == [
-        (p, causal, *shape)
-        for p in ("0.0", "0.1")
-        for causal in ("True", "False")
-        for shape in (("64", "2"), ("128", "1"))
-    ]
+    assert [(row["impl"], row["pass"]) for row in rows[:9]] == [*product(("naive", "tiled", "sdpa_flash"), PASSES)]
+    cases = dict.fromkeys((row["dropout_p"], row["causal"], (row["T"], row["B"])) for row in rows)
+    assert [*cases] == [*product(("0.0", "0.1"), ("True", "False"), (("64", "2"), ("128", "1")))]
     assert len(rows) == 4 * 9 + 4 * 6  # sdpa_flash has no dropout on a CPU
     assert all(float(row["ms"]) > 0 and row["commit"] for row in rows)
     assert all(bool(row["peak_mib"]) == (row["pass"] == "forward+backward") for row in rows)
