@@ -18,7 +18,7 @@ import train
 from parallel import processes
 from parallel.processes import Ranks
 from tests.runs import assert_same_end, last, losses, records
-from training import activities
+from training import activities, checkpoint
 from training.messages import where_time_went
 from training.optimizer import OptimizerConfig, learning_rate, next_place
 from training.record import Report
@@ -254,19 +254,15 @@ def test_a_run_that_time_has_stopped_twice_is_the_unbroken_run_bit_for_bit(timed
 
 
 def test_a_checkpoint_of_an_older_version_is_at_the_place_of_its_step(timed, idle, monkeypatch):
-    """It has neither a place nor a time."""
-    whole = timed("steps=30", name="whole")
-    with monkeypatch.context() as patch:
-        write = activities.write_checkpoint
+    whole, load = timed("steps=30", name="whole"), checkpoint.load
 
-        def older(run, *rest):
-            save = run.writer.save
-            patch.setattr(run.writer, "save", lambda *given, state, **more: save(
-                *given, state={k: v for k, v in state.items() if k not in ("place", "seconds")}, **more))  # fmt: skip
-            return write(run, *rest)
+    def older(path):
+        found = load(path)
+        del found.state["place"], found.state["seconds"]
+        return found
 
-        patch.setattr(activities, "write_checkpoint", older)
-        timed("steps=15")
+    monkeypatch.setattr(checkpoint, "load", older)
+    timed("steps=15")
     # Made for 15 steps, its own rates differ; those to come are the whole run's.
     assert timed("resume=auto", "steps=30").rates[15:] == whole.rates[15:] == by_steps(30)[15:]
 
