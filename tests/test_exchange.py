@@ -90,12 +90,10 @@ def theirs(transformers, bpe, tmp_path_factory):
 
     def theirs(name):
         if name not in made:
-            family = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral"}[name.partition("-")[0]]
             ends = {"bos_token_id": V - 1, "eos_token_id": V - 1, "vocab_size": V, "initializer_range": 0.3}
-            settings = getattr(transformers, f"{family}Config")(**ends | MODELS[name])
+            settings = transformers.AutoConfig.for_model(name.partition("-")[0], **ends | MODELS[name])
             torch.manual_seed(0)
-            head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-            model = getattr(transformers, head)(settings).eval()
+            model = transformers.AutoModelForCausalLM.from_config(settings).eval()
             for weight in model.parameters():
                 if weight.dim() == 1:  # norms and biases, which begin as ones and zeros
                     torch.nn.init.normal_(weight.data, 1.0, 0.3)
