@@ -597,7 +597,7 @@ TABLE = [
     ("tokens of samples that have ended count as made", "made + len(screen.going)", "made + count",
      "talk::test_a_row_that_has_ended_is_not_printed_or_counted"),
     ("a prompt file's byte order mark is a part of the prompt", 'return read().decode("utf-8-sig")',
-     'return read().decode("utf-8")', "sample::test_a_prompt_arrives_as_it_was_typed_or_as_it_stands_in_a_file"),
+     'return read().decode("utf-8")', "sample::test_a_prompt_arrives_as_it_was_typed_or_piped_or_as_it_stands_in_a_file"),
     # --- more of several processes ---
     ("heads of several ranks share a dropout mask", "b[:, None] * (H * self.ranks) + h", "b[:, None] * H + h",
      "parallel::test_attention_of_a_part_is_that_part_of_attention"),
@@ -658,12 +658,12 @@ TABLE = [
     ("the speed beside the other side is upside down", "[their_ms / our_ms for", "[our_ms / their_ms for",
      "steps::test_the_speed_is_that_of_turns_side_by_side"),
     ("a trace of grouped heads shows another head's keys", "key_head = head * len(k) // len(q)",
-     "key_head = head % len(k)", "trace::test_a_runs_head_gives_what_the_model_computes_there"),
+     "key_head = head % len(k)", "story::test_a_runs_head_gives_what_the_model_computes_there"),
     ("a replayed batch has no dropout", "kept.network(attention, device).train()",
      "kept.network(attention, device).eval()",
      "probe::test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it"),
     ("breakit.py row=0 traces the usual row", "head, row if cfg.row is None else cfg.row,", "head, cfg.row or row,",
-     "trace::test_the_worked_row_has_the_numbers_of_its_story"),
+     "story::test_the_worked_row_has_the_numbers_of_its_story"),
 ]  # fmt: skip
 FAULTS = [Fault(*row) for row in TABLE]
 
