@@ -597,7 +597,7 @@ TABLE = [
     ("tokens of samples that have ended count as made", "made + len(screen.going)", "made + count",
      "talk::test_a_row_that_has_ended_is_not_printed_or_counted"),
     ("a prompt file's byte order mark is a part of the prompt", 'return read().decode("utf-8-sig")',
-     'return read().decode("utf-8")', "sample::test_a_prompt_arrives_as_it_was_typed_or_piped_or_as_it_stands_in_a_file"),
+     'return read().decode("utf-8")', "sample::test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file"),
     # --- more of several processes ---
     ("heads of several ranks share a dropout mask", "b[:, None] * (H * self.ranks) + h", "b[:, None] * H + h",
      "parallel::test_attention_of_a_part_is_that_part_of_attention"),

@@ -38,8 +38,8 @@ def timed_once():
         yield
 
 
-def peak(impl: str, T: int, D: int = 64, block: int = 32, gradients: bool = True) -> int:
-    case = Case(1, 1, T, D, True, 0.0)
+def peak(impl: str, T: int, block: int = 32, gradients: bool = True) -> int:
+    case = Case(1, 1, T, 64, True, 0.0)
     x = inputs(case, CPU, torch.float32)
     f = attention_of(impl, case, block, CPU)
     with nullcontext() if gradients else torch.no_grad():

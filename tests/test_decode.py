@@ -45,12 +45,12 @@ def few_programs(monkeypatch):
     of_linear.tile_for.cache_clear()
 
 
-def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40) -> torch.Tensor:
-    """o of the case's last token through the kernel. The buffers have `room` more slots, with NaN in them, and the new
+def decoded(inputs: dict, case: Case, splits: int | None = None) -> torch.Tensor:
+    """o of the case's last token through the kernel. The buffers have 40 more slots, with NaN in them, and the new
     token's slot is empty."""
     q, k, v = (inputs[name] for name in "qkv")
     B, H_kv, T_k, D = k.shape
-    keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, room + 1), value=float("nan")).flatten(0, 1) for x in (k, v))
+    keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, 41), value=float("nan")).flatten(0, 1) for x in (k, v))
     slopes = alibi_slopes(case.H, q.device) if case.alibi else None
     scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
     problem = Problem.of(1, T_k, scale, softcap=case.softcap, slopes=slopes)
@@ -62,7 +62,7 @@ def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40)
     assert torch.equal(keys.view(B, H_kv, -1, D)[:, :, :T_k], k)
     assert torch.equal(values.view(B, H_kv, -1, D)[:, :, :T_k], v)
     assert keys[:, T_k:].isnan().all()
-    assert torch.equal(decoded_in_pages(128 if T_k % 2 else 64, q, k, v, T_k + room, problem, splits), o)
+    assert torch.equal(decoded_in_pages(128 if T_k % 2 else 64, q, k, v, T_k + 40, problem, splits), o)
     return o
 
 

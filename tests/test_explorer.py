@@ -10,7 +10,7 @@ import pytest
 import breakit
 from lab.explorer import DROPOUT
 from lab.files import plain
-from lab.story import ORDERS, STORY_FAILURES, THE_CAT, backward, sentence, story
+from lab.story import ORDERS, STORY_FAILURES, backward, sentence, story
 from lab.trace import worked_example
 from lab.traffic import words_of
 from model.attention import AttentionConfig
@@ -92,7 +92,7 @@ def test_the_numbers_of_a_tile_are_those_of_the_story(committed):
     assert difference(page["dropout"]["stories"]["1/2"]["tiles"][4][:-1], plain(tile[:-1])) is None
     changes = {"dropout": {}, "stale_seed": {"break_it": BreakIt("stale_seed")}, "none": {"dropout_p": 0.0}}
     for kind, changed in changes.items():
-        found = backward(*the_cat(), np.array(THE_CAT["do"], np.float64), **options | changed)
+        found = backward(*the_cat(*"qkv", "do"), **options | changed)
         told = page["backward"]["stories"][f"1/2/{kind}"]
         assert difference(told["tiles"][4][:-1], plain(found.tiles[4][:-1])) is None, kind
         assert difference(told["delta"], plain(found.delta)) is None, kind
@@ -345,7 +345,7 @@ def test_the_backward_page_ends_at_the_gradients(view, order, kind):
     click(page, *["dropout-0"] * (kind == "none"))
     page.press("End")
     changed = {"none": {}, "dropout": DROPOUT, "stale_seed": DROPOUT | {"break_it": BreakIt("stale_seed")}}[kind]
-    found = backward(*the_cat(), np.array(THE_CAT["do"], np.float64), block_m=2, block_n=2, order=order, **changed)
+    found = backward(*the_cat(*"qkv", "do"), block_m=2, block_n=2, order=order, **changed)
     words = found.tiles[-1].words
     assert text(page, f"words-{order}") == f"{words} of {words}"
     shown = {name: [[float(x) for x in row] for row in rows] for name, rows in page.run(GRADIENTS)}

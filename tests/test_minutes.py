@@ -77,8 +77,8 @@ def falls(rates: list[float]) -> bool:
     return after == sorted(after, reverse=True)
 
 
-def by_steps(steps: int, warmup_steps: int = 10) -> list[float]:
-    rates = OptimizerConfig(lr=1e-3, warmup_steps=warmup_steps)
+def by_steps(steps: int) -> list[float]:
+    rates = OptimizerConfig(lr=1e-3, warmup_steps=10)
     return [learning_rate(step, steps, rates) for step in range(1, steps + 1)]
 
 

@@ -114,7 +114,7 @@ PROMPTS = ["", CHARACTERS, "def f(x=1, *a): '${y}' \\ \"q\"\n\t", "<|endoftext|>
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_arrives_as_it_was_typed_or_piped_or_as_it_stands_in_a_file(call, runs, tmp_path, prompt, monkeypatch):
+def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(call, runs, tmp_path, prompt, monkeypatch):
     seen, file = [], tmp_path / "start.txt"
     monkeypatch.setattr(sample, "generate", lambda model, idx, *_, **__: seen.append(idx[0].tolist()) or iter(()))
     file.write_bytes(codecs.BOM_UTF8 + prompt.encode())

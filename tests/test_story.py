@@ -37,14 +37,14 @@ SIZES = [(5, 5, 5, 5), (7, 7, 2, 3), (6, 11, 4, 3), (11, 6, 3, 4), (1, 9, 2, 2),
 PAIRWISE = [(size, ORDERS[(i + j) % 2], j % 2 == 0, 0.25 * (j > 1)) for i, size in enumerate(SIZES) for j in range(4)]
 
 
-def the_cat(dtype=np.float64) -> list[np.ndarray]:
-    return [np.array(THE_CAT[name], dtype) for name in "qkv"]
+def the_cat(*names: str) -> list[np.ndarray]:
+    return [np.array(THE_CAT[name], np.float64) for name in names or "qkv"]
 
 
-def of_the_cat(failure: str = "none", gain: float = 1.0, dtype=np.float64, **options):
+def of_the_cat(failure: str = "none", **options):
     """The story of the worked example in tiles of 2, without a mask."""
     options = {"block_m": 2, "block_n": 2, "causal": False} | options
-    return story(*the_cat(dtype), break_it=BreakIt(failure, gain), **options)
+    return story(*the_cat(), break_it=BreakIt(failure), **options)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -160,9 +160,8 @@ def test_dropout_and_the_backward_are_told_by_what_is_dropped_and_by_the_sign_an
     assert f"{(tile.z == 0).sum(-1)[1]} of its 5 weights" in dropout_sentence(tile, 1)
     assert dropout_sentence(tile._replace(z=np.full((5, 5), 4 / 3)), 1) == ""
 
-    do = np.array(THE_CAT["do"], float)
-    right = backward(*the_cat(), do, **options)
-    stale = backward(*the_cat(), do, break_it=BreakIt("stale_seed"), **options)
+    right = backward(*the_cat(*"qkv", "do"), **options)
+    stale = backward(*the_cat(*"qkv", "do"), break_it=BreakIt("stale_seed"), **options)
     assert np.array_equal(right.o, stale.o)
     told = backward_sentence(right.tiles[0], 3, right.tiles[0], right.delta[3], True)
     assert f"for {(right.tiles[0].ds[3] > 0).sum()} of its 5 keys" in told
