@@ -39,13 +39,6 @@ def test_json_brings_back_the_same_tokenizer(encoding):
     assert encode(again, TEXT).tolist() == encode(encoding, TEXT).tolist()
 
 
-def test_stream_gives_the_text_and_never_half_a_character(encoding):
-    stream = TextStream(encoding)
-    shown = [stream.feed(token) for token in encode(encoding, TEXT).tolist()]
-    assert "".join(shown) + stream.flush() == TEXT
-    assert "\ufffd" not in "".join(shown)
-
-
 def test_stream_replaces_what_is_never_completed_and_refuses_ids_outside_the_vocabulary():
     stream = TextStream(tokenizer.byte_encoding())
     assert [stream.feed(b) for b in "\u20ac".encode()[:2]] == ["", ""]
