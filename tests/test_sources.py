@@ -26,6 +26,7 @@ from data.text import PIECE, counted, find, read, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
 from tests.test_data import BYTE, DOCUMENTS, ROOT, UNICODE, jsonl, refusal, texts, write, write_shard
 from tests.test_download import STORIES, honest, of_folder, serve  # noqa: F401 (a fixture)
+from tests.test_readme import composed
 
 
 def test_one_of_something_is_singular():
@@ -270,14 +271,10 @@ def test_of_fineweb_the_shards_asked_for_are_downloaded(fineweb, serve, gpt2, tm
     assert "is no token file" in refusal(open_data, data, tokenizer)
 
 
-def test_shakespeare_is_split_as_nanogpt_does_to_the_nearest_line(shakespeare, tmp_path):
-    assert "val_fraction: 0.1" in (ROOT / "conf/data/shakespeare.yaml").read_text(encoding="utf-8")
-    data = DataConfig("shakespeare", url=shakespeare, val_fraction=0.1, cache=str(tmp_path / "cache"))
-    (train_text,), (val_text,) = texts(prepare.prepare(data, BYTE)).values()
-    assert train_text + val_text == VERSES
-    theirs = int(0.9 * len(VERSES))
-    assert 0 <= len(train_text) - theirs <= VERSES[theirs:].index("\n") + 1
-    assert train_text.endswith("\n")
+def test_of_shakespeare_as_much_is_for_validation_as_of_nanogpts():
+    """At which line a text is split: test_every_document_arrives_once_and_validation_has_its_share of test_data.py."""
+    ((cfg, _),) = composed("train.py", "data=shakespeare")
+    assert cfg.data.val_fraction == 0.1
 
 
 DOWNLOADED = ("bin", "fineweb", "shakespeare", "tinystories")
