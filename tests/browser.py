@@ -24,10 +24,8 @@ class Browser:
 
     def __init__(self, port: int):
         self.root = f"http://127.0.0.1:{port}"
-        options = {
-            "binary": BROWSER,
-            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
-        }
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        options = {"binary": BROWSER, "args": flags}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
         wanted["timeouts"] = {"script": 1000 * HANGS, "pageLoad": 1000 * HANGS}
         session = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
@@ -71,10 +69,8 @@ def browser():
     command = [DRIVER, "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
         try:
-            port = next(
-                int(line.split("port ")[1].rstrip(".\n")) for line in driver.stdout if "successfully on port" in line
-            )
-            page = Browser(port)
+            said = next(line for line in driver.stdout if "successfully on port" in line)
+            page = Browser(int(said.split("port ")[1].rstrip(".\n")))
             yield page
             page.call("DELETE", "")
         finally:

@@ -44,6 +44,10 @@ class Ended(NamedTuple):
     out: str
     err: str
 
+    def succeeded(self) -> "Ended":
+        assert self.code == 0, self.err
+        return self
+
 
 class Undrawn:
     """In the place of loss_figure()'s Figure."""

@@ -42,7 +42,6 @@ SEVERAL = "cache::test_several_tokens_after_a_prompt_see_what_the_cache_holds"
 LIKELIEST = "cache::test_the_likeliest_tokens_are_the_same_past_the_context"
 SESSION = "cache::test_a_session_answers_as_the_whole_text_does"
 NO_CACHE = "cache::test_what_has_no_cache_is_sampled_without"
-IN_PAGES = "decode::test_a_token_has_the_same_bits_in_pages"
 BITS = "train::test_bits_per_byte_are_the_bits_of_the_loss_over_the_bytes_of_the_text_that_was_predicted"
 NORMS = "norm::test_gradients_are_within_twice_autograds_error"
 NORM = "train::test_the_norm_that_is_logged_is_the_gradients_and_not_the_scaled_ones"
@@ -83,7 +82,7 @@ TABLE = [
      "    run.writer.wait()\n    run.ranks.wait()", "    run.ranks.wait()",
      "train::test_a_checkpoint_is_complete_when_the_run_names_it"),
     ("training goes on in a checkpoint's tensors", "= kept[name].copy_(x)", "= x", "checkpoint"),
-    ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
+    ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sample"),
     # --- the loop ---
     ("evaluated before all updates are done", "run.enqueued and (due or signals or oldest_is_done(run))",
      "run.enqueued and oldest_is_done(run)", "step"),
@@ -237,14 +236,14 @@ TABLE = [
      "loss::test_the_logits_of_one_chunk_are_freed_before_the_next_ones_are_made"),
     ("ignored targets count in the mean", "return total / count", "return total / len(targets)",
      "loss::test_is_cross_entropy_in_value_and_gradient"),
-    ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sampler"),
-    ("top_k keeps one too few", "logits < smallest", "logits <= smallest", "sampler"),
-    ("min_p is a share of 1", "logits < math.log(self.min_p)", "logits.softmax(-1) < self.min_p", "sampler"),
+    ("top_p keeps one too few", "p.cumsum(-1) - p >= self.top_p", "p.cumsum(-1) >= self.top_p", "sample"),
+    ("top_k keeps one too few", "logits < smallest", "logits <= smallest", "sample"),
+    ("min_p is a share of 1", "logits < math.log(self.min_p)", "logits.softmax(-1) < self.min_p", "sample"),
     ("the penalty makes negative logits likelier",
-     "logits < 0, logits * self.rep", "logits < 0, logits / self.rep", "sampler"),
-    ("new tokens are not penalized", "used.scatter_(1, token[:, None], True)", "used.clone()", "sampler cache"),
+     "logits < 0, logits * self.rep", "logits < 0, logits / self.rep", "sample"),
+    ("new tokens are not penalized", "used.scatter_(1, token[:, None], True)", "used.clone()", "sample cache"),
     ("all rows draw from the first one's generator",
-     "row.exponential_(generator=own)", "row.exponential_(generator=generator[0])", "sampler"),
+     "row.exponential_(generator=own)", "row.exponential_(generator=generator[0])", "sample"),
     ("of two stop strings the shorter is cut off", "min(complete)[1]", "max(complete)[1]", "talk"),
     ("the beginning of a stop string is shown", "next(begun, len(kept))", "len(kept)", "talk"),
     ("no text begins with a stop string",
@@ -290,7 +289,8 @@ TABLE = [
      "decode::test_one_row_is_within_twice_naives_error_however_the_keys_are_split"),
     ("a recorded token reads pages that have moved", "self.moved != self.cache.moved:", "False:",
      "decode::test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves"),
-    ("all sequences have the first one's pages", "table += b * table_b", "table += 0", IN_PAGES),
+    ("all sequences have the first one's pages", "table += b * table_b", "table += 0",
+     "decode::test_one_row_is_within_twice_naives_error_however_the_keys_are_split"),
     ("splits are not rescaled", "(alpha * acc_i).sum(0)", "acc_i.sum(0)", TOKEN),
     ("the sum of splits is not rescaled", "(alpha * l_i).sum(0)", "l_i.sum(0)", TOKEN),
     ("a hidden split is NaN", "m.clamp_(min=LOWEST)", "pass", TOKEN),
@@ -597,7 +597,7 @@ TABLE = [
     ("tokens of samples that have ended count as made", "made + len(screen.going)", "made + count",
      "talk::test_a_row_that_has_ended_is_not_printed_or_counted"),
     ("a prompt file's byte order mark is a part of the prompt", 'return read().decode("utf-8-sig")',
-     'return read().decode("utf-8")', "sample::test_a_prompt_arrives_as_it_was_typed_or_as_it_stands_in_a_file"),
+     'return read().decode("utf-8")', "sample::test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file"),
     # --- more of several processes ---
     ("heads of several ranks share a dropout mask", "b[:, None] * (H * self.ranks) + h", "b[:, None] * H + h",
      "parallel::test_attention_of_a_part_is_that_part_of_attention"),
@@ -658,12 +658,12 @@ TABLE = [
     ("the speed beside the other side is upside down", "[their_ms / our_ms for", "[our_ms / their_ms for",
      "steps::test_the_speed_is_that_of_turns_side_by_side"),
     ("a trace of grouped heads shows another head's keys", "key_head = head * len(k) // len(q)",
-     "key_head = head % len(k)", "trace::test_a_runs_head_gives_what_the_model_computes_there"),
+     "key_head = head % len(k)", "story::test_a_runs_head_gives_what_the_model_computes_there"),
     ("a replayed batch has no dropout", "kept.network(attention, device).train()",
      "kept.network(attention, device).eval()",
      "probe::test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it"),
     ("breakit.py row=0 traces the usual row", "head, row if cfg.row is None else cfg.row,", "head, cfg.row or row,",
-     "trace::test_the_worked_row_has_the_numbers_of_its_story"),
+     "story::test_the_worked_row_has_the_numbers_of_its_story"),
 ]  # fmt: skip
 FAULTS = [Fault(*row) for row in TABLE]
 

@@ -1,7 +1,6 @@
 """A model of transformers on our attention: it computes what it computes on its own."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,14 +8,15 @@ import torch
 from model.attention import AttentionConfig
 from model.families import offer_to_transformers
 from tests.test_exchange import LLAMA, V, bpe, theirs, transformers  # noqa: F401 (fixtures)
+from tests.test_readme import PAGES
 
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 GEMMA = LLAMA | {"sliding_window": 7, "attn_logit_softcapping": 0.5, "head_dim": 8, "query_pre_attn_scalar": 3}
 MODELS = {
-    "GPT2LMHeadModel": GPT2 | {"attn_pdrop": 0.0, "scale_attn_weights": False},
-    "LlamaForCausalLM": LLAMA,  # four heads on two
-    "MistralForCausalLM": LLAMA | {"sliding_window": 7},
-    "Gemma2ForCausalLM": GEMMA,  # softcap; a window in every other layer
+    "gpt2": GPT2 | {"attn_pdrop": 0.0, "scale_attn_weights": False},
+    "llama": LLAMA,  # four heads on two
+    "mistral": LLAMA | {"sliding_window": 7},
+    "gemma2": GEMMA,  # softcap; a window in every other layer
 }
 IDX = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -26,11 +26,9 @@ def made(transformers):  # noqa: F811
     def made(name, attention="eager", **changes):
         """A model with random weights, in training mode, on `attention`."""
         settings = MODELS[name] | {"vocab_size": V, "initializer_range": 0.3} | changes
-        config = name.replace("LMHeadModel", "Config").replace("ForCausalLM", "Config")
+        config = transformers.AutoConfig.for_model(name, **settings)
         torch.manual_seed(0)
-        model = getattr(transformers, name)(getattr(transformers, config)(**settings)).train()
-        model.set_attn_implementation(attention)
-        return model
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
 
     for impl in ("naive", "tiled"):
         offer_to_transformers(AttentionConfig(impl, block_m=16, block_n=16), impl)
@@ -74,12 +72,12 @@ def test_several_tokens_after_a_cache_see_all_before_them(made, name):
 
 
 def test_dropout_is_drawn_from_torchs_seed(made):
-    model = made("GPT2LMHeadModel", "tiled", attn_pdrop=0.5)
+    model = made("gpt2", "tiled", attn_pdrop=0.5)
     losses = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         losses.append(model(IDX, labels=IDX).loss.item())
-    whole = made("GPT2LMHeadModel")
+    whole = made("gpt2")
     assert losses[0] == losses[1] != losses[2]
     with torch.no_grad():
         assert torch.allclose(model.eval()(IDX).logits, whole.eval()(IDX).logits, rtol=1e-4, atol=1e-4)
@@ -105,14 +103,9 @@ def test_what_our_attention_cannot_compute_is_refused(made, name, what):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_with_its_cache_transformers_takes_packed_texts_for_one(made, name):
-    """With use_cache=True, the default, no mask says that they are several. So ours computes what eager does. Without
-    the cache eager and sdpa compute something else."""
-    packed = REFUSED["packed texts"]
-    found = made(name, "tiled")(IDX, **packed).logits
-    torch.testing.assert_close(found, made(name, "eager")(IDX, **packed).logits, rtol=1e-4, atol=1e-4)
-    for other in ["eager"] if name.startswith("Gemma2") else ["eager", "sdpa"]:  # Gemma2 refuses sdpa
-        one_text, several = (made(name, other)(IDX, **packed, use_cache=cache).logits for cache in (True, False))
-        assert (one_text - several).abs().max() > 0.01
+    """With use_cache=True, the default, no mask says that they are several. So ours computes what eager does."""
+    ours, eager = (made(name, attention)(IDX, **REFUSED["packed texts"]).logits for attention in ("tiled", "eager"))
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -121,9 +114,9 @@ def test_options_of_our_attention_reach_their_layers(made):
 
     def logits(**options) -> torch.Tensor:
         offer_to_transformers(AttentionConfig("naive", **options), "with-options")
-        return made("LlamaForCausalLM", "with-options")(IDX, attention_mask=torch.ones_like(IDX)).logits
+        return made("llama", "with-options")(IDX, attention_mask=torch.ones_like(IDX)).logits
 
-    torch.testing.assert_close(logits(windows=[7]), made("MistralForCausalLM")(IDX).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(windows=[7]), made("mistral")(IDX).logits, rtol=1e-4, atol=1e-4)
     others = [logits(), logits(windows=[7, None]), logits(windows=[None, 7]), logits(window=7), logits(softcap=0.5)]
     assert all((x - y).abs().max() > 0.1 for i, x in enumerate(others) for y in others[:i])
 
@@ -144,7 +137,7 @@ def test_sinks_and_bidirectional_attention_are_refused(made, transformers, optio
 
 
 def test_a_cache_of_fixed_size_is_refused(made, transformers):  # noqa: F811
-    model = made("LlamaForCausalLM", "tiled")
+    model = made("llama", "tiled")
     cache = transformers.StaticCache(config=model.config, max_cache_len=48)
     with pytest.raises(ValueError, match="attention of 40 tokens over 48"):
         model(IDX, past_key_values=cache)
@@ -152,8 +145,7 @@ def test_a_cache_of_fixed_size_is_refused(made, transformers):  # noqa: F811
 
 def test_the_lines_of_the_page_run(theirs):  # noqa: F811
     expected, folder = theirs("gpt2")
-    page = (Path(__file__).resolve().parents[1] / "docs/training.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES["docs/training.md"], re.DOTALL)
     names = {}
     exec(code.replace("FOLDER", str(folder)), names)
     assert names["model"].config._attn_implementation == "tilegpt"

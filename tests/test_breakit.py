@@ -34,6 +34,7 @@ from tests.reference import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of Triton's interpreter
 NAIVE, NO_MAX, NO_SCALE, LOCAL = AttentionConfig("naive"), BreakIt("no_max"), BreakIt("no_scale"), BreakIt("local_mask")
+TILED = AttentionConfig("tiled", 32, 32)
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72
 WANTS_INTERPRETER = pytest.mark.skipif(
     find_spec("triton") is None or torch.cuda.is_available(), reason="wants the interpreter; test_gpu.py has a GPU's"
@@ -56,10 +57,6 @@ def made(monkeypatch) -> Made:
         return AttentionConfig(impl, M, N, **options)
 
     return made
-
-
-def tiled(block_m: int = 32, block_n: int = 32, **options) -> AttentionConfig:
-    return AttentionConfig("tiled", block_m, block_n, **options)
 
 
 def qkv(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -149,7 +146,7 @@ def from_zero(impl: str, made: Made) -> None:
             assert not any(found[name].any() for name in ("o", "dq", "dk", "dv"))
             assert bool((found["lse"] == -torch.inf).all())
     q, k, v = (torch.full((1, 1, 1, 1), x) for x in (1.0, -90.0, 1.0))
-    o = attention(q, k, v, tiled(), causal=False, softmax_scale=1.0, break_it=broken)
+    o = attention(q, k, v, TILED, causal=False, softmax_scale=1.0, break_it=broken)
     assert o.item() == pytest.approx(math.exp(-90) / torch.finfo(torch.float32).tiny, rel=1e-3)
 
 
@@ -373,14 +370,14 @@ def test_what_older_versions_wrote_is_read_by_the_names_of_today():
     ("config", "failure", "options"),
     [
         (NAIVE, "no_scale", {"softmax_scale": 0.3}),
-        (tiled(softmax_scale=0.5), "no_scale", {}),
-        (tiled(), "local_mask", {"causal": False}),
-        (tiled(window=4), "local_mask", {}),
-        (tiled(block_mask=["x"]), "local_mask", {}),
-        (tiled(documents=True), "local_mask", {}),
-        (tiled(), "local_mask", {"documents": torch.zeros(1, 8, dtype=torch.int64)}),
-        (tiled(), "stale_seed", {}),
-        (tiled(), "unrestored_seed", {}),
+        (replace(TILED, softmax_scale=0.5), "no_scale", {}),
+        (TILED, "local_mask", {"causal": False}),
+        (replace(TILED, window=4), "local_mask", {}),
+        (replace(TILED, block_mask=["x"]), "local_mask", {}),
+        (replace(TILED, documents=True), "local_mask", {}),
+        (TILED, "local_mask", {"documents": torch.zeros(1, 8, dtype=torch.int64)}),
+        (TILED, "stale_seed", {}),
+        (TILED, "unrestored_seed", {}),
     ],
 )
 def test_a_failure_is_refused_where_the_options_leave_it_nothing_to_remove(config, failure, options):
@@ -391,6 +388,6 @@ def test_a_failure_is_refused_where_the_options_leave_it_nothing_to_remove(confi
 def test_a_local_mask_of_a_pack_and_an_unrestored_seed_of_a_model_that_computes_once_are_refused():
     ends = torch.tensor([0, 3, 8])
     with pytest.raises(ValueError, match=r"^break_it=local_mask"):
-        attention_varlen(*torch.zeros(3, 8, 1, 4), ends, ends, tiled(), break_it=LOCAL)
+        attention_varlen(*torch.zeros(3, 8, 1, 4), ends, ends, TILED, break_it=LOCAL)
     with pytest.raises(ValueError, match=r"break_it=unrestored_seed: .*use model\.activation_checkpointing=true"):
         gpt("naive", False, BreakIt("unrestored_seed"))

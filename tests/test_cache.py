@@ -210,11 +210,12 @@ def test_half_of_an_odd_context_is_rounded_up():
 
 
 def test_stop_ends_where_the_first_sequence_has_filled_its_context():
-    """The last token is chosen from a full context."""
+    """The last token is chosen from a full context. Of a prompt past the context the model sees the end."""
     model = made()
-    for lengths in ((5,), (5, 9), (CONTEXT + 1,)):
+    for lengths in ((5,), (5, 9), *((n,) for n in range(CONTEXT + 1, CONTEXT + 9))):
         found = written(model, texts(*lengths), 100, Sampler(0), past_context="stop")
         assert found.shape[1] == max(CONTEXT - max(lengths), 0) + 1
+        assert torch.equal(found, written(model, texts(*lengths), found.shape[1], Sampler(0), past_context="slide"))
     assert written(model, texts(5), 7, Sampler(0), past_context="stop").shape[1] == 7
 
 
@@ -370,12 +371,6 @@ def test_a_second_text_does_not_see_the_first(count):
     )
     both = [session.generate(text, n) for text, n in ((first, count), (second, 5))]  # before either is read
     assert [list(text) for text in both][1] == list(generate(model, second, 5, Sampler(0), cache=False))
-
-
-def test_a_prompt_past_the_context_is_seen_by_its_end_until_the_text_stops():
-    for n in range(CONTEXT + 1, CONTEXT + 9):
-        stopped = list(generate(made(), texts(n)[:1], 5, Sampler(0), past_context="stop"))
-        assert stopped == list(generate(made(), texts(n)[:1], 1, Sampler(0), past_context="slide"))
 
 
 def test_a_text_that_fills_the_context_is_answered_by_one_token():

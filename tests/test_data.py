@@ -23,7 +23,7 @@ from data import corpus as corpora
 from data import prepare as prepare_module
 from data.dataset import open_dataset, read_manifest
 from data.loader import Loader, fingerprint, validation_batches
-from data.prepare import MANIFEST, DataConfig, prepare
+from data.prepare import MANIFEST
 from data.shards import Shards, Writer, join, read_tokens
 from data.tokenizer import TokenizerConfig
 
@@ -273,14 +273,6 @@ def test_one_line_says_what_was_made_and_a_terminal_is_shown_a_bar(corpus, make,
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     make(corpus, TokenizerConfig("bpe", 260))
     assert "learning the tokenizer: " in capsys.readouterr().err
-
-
-def test_the_standard_library_is_prepared_without_its_tests(tmp_path):
-    folder = prepare(DataConfig(cache=str(tmp_path / "cache")), BYTE)
-    documents = [text for split in texts(folder).values() for text in split]
-    assert Path(os.__file__).read_text(encoding="utf-8") in documents
-    assert not any("import unittest\n" in text and "\nclass Test" in text for text in documents)
-    assert sum(map(len, documents)) > 5_000_000
 
 
 def test_of_a_folder_what_is_not_text_is_left_out_and_counted(make, corpus, tmp_path, capsys):

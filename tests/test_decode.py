@@ -4,6 +4,7 @@ few rows (sampling/linear.py), the choice from the logits (sampling/choose.py), 
 
 from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
@@ -44,12 +45,12 @@ def few_programs(monkeypatch):
     of_linear.tile_for.cache_clear()
 
 
-def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40) -> torch.Tensor:
-    """o of the case's last token through the kernel. The buffers have `room` more slots, with NaN in them, and the new
+def decoded(inputs: dict, case: Case, splits: int | None = None) -> torch.Tensor:
+    """o of the case's last token through the kernel. The buffers have 40 more slots, with NaN in them, and the new
     token's slot is empty."""
     q, k, v = (inputs[name] for name in "qkv")
     B, H_kv, T_k, D = k.shape
-    keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, room + 1), value=float("nan")).flatten(0, 1) for x in (k, v))
+    keys, values = (F.pad(x[:, :, :-1], (0, 0, 0, 41), value=float("nan")).flatten(0, 1) for x in (k, v))
     slopes = alibi_slopes(case.H, q.device) if case.alibi else None
     scale = D**-0.5 if case.softmax_scale is None else case.softmax_scale
     problem = Problem.of(1, T_k, scale, softcap=case.softcap, slopes=slopes)
@@ -61,7 +62,7 @@ def decoded(inputs: dict, case: Case, splits: int | None = None, room: int = 40)
     assert torch.equal(keys.view(B, H_kv, -1, D)[:, :, :T_k], k)
     assert torch.equal(values.view(B, H_kv, -1, D)[:, :, :T_k], v)
     assert keys[:, T_k:].isnan().all()
-    assert torch.equal(decoded_in_pages(128 if T_k % 2 else 64, q, k, v, T_k + room, problem, splits), o)
+    assert torch.equal(decoded_in_pages(128 if T_k % 2 else 64, q, k, v, T_k + 40, problem, splits), o)
     return o
 
 
@@ -242,7 +243,7 @@ def test_a_choice_with_numbers_drawn_ahead_is_the_one_that_draws_its_own(options
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-TOKENS = {name: OPTIONS[name] for name in ("learned", "none", "windows_alibi_softcap", "own_head", "qk_norm")} | {
+TOKENS = {name: OPTIONS[name] for name in ("windows_alibi_softcap", "own_head", "qk_norm")} | {
     "modern": OPTIONS["grouped"] | {"rope_base": 50.0, "mlp": "swiglu", "norm": "rmsnorm", "bias": False},
     "local_rope": OPTIONS["local_rope"] | OPTIONS["yarn"],
     "gelu_window": {"mlp": "gelu", "mlp_hidden": 40, "norm_eps": 0.5, "window": 3, "softmax_scale": 0.9},
@@ -273,43 +274,22 @@ def test_the_cases_of_a_token_have_every_option():
 @pytest.mark.usefixtures("few_programs")
 def test_a_token_has_the_logits_of_the_whole_text(name, dtype):
     """Past the end of a window of 3; within twice the error of naive without a cache in the same dtype."""
-    changes, lengths = TOKENS[name], (3, 6)
+    changes, lengths = TOKENS[name] | {"n_layer": 2 if "windows" in TOKENS[name] else 1}, (3, 6)
     prompts, follow = texts(*lengths), torch.stack(texts(*[2] * len(lengths)))
     right, naive = (logits_of(made(kind, **changes), prompts, follow)[1:] for kind in (torch.float64, dtype))
     model = made(dtype, **{**changes, "impl": "triton"})
-    cache, found = KVCache(model, len(prompts)), []
-    with torch.no_grad():
-        run_prompts(model, prompts, cache)
-        for token in follow.T:
-            cache.grow()
-            found.append(model.next_logits(token[:, None], cache.move(FUSED)))
-    found = torch.stack(found)
+    cache = KVCache(model, len(prompts))
+    cache.move = partial(cache.move, FUSED)
+    found = logits_of(model, prompts, follow, cache)[1:]
     assert found.dtype == torch.float32
     assert error(found, right) <= 2 * (error(naive, right) + torch.finfo(dtype).eps * largest(right))
 
 
-@pytest.fixture
-def tiles_of_16(monkeypatch):
-    """So that short texts have several pages."""
-    monkeypatch.setattr("sampling.decode.FLOAT32", {128: DecodeTiles(16, 8, 2)})
-
-
-@pytest.mark.parametrize("name", ["modern", "windows_alibi_softcap"])
-@pytest.mark.usefixtures("tiles_of_16")
-@torch.no_grad()
-def test_a_token_has_the_same_bits_in_pages(name):
-    """Of 16 tokens, as many as a tile has here. The second text goes from one page into the next."""
-    prompts, follow = texts(12, 15), torch.stack(texts(2, 2))
-    model = made(torch.float32, **{**TOKENS[name], "impl": "triton"})
-    found = [logits_of(model, prompts, follow, KVCache(model, 2, page=page)) for page in (None, 16)]
-    assert torch.equal(*found)
-
-
-@pytest.mark.usefixtures("tiles_of_16")
 @torch.no_grad()
 def test_a_token_is_recorded_again_when_the_memory_of_its_pages_moves(monkeypatch):
     """With a recording that replays from Python: the host's part, lengths and pages, comes before each token. The first
     page of 16 is full at the fifth token, and then the only recording has a wrong address."""
+    monkeypatch.setattr("sampling.decode.FLOAT32", {128: DecodeTiles(16, 8, 2)})  # no longer than a page of 16
     (prompt,), model, recordings = texts(12), made(torch.float32, impl="triton", n_layer=1), []
 
     class Graph:

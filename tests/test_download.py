@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -114,21 +115,15 @@ def refusal(kind: type[ValueError] = ValueError) -> str:
 # ---- Hugging Face
 
 
-def test_a_file_is_downloaded_once(serve):
-    server = serve(honest)
-    assert get() == CONTENT
-    server.shutdown()
-    assert get() == CONTENT
-    assert len(server.asked) == 1
-
-
-def test_a_download_that_breaks_off_goes_on_where_it_stopped(serve, monkeypatch):
+def test_a_download_that_breaks_off_goes_on_where_it_stopped_and_is_made_once(serve, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)  # what may be lost is 10 MB
     server = serve(lambda request: honest(request, stop=200_000 if request.number == 0 else None))
     assert get() == CONTENT
     starts = [int(wanted[6:].split("-")[0]) for _, wanted in server.asked if wanted]
     assert len(server.asked) == 2
     assert 0 < starts[-1] <= 200_000
+    server.server_close()
+    assert get() == CONTENT
 
 
 def half(request: Request) -> None:
@@ -163,65 +158,61 @@ def test_without_a_network_there_is_a_line_at_once(offline, serve, monkeypatch):
     refusal()
 
 
-# ---- tinyshakespeare
+# ---- tinyshakespeare, HellaSwag and TinyStories
+
+
+TALES = [f"There was a bird\u2026\n\nIt had {i} nests, and was{' very' * (i % 9)} kind." for i in range(25_000)]
+STORIES = "\n<|endoftext|>\n".join(TALES).encode()
 
 
 @pytest.fixture
-def file(monkeypatch, tmp_path) -> Path:
-    """Where tinyshakespeare is kept, whose text is CONTENT here."""
+def ask(monkeypatch, serve, tmp_path):
+    """ask(file, habit): the file is asked for, and the server; the text of the first two is CONTENT here."""
     monkeypatch.setattr(download, "SHAKESPEARE_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(download, "SHAKESPEARE_BYTES", len(CONTENT))
-    return tmp_path / "shakespeare" / "input.txt"
+
+    def ask(file: str, habit: Callable[..., None]) -> tuple[Callable[[], Path], ThreadingHTTPServer]:
+        server = serve(habit)
+        monkeypatch.setattr(download, "HELLASWAG_URL", f"{server.url}/questions.jsonl")
+        kinds = {"input.txt": lambda: shakespeare(tmp_path, server.url), "questions.jsonl": lambda: hellaswag(tmp_path)}
+        return (kinds | {STORIES_FILE: lambda: tinystories(tmp_path, 1)})[file], server
+
+    return ask
 
 
-def test_shakespeare_is_downloaded_once_and_what_lies_there_is_checked(serve, file, tmp_path):
-    server = serve(honest)
+@pytest.mark.parametrize("file", ["input.txt", "questions.jsonl"])
+def test_a_text_is_downloaded_once(ask, file):
+    asked, server = ask(file, honest)
     for _ in range(2):
-        assert shakespeare(tmp_path, server.url) == file
-        assert file.read_bytes() == CONTENT
-    assert [path for path, _ in server.asked] == ["/input.txt"]
-    assert [*file.parent.iterdir()] == [file]
-    file.write_bytes(b"another")  # by hand
-    with pytest.raises(ValueError, match=str(file)):
-        shakespeare(tmp_path, server.url)
+        assert asked().read_bytes() == CONTENT
+    assert [path for path, _ in server.asked] == [f"/{file}"]
+    assert [*asked().parent.iterdir()] == [asked()]
 
 
-OF_ANOTHER_TEXT = {
-    "cut": lambda request: honest(request, stop=1000), "changed": lambda request: honest(request, CONTENT[:-1] + b"x"),
-    "longer": lambda request: honest(request, CONTENT + b"more"), "absent": absent,
-}  # fmt: skip
+def test_a_shakespeare_that_was_put_there_by_hand_is_checked(ask, tmp_path):
+    asked, _ = ask("input.txt", honest)
+    asked().write_bytes(b"another")
+    with pytest.raises(ValueError, match=f"{tmp_path}/shakespeare/input.txt"):
+        asked()
 
 
-@pytest.mark.parametrize("habit", OF_ANOTHER_TEXT.values(), ids=OF_ANOTHER_TEXT)
-def test_another_text_is_never_kept(habit, serve, file, tmp_path):
-    server = serve(habit)
+FILES = {"input.txt": CONTENT, "questions.jsonl": CONTENT, STORIES_FILE: STORIES}
+NOT_WHOLE = [
+    (file, habit)
+    for file, text in FILES.items()
+    for habit in (partial(honest, content=text, stop=len(text) // 3), absent)
+]
+NOT_WHOLE += [("input.txt", partial(honest, content=text)) for text in (CONTENT[:-1] + b"x", CONTENT + b"more")]
+
+
+@pytest.mark.parametrize(("file", "habit"), NOT_WHOLE)
+def test_what_is_absent_cut_or_another_text_is_refused_in_one_line_and_never_kept(file, habit, ask, tmp_path):
+    """The line names the address and the place for a file that the user has."""
+    asked, server = ask(file, habit)
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"\A{server.url}/input.txt .*{file}\Z"):
-            shakespeare(tmp_path, server.url)
-        assert not [*file.parent.glob("*")]
-
-
-# ---- HellaSwag
-
-
-@pytest.mark.parametrize("habit", [lambda request: honest(request, stop=1000), absent], ids=["cut", "absent"])
-def test_of_hellaswag_there_is_all_or_nothing(habit, serve, tmp_path, monkeypatch):
-    def ask(habit: Callable[[Request], None]) -> Path:
-        monkeypatch.setattr(download, "HELLASWAG_URL", f"{serve(habit).url}/questions.jsonl")
-        return hellaswag(tmp_path)
-
-    with pytest.raises(ValueError, match=rf"\A[^\n]*/questions.jsonl [^\n]*{tmp_path}/hellaswag/questions.jsonl\Z"):
-        ask(habit)
-    assert not [*tmp_path.rglob("*")]
-    assert ask(honest).read_bytes() == CONTENT
-    assert ask(absent).read_bytes() == CONTENT  # and nobody is asked
-
-
-# ---- TinyStories
-
-
-TALES = [f"There was a bird\u2026\n\nIt had {i} nests, and was{' very' * (i % 9)} kind." for i in range(40_000)]
-STORIES = "\n<|endoftext|>\n".join(TALES).encode()
+        with pytest.raises(ValueError, match=rf"\A{server.url}/[^\n]*{file} [^\n]*put [^\n]*{tmp_path}[^\n]*\Z"):
+            asked()
+        assert not [found for found in tmp_path.rglob("*") if found.is_file()]
 
 
 def stories_in(file: Path) -> list[str]:
@@ -236,16 +227,6 @@ def test_of_tinystories_the_whole_stories_of_the_first_megabytes_are_downloaded_
     assert server.asked == [(path, "bytes=0-999999")]
     assert stories_in(tinystories(tmp_path, 9)) == TALES  # more than there is
     assert tinystories(tmp_path, None).name == "100MB.jsonl"
-
-
-@pytest.mark.parametrize(
-    "habit", [lambda request: honest(request, STORIES, stop=700_000), absent], ids=["cut", "absent"]
-)
-def test_of_tinystories_nothing_stays_that_is_not_whole(serve, tmp_path, habit):
-    serve(habit)
-    with pytest.raises(ValueError, match=rf"\A[^\n]*put {STORIES_FILE} into {tmp_path}[^\n]*\Z"):
-        tinystories(tmp_path, 1)
-    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
 def test_without_a_network_the_users_own_tinystories_are_taken(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import math
 import shlex
-import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -18,9 +17,9 @@ from lab import learn
 from lab.peer import PlainGPT
 from tests.runs import table_of
 from tests.test_bench import CPU
-from tests.test_steps import NANOGPT, composed
+from tests.test_readme import composed
+from tests.test_steps import nanogpt  # noqa: F401 (a fixture)
 from training.optimizer import OptimizerConfig, learning_rate
-from training.step import TrainStep
 
 NAMES = ["nanoGPT", "default", "laptop"]
 TINY = "model.n_layer=1 model.n_head=2 model.n_embd=16 model.context_length=32 batch_size=2 eval_tokens=256"
@@ -37,17 +36,14 @@ def also(small, monkeypatch) -> str:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Each step, ours or the peer's, takes an eighth of a second."""
-    now = [0.0]
-    for owner in (TrainStep, PlainGPT):
-        name = "__call__" if owner is TrainStep else "forward"
-        made = getattr(owner, name)
+    """Each step of the peer's takes an eighth of a second."""
+    now, forward = [0.0], PlainGPT.forward
 
-        def counted(self, *given, made=made, owner=owner):
-            now[0] += 0.125 if owner is TrainStep or self.training else 0.0
-            return made(self, *given)
+    def counted(self, *given):
+        now[0] += 0.125 if self.training else 0.0
+        return forward(self, *given)
 
-        monkeypatch.setattr(owner, name, counted)
+    monkeypatch.setattr(PlainGPT, "forward", counted)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
 
@@ -102,10 +98,9 @@ def test_each_recipe_is_trained_with_each_seed_on_the_same_text_for_the_same_tim
     assert (tmp_path / "learn.png").stat().st_size > 0
 
 
-def test_nanogpts_own_model_learns_by_its_recipe(in_process, also, clock, tmp_path, monkeypatch):
+def test_nanogpts_own_model_learns_by_its_recipe(also, clock, nanogpt, tmp_path, monkeypatch):  # noqa: F811
     """At the end its rate is a tenth, as the recipe has it, after a warm-up by steps."""
-    monkeypatch.delitem(sys.modules, "peer_model", raising=False)
-    (tmp_path / "model.py").write_text(NANOGPT)
+    monkeypatch.setattr(learn, "RECIPES", {"nanoGPT": learn.RECIPES["nanoGPT"]})
     rates, step_of = [], learn.plain
 
     def spied(model, autocast, device, settings):
@@ -114,9 +109,8 @@ def test_nanogpts_own_model_learns_by_its_recipe(in_process, also, clock, tmp_pa
         return lambda batch, lr: rates.append(lr) or step(batch, lr), how
 
     monkeypatch.setattr(learn, "plain", spied)
-    rows = raced(tmp_path, also, seeds=[3], peer=str(tmp_path / "model.py"))
-    own = [row for row in rows if row["name"] == "nanoGPT"]
-    assert {row["how"] for row in own} == {"model.py in a plain loop"}
+    own = raced(tmp_path, also, seeds=[3], peer=nanogpt)
+    assert {(row["name"], row["how"]) for row in own} == {("nanoGPT", "model.py in a plain loop")}
     assert [int(row["step"]) for row in own[:2]] == [20, 40]
     assert (float(own[-1]["seconds"]), int(own[-1]["step"]), len(rates)) == (6.0, 48, 48)
     by_steps = OptimizerConfig(lr=1e-3, warmup_steps=5)
@@ -126,7 +120,7 @@ def test_nanogpts_own_model_learns_by_its_recipe(in_process, also, clock, tmp_pa
 
 
 def test_the_bits_per_byte_of_a_model_that_knows_nothing_are_those_of_its_vocabulary(small):
-    cfg = composed(*small, "eval_tokens=256")
+    ((cfg, _),) = composed("train.py", shlex.join([*small, "eval_tokens=256"]))
     dataset, _ = learn.data_of(cfg, None, None, learn.ALONE, 2)
     V = dataset.encoding.n_vocab
 

@@ -97,25 +97,25 @@ def test_a_reading_is_that_of_the_whole_matrix():
         torch.testing.assert_close(found.shares[name], (p * at).sum(-1)[:, has].mean(-1))
 
 
-def test_the_distance_is_that_of_most_rows():
-    """Heads made by hand: one reads three tokens back, one reads the first token, at another distance in each row."""
-    i, j = torch.arange(32)[:, None], torch.arange(32)
-    q = torch.stack([(j == (i - 3).clamp(min=0)).float() * 50, (j == 0).expand(32, 32).float() * 50])[None]
-    k = torch.eye(32).expand(1, 2, 32, 32)
+def reading_of(asked: list[torch.Tensor], tokens: torch.Tensor):
+    """The reading of heads made by hand: k is the identity, and q asks for the keys that a head reads, (T, T)."""
+    q, k = 50 * torch.stack(asked)[None].float(), torch.eye(32).expand(1, len(asked), 32, 32)
     config = AttentionConfig("tiled", softmax_scale=1.0)
-    reading = read(Call(0, q, k, k, k, config, BreakIt(), None, None), torch.arange(32), 32)
+    return read(Call(0, q, k, k, k, config, BreakIt(), None, None), tokens, 32)
+
+
+def test_the_distance_is_that_of_most_rows():
+    """One head reads three tokens back, one reads the first token, at another distance in each row."""
+    i, j = torch.arange(32)[:, None], torch.arange(32)
+    reading = reading_of([j == (i - 3).clamp(min=0), (j == 0).expand(32, 32)], j)
     assert reading.distance[0] == 3
     assert reading.often.tolist() == [pytest.approx(29 / 31), pytest.approx(1 / 31)]
 
 
 def test_the_patterns_are_named():
-    """Heads made by hand: k is the identity, and q asks for the keys of a pattern."""
     tokens = torch.tensor([5, 1, 2, 3, 4, 5, 6, 7] * 4)
     places = places_of(tokens, range(32))
-    q = torch.stack([places[name].float() * 50 for name in places])[None]
-    k = torch.eye(32).expand(1, 5, 32, 32)
-    config = AttentionConfig("tiled", softmax_scale=1.0)
-    reading = read(Call(0, q, k, k, k, config, BreakIt(), None, None), tokens, 32)
+    reading = reading_of([*places.values()], tokens)
     assert [reading.pattern(head) for head in range(5)] == list(places)
 
 
@@ -131,8 +131,7 @@ def runs(small, call, tmp_path_factory):
     kinds = {"whole": [], "broken": ["break_it=no_rescale"], "window": ["attention.window=8"]}
     for name, options in kinds.items():
         shape = ["steps=2", "attention=tiled", "attention.block_n=8"]
-        done = call(train, *small, f"runs={folder}", f"name={name}", *shape, *options)
-        assert done.code == 0, done.err
+        call(train, *small, f"runs={folder}", f"name={name}", *shape, *options).succeeded()
     return folder
 
 
@@ -140,10 +139,19 @@ def page_of(text: str) -> dict:
     return json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
 
 
-def test_the_page_holds_the_weights_of_every_head(runs, call, tmp_path):
-    done = call(breakit, "look=true", "run=whole", f"runs={runs}", "prompt=a bc </script>", f"out={tmp_path}/a.html")
-    assert done.code == 0, done.err
-    page = page_of((tmp_path / "a.html").read_text())
+@pytest.fixture
+def look(runs, call, tmp_path):
+    """look(run, arguments): what the page of that run holds."""
+
+    def look(run: str, *arguments: str) -> dict:
+        call(breakit, "look=true", f"runs={runs}", f"run={run}", f"out={tmp_path}/{run}.html", *arguments).succeeded()
+        return page_of((tmp_path / f"{run}.html").read_text())
+
+    return look
+
+
+def test_the_page_holds_the_weights_of_every_head(look):
+    page = look("whole", "prompt=a bc </script>")
     assert page["tokens"][1:] == list("a bc </script>")
     [view] = page["views"]
     assert len(view["layers"]) == 2
@@ -157,9 +165,7 @@ def test_the_page_holds_the_weights_of_every_head(runs, call, tmp_path):
 
 
 def test_a_broken_run_is_shown_as_it_is_and_beside_it_the_whole_algorithm(runs, call):
-    done = call(breakit, "look=true", f"runs={runs}", "run=broken", "tokens=32")
-    assert done.code == 0, done.err
-    assert "BROKEN" in done.out
+    assert "BROKEN" in call(breakit, "look=true", f"runs={runs}", "run=broken", "tokens=32").succeeded().out
     page = page_of(next(runs.glob("broken-*/look.html")).read_text())
     assert page["broken"]
     last = [[head["map"] for layer in view["layers"] for head in layer["heads"]] for view in page["views"]]
@@ -168,15 +174,12 @@ def test_a_broken_run_is_shown_as_it_is_and_beside_it_the_whole_algorithm(runs, 
 
 
 @pytest.mark.parametrize("given", ["prompt=it's a text", "tokens=20"])
-def test_the_pages_command_traces_the_same_row_where_a_trace_can(given, runs, call, tmp_path):
-    for name in ("whole", "window"):
-        done = call(breakit, "look=true", f"runs={runs}", f"run={name}", given, f"out={tmp_path}/{name}.html")
-        assert done.code == 0, done.err
-    page = page_of((tmp_path / "whole.html").read_text())
-    done = call(breakit, *shlex.split(page["trace"])[2:], "layer=1", "head=1", f"row={len(page['tokens']) - 1}")
-    assert done.code == 0, done.err
-    assert f"row {len(page['tokens']) - 1}, {page['tokens'][-1]!r}" in done.out
-    assert page_of((tmp_path / "window.html").read_text())["trace"] == ""
+def test_the_pages_command_traces_the_same_row_where_a_trace_can(given, look, call):
+    page = look("whole", given)
+    last = len(page["tokens"]) - 1
+    done = call(breakit, *shlex.split(page["trace"])[2:], "layer=1", "head=1", f"row={last}").succeeded()
+    assert f"row {last}, {page['tokens'][-1]!r}" in done.out
+    assert look("window", given)["trace"] == ""
 
 
 def test_weights_that_are_not_finite_are_marked():
@@ -199,13 +202,9 @@ def test_the_page_is_not_written_through_a_link_in_the_runs_folder(place, tmp_pa
 def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, call, tmp_path):
     """After a resume its frames are those of the run without a stop."""
     run = [*small, f"runs={tmp_path}", "checkpoint_every=2", "model.dropout_p=0.1"]
-    for name, more in (
-        ("plain", ["steps=6"]),
-        ("film", ["steps=6", "probe.film=2"]),
-        ("cut", ["steps=3", "probe.film=2"]),
-    ):
-        done = call(train, *run, f"name={name}", *more)
-        assert done.code == 0, done.err
+    film = [*run, "probe.film=2"]
+    for given in ([*run, "name=plain", "steps=6"], [*film, "name=film", "steps=6"], [*film, "name=cut", "steps=3"]):
+        call(train, *given).succeeded()
     assert losses(tmp_path / "film") == losses(tmp_path / "plain")
     found = frames(tmp_path / "film", 6)
     assert list(found) == [2, 4, 6]
@@ -216,15 +215,13 @@ def test_a_film_has_a_frame_for_each_step_asked_for_and_changes_no_loss(small, c
     for foreign in ("step_.png", "step_abc.png"):
         (tmp_path / "cut/film" / foreign).touch()
     os.mkfifo(tmp_path / "cut/film/step_000000.png")
-    done = call(train, *run, "name=cut", "resume=auto", "steps=6", "probe.film=2")
-    assert done.code == 0, done.err
+    call(train, *film, "name=cut", "resume=auto", "steps=6").succeeded()
     assert list(frames(tmp_path / "cut", 6)) == [1, 2, 3, 4, 6]  # 3: the end of the first part
     for step in (2, 4, 6):
         assert found[step].read_bytes() == frames(tmp_path / "cut", 6)[step].read_bytes()
     assert (tmp_path / "cut" / "film.png").stat().st_size > 0
     before = f"resume={tmp_path / 'film' / 'checkpoints' / 'step_000004'}"
-    done = call(train, *run, "name=film", before, "steps=5", "probe.film=5")
-    assert done.code == 0, done.err
+    call(train, *run, "name=film", before, "steps=5", "probe.film=5").succeeded()
     assert list(frames(tmp_path / "film", 6)) == [2, 4, 5]
     logged = [r for r in read_metrics(tmp_path / "film" / "metrics.jsonl") if "film.induction" in r]
     assert [r["step"] for r in logged] == [2, 4, 5]

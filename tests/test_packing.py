@@ -8,7 +8,7 @@ import pytest
 
 import train
 from data.packing import best_fit, pack
-from training.metrics import read_metrics
+from tests.runs import losses
 
 T = 16
 
@@ -65,11 +65,7 @@ def test_windows_of_short_texts(documents, tokens, windows):
 
 
 def test_a_run_packs_and_says_so(call, small, tmp_path):
-    losses = []
     for name in ("true", "false"):
-        ended = call(train, *small, f"runs={tmp_path}", "steps=2", f"name={name}", f"pack={name}")
-        assert ended.code == 0, ended.err
+        ended = call(train, *small, f"runs={tmp_path}", "steps=2", f"name={name}", f"pack={name}").succeeded()
         assert ("packing: " in ended.out) == (name == "true")
-        records = read_metrics(tmp_path / name / "metrics.jsonl")
-        losses.append([record["loss"] for record in records if "loss" in record])
-    assert losses[0] != losses[1]
+    assert losses(tmp_path / "true") != losses(tmp_path / "false")

@@ -1,4 +1,5 @@
-"""sample.py and the samplers: what is written is what the model says, character by character, and can be had again."""
+"""sample.py and the samplers: what is written is what the model says, character by character, and can be had again;
+and which tokens can be drawn, how often, and as transformers does."""
 
 import codecs
 import json
@@ -6,6 +7,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from io import BytesIO, StringIO, TextIOWrapper
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from data.tokenizer import byte_encoding, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from sampling.generate import NotFinite, Sampler
+from tests.runs import last
 from training import checkpoint
 from training.metrics import printable
 from training.state import rng_state
@@ -30,7 +34,7 @@ CHARACTERS = "a\u00e9\u20ac\U0001f600 \u4f60\u597d, gr\u00fc\u00dfe\n\u0434\u043
 def runs(call, small, tmp_path_factory):
     """A folder with one run, `taught`: 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
-    assert call(train, *small, "steps=60", "optimizer.lr=1e-2", f"runs={folder}", "name=taught").code == 0
+    call(train, *small, "steps=60", "optimizer.lr=1e-2", f"runs={folder}", "name=taught").succeeded()
     return folder
 
 
@@ -39,8 +43,7 @@ def write(call, runs):
     """write(arguments): the text on stdout, without the newline that ends it."""
 
     def write(*arguments: str) -> str:
-        ended = call(sample, f"runs={runs}", "run=taught", "device=cpu", *arguments)
-        assert ended.code == 0, ended.err
+        ended = call(sample, f"runs={runs}", "run=taught", "device=cpu", *arguments).succeeded()
         return ended.out.removesuffix("\n")
 
     return write
@@ -97,9 +100,7 @@ def says(call, tmp_path):
 @pytest.mark.parametrize("prompt", ["words and ", "some words\n" * 9])
 def test_the_likeliest_text_is_the_argmax_of_the_models_logits(prompt, write, runs):
     """From the logits of all positions and the last context_length tokens, which are 32."""
-    found = checkpoint.load(checkpoint.last(runs / "taught" / checkpoint.FOLDER))
-    model = GPT(GPTConfig(**found.state["config"]["model"]), NAIVE).eval()
-    model.load_state_dict(found.model)
+    model = checkpoint.load(last(runs / "taught")).network(NAIVE, torch.device("cpu")).eval()
     tokens = [END, *prompt.encode()]
     for _ in range(40):
         tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1].argmax()))
@@ -117,14 +118,17 @@ PROMPTS = ["", CHARACTERS, "def f(x=1, *a): '${y}' \\ \"q\"\n\t", "<|endoftext|>
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_arrives_as_it_was_typed_or_as_it_stands_in_a_file(call, runs, tmp_path, prompt, monkeypatch):
+def test_a_prompt_arrives_as_it_was_typed_piped_or_put_in_a_file(call, runs, tmp_path, prompt, monkeypatch):
     seen, file = [], tmp_path / "start.txt"
     monkeypatch.setattr(sample, "generate", lambda model, idx, *_, **__: seen.append(idx[0].tolist()) or iter(()))
     file.write_bytes(codecs.BOM_UTF8 + prompt.encode())
-    for source in (f"prompt={prompt}", f"prompt_file={file}"):
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(prompt.encode())))
+    for source in (f"prompt={prompt}", f"prompt_file={file}", "prompt_file=-"):
         ended = call(sample, f"runs={runs}", "device=cpu", source)
         assert (ended.code, ended.out) == (0, printable(prompt) + "\n")
-    assert seen == [[END, *prompt.encode()]] * 2
+        key, _, where = source.partition("=")
+        assert (f" from {where}\n" in ended.err) == (key == "prompt_file")
+    assert seen == [[END, *prompt.encode()]] * 3
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_the_weights_have_the_dtype_that_was_asked_for(call, runs, monkeypatch, 
     """On a CPU auto is float32."""
     found = []
     monkeypatch.setattr(sample, "generate", lambda model, *_, **__: found.extend(model.parameters()) or iter(()))
-    assert call(sample, f"runs={runs}", "device=cpu", f"dtype={given}").code == 0
+    call(sample, f"runs={runs}", "device=cpu", f"dtype={given}").succeeded()
     assert {weight.dtype for weight in found} == {getattr(torch, dtype)}
 
 
@@ -301,3 +305,81 @@ def test_a_model_of_nan_is_one_line(call, tmp_path):
     ended = call(sample, f"runs={tmp_path}", "device=cpu")
     assert ended.code == 2
     assert ended.err.splitlines()[-1].startswith("sample: ")
+
+
+# --- the choice of a token --------------------------------------------------------------------------------------------
+
+
+def random_logits(seed: int) -> torch.Tensor:
+    """Logits (5, 50) as a model might have them, the rows from nearly even to nearly decided."""
+    spread = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0])[:, None]
+    return torch.randn(5, 50, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}, *({"temperature": t} for t in (1e-3, 1e-40, 1e-300))]
+)
+def test_the_likeliest_token_is_chosen_where_no_other_can_be(options):
+    """Logits over 1e-40 are infinite, and their softmax was NaN."""
+    logits = torch.stack([torch.randperm(30) for _ in range(20)]).float()  # nowhere closer than 1
+    assert torch.equal(Sampler(**options).choose(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [*product((None, 1, 5, 49, 50, 51), (1.0, 0.1, 0.7, 0.99))])
+def test_probabilities_are_transformers(top_k, top_p, monkeypatch):
+    """All of its processors in the order of its generate(), over texts that use some tokens several times."""
+    from transformers.generation import logits_process as theirs
+
+    texts, logits = torch.randint(50, (5, 12)), random_logits(3)
+    for temperature, min_p, penalty in ((0.6, 0.0, 1.0), (1.5, 0.1, 1.3), (1.0, 0.6, 0.7), (0.6, 1.0, 1.3)):
+        expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(texts, logits.clone())
+        expected = theirs.TemperatureLogitsWarper(temperature)(texts, expected)
+        if top_k is not None:
+            expected = theirs.TopKLogitsWarper(top_k)(texts, expected)
+        if top_p < 1:
+            expected = theirs.TopPLogitsWarper(top_p)(texts, expected)
+        expected = theirs.MinPLogitsWarper(min_p)(texts, expected).softmax(-1)
+        drawn = []
+        monkeypatch.setattr(
+            "sampling.generate.waiting_times", lambda p, _, to=drawn: to.append(p) or torch.ones_like(p)
+        )
+        sampler = Sampler(temperature, top_k, top_p, min_p, penalty)
+        sampler.choose(logits, None, sampler.tokens_used(list(texts), 50))
+        torch.testing.assert_close(drawn[0], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_new_tokens_are_penalized_too():
+    """Greedy over the same logits: 3, then 2.4 (for 3 is 2 now), then 2.1, then 3 / 1.5 again."""
+    sampler = Sampler(0, repetition_penalty=1.5)
+    logits = torch.tensor([[3.0, 2.4, 2.1, -1.0]])
+    used = sampler.tokens_used([torch.tensor([3])], 4)
+    assert [int(sampler.choose(logits, None, used)) for _ in range(4)] == [0, 1, 2, 0]
+
+
+def test_draws_are_torch_multinomials():
+    """So a sample of a commit before has the same text."""
+    p = random_logits(0).softmax(-1)
+    for seed in range(50):
+        one, other = (torch.Generator().manual_seed(seed) for _ in range(2))
+        found = Sampler(1.0).choose(p.log(), one)
+        assert torch.equal(found, torch.multinomial(p.log().softmax(-1), 1, generator=other)[:, 0])
+
+
+def test_a_row_with_its_own_generator_draws_what_it_draws_alone():
+    logits = random_logits(1)
+    together, alone = ([torch.Generator().manual_seed(seed) for seed in range(7, 12)] for _ in range(2))
+    for _ in range(20):
+        expected = [Sampler().choose(logits[i : i + 1], one) for i, one in enumerate(alone)]
+        assert torch.equal(Sampler().choose(logits, together), torch.cat(expected))
+
+
+@pytest.mark.parametrize("sampler", [{}, {"top_k": 1}, {"top_p": 0.5, "min_p": 0.1}, {"temperature": 0}], ids=str)
+def test_what_is_not_finite_is_no_choice(sampler):
+    """A row without probabilities once drew its first token. On a GPU the host is told one token later."""
+    rows = [[0.0, torch.nan, 1.0], [torch.inf, 1.0, torch.inf], [-torch.inf] * 3]
+    for row in rows[:1] if sampler == {"temperature": 0} else rows:
+        logits = torch.tensor([[0.0, 1.0, 2.0], row])
+        with pytest.raises(NotFinite):
+            Sampler(**sampler).choose(logits)
+        assert Sampler(**sampler).choose_unseen(logits)[-1] == 1
+    assert Sampler(**sampler).choose_unseen(torch.tensor([[0.0, 1.0, -torch.inf]]))[-1] == 0

@@ -24,10 +24,9 @@ from data.prepare import READS, DataConfig, files_of
 from data.shards import Shards, join
 from data.text import PIECE, counted, find, read, standard_input
 from data.tokenizer import TokenizerConfig, build, encode
-from tests.test_data import BYTE, DOCUMENTS, UNICODE, jsonl, refusal, texts, write, write_shard
+from tests.test_data import BYTE, DOCUMENTS, ROOT, UNICODE, jsonl, refusal, texts, write, write_shard
 from tests.test_download import STORIES, honest, of_folder, serve  # noqa: F401 (a fixture)
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.test_readme import composed
 
 
 def test_one_of_something_is_singular():
@@ -272,23 +271,16 @@ def test_of_fineweb_the_shards_asked_for_are_downloaded(fineweb, serve, gpt2, tm
     assert "is no token file" in refusal(open_data, data, tokenizer)
 
 
-def test_shakespeare_is_split_as_nanogpt_does_to_the_nearest_line(shakespeare, tmp_path):
-    assert "val_fraction: 0.1" in (ROOT / "conf/data/shakespeare.yaml").read_text(encoding="utf-8")
-    data = DataConfig("shakespeare", url=shakespeare, val_fraction=0.1, cache=str(tmp_path / "cache"))
-    (train_text,), (val_text,) = texts(prepare.prepare(data, BYTE)).values()
-    assert train_text + val_text == VERSES
-    theirs = int(0.9 * len(VERSES))
-    assert 0 <= len(train_text) - theirs <= VERSES[theirs:].index("\n") + 1
-    assert train_text.endswith("\n")
+def test_of_shakespeare_as_much_is_for_validation_as_of_nanogpts():
+    """At which line a text is split: test_every_document_arrives_once_and_validation_has_its_share of test_data.py."""
+    ((cfg, _),) = composed("train.py", "data=shakespeare")
+    assert cfg.data.val_fraction == 0.1
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "text",
-        *(pytest.param(source, marks=pytest.mark.slow) for source in ("bin", "fineweb", "shakespeare", "tinystories")),
-    ],
-)
+DOWNLOADED = ("bin", "fineweb", "shakespeare", "tinystories")
+
+
+@pytest.mark.parametrize("source", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in DOWNLOADED)])
 def test_every_source_trains_and_samples(call, make, request, tmp_path, source):
     data, runs = [f"data={source}", f"data.cache={tmp_path / 'cache'}"], f"runs={tmp_path / 'runs'}"
     if source in ("text", "bin"):
@@ -298,8 +290,8 @@ def test_every_source_trains_and_samples(call, make, request, tmp_path, source):
     elif (served := request.getfixturevalue(source)) and source == "shakespeare":
         data.append(f"data.url={served}")
     run = [*MODEL, *RUN, "device=cpu", "steps=20", "wandb.mode=disabled", "name=x", runs]
-    for ended in (call(train, *data, *run), call(sample, runs, "run=x", "max_new_tokens=20", "device=cpu")):
-        assert ended.code == 0, ended.err
+    call(train, *data, *run).succeeded()
+    call(sample, runs, "run=x", "max_new_tokens=20", "device=cpu").succeeded()
 
 
 def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, monkeypatch):
@@ -309,11 +301,10 @@ def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, mon
     (tmp_path / "a.txt").write_text("".join(DOCUMENTS), encoding="utf-8")
     with open(tmp_path / "a.txt", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdin", file)
-        assert call(train, *own, *there, "data.path=-", "name=x", "data.val_fraction=0.2").code == 0
+        call(train, *own, *there, "data.path=-", "name=x", "data.val_fraction=0.2").succeeded()
     monkeypatch.setattr(sys, "stdin", None)
     standard_input.cache_clear()  # another process has not kept it
-    ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3")
-    assert ended.code == 0, ended.err
+    ended = call(train, f"runs={tmp_path}/runs", "resume=auto", "steps=3").succeeded()
     (folder,) = (tmp_path / "cache").glob("text-byte-*")
     assert f"data: {folder}, " in ended.out
     ended = call(train, *own, *there, f"data.path={folder}", "tokenizer=bpe")
@@ -327,7 +318,7 @@ def test_a_validation_text_that_has_changed_is_said_on_resume(call, small, tmp_p
     write_shard(folder / "train.bin", [i % 200 for i in range(5000)])
     write_shard(folder / "val.bin", [i % 200 for i in range(1000)])
     there = [*own, "data=bin", f"data.path={folder}", "tokenizer=byte", runs, "name=x"]
-    assert call(train, *there, "steps=2").code == 0
+    call(train, *there, "steps=2").succeeded()
     said = "the validation text has changed"
     assert said not in call(train, "resume=auto", "steps=3", runs).out
     write_shard(folder / "val.bin", [i % 200 for i in range(1100)])
@@ -340,7 +331,8 @@ def test_python_code_is_read_without_its_tests_from_where_python_has_it(tmp_path
     """purelib and platlib may be one folder, and may be two."""
     of = {"stdlib": "a", "purelib": "b", "platlib": "c"}
     for room in of.values():
-        write(tmp_path, {f"{room}/x.py": room, f"{room}/deep/y.py": room, f"{room}/tests/z.py": "", f"{room}/z.so": ""})
+        write(tmp_path, {f"{room}/x.py": room, f"{room}/deep/y.py": room, f"{room}/z.so": ""})
+        write(tmp_path / room, {f"{name}/z.py": "" for name in ("test", "tests", "idle_test", "site-packages")})
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / of[name]))
     data = DataConfig(source)
     right = sorted(str(tmp_path / of[room] / name) for room in rooms for name in ("x.py", "deep/y.py"))

@@ -10,14 +10,12 @@ import time
 from collections import namedtuple
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bench
-import train
 from data.loader import Batch
 from lab import meter, peer, steps
 from lab.files import Results
@@ -29,9 +27,8 @@ from model.gpt import GPT, GPTConfig
 from tests.reference import assert_float64_right
 from tests.runs import table_of
 from tests.test_bench import CPU
-from training import config
+from tests.test_readme import ROOT, composed
 
-ROOT = Path(__file__).parents[1]
 # No padding: nanoGPT counts the rows of its padding in the loss, and ours does not
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context_length": 24, "vocab_size": 31}
 TINY = Case(GPTConfig(**SIZES), 2)
@@ -102,20 +99,15 @@ def test_the_plain_loop_reads_every_tenth_loss(monkeypatch):
     assert read_after == [0] * 9 + [1] * 10 + [2] * 6
 
 
-def composed(*typed: str) -> train.Config:
-    ((cfg, _),) = config.compose(typed, train.Config, "config", ROOT / "conf", "train")
-    return cfg
-
-
 def test_the_models_that_are_timed_are_those_that_train_makes():
     for name, typed in {"gpt2-1k": "model=gpt2", "shakespeare": "experiment=shakespeare_gpu"}.items():
-        cfg, case = composed(typed), steps.CASES[name]
+        ((cfg, _),), case = composed("train.py", typed), steps.CASES[name]
         assert case.model == replace(cfg.model, vocab_size=case.model.vocab_size)
         assert (case.attention_p, case.B) == (cfg.attention.dropout_p, 64 if name == "gpt2-1k" else cfg.batch_size)
     for name, timed in steps.LONG.items():
-        recipe = replace(composed(f"experiment={name}").model, context_length=1, vocab_size=257)
-        recipe = replace(recipe, activation_checkpointing="false", rope_base=1e4, rope_base_local=None)  # no slower
-        assert replace(timed, context_length=1) == recipe
+        ((cfg, _),) = composed("train.py", f"experiment={name}")
+        no_slower = {"activation_checkpointing": "false", "rope_base": 1e4, "rope_base_local": None}
+        assert replace(timed, context_length=1) == replace(cfg.model, context_length=1, vocab_size=257, **no_slower)
     cases = [case for name, case in steps.CASES.items() if name.startswith("gpt2")]
     assert [case.model.context_length for case in cases] == [1024, 8192, 32_768, 65_536]
     assert {case.tokens for case in cases} == {65_536}
@@ -322,12 +314,16 @@ class GPT(PlainGPT):
 """
 
 
-def test_nanogpts_model_is_given_the_same_sizes_and_timed_in_place_of_the_plain_one(
-    tiny, tmp_path, capsys, monkeypatch
-):
+@pytest.fixture
+def nanogpt(tmp_path, monkeypatch) -> str:
+    """The path of a model.py like nanoGPT's."""
     monkeypatch.delitem(sys.modules, "peer_model", raising=False)
     (tmp_path / "model.py").write_text(NANOGPT)
-    bench.main(bench.Config(mode="train", device="cpu", out=str(tmp_path), peer=str(tmp_path / "model.py")))
+    return str(tmp_path / "model.py")
+
+
+def test_nanogpts_model_is_given_the_same_sizes_and_timed_in_place_of_the_plain_one(tiny, nanogpt, tmp_path, capsys):
+    bench.main(bench.Config(mode="train", device="cpu", out=str(tmp_path), peer=nanogpt))
     assert [row["name"] for row in table_of(tmp_path / "steps.csv")[:2]] == ["nanoGPT", "ours"]
     assert "number of parameters" not in capsys.readouterr().out
     settings = GPTConfig(**SIZES | {"bias": False, "dropout_p": 0.25, "vocab_multiple": 4})

@@ -1,9 +1,15 @@
-"""The story of the tiles, told by tiled's own loop: the published numbers, the state of each tile, and its words."""
+"""The story of the tiles, told by tiled's own loop: the published numbers, the state of each tile, and its words; and
+python breakit.py trace=true, which tells the story of a row, of the worked example or of a run, in lines."""
+
+import json
+import re
 
 import numpy as np
 import pytest
 import torch
 
+import breakit
+import train
 from lab.story import (
     ORDERS,
     STORY_FAILURES,
@@ -12,14 +18,19 @@ from lab.story import (
     backward,
     backward_sentence,
     dropout_sentence,
+    head_of_run,
     sentence,
     story,
+    tell,
 )
 from lab.traffic import Tiles, words_of
+from model import gpt
 from model.attention import AttentionConfig, attention
 from model.break_it import BreakIt
-from tests.reference import SEED, Case, assert_float64_right, oracle
+from tests.reference import SEED, Case, assert_float64_right, assert_within_budget, oracle
+from tests.runs import last
 from tests.test_attention import CAT, CAT_L, CAT_M, CAT_OUTPUT
+from training import checkpoint
 
 # (T, T_k, block_m, block_n): one tile, ragged ones, more keys than queries, and rows that see nothing.
 SIZES = [(5, 5, 5, 5), (7, 7, 2, 3), (6, 11, 4, 3), (11, 6, 3, 4), (1, 9, 2, 2), (9, 1, 4, 1)]
@@ -27,14 +38,14 @@ SIZES = [(5, 5, 5, 5), (7, 7, 2, 3), (6, 11, 4, 3), (11, 6, 3, 4), (1, 9, 2, 2),
 PAIRWISE = [(size, ORDERS[(i + j) % 2], j % 2 == 0, 0.25 * (j > 1)) for i, size in enumerate(SIZES) for j in range(4)]
 
 
-def the_cat(dtype=np.float64) -> list[np.ndarray]:
-    return [np.array(THE_CAT[name], dtype) for name in "qkv"]
+def the_cat(*names: str) -> list[np.ndarray]:
+    return [np.array(THE_CAT[name], np.float64) for name in names or "qkv"]
 
 
-def of_the_cat(failure: str = "none", gain: float = 1.0, dtype=np.float64, **options):
+def of_the_cat(failure: str = "none", **options):
     """The story of the worked example in tiles of 2, without a mask."""
     options = {"block_m": 2, "block_n": 2, "causal": False} | options
-    return story(*the_cat(dtype), break_it=BreakIt(failure, gain), **options)
+    return story(*the_cat(), break_it=BreakIt(failure), **options)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -150,9 +161,8 @@ def test_dropout_and_the_backward_are_told_by_what_is_dropped_and_by_the_sign_an
     assert f"{(tile.z == 0).sum(-1)[1]} of its 5 weights" in dropout_sentence(tile, 1)
     assert dropout_sentence(tile._replace(z=np.full((5, 5), 4 / 3)), 1) == ""
 
-    do = np.array(THE_CAT["do"], float)
-    right = backward(*the_cat(), do, **options)
-    stale = backward(*the_cat(), do, break_it=BreakIt("stale_seed"), **options)
+    right = backward(*the_cat(*"qkv", "do"), **options)
+    stale = backward(*the_cat(*"qkv", "do"), break_it=BreakIt("stale_seed"), **options)
     assert np.array_equal(right.o, stale.o)
     told = backward_sentence(right.tiles[0], 3, right.tiles[0], right.delta[3], True)
     assert f"for {(right.tiles[0].ds[3] > 0).sum()} of its 5 keys" in told
@@ -168,3 +178,111 @@ def test_a_local_mask_without_a_causal_one_and_shapes_that_cannot_be_are_refused
     q, k, v = the_cat()
     with pytest.raises(ValueError, match=r"v \(3, 4\)"):
         story(q, k, v[:3], block_m=2, block_n=2)
+
+
+# --- the lines of trace=true -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(call, small, tmp_path_factory):
+    """A folder with one run, `taught`, whose three layers of heads share key heads."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = ["model.n_layer=3", "model.n_head=4", "model.n_kv_head=2", "model.position=rope"]
+    call(train, *small, *model, "steps=20", f"runs={folder}", "name=taught").succeeded()
+    return folder
+
+
+@pytest.fixture
+def told(call):
+    """told(arguments): the lines; the table's begin with the fourth."""
+
+    def told(*arguments: str) -> list[str]:
+        ended = call(breakit, "trace=true", *arguments).succeeded()
+        return ended.out.splitlines()
+
+    return told
+
+
+def numbers(line: str) -> list[str]:
+    """Of a line's columns; what numbers the words after them have come last."""
+    return re.findall(r"-?\d+\.\d{4}|nan|inf", line)
+
+
+def test_the_worked_row_has_the_numbers_of_its_story(told):
+    lines = told()[3:]
+    tiles = [tile for tile in story(*the_cat(), block_m=2, block_n=2, causal=False)[0] if 3 in tile.rows]
+    for line, tile in zip(lines[:3], tiles, strict=True):
+        assert numbers(line)[:3] == [f"{x[1]:.4f}" for x in (tile.m, tile.l, tile.alpha)]
+    assert [float(x) for x in numbers(lines[3])[:4]] == CAT_OUTPUT[3]
+    assert len(lines) == 4
+    assert [float(x) for x in numbers(told("row=0")[-1])[:4]] == CAT_OUTPUT[0]
+
+
+def test_a_broken_row_is_shown_beside_the_right_one(told):
+    """In columns that are below each other."""
+    lines = told("failure=no_rescale")
+    found, wanted = (np.array([float(x) for x in numbers(line)[:4]]) for line in lines[-2:])
+    assert wanted.tolist() == CAT_OUTPUT[3]
+    off = 100 * np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert abs(float(re.search(r"is ([\d.]+) % away", lines[-1])[1]) - off) < 0.1
+    begins = lines[2].index("what changed")
+    assert all(line[begins - 2 : begins] == "  " and line[begins] != " " for line in lines[2:])
+
+
+def test_a_failure_that_changes_nothing_in_a_row_is_said_to_sleep_there(told):
+    """A trace with failure=unguarded_mask looked like one without it, and said no more than "0.0 % away"."""
+    asleep = "unguarded_mask changes nothing in this row: it acts where a row sees no key"
+    lines = told("failure=unguarded_mask")
+    assert lines[-2].startswith(asleep)
+    assert "docs/explorer.html" in lines[-1]
+    assert "changes nothing" in "".join(told("failure=no_rescale", "block_n=5"))  # one tile of keys
+    assert "changes nothing" not in "".join(told("failure=no_rescale"))
+
+
+def test_without_the_maximum_the_line_of_the_overflow_is_nan(told):
+    lines = told("failure=no_max", "score_gain=120", "dtype=float32")[3:]
+    assert ["nan" in numbers(line) for line in lines] == [False, True, True, True, False]
+
+
+def test_the_order_of_the_loops_decides_which_tiles_are_a_rows(told):
+    by_order = [[line.split()[0] for line in told(f"order={order}")[3:6]] for order in ORDERS]
+    assert by_order == [["4", "5", "6"], ["2", "5", "8"]]
+    assert [float(x) for x in numbers(told("row=0")[-1])[:4]] == CAT_OUTPUT[0]
+
+
+def test_the_file_has_what_was_told(told, tmp_path):
+    lines = told(f"out={tmp_path}/sub/trace.json", "block_n=3")
+    kept = json.loads((tmp_path / "sub/trace.json").read_text())
+    assert {name: kept[name] for name in "qkv"} == {name: THE_CAT[name] for name in "qkv"}
+    assert (kept["block_m"], kept["block_n"], kept["causal"]) == (2, 3, False)
+    places = [([0, 2], [0, 3]), ([0, 2], [3, 5]), ([2, 4], [0, 3])]
+    assert [(tile["rows"], tile["columns"]) for tile in kept["tiles"][:3]] == places
+    last = [tile for tile in kept["tiles"] if tile["rows"] == [2, 4]][-1]
+    assert [f"{x:.4f}" for x in last["o"][1]] == numbers(lines[-1])[:4]
+
+
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 1), (2, 3)])
+def test_a_runs_head_gives_what_the_model_computes_there(runs, layer, head):
+    """What goes into the model's last projection is the output of the story of the q, k and v that were taken."""
+    taken = head_of_run("taught", runs, layer, head, 20)
+    assert gpt.attention is attention  # as before the recording
+    net = checkpoint.load(last(runs / "taught")).network(AttentionConfig("naive"), torch.device("cpu")).eval()
+    outputs = []
+    net.blocks[layer].attention.out.register_forward_hook(lambda _, inputs, __: outputs.append(inputs[0]))
+    tokens = [256 if label == "<|endoftext|>" else ord(label) for label in taken.labels]
+    with torch.no_grad():
+        net(torch.tensor([tokens]))
+    o = outputs[0][0].unflatten(-1, (4, -1))[:, head]  # (T, D)
+
+    options = {"causal": True, "block_m": 8, "block_n": 8, "order": "queries_outside"}
+    reference = torch.from_numpy(tell(taken, "none", 1.0, "float64", **options)[1])
+    q, k, v = (torch.from_numpy(x)[None, None].float() for x in (taken.q, taken.k, taken.v))
+    naive = attention(q, k, v, AttentionConfig("naive"), softmax_scale=taken.softmax_scale)[0, 0]
+    assert_within_budget({"o": o}, {"o": naive}, {"o": reference})
+
+
+def test_a_run_with_a_window_has_no_story(call, small, tmp_path):
+    call(train, *small, "attention.window=8", "steps=1", f"runs={tmp_path}", "name=near").succeeded()
+    ended = call(breakit, "trace=true", "run=near", f"runs={tmp_path}")
+    assert ended.code == 2
+    assert re.fullmatch("breakit: .*run=near.*\n", ended.err)

@@ -149,13 +149,6 @@ def likeliest(model: GPT, text: bytes, count: int, stop: bytes = b"\xff", past_c
     return new.split(stop)[0]
 
 
-def test_a_prompt_from_standard_input_arrives_as_it_was_piped(speak, model):
-    ended = speak("prompt_file=-", "temperature=0", "max_new_tokens=5", typed="two\r\nlines\n")
-    text = b"two\r\nlines\n"
-    assert ended.out.encode() == text.replace(b"\r", "\ufffd".encode()) + likeliest(model, text, 5) + b"\n"
-    assert "prompt: 11 tokens from -" in ended.err
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("past_context", ["slide", "half"])
 def test_a_line_is_continued_after_all_that_is_on_the_screen(speak, model, past_context, stopped):

@@ -7,7 +7,7 @@ import pytest
 import tiktoken
 
 from data import tokenizer
-from data.tokenizer import TextStream, TokenizerConfig, build, encode, from_json, same, to_json, token_bytes
+from data.tokenizer import TextStream, TokenizerConfig, build, encode, from_json, same, to_json
 
 FILES_OF_GPT2 = {
     "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
@@ -31,25 +31,12 @@ def test_text_survives_the_way_to_ids_and_back(encoding):
     assert encoding.eot_token not in ids
 
 
-def test_token_bytes_are_those_of_each_token(encoding):
-    ordinary = range(encoding.n_vocab - 1)
-    lengths = [len(encoding.decode_single_token_bytes(i)) for i in ordinary]
-    assert token_bytes(encoding).tolist() == [*lengths, 0]
-
-
 def test_json_brings_back_the_same_tokenizer(encoding):
     again = from_json(to_json(encoding))
     assert again.name == encoding.name
     assert same(again, encoding)
     assert to_json(again) == to_json(encoding)
     assert encode(again, TEXT).tolist() == encode(encoding, TEXT).tolist()
-
-
-def test_stream_gives_the_text_and_never_half_a_character(encoding):
-    stream = TextStream(encoding)
-    shown = [stream.feed(token) for token in encode(encoding, TEXT).tolist()]
-    assert "".join(shown) + stream.flush() == TEXT
-    assert "\ufffd" not in "".join(shown)
 
 
 def test_stream_replaces_what_is_never_completed_and_refuses_ids_outside_the_vocabulary():
