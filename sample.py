@@ -42,13 +42,10 @@ from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange, listing
-from training.help import typed
 from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype, stop_signals
 from training.metrics import printable, stamp
 
-WHICH = ("run", "checkpoint", "runs", "init_from")  # the keys that choose the weights
-# What is done instead of writing text, and the keys that it reads.
-INSTEAD_OF_TEXT = {"list_runs": ("runs",), "export": WHICH, "hellaswag": (*WHICH, "device", "dtype", "impl")}
+WHICH = "run checkpoint runs init_from"  # the keys that choose the weights
 MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
@@ -65,16 +62,17 @@ class Config(Sampler):
     run: str = key("latest", "name or folder of the run; latest: the run with the newest checkpoint")
     checkpoint: str = key("best", "best (lowest validation loss) | last | a name like step_000100 | a path")
     runs: str = key("runs", "folder of all runs")
-    list_runs: bool = key(False, "list all runs, the newest first, instead of writing text")
+    list_runs: bool = key(False, "list all runs, the newest first, instead of writing text", alone="runs")
     init_from: str | None = key(
         None, "weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors", least=1
     )
     export: str | None = key(
-        None, "write the model into this folder, for transformers to load; null: write text", least=1
+        None, "write the model into this folder, for transformers to load; null: write text", alone=WHICH, least=1
     )
     hellaswag: int = key(
         0,
         "questions of HellaSwag to answer, instead of writing text",
+        alone=f"{WHICH} device dtype impl",
         least=0,
         most=HELLASWAG_QUESTIONS,
         usual="0: write text; 10042: all",
@@ -115,11 +113,6 @@ class Config(Sampler):
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
             raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
-        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        for other, read in INSTEAD_OF_TEXT.items():
-            unread = [name for name in given if name not in (other, *read)]
-            if other in given and unread:
-                raise ValueError(f"{other}={typed(getattr(self, other))} writes no text: leave out {unread[0]}=")
         if self.interactive and self.num_samples > 1:
             raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
         if self.interactive and self.prompt_file == "-":

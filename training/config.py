@@ -48,6 +48,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.keys import check_typed
 from training.files import last_word
 from training.help import RESUMED, did_you_mean, elsewhere, explain, help_text, nearest, unknown
 
@@ -238,6 +239,8 @@ def compose(
         raise ValueError("a number of the command line is larger than any float: give a smaller one") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(explain(error, known, conf)) from error
+    for cfg, typed in plain:
+        check_typed(cfg, {key: value.strip("'") for key, _, value in (override.partition("=") for override in typed)})
     # Without the schema in its defaults list, Hydra would have checked no key and no type.
     assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
     return plain

@@ -298,9 +298,11 @@ def evaluate(cfg: Config) -> int:
     """
     device = pick_device(cfg.device)
     autocast = set_precision(pick_dtype(cfg.dtype, device), device)
-    trained = open_checkpoint(cfg)
+    name, trained = cfg.name, open_checkpoint(cfg)
     assert trained is not None, "Config refuses eval_only=true without resume="
     folder = trained.path.parent.parent
+    if name and not f"{folder.name}-BROKEN-".startswith(f"{name}-BROKEN-"):  # resume=auto finds a broken run, too
+        raise ValueError(f"name={name}: eval_only=true measures {folder}, which resume= names; leave name= out")
     if trained.path.parent.name != checkpoint.FOLDER:
         raise ValueError(
             f"resume={trained.path} lies in no run's folder, and the measurement is written there; name a run"
