@@ -17,7 +17,6 @@ import train
 from conf.keys import Key, check, key
 from training import config
 
-
 ROOT = Path(__file__).parent.parent
 
 
