@@ -26,7 +26,7 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -124,9 +124,6 @@ class Config(Sampler):
         if self.cache == "false" or refusal(model) is not None:
             return False
         return KVCache(model, self.num_samples, page=PAGE if self.cache == "paged" else None)
-
-    def sampler(self) -> Sampler:
-        return Sampler(**{field.name: getattr(self, field.name) for field in fields(Sampler)})
 
     def stops(self) -> list[str]:
         """The texts of stop=. It is a list in JSON if it begins as one of texts does."""
@@ -230,21 +227,17 @@ def write(cfg: Config, model: GPT, encoding: Encoding, prompt: list[int], text: 
     idx = torch.tensor([prompt], device=device).expand(count, -1)  # (B, T)
     started, made, first, length = time.perf_counter(), 0, 0.0, len(prompt)
     cache = cfg.new_cache(model)
-    new = generate(
-        model, idx, cfg.max_new_tokens, cfg.sampler(), generators, cache=cache, past_context=cfg.past_context
-    )
+    new = generate(model, idx, cfg.max_new_tokens, cfg, generators, cache=cache, past_context=cfg.past_context)
     for tokens in new:
         made, length, first = made + len(screen.going), length + 1, first or time.perf_counter() - started
-        for row, token in enumerate(tokens.tolist()):
-            screen.add(row, streams[row].flush() if token == encoding.eot_token else streams[row].feed(token))
-            if token == encoding.eot_token or streams[row].stopped:
-                screen.end(row)
+        for row, (stream, token) in enumerate(zip(streams, tokens.tolist(), strict=True)):
+            ends = token == encoding.eot_token
+            screen.add(row, stream.flush() if ends else stream.feed(token), ends or stream.stopped)
         if not screen.going:
             break
     stopped = cfg.past_context == "stop" and bool(screen.going) and length < len(prompt) + cfg.max_new_tokens
     for row, stream in enumerate(streams):
-        screen.add(row, stream.flush())
-        screen.end(row)
+        screen.add(row, stream.flush(), ends=True)
     past = stopped or length - 1 > model.config.context_length
     say_the_end(cfg, model, label, made, first, time.perf_counter() - started, past)
 
@@ -253,7 +246,7 @@ def talk(cfg: Config, model: GPT, encoding: Encoding, prompt: list[int], text: s
     """Reads a line, continues the text with it, and so on until the input ends. What the model sees is what the screen
     shows. Ctrl-C ends the present answer; where a line is read, and when it comes twice, it ends the program."""
     generator = torch.Generator(model.embedding.weight.device).manual_seed(cfg.seed)
-    session = Session(model, cfg.sampler(), generator, cache=cfg.new_cache(model), past_context=cfg.past_context)
+    session = Session(model, cfg, generator, cache=cfg.new_cache(model), past_context=cfg.past_context)
     if sys.stdin is None:
         raise ValueError("interactive=true reads standard input, which is closed; use prompt=")
     mark = "> " if sys.stdin.isatty() else ""
@@ -314,21 +307,15 @@ class Screen:
         self.waiting = heads  # what of each text is not printed yet
         self.going = set(range(len(heads)))  # the texts that have not ended
         self.turn = 0  # the text that is printed now
-        self.show()
+        self.add(0, "")
 
-    def add(self, row: int, text: str) -> None:
-        """Appends to a text, if it has not ended."""
-        if row in self.going:
-            self.waiting[row] += printable(text)
-            self.show()
-
-    def end(self, row: int) -> None:
-        if row in self.going:
-            self.waiting[row] += "\n"
+    def add(self, row: int, text: str, ends: bool = False) -> None:
+        """Appends to a text that has not ended. ends: that was its last. Prints what may be printed now."""
+        if row not in self.going:
+            return
+        self.waiting[row] += printable(text) + "\n" * ends
+        if ends:
             self.going.remove(row)
-            self.show()
-
-    def show(self) -> None:
         while self.turn < len(self.waiting):
             print(self.waiting[self.turn], end="", flush=True)
             self.waiting[self.turn] = ""
