@@ -382,10 +382,10 @@ TABLE = [
      "exchange::test_another_kind_of_tokenizer_is_refused_in_one_line"),
     ("HellaSwag's answer has the lowest sum of losses", "losses.sum(1) / (batch.y != IGNORE).sum(1)", "losses.sum(1)",
      "hellaswag"),
-    ("HellaSwag's endings are scored without their first token", "n - scored", "n - scored + 1", "hellaswag"),
+    ("HellaSwag's endings are scored without their first token", ": -len(end)]", ": 1 - len(end)]", "hellaswag"),
     ("HellaSwag's endings follow the text without a space", '" " + ending', "ending", "hellaswag"),
-    ("a text of HellaSwag that is too long loses its end", "[-context - 1 :], len(end)", "[: context + 1], len(end)",
-     "hellaswag"),
+    ("a text of HellaSwag that is too long loses its end", "(text + end)[-context - 1 :]",
+     "(text + end)[: context + 1]", "hellaswag"),
     # --- data ---
     ("the target is the token itself", "slice(1, None))\n", "slice(None, -1))\n", "data"),
     ("a document begins a token late", 'start + n), side="right")', "start + n))", "data"),

@@ -8,10 +8,6 @@
     if __name__ == "__main__":
         config.run(main, Config, "config")                           # conf/config.yaml and its groups override defaults
 
-    python train.py model=gpt2 optimizer.lr=3e-4                     # one run
-    python train.py -m optimizer.lr=1e-4,3e-4                        # a sweep: one run after the other
-    python train.py resume=auto optimizer.lr=1e-4                    # a checkpoint's configuration, with one change
-
 Two decisions shape this file:
 - Hydra only composes the configuration, by hydra.compose(). It makes no output folder or logger for a run and does not
   wrap the script's errors. The price: no launcher plugins, and of Hydra's flags only FLAGS.
