@@ -104,6 +104,7 @@ def test_a_key_of_an_experiment_or_one_that_is_off_needs_no_partner(typed):
 @pytest.mark.parametrize("typed", ["steps=9", "optimizer.lr=1", "model.n_layer=4", "experiment=smoke", "seed=1"])
 def test_a_measurement_refuses_what_is_for_training(typed):
     measuring = "train eval_only=true resume=x name=x wandb.mode=disabled data=text batch_size=2 attention.block_m=16"
+    measuring += " hydra.searchpath=[]"
     assert composed(measuring)
     with pytest.raises(ValueError, match=rf"\Aeval_only=true does not read {typed}; leave it out\Z"):
         composed(f"{measuring} {typed}")
