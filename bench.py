@@ -55,13 +55,10 @@ mode=length. Times our training step with each implementation of attention at ea
 tokens, so the batch has fewer sequences where they are longer. On a GPU the model is that of experiment=long_16k,
 elsewhere that of experiment=long_laptop. Rows go to lengths.csv.
 
-mode=learn. Trains nanoGPT's recipe and ours for seconds= each, with each of seeds=, on the same text, one run after the
-other: on a CPU the default and experiment=laptop on data=pystdlib, on a GPU experiment=gpu_minute or, from seconds=300
-on, gpu_ten_minutes on data=pypackages, which takes half a minute to prepare. nanoGPT's is experiment=shakespeare, on a
-GPU shakespeare_gpu. With peer= its own model.py is trained, in a plain loop; without it train.py trains its recipe.
-Each run's learning rate is lowest when its time is over. A line is one run: validation bits per byte at its end.
-learn.csv has each evaluation, and learn.png is drawn from it. `also=` adds arguments of train.py, for example
-'also=data=text data.path=FILE'.
+mode=learn. Trains nanoGPT's recipe and ours (lab/learn.py) for seconds= each, with each of seeds=, one run after the
+other: on a CPU on data=pystdlib, on a GPU on data=pypackages, which takes half a minute to prepare. A line is one run:
+validation bits per byte at its end. learn.csv has each evaluation, and learn.png is drawn from it. `also=` adds
+arguments of train.py, for example 'also=data=text data.path=FILE'.
 
 mode=decode. Times attention of one new token against T_k cached keys. A line has GB/s of keys and values, and its share
 of the speed of a copy of as many bytes. plain is decode() of sampling/cache.py, kernel that of sampling/decode.py. On a

@@ -26,7 +26,7 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,13 +42,10 @@ from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange, listing
-from training.help import typed
 from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype, stop_signals
 from training.metrics import printable, stamp
 
-WHICH = ("run", "checkpoint", "runs", "init_from")  # the keys that choose the weights
-# What is done instead of writing text, and the keys that it reads.
-INSTEAD_OF_TEXT = {"list_runs": ("runs",), "export": WHICH, "hellaswag": (*WHICH, "device", "dtype", "impl")}
+WHICH = "run checkpoint runs init_from"  # the keys that choose the weights
 MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
@@ -65,16 +62,17 @@ class Config(Sampler):
     run: str = key("latest", "name or folder of the run; latest: the run with the newest checkpoint")
     checkpoint: str = key("best", "best (lowest validation loss) | last | a name like step_000100 | a path")
     runs: str = key("runs", "folder of all runs")
-    list_runs: bool = key(False, "list all runs, the newest first, instead of writing text")
+    list_runs: bool = key(False, "list all runs, the newest first, instead of writing text", alone="runs")
     init_from: str | None = key(
         None, "weights instead of a run's: a name on Hugging Face (gpt2) or a folder of safetensors", least=1
     )
     export: str | None = key(
-        None, "write the model into this folder, for transformers to load; null: write text", least=1
+        None, "write the model into this folder, for transformers to load; null: write text", alone=WHICH, least=1
     )
     hellaswag: int = key(
         0,
         "questions of HellaSwag to answer, instead of writing text",
+        alone=f"{WHICH} device dtype impl",
         least=0,
         most=HELLASWAG_QUESTIONS,
         usual="0: write text; 10042: all",
@@ -115,11 +113,6 @@ class Config(Sampler):
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
             raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
-        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        for other, read in INSTEAD_OF_TEXT.items():
-            unread = [name for name in given if name not in (other, *read)]
-            if other in given and unread:
-                raise ValueError(f"{other}={typed(getattr(self, other))} writes no text: leave out {unread[0]}=")
         if self.interactive and self.num_samples > 1:
             raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
         if self.interactive and self.prompt_file == "-":
@@ -131,9 +124,6 @@ class Config(Sampler):
         if self.cache == "false" or refusal(model) is not None:
             return False
         return KVCache(model, self.num_samples, page=PAGE if self.cache == "paged" else None)
-
-    def sampler(self) -> Sampler:
-        return Sampler(**{field.name: getattr(self, field.name) for field in fields(Sampler)})
 
     def stops(self) -> list[str]:
         """The texts of stop=. It is a list in JSON if it begins as one of texts does."""
@@ -237,21 +227,17 @@ def write(cfg: Config, model: GPT, encoding: Encoding, prompt: list[int], text: 
     idx = torch.tensor([prompt], device=device).expand(count, -1)  # (B, T)
     started, made, first, length = time.perf_counter(), 0, 0.0, len(prompt)
     cache = cfg.new_cache(model)
-    new = generate(
-        model, idx, cfg.max_new_tokens, cfg.sampler(), generators, cache=cache, past_context=cfg.past_context
-    )
+    new = generate(model, idx, cfg.max_new_tokens, cfg, generators, cache=cache, past_context=cfg.past_context)
     for tokens in new:
         made, length, first = made + len(screen.going), length + 1, first or time.perf_counter() - started
-        for row, token in enumerate(tokens.tolist()):
-            screen.add(row, streams[row].flush() if token == encoding.eot_token else streams[row].feed(token))
-            if token == encoding.eot_token or streams[row].stopped:
-                screen.end(row)
+        for row, (stream, token) in enumerate(zip(streams, tokens.tolist(), strict=True)):
+            ends = token == encoding.eot_token
+            screen.add(row, stream.flush() if ends else stream.feed(token), ends or stream.stopped)
         if not screen.going:
             break
     stopped = cfg.past_context == "stop" and bool(screen.going) and length < len(prompt) + cfg.max_new_tokens
     for row, stream in enumerate(streams):
-        screen.add(row, stream.flush())
-        screen.end(row)
+        screen.add(row, stream.flush(), ends=True)
     past = stopped or length - 1 > model.config.context_length
     say_the_end(cfg, model, label, made, first, time.perf_counter() - started, past)
 
@@ -260,7 +246,7 @@ def talk(cfg: Config, model: GPT, encoding: Encoding, prompt: list[int], text: s
     """Reads a line, continues the text with it, and so on until the input ends. What the model sees is what the screen
     shows. Ctrl-C ends the present answer; where a line is read, and when it comes twice, it ends the program."""
     generator = torch.Generator(model.embedding.weight.device).manual_seed(cfg.seed)
-    session = Session(model, cfg.sampler(), generator, cache=cfg.new_cache(model), past_context=cfg.past_context)
+    session = Session(model, cfg, generator, cache=cfg.new_cache(model), past_context=cfg.past_context)
     if sys.stdin is None:
         raise ValueError("interactive=true reads standard input, which is closed; use prompt=")
     mark = "> " if sys.stdin.isatty() else ""
@@ -321,21 +307,15 @@ class Screen:
         self.waiting = heads  # what of each text is not printed yet
         self.going = set(range(len(heads)))  # the texts that have not ended
         self.turn = 0  # the text that is printed now
-        self.show()
+        self.add(0, "")
 
-    def add(self, row: int, text: str) -> None:
-        """Appends to a text, if it has not ended."""
-        if row in self.going:
-            self.waiting[row] += printable(text)
-            self.show()
-
-    def end(self, row: int) -> None:
-        if row in self.going:
-            self.waiting[row] += "\n"
+    def add(self, row: int, text: str, ends: bool = False) -> None:
+        """Appends to a text that has not ended. ends: that was its last. Prints what may be printed now."""
+        if row not in self.going:
+            return
+        self.waiting[row] += printable(text) + "\n" * ends
+        if ends:
             self.going.remove(row)
-            self.show()
-
-    def show(self) -> None:
         while self.turn < len(self.waiting):
             print(self.waiting[self.turn], end="", flush=True)
             self.waiting[self.turn] = ""

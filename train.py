@@ -35,6 +35,7 @@ import torch
 
 from data.loader import Prefetch
 from model.abilities import resolve
+from model.attention import AttentionConfig
 from model.gpt import without_values
 from parallel.processes import (
     Ranks,
@@ -125,16 +126,11 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     stack: closes the lock and the metrics when the run ends, also after an error. The run's folder is made only after
     all checks have passed.
     """
-    # Device and precision.
     keep_memory()
-    device = pick_device(own_device(cfg.device))
-    dtype = pick_dtype(cfg.dtype, device)
-    attention = resolve(cfg.attention, device.type, cfg.break_it, in_a_ring(cfg), cfg.model, DTYPES[dtype])
-    way, _ = choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
+    device, dtype, attention, way, accumulation = choices(cfg)
     if way != "eager" and device.type == "cuda":
         ahead.import_compiler()
-    refuse_another_parent(cfg)
-    ranks, rows, own_passes = divide(ranks, cfg, passes(cfg))
+    ranks, rows, own_passes = divide(ranks, cfg, accumulation)
     refuse_what_is_for_one(cfg, attention)
 
     # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
@@ -179,18 +175,23 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
     return run
 
 
+def choices(cfg: Config) -> tuple[torch.device, str, AttentionConfig, str, int]:
+    """Device, dtype, resolved attention, how a step is run, and passes of a step. ValueError for what does not work."""
+    device = pick_device(own_device(cfg.device))
+    dtype = pick_dtype(cfg.dtype, device)
+    attention = resolve(cfg.attention, device.type, cfg.break_it, in_a_ring(cfg), cfg.model, DTYPES[dtype])
+    way, _ = choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
+    refuse_another_parent(cfg)
+    return device, dtype, attention, way, passes(cfg)
+
+
 def check(cfg: Config) -> None:
     """Raises ValueError for a device, an attention or sizes that do not work. These are the checks of set_up() that
     need no data and no memory. A sweep makes them for every job before the first one starts."""
     if cfg.eval_only:
         raise ValueError("eval_only=true measures one run: leave out -m, and type the command once for each run")
     refuse_several("-m makes one run after the other")
-    device = pick_device(cfg.device)
-    dtype = DTYPES[pick_dtype(cfg.dtype, device)]
-    attention = resolve(cfg.attention, device.type, cfg.break_it, model=cfg.model, dtype=dtype)
-    choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
-    refuse_another_parent(cfg)
-    passes(cfg)
+    _, _, attention, _, _ = choices(cfg)
     cfg = copy.deepcopy(cfg)
     cfg.model.vocab_size = cfg.model.vocab_size or 1
     with without_values():

@@ -45,15 +45,23 @@ class Sampler:
         most=math.inf,
         usual="0: always the most likely token",
     )
-    top_k: int | None = key(None, "sample from the k most likely tokens only", least=1, usual="null: from all")
+    top_k: int | None = key(
+        None, "sample from the k most likely tokens only", needs="temperature", least=1, usual="null: from all"
+    )
     # arXiv 1904.09751
     top_p: float = key(
-        1.0, "sample from the most likely tokens that add up to this probability", above=0, most=1, usual="1: from all"
+        1.0,
+        "sample from the most likely tokens that add up to this probability",
+        needs="temperature",
+        above=0,
+        most=1,
+        usual="1: from all",
     )
     # arXiv 2407.01082
     min_p: float = key(
         0.0,
         "sample from tokens with at least this share of the largest probability",
+        needs="temperature",
         least=0,
         most=1,
         usual="0: from all",

@@ -73,6 +73,16 @@ def test_a_failure_that_needs_time_beside_its_arguments_says_so(gain):
     assert said.endswith("these arguments need more steps; the next look is at step 10")
 
 
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_a_failure_between_tiles_is_woken_by_smaller_tiles_where_the_context_is_one(impl):
+    """It said more steps: break_it=unguarded_mask attention.window=8 experiment=smoke."""
+    one = ("attention.window=8", f"attention.impl={impl}", f"attention.block_m={T}", f"attention.block_n={T}")
+    acts, said = looked("unguarded_mask", one)
+    assert not acts
+    tiles = said.rpartition(": ")[2].replace("attention=", "attention.impl=").split()
+    assert looked("unguarded_mask", (*one, *tiles))[0]
+
+
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_wrong_mask_in_the_backward_leaves_o_right_and_the_gradients_wrong(name):
     _, said = looked(name, tuple(FAILURES[name].wakes.split()))

@@ -284,8 +284,6 @@ def test_keys_of_the_data_that_exclude_each_other(there, typed, answer):
     breakit trace=true failure=stale_seed                       failure=stale_seed
     breakit trace=true out=x                                    out=x
     sample init_from=x run=y                                    init_from=x
-    sample export=x seed=3                                      seed=
-    sample hellaswag=9 prompt=x                                 hellaswag=9
 """)
 def test_keys_of_another_script_that_exclude_each_other(there, typed, answer):
     script, *typed = typed.replace("{there}", str(there)).split()

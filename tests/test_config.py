@@ -337,7 +337,8 @@ MISTAKES = {  # what the answer must have beside what is typed: the nearest name
     "type float": ["optimizer.lr=abc"],
     "type int": ["model.n_layer=1.5", "seed=1.5e0", "seed=1e999999999", "seed=null", "-m seed=1,x"],
     "type int | None": ["model.n_kv_head=x", "limit=$x"],
-    "type list[float]": ["optimizer.betas=[a]", "optimizer.betas=3"],
+    "type list[float]": ["optimizer.betas=[a]"],
+    "did you mean optimizer.betas=[3]?": ["optimizer.betas=3"],  # it said list[float], a word of Python's
     "type bool": ["optimizer.fused=maybe"],
     "quote it": ["optimizer.betas=[1", "seed=("],
     "'nothing'": ["seed=${nothing}"],

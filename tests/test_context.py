@@ -396,6 +396,7 @@ MISTAKES = [  # what is typed, and what the line names
     ("eval_only=true", "resume=NAME"),
     ("eval_only=true resume=nobody", "resume=nobody"),
     ("-m eval_only=true resume=plain,measured", "-m"),
+    ("eval_only=true resume=plain name=other", "name=other"),
     ("eval_only=true resume={outside}", "{outside}"),  # a checkpoint in no run's folder
     ("eval_only=true resume=plain model.context_length=128", "model.context_length=64"),  # it has learned positions
     ("eval_only=true resume=plain", "batch_size=4"),  # where memory runs out, which was a traceback

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import sample
 import train
 from conf.keys import Key, check, key
 from training import config
+
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -62,6 +65,49 @@ def test_a_value_at_a_limit_is_taken_and_a_list_is_each_instances_own():
     assert {name: f.metadata["key"].meaning for name, f in Some.__dataclass_fields__.items() if f.metadata}["kind"] == (
         "the kind: a (the first) | b, the second | c; a is usual"
     )
+
+
+UNREAD = [  # what is typed, what nothing reads of it, and the words beside which it would be read
+    ("train length_warmup_from=64", "length_warmup_from=64", "length_warmup_steps=9"),
+    ("train length_warmup_by=4", "length_warmup_by=4", "length_warmup_steps=9 length_warmup_from=16"),
+    ("train experiment=long_16k length_warmup_steps=0 length_warmup_by=4", "length_warmup_by=4", None),
+    ("train sample_every=0 sample_tokens=5", "sample_tokens=5", "sample_every=1"),
+    ("train attention.block_mask_size=16", "attention.block_mask_size=16", "attention.block_mask=[x]"),
+    ("train attention=sdpa attention.block_m=16", "attention.block_m=16", "attention=tiled"),
+    ("train attention=naive attention.block_n=16", "attention.block_n=16", "probe.every=1"),
+    ("train -m attention=sdpa seed=1,2 attention.block_n=16", "attention.block_n=16", "attention=auto"),
+    *((f"sample temperature=0 {name}", name, "temperature=1") for name in ("top_k=5", "top_p=0.5", "min_p=0.1")),
+    ("sample list_runs=true seed=3", "seed=3", "list_runs=false"),
+    ("sample export=x temperature=0", "temperature=0", "export=null"),
+    ("sample hellaswag=9 prompt=x", "prompt=x", "hellaswag=0"),
+]
+
+
+def composed(typed: str) -> list:
+    module = {"train": train, "sample": sample}[typed.split()[0]]
+    name = {train: "config", sample: "sample"}[module]
+    return config.compose(typed.split()[1:], module.Config, name, ROOT / "conf", module.__name__)
+
+
+@pytest.mark.parametrize(("typed", "unread", "beside"), UNREAD)
+def test_a_key_that_was_typed_is_read_or_refused(typed, unread, beside):
+    with pytest.raises(ValueError, match=rf"\A.*{re.escape(unread)}.*leave it out\Z"):
+        composed(typed)
+    assert beside is None or composed(f"{typed} {beside}")
+
+
+@pytest.mark.parametrize("typed", ["experiment=long_16k length_warmup_steps=0", "sample_every=0 sample_tokens=0"])
+def test_a_key_of_an_experiment_or_one_that_is_off_needs_no_partner(typed):
+    assert composed(f"train {typed}")
+
+
+@pytest.mark.parametrize("typed", ["steps=9", "optimizer.lr=1", "model.n_layer=4", "experiment=smoke", "seed=1"])
+def test_a_measurement_refuses_what_is_for_training(typed):
+    measuring = "train eval_only=true resume=x name=x wandb.mode=disabled data=text batch_size=2 attention.block_m=16"
+    measuring += " hydra.searchpath=[]"
+    assert composed(measuring)
+    with pytest.raises(ValueError, match=rf"\Aeval_only=true does not read {typed}; leave it out\Z"):
+        composed(f"{measuring} {typed}")
 
 
 def outside(limits: Key, kind: str) -> list[Any]:

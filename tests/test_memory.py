@@ -84,7 +84,7 @@ def size_of(form: str, chunk: int | None, impl: str = "triton", model: GPTConfig
 
 def chosen(free_gib: float, impl: str = "triton", model: GPTConfig = LONG) -> tuple[str, int | None, str]:
     """What auto makes of a model, GPT-2 at 1,048,576 tokens, on a GPU with so much free memory."""
-    model, why = fastest(int(free_gib * 2**30), model, AttentionConfig(impl), 1, "bf16", ema=False)
+    model, why = fastest(int(free_gib * 2**30), model, AttentionConfig(impl), batch_size=1, dtype="bf16", ema=False)
     return model.activation_checkpointing, model.chunk, why
 
 

@@ -292,9 +292,13 @@ def test_ranks_have_the_same_time_and_pace_whatever_their_clocks_say(monkeypatch
     assert {(run.left, run.pace) for run in runs} == {(51.0, 2.5)}
 
 
-def test_the_five_parts_of_a_runs_time_are_all_of_it(clock):
-    """Four cold steps of 11, 3, 3 and 3 seconds, of which 2 each would do: 12 were for compiling."""
+@pytest.mark.parametrize("way", ["eager", "compiled", "recorded"])
+def test_the_five_parts_of_a_runs_time_are_all_of_it(clock, way):
+    """Four cold steps of 11, 3, 3 and 3 seconds, of which 2 each would do: 12 were for compiling, or in an eager run
+    for what the first steps set up. That was called compiling, too."""
     took = {"starting": 5.0, "cold steps": 20.0, "steps": 30.0, "between steps": 4.0}
     run = SimpleNamespace(started=clock.now - 60.0, took=defaultdict(float, took), cold=4, pace=2.0)
-    said = [float(number) for number in re.findall(r"\d+\.\d", where_time_went(run))]
-    assert said == [60.0, 5.0, 12.0, 38.0, 4.0, 1.0]
+    run.train_step = SimpleNamespace(way=way)
+    said = where_time_went(run)
+    assert [float(number) for number in re.findall(r"\d+\.\d", said)] == [60.0, 5.0, 12.0, 38.0, 4.0, 1.0]
+    assert ("compiling" in said) == (way != "eager")

@@ -66,7 +66,7 @@ def test_texts_are_printed_in_order_and_the_first_as_it_is_made(capsys):
     assert capsys.readouterr().out == "1:"
     steps = [("a", 0), ("b", 1), ("c", 2), ("", 1), ("nothing", 1), ("d", 0), ("", 0), ("e", 2), ("", 2), ("", 2)]
     for (text, row), shown in zip(steps, ["a", "", "", "", "", "d", "\n2:b\n3:c", "e", "\n", ""], strict=True):
-        screen.add(row, text) if text else screen.end(row)
+        screen.add(row, text, ends=not text)
         assert capsys.readouterr().out == shown
 
 

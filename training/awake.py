@@ -26,6 +26,8 @@ from training.settings import Config
 
 LOOKS = (10, 100, 1000)  # the steps after the first at which a broken run looks again
 BEYOND_ROUNDING = 3.0  # an error this many times the whole algorithm's acts; another order of sums gives less
+# What they take out does nothing in the first tile of a row.
+PER_TILE = {"no_rescale", "no_rescale_sum", "no_rescale_output", "local_mask", "unguarded_mask"}
 EXACT = torch.finfo(torch.float32).eps  # the least error to compare with: for a row of one key the whole one has none
 
 
@@ -124,6 +126,10 @@ def in_words(found: Sequence[Effect], cfg: Config, step: int, headroom: float, s
     )
     if all(has(cfg, FAILURES[name].wakes) for name in names):
         way = "these arguments need more steps" + (f"; the next look is at step {later[0]}" if later else "")
+        T = cfg.model.context_length
+        if PER_TILE.intersection(names) and (cfg.attention.impl == "naive" or T <= cfg.attention.block_n):
+            tiles = f"attention=tiled attention.block_m={max(1, T // 4)} attention.block_n={max(1, T // 4)}"
+            way = f"to see an effect, cut the {T} tokens into tiles: {tiles}"
     return f"{who} has no effect yet at step {step}: {o_is_right}{left}" + ("" if stopped else f"; {way}")
 
 

@@ -8,10 +8,6 @@
     if __name__ == "__main__":
         config.run(main, Config, "config")                           # conf/config.yaml and its groups override defaults
 
-    python train.py model=gpt2 optimizer.lr=3e-4                     # one run
-    python train.py -m optimizer.lr=1e-4,3e-4                        # a sweep: one run after the other
-    python train.py resume=auto optimizer.lr=1e-4                    # a checkpoint's configuration, with one change
-
 Two decisions shape this file:
 - Hydra only composes the configuration, by hydra.compose(). It makes no output folder or logger for a run and does not
   wrap the script's errors. The price: no launcher plugins, and of Hydra's flags only FLAGS.
@@ -48,6 +44,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.keys import check_typed
 from training.files import last_word
 from training.help import RESUMED, did_you_mean, elsewhere, explain, help_text, nearest, unknown
 
@@ -238,6 +235,9 @@ def compose(
         raise ValueError("a number of the command line is larger than any float: give a smaller one") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(explain(error, known, conf)) from error
+    for cfg, overrides in plain:
+        parts = (override.partition("=") for override in overrides if "hydra.searchpath=" not in override)
+        check_typed(cfg, {key: value.strip("'") for key, _, value in parts})
     # Without the schema in its defaults list, Hydra would have checked no key and no type.
     assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
     return plain
@@ -328,7 +328,7 @@ def check_override(override: str, known: Mapping[str, Any], groups: list[str], s
         raise ValueError(f"{override}: options are written key=value; {did_you_mean([f'{key}=VALUE'])}")
     if key in groups and value.startswith("["):  # Hydra would merge the files; the last one would win
         raise ValueError(f"{override}: one {key} is used, not a list; write {key}=NAME, or -m {key}=NAME,NAME for each")
-    types = members(known[key])
+    types = get_args(known[key]) if isinstance(known[key], UnionType) else (known[key],)
     if types[0] in (int, list[int], list[int | None]):
         value = SCIENTIFIC.sub(whole, value)
     text = str in types or (key in groups and not value.startswith("{"))
@@ -358,24 +358,14 @@ def escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def members(hint: Any) -> tuple[Any, ...]:
-    """The types of a field: (int, NoneType) for int | None, (int,) for int."""
-    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
-
-
-def node_of(hint: Any) -> Any:
-    """The dataclass among the types of a field, or None."""
-    return next((member for member in members(hint) if is_dataclass(member)), None)
-
-
-def known_keys(schema: type) -> dict[str, Any]:
+def known_keys(schema: Any) -> dict[str, Any]:
     """Every dotted key of the schema and its type: {"seed": int, "model": GPTConfig, "model.n_layer": int, ...}"""
     found = {}
     hints = get_type_hints(schema)
     for field in fields(schema):
-        found[field.name] = hints[field.name]
-        if node := node_of(hints[field.name]):
-            found |= {f"{field.name}.{key}": hint for key, hint in known_keys(node).items()}
+        found[field.name] = kind = hints[field.name]
+        if is_dataclass(kind):
+            found |= {f"{field.name}.{key}": hint for key, hint in known_keys(kind).items()}
     return found
 
 
@@ -407,9 +397,9 @@ def from_dict(schema: type[T], mapping: Mapping[str, Any], prefix: str = "") -> 
     __post_init__ raises. prefix is for the recursion.
     """
     check_keys(schema, mapping, prefix)
-    nodes = {key: node_of(hint) for key, hint in get_type_hints(schema).items()}
+    hints = get_type_hints(schema)
     return schema(**{
-        key: from_dict(nodes[key], value, f"{prefix}{key}.") if nodes[key] and isinstance(value, Mapping) else value
+        key: from_dict(hints[key], value, f"{prefix}{key}.") if is_dataclass(hints[key]) else value
         for key, value in mapping.items()
     })  # fmt: skip
 
@@ -422,8 +412,8 @@ def check_keys(schema: type, mapping: Mapping[str, Any], prefix: str = "") -> No
     for key, value in mapping.items():
         if key not in hints:
             raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in hints])}")
-        if node := node_of(hints[key]):
-            check_keys(node, value, f"{prefix}{key}.")
+        if is_dataclass(hints[key]):
+            check_keys(hints[key], value, f"{prefix}{key}.")
         elif not fits(hints[key], value):
             raise ValueError(f"{prefix}{key}={value!r:.60} is not {getattr(hints[key], '__name__', hints[key])}")
 

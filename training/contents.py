@@ -8,7 +8,7 @@ older versions did not write.
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -70,7 +70,7 @@ def check(value: Any, expected: Any, key: str = "") -> None:
             raise ValueError(
                 f"state.json: {key} is {shown(value)} and not a number from {expected[0]} to {expected[1]}"
             )
-    elif config.node_of(expected):
+    elif isinstance(expected, type) and is_dataclass(expected):
         config.from_dict(expected, value, f"{key.removeprefix('state.config.')}.")
     elif not config.fits(expected, value):
         raise ValueError(f"state.json: {key} is {shown(value)} and not {getattr(expected, '__name__', expected)}")

@@ -77,21 +77,20 @@ def worth(
     T = model.config.context_length
     tail = slice(T - most(T) // 2, T)  # the last tokens of a window, which every context given predicts
     nats, sizes, right = (torch.zeros(T, dtype=torch.float64) for _ in range(3))  # of each position, over all windows
-    given = dict.fromkeys(contexts(T), 0.0)  # nats of the last tokens
-    gains: list[Tensor] = []  # per window, what the longest context gains over the shortest, nats per token
+    of_windows: dict[int, list[Tensor]] = {n: [] for n in contexts(T)}  # (B,) nats of the last tokens, by context given
     for batch in batches:
         losses, hits = each_token(model, batch, autocast)
         nats += losses.sum(0)
         right += hits.sum(0)
         sizes += torch.from_numpy(token_bytes[batch.y.numpy()]).sum(0)
-        of_windows = {T: losses[:, tail].sum(1)}  # (B,) nats of the last tokens of each window
-        for n in given.keys() - {T}:
-            cut, _ = each_token(model, batch.each(partial(pieces, n=n)), autocast)
-            of_windows[n] = cut[:, n // 2 :].reshape(len(losses), -1).sum(1)
-        for n, nats_given in of_windows.items():
-            given[n] += float(nats_given.sum())
-        gains.append((of_windows[min(given)] - of_windows[T]) / (tail.stop - tail.start))
-    gain = torch.cat(gains)
+        for n, found in of_windows.items():
+            cut = losses[:, tail]
+            if n < T:
+                cut = each_token(model, batch.each(partial(pieces, n=n)), autocast)[0][:, n // 2 :]
+            found.append(cut.reshape(len(losses), -1).sum(1))
+    given = {n: sum(float(part.sum()) for part in found) for n, found in of_windows.items()}
+    # Per window, what the longest context gains over the shortest, nats per token.
+    gain = (torch.cat(of_windows[min(given)]) - torch.cat(of_windows[T])) / (tail.stop - tail.start)
     windows = len(gain)
     same_tokens = windows * (tail.stop - tail.start)
     record: dict[str, float] = {"context_tokens": windows * T, "context_same_tokens": same_tokens}
@@ -298,9 +297,11 @@ def evaluate(cfg: Config) -> int:
     """
     device = pick_device(cfg.device)
     autocast = set_precision(pick_dtype(cfg.dtype, device), device)
-    trained = open_checkpoint(cfg)
+    name, trained = cfg.name, open_checkpoint(cfg)
     assert trained is not None, "Config refuses eval_only=true without resume="
     folder = trained.path.parent.parent
+    if name and not f"{folder.name}-BROKEN-".startswith(f"{name}-BROKEN-"):  # resume=auto finds a broken run, too
+        raise ValueError(f"name={name}: eval_only=true measures {folder}, which resume= names; leave name= out")
     if trained.path.parent.name != checkpoint.FOLDER:
         raise ValueError(
             f"resume={trained.path} lies in no run's folder, and the measurement is written there; name a run"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from tiktoken import Encoding
+from torch.nn.utils.rnn import pad_sequence
 
 from data.loader import Batch
 from data.text import counted
@@ -61,19 +62,16 @@ def questions(file: Path, count: int) -> list[Question]:
 def batch_of(asked: list[Question], encoding: Encoding, context: int) -> Batch:
     """A row for each ending of each question, padded at its end; only an ending's tokens have targets. A row that is
     longer than the context begins later."""
-    rows = []
+    rows, targets = [], []
     for question in asked:
         text = encode(encoding, question.text).tolist()
         for ending in question.endings:
             end = encode(encoding, " " + ending).tolist()
-            rows.append(((text + end)[-context - 1 :], len(end)))
-    T = max(len(tokens) for tokens, _ in rows) - 1
-    x, y = torch.zeros(len(rows), T, dtype=torch.int64), torch.full((len(rows), T), IGNORE)
-    for row, (tokens, scored) in enumerate(rows):
-        n = len(tokens) - 1
-        x[row, :n] = torch.tensor(tokens[:-1])
-        first = max(0, n - scored)
-        y[row, first:n] = torch.tensor(tokens[first + 1 :])
+            tokens = torch.tensor((text + end)[-context - 1 :])
+            rows.append(tokens[:-1])
+            targets.append(tokens[1:].clone())
+            targets[-1][: -len(end)] = IGNORE
+    x, y = pad_sequence(rows, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=IGNORE)
     return Batch(x, y, torch.zeros_like(x, dtype=torch.int32))  # each row is one document
 
 

@@ -189,6 +189,8 @@ def explain(error: Exception, known: Mapping[str, Any], conf: Path) -> str:
         case _, ValidationError() if is_dataclass(section := known.get(key)):
             meant = f"{key}.{fields(section)[0].name}={cause.value or 'VALUE'}"
             return f"{where}{key}={cause.value}: {key} has keys of its own; {did_you_mean([meant])}"
+        case _, ValidationError() if "list[" in str(known.get(key)):
+            return f"{where}{key}={cause.value}: a list is written [a,b]; did you mean {key}=[{cause.value}]?"
         case _, ValidationError() if kind := known.get(re.sub(r"\[\d+\]$", "", key)):
             wanted = kind.__name__ if isinstance(kind, type) else str(kind)
             return f"{where}{key}={cause.value}: the value must be of type {wanted}"

@@ -263,18 +263,12 @@ def version(package: str) -> str:
 
 
 def git_commit() -> str:
-    """The commit of this repository, with a + if files were edited since.
-
-    The environment variable GIT_COMMIT overrides it, for a copy of the files without its .git folder.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    """The commit of this repository, with a + if files were edited since; or the environment variable GIT_COMMIT, for
+    a copy of the files without its .git folder."""
     if named := os.environ.get("GIT_COMMIT"):
         return named
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -11,6 +11,7 @@ Shapes: B batch, T sequence length, C model width, H query heads, F hidden width
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -51,29 +52,21 @@ def settle(
     free, _ = torch.cuda.mem_get_info(device)
     asked = wanted(attention), device, DTYPES[dtype], model.head_size
     hopper = attention.impl == "triton" and not why_not("hopper backward", *asked)
-    return fastest(free, model, attention, batch_size, dtype, ema, shards, hopper)
+    return fastest(free, model, attention, batch_size=batch_size, dtype=dtype, ema=ema, shards=shards, hopper=hopper)
 
 
-def fastest(
-    free: int,
-    model: GPTConfig,
-    attention: AttentionConfig,
-    batch_size: int,
-    dtype: str,
-    ema: bool,
-    shards: int = 1,
-    hopper: bool = False,
-) -> tuple[GPTConfig, str]:
-    """settle() for a GPU with `free` bytes: the first of FORMS that fits, or the one that takes least. hopper: as in
-    bytes_of()."""
-    options, counted = [], []
+def fastest(free: int, model: GPTConfig, attention: AttentionConfig, **of_step: Any) -> tuple[GPTConfig, str]:
+    """settle() for a GPU with `free` bytes: the first of FORMS that fits, or the one that takes least. of_step: the
+    other arguments of bytes_of()."""
+    options, counted, fitting = [], [], []
     for form, pieces in FORMS:
         if form == "selective" and attention.impl == "naive":
             continue  # naive has no op whose result could be kept
         chunk = model.chunk or (PIECE if pieces and model.context_length > PIECE else None)
         options.append(replace(model, activation_checkpointing=form, chunk=chunk))
-        counted.append(bytes_of(options[-1], attention, batch_size, dtype, ema, shards=shards, hopper=hopper))
-    fitting = [i for i, size in enumerate(counted) if size * slack(options[i]) <= FITS * free]
+        counted.append(bytes_of(options[-1], attention, **of_step))
+        if counted[-1] * (1.0 if form == "false" and not chunk else COMPILED) <= FITS * free:
+            fitting.append(len(counted) - 1)
     best = fitting[0] if fitting else counted.index(min(counted))
     name = options[best].activation_checkpointing
     if options[best].chunk:
@@ -81,11 +74,6 @@ def fastest(
     said = f"about {counted[best] / GIB:.1f} GiB of {free / GIB:.1f} free" + ("" if fitting else ", which may not fit")
     before = f"; {options[best - 1].activation_checkpointing} takes {counted[best - 1] / GIB:.1f}" if best else ""
     return options[best], f"activation checkpointing: {name} (auto: {said}{before})"
-
-
-def slack(model: GPTConfig) -> float:
-    """How many times as much as is counted a step may take."""
-    return 1.0 if model.activation_checkpointing == "false" and not model.chunk else COMPILED
 
 
 def bytes_of(

@@ -182,14 +182,14 @@ def what_to_try(run: Run, numbers: Numbers) -> str:
 
 
 def where_time_went(run: Run) -> str:
-    """The run's time in five parts. A step in which kernels were compiled counts as training for as long as the others
-    take."""
+    """The run's time in five parts. A cold step, in which kernels are compiled, counts as training for as long as the
+    others take."""
     total, took = time.perf_counter() - run.started, run.took
-    compiling = max(0.0, took["cold steps"] - run.cold * run.pace)
+    longer = max(0.0, took["cold steps"] - run.cold * run.pace)
     parts = {
         "starting": took["starting"],
-        "compiling": compiling,
-        "training": took["steps"] + took["cold steps"] - compiling,
+        "warming up" if run.train_step.way == "eager" else "compiling": longer,
+        "training": took["steps"] + took["cold steps"] - longer,
         "evaluations, samples and checkpoints": took["between steps"],
     }
     parts["the rest"] = max(0.0, total - sum(parts.values()))

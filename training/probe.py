@@ -12,8 +12,10 @@ Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_k
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -60,20 +62,13 @@ class Call:
     break_it: BreakIt
     seed: Tensor | None
     documents: Tensor | None
-    do: Tensor | None = None  # gradients; None if the call was recorded without a loss
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
+    do: Tensor | None = None  # None if the call was recorded without a loss
+    gradients: Sequence[Tensor] = ()  # dq, dk and dv; empty without a loss
 
     @property
     def loops(self) -> Loops:
         """The tiles in which find() goes through the call."""
         return Loops(self.config.block_m, self.config.block_n)
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """dq, dk and dv; empty if the call was recorded without a loss."""
-        return [x for x in (self.dq, self.dk, self.dv) if x is not None]
 
     def problem(self, break_it: BreakIt | None = None) -> Problem:
         """The call as the implementations of attention() take it. break_it: replaces the call's own."""
@@ -108,7 +103,7 @@ def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor
             wanted = [getattr(call, name) for call in calls for name in ("o", "q", "k", "v")]
             grads = iter(torch.autograd.grad(loss, wanted))
             for call in calls:
-                call.do, call.dq, call.dk, call.dv = next(grads), next(grads), next(grads), next(grads)
+                call.do, *call.gradients = islice(grads, 4)
     finally:
         gpt.attention = door
     for call in calls:

@@ -42,7 +42,11 @@ class Config:
         "resume from: auto (run name=, or the newest that is not broken) | a run's name | a path",
         least=1,
     )
-    eval_only: bool = key(False, "only measure what the context is worth to the best checkpoint of the run in resume=")
+    eval_only: bool = key(
+        False,
+        "only measure what the context is worth to the best checkpoint of the run in resume=",
+        alone="name runs resume model.context_length attention data tokenizer batch_size eval_tokens device dtype",
+    )
     # The model and the tokenizer are then those of the weights.
     init_from: str | None = key(
         None, "weights to begin a new run with: a Hugging Face name (gpt2), a folder, or a run", least=1
@@ -67,8 +71,10 @@ class Config:
     # The sequences begin with length_warmup_from tokens and grow to model.context_length, each length for as many
     # steps. A step has more of them, so that it has as many tokens.
     length_warmup_steps: int = key(0, "steps of the sequence-length warm-up", least=0, usual="0: off")
-    length_warmup_from: int = key(128, "tokens of the first sequences in a length warm-up")
-    length_warmup_by: int = key(2, "how many times as long the next sequences are, up to model.context_length")
+    length_warmup_from: int = key(128, "tokens of the first sequences in a length warm-up", needs="length_warmup_steps")
+    length_warmup_by: int = key(
+        2, "how many times as long the next sequences are, up to model.context_length", needs="length_warmup_steps"
+    )
     pack: bool = key(False, "pack documents into windows (best fit), so that only those longer than a window are cut")
     z_loss: float = key(
         0.0,
@@ -89,7 +95,9 @@ class Config:
     # With init_from= the first is before any step.
     context_every: int = key(0, "steps between measurements of what the context is worth", least=0, usual="0: none")
     sample_every: int = key(200, "steps between samples", least=0, usual="0: no samples")
-    sample_tokens: int = key(200, "maximum tokens of a sample; it ends earlier if the model ends the document", least=0)
+    sample_tokens: int = key(
+        200, "maximum tokens of a sample; it ends earlier if the model ends the document", needs="sample_every", least=0
+    )
     checkpoint_every: int = key(100, "steps between checkpoints; the best is one of those that were evaluated", least=1)
     keep_last: int = key(2, "number of newest checkpoints to keep; the best one is kept too", least=1)
     log_every: int = key(1, "steps between log lines", least=1)
