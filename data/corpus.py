@@ -65,14 +65,14 @@ class Corpus:
         share = val_fraction * int(self.sizes[rest].sum())
         most = max(1, len(rest) // 2) if self.sizes[rest].max(initial=0) > share else len(rest)
         found: list[int] = []
-        left = share
-        for i in rest:
-            if self.sizes[i] <= left:
-                if len(found) == most:
-                    return ForValidation(found, left, share, True)
-                found.append(int(i))
-                left -= int(self.sizes[i])
-        return ForValidation(found, left, share, False)
+        left, limited = share, False
+        for i, size in zip(memoryview(rest), memoryview(self.sizes[rest]), strict=True):  # whose numbers are Python's
+            if size <= left:
+                if limited := len(found) == most:
+                    break
+                found.append(i)
+                left -= size
+        return ForValidation(found, left, share, limited)
 
     def split(self, val_fraction: float) -> None:
         """Takes about val_fraction of the bytes for validation: documents, and, if they are less than half of that (the

@@ -161,6 +161,14 @@ def test_small_documents_beside_a_large_one_stay_in_training(tmp_path, make, mon
     assert make(tmp_path / "a.jsonl") != limited  # whose name earlier versions gave to another split
 
 
+def test_small_documents_without_a_large_one_fill_the_share_of_validation(make, tmp_path):
+    """No document is larger than the share, so half of all is no limit: training has most of the large ones."""
+    documents = [f"poem {i:02}\n" for i in range(40)] + [f"{i} is long\n" * 40 for i in range(5)]
+    found = texts(make(write(tmp_path, {"a.jsonl": jsonl(*documents)}) / "a.jsonl", val_fraction=0.5))
+    assert {*documents[:40]} < {*found["val"]}
+    assert len(found["val"]) == 42
+
+
 def test_a_corpus_is_known_by_its_content_and_not_by_its_files(corpus, make, tmp_path, monkeypatch):
     write(tmp_path, {f"texts/{i:02}.txt": text for i, text in enumerate(DOCUMENTS)} | {"a.jsonl": jsonl(*DOCUMENTS)})
     write(tmp_path, {"a.txt": UNICODE, "a.txt.gz": gzip.compress(UNICODE.encode())})
