@@ -269,9 +269,6 @@ class KVCache:
     def begin(self, T: int, rows: slice, shared: bool = False) -> Setting:
         """Next, the model runs the prompts of the sequences `rows`, of T tokens each. What they had is forgotten.
         shared: they have the same prompt, and the model runs it once."""
-        self.lengths[rows] = [T] * len(self.lengths[rows])
-        if self.at is not None:
-            self.at[rows] = T - 1
         if self.pages is not None:
             every = range(len(self.lengths))[rows]
             for b in every:
@@ -281,21 +278,24 @@ class KVCache:
             if shared:
                 self.pages.share(every)
             self.pages.settle(self.layers)
-        for layer in self.layers:
-            layer.rows, layer.past, layer.place = rows, 0, None
-        return self.setting(slice(T))
+        return self.prompts(rows, 0, T)
 
     def extend(self, T: int) -> Setting:
         """Next, the model runs T more tokens of every sequence. All sequences have as many tokens."""
         past, B = self.lengths[0], len(self.lengths)
         assert self.lengths == [past] * B, "sequences of different lengths"
         assert past + T <= self.context_length, "more tokens than the context has"
-        self.lengths = [past + T] * B
-        if self.at is not None:
-            self.at.fill_(past + T - 1)
+        setting = self.prompts(slice(B), past, T)
         self.own([past] * B)
+        return setting
+
+    def prompts(self, rows: slice, past: int, T: int) -> Setting:
+        """For T tokens of the sequences `rows`, which have `past` tokens already."""
+        self.lengths[rows] = [past + T] * len(self.lengths[rows])
+        if self.at is not None:
+            self.at[rows] = past + T - 1
         for layer in self.layers:
-            layer.rows, layer.past, layer.place = slice(B), past, None
+            layer.rows, layer.past, layer.place = rows, past, None
         return self.setting(slice(past, past + T))
 
     def cut(self, T: int) -> bool:

@@ -72,10 +72,7 @@ class Sampler:
         generator: on their device. With one for each row, a row draws what it would draw alone.
         used: bool (B, V), the tokens that each text has, as tokens_used() gives it. The chosen ones are added to it.
         """
-        largest, token = self.draw(logits.float(), generator, used)
-        if largest.isnan().any():
-            raise NotFinite(SPOILT)
-        return token
+        return checked(self.draw(logits, generator, used))
 
     def choose_unseen(
         self,
@@ -88,31 +85,29 @@ class Sampler:
         """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 where choose() raises
         NotFinite, else 0. Where sampling/choose.py compares logarithms, two tokens may change places that differ by
         rounding alone. draws: what draw_ahead() gave. made: to be overwritten and returned."""
-        if used is None and not self.narrows and runs_kernels(logits.device):
-            from sampling.choose import choose  # imported here: triton is not installed everywhere
+        if not self.by_kernel(logits, used):
+            return self.draw(logits, generator, used, made)
+        from sampling.choose import choose  # imported here: triton is not installed everywhere
 
-            logits = logits.float().contiguous()
-            if draws is None and self.temperature > 0:
-                draws = waiting_times(logits, generator)
-            return choose(logits, draws, self.temperature, made)
-        largest, token = self.draw(logits.float(), generator, used)
-        return torch.cat((token, largest.isnan().any()[None]), out=made)
+        logits = logits.float().contiguous()
+        draws = self.draw_ahead(logits, generator, used) if draws is None else draws
+        return choose(logits, draws, self.temperature, made)
 
     def draw_ahead(self, logits: Tensor, generator: Generators, used: Tensor | None) -> Tensor | None:
         """What choose_unseen() draws for logits like these, whose values do not matter; None if they do."""
-        if used is not None or self.narrows or self.temperature == 0 or not runs_kernels(logits.device):
-            return None
-        return waiting_times(logits, generator)
+        return waiting_times(logits, generator) if self.temperature > 0 and self.by_kernel(logits, used) else None
 
-    @property
-    def narrows(self) -> bool:
-        """Whether some tokens cannot be drawn, however likely the others are."""
-        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+    def by_kernel(self, logits: Tensor, used: Tensor | None) -> bool:
+        """Whether sampling/choose.py chooses: every token can be drawn, by its logit alone."""
+        narrows = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return used is None and not narrows and runs_kernels(logits.device)
 
-    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """choose() for float32 logits. Nothing in it makes the host wait for a GPU. Before the token ids it returns
-        numbers (B,), NaN for a row without probabilities: with NaN, with inf (unless temperature=0 takes it), or with
-        -inf alone."""
+    def draw(
+        self, logits: Tensor, generator: Generators, used: Tensor | None = None, made: Tensor | None = None
+    ) -> Tensor:
+        """choose_unseen() in PyTorch. Nothing in it makes the host wait for a GPU. There is no choice in a row with
+        NaN, with inf (unless temperature=0 takes it), or with -inf alone."""
+        logits = logits.float()
         if used is not None:
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
             logits = torch.where(used, penalized, logits)
@@ -123,7 +118,7 @@ class Sampler:
             largest, token = (p / waiting_times(p, generator)).max(-1)
         if used is not None:
             used.scatter_(1, token[:, None], True)
-        return largest, token
+        return torch.cat((token, largest.isnan().any()[None]), out=made)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits float32 (B, V) to the probabilities (B, V) of being drawn, for a temperature above 0."""
@@ -329,11 +324,16 @@ def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def arrived(made: Tensor, event: torch.cuda.Event) -> Tensor:
-    """Waits for the tokens int64 (B,). Raises NotFinite if choose_unseen() found that the logits were not finite."""
+    """Waits for what choose_unseen() made, and returns the tokens int64 (B,)."""
     event.synchronize()
+    return checked(made).clone()  # pageable, so that the pinned memory is used again
+
+
+def checked(made: Tensor) -> Tensor:
+    """The tokens int64 (B,) of what choose_unseen() made. Raises NotFinite if it had no choice."""
     if made[-1]:
         raise NotFinite(SPOILT)
-    return made[:-1].clone()  # pageable, so that the pinned memory is used again
+    return made[:-1]
 
 
 def tokens_seen(length: int, context: int, past_context: str) -> int:

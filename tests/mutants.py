@@ -83,7 +83,7 @@ TABLE = [
      "    run.writer.wait()\n    run.ranks.wait()", "    run.ranks.wait()",
      "train::test_a_checkpoint_is_complete_when_the_run_names_it"),
     ("training goes on in a checkpoint's tensors", "= kept[name].copy_(x)", "= x", "checkpoint"),
-    ("infinite logits are drawn from", "if largest.isnan().any():", "if logits.isnan().any():", "sampler"),
+    ("infinite logits are drawn from", "largest.isnan().any()[None]", "logits.isnan().any()[None]", "sampler"),
     # --- the loop ---
     ("evaluated before all updates are done", "run.enqueued and (due or signals or oldest_is_done(run))",
      "run.enqueued and oldest_is_done(run)", "step"),
@@ -345,8 +345,10 @@ TABLE = [
     ("a token is embedded without its position",
      "row += tl.load(positions", "row += 0 * tl.load(positions", "decode"),
     ("sequences share a position", "tl.load(at + b) * C", "tl.load(at) * C", "decode"),
-    ("a prompt's length is not its token's position", "self.at[rows] = T - 1", "self.at[rows] = T", SEVERAL),
-    ("what follows a prompt does not move the position", "self.at.fill_(past + T - 1)", "pass", SEVERAL),
+    ("a prompt's length is not its token's position", "self.at[rows] = past + T - 1",
+     "self.at[rows] = past + T", SEVERAL),
+    ("what follows a prompt does not move the position", "self.at[rows] = past + T - 1",
+     "self.at[rows] = T - 1", SEVERAL),
     ("a cut does not move the position", "self.at.clamp_(max=T - 1)", "pass", SEVERAL),
     # --- attention ---
     ("query heads share keys by turns", "k.repeat_interleave(groups, dim=1)", "k.repeat(1, groups, 1, 1)", DEFINITION),

@@ -157,7 +157,7 @@ def test_small_documents_beside_a_large_one_stay_in_training(tmp_path, make, mon
     assert len(found["val"]) == 21  # and the end of the large one
     assert {*small} <= {*found["train"], *found["val"]}
     limited = make(tmp_path / "a.jsonl")
-    monkeypatch.setattr(corpora.Corpus, "for_validation", lambda *_: corpora.ForValidation([], 9.0, 9.0, False))
+    monkeypatch.setattr(corpora.Corpus, "for_validation", lambda *_: ([], 9, False))
     assert make(tmp_path / "a.jsonl") != limited  # whose name earlier versions gave to another split
 
 
