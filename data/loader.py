@@ -184,7 +184,7 @@ class Prefetch:
     def __post_init__(self):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.coming: deque[Future[tuple[Batch, State]]] = deque()
-        self.state = self.loader.state_dict()  # after the batches of the last step that next() returned
+        self.state = self.loader.state_dict()  # after the steps that next() has returned, whatever is drawn ahead
         self.free: list[Batch] | None = None  # slots that are neither drawn ahead nor taken; None: none is made yet
 
     def next(self) -> Batch:
@@ -221,10 +221,6 @@ class Prefetch:
         """Frees the memory of a step that next() returned. Its windows may have been cut into equal pieces."""
         assert self.free is not None, "next() makes the memory"
         self.free.append(step.each(lambda part: part.view(self.passes, -1, self.loader.context_length)))
-
-    def state_dict(self) -> State:
-        """Loader.state_dict() after the steps that next() has returned, whatever has been drawn ahead."""
-        return self.state
 
     def close(self) -> None:
         """Ends the thread."""

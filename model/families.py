@@ -279,13 +279,13 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
 def refuse_without_counterpart(model: GPTConfig, attention: AttentionConfig, gpt2: bool) -> None:
     """ValueError, with the key, for an option that the family cannot write."""
     name = "GPT-2" if gpt2 else "Llama"
-    for key, value in (GPT2_OPTIONS | {"n_kv_head": model.n_head} if gpt2 else LLAMA_OPTIONS).items():
+    activation = model.mlp if model.mlp in GELU.values() else "gelu_tanh"
+    options = GPT2_OPTIONS | {"n_kv_head": model.n_head, "mlp": activation} if gpt2 else LLAMA_OPTIONS
+    for key, value in options.items():
         if getattr(model, key) != value:
             raise ValueError(
                 f"model.{key}={getattr(model, key)} with model.norm={model.norm} has no counterpart: {name} has {value}"
             )
-    if gpt2 and model.mlp not in GELU.values():
-        raise ValueError(f"model.mlp={model.mlp} with model.norm={model.norm} has no counterpart: {name} has gelu_tanh")
     never = {"model.rope_base_local": model.rope_base_local, "model.qk_norm": model.qk_norm or None}
     for key in ("softmax_scale", *OF_SCORE, "windows", "block_mask", *(["window"] if gpt2 else [])):
         never[f"attention.{key}"] = getattr(attention, key) or None

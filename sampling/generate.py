@@ -346,13 +346,11 @@ def tokens_seen(length: int, context: int, past_context: str) -> int:
 def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tensor:
     """The logits (B, V) of the token after each text. If all texts are the same, one of them runs. Texts of different
     lengths run one by one, so that each gives what it gives alone."""
-    if all(torch.equal(text, texts[0]) for text in texts[1:]):
-        setting = None if cache is None else cache.begin(len(texts[0]), slice(len(texts)), shared=True)
-        return model.next_logits(texts[0][None], setting).expand(len(texts), -1)
+    B, same = len(texts), all(torch.equal(text, texts[0]) for text in texts[1:])
     together = len({len(text) for text in texts}) == 1
     logits = []
-    for start, stop in [(0, len(texts))] if together else [(b, b + 1) for b in range(len(texts))]:
-        idx = torch.stack(texts[start:stop])  # (B or 1, T)
-        setting = None if cache is None else cache.begin(idx.shape[1], slice(start, stop))
+    for rows in [slice(B)] if together else [slice(b, b + 1) for b in range(B)]:
+        idx = torch.stack(texts[:1] if same else texts[rows])  # (B or 1, T)
+        setting = None if cache is None else cache.begin(idx.shape[1], rows, shared=same)
         logits.append(model.next_logits(idx, setting))
-    return torch.cat(logits)
+    return torch.cat(logits).expand(B, -1)
