@@ -47,12 +47,11 @@ class Batch(NamedTuple):
         """The batch without its first axis, once for each index of it."""
         return (self.each(itemgetter(i)) for i in range(len(self.x)))
 
-    def copy_(self, other: "Batch") -> "Batch":
+    def copy_(self, other: "Batch") -> None:
         """Overwrites the tensors with those of `other`. From pinned memory to a CUDA device it does not wait."""
         for mine, theirs in zip(self, other, strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs, non_blocking=True)
-        return self
 
 
 @dataclass(eq=False)
