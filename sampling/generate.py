@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,13 +164,10 @@ def generate(
     max_new_tokens: int,
     sampler: Sampler,
     generator: Generators = None,
-    *,
-    cache: bool | KVCache = True,
-    past_context: str = "slide",
+    **options: Any,
 ) -> Iterator[Tensor]:
-    """Session.generate() with a session of its own, whose arguments these are."""
-    session = Session(model, sampler, generator, B=len(prompts), cache=cache, past_context=past_context)
-    return session.generate(prompts, max_new_tokens)
+    """Session.generate() with a session of its own, whose arguments and options these are."""
+    return Session(model, sampler, generator, B=len(prompts), **options).generate(prompts, max_new_tokens)
 
 
 class Session:
