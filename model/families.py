@@ -1,9 +1,7 @@
 """GPT-2's and Llama's families as Hugging Face writes them: config.json, and the names and shapes of the tensors.
 
-    configuration(theirs)         config.json as our GPTConfig and AttentionConfig
-    huggingface_config(...)       the inverse
-    layout(config)                where each of our weights is in their files
-    offer_to_transformers(config) lets a model of transformers run on our attention
+configuration() reads config.json, huggingface_config() is the inverse, and layout() says where each of our weights is
+in their files. offer_to_transformers() lets a model of transformers run on our attention.
 
 What has no counterpart is refused with its key and its value, never ignored. training/exchange.py reads and writes the
 files.
@@ -301,8 +299,7 @@ def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> Non
     itself has a scale and a dropout. Dropout's mask is drawn from a seed, which torch draws.
     Raises ValueError if config has softmax_scale, dropout_p or documents. The model's forward raises ValueError, one
     line, for what our attention cannot compute: padding, packed texts and any other mask than a causal one with a
-    window. If transformers builds a mask, each layer compares it, (B, T, T_k). transformers looks for packed texts only
-    with use_cache=False; else it takes them for one text, also with its own eager and sdpa attention.
+    window. If transformers builds a mask, each layer compares it, (B, T, T_k). Of packed texts see docs/training.md.
     """
     for option, usual in (("softmax_scale", None), ("dropout_p", 0), ("documents", False)):
         if (value := getattr(config, option)) != usual:
