@@ -76,8 +76,9 @@ def hellaswag(cache: Path) -> Path:
 def response_of(source: str, put: str, size: int | None = None) -> Iterator[Any]:
     """What a server sends of an address, to be read: its first `size` bytes; None: all. ValueError, one line, if that
     or what is done with it fails. put: the user's other way, for the message."""
-    asked = urllib.request.Request(source, headers={} if size is None else {"Range": f"bytes=0-{size - 1}"})
+    headers = {} if size is None else {"Range": f"bytes=0-{size - 1}"}
     try:
+        asked = urllib.request.Request(source, headers=headers)  # refuses what is no address
         with urllib.request.urlopen(asked, timeout=TIMEOUT) as response:
             print("downloading" if size is None else f"taking {size // 10**6} MB of", source, file=sys.stderr)
             yield response
