@@ -31,13 +31,6 @@ class Piece(NamedTuple):
     text: bytes
 
 
-class ForValidation(NamedTuple):
-    documents: list[int]
-    left: float  # bytes of the share that they do not fill
-    share: float  # bytes
-    limited: bool  # whether others would fit, and are not taken because half of all documents are
-
-
 @dataclass
 class Corpus:
     """All documents of some files, in order. split() says which are for validation."""
@@ -56,37 +49,39 @@ class Corpus:
         """The number of documents that are left out because they repeat another one."""
         return int((self.split_of == REPEATED).sum())
 
-    def for_validation(self, val_fraction: float) -> ForValidation:
+    def for_validation(self, val_fraction: float) -> tuple[list[int], int, bool]:
         """Goes through the documents in the order of their hashes and takes each one that still fits. This choice is
         random, does not depend on the names or the order of files, and never takes more than val_fraction of the bytes,
         the share. If a document is larger than the share, at most half of the documents are taken, and one at least:
-        all small ones could fit, and training would have none of them."""
+        all small ones could fit, and training would have none of them.
+
+        Returns the documents, how many bytes are missing if they fill less than half of the share, else 0, and whether
+        others would fit, and are not taken because half of all documents are."""
         rest = self.order[self.split_of[self.order] != REPEATED]
         share = val_fraction * int(self.sizes[rest].sum())
         most = max(1, len(rest) // 2) if self.sizes[rest].max(initial=0) > share else len(rest)
         found: list[int] = []
-        left = share
-        for i in rest:
-            if self.sizes[i] <= left:
-                if len(found) == most:
-                    return ForValidation(found, left, share, True)
-                found.append(int(i))
-                left -= int(self.sizes[i])
-        return ForValidation(found, left, share, False)
+        left, limited = share, False
+        for i, size in zip(memoryview(rest), memoryview(self.sizes[rest]), strict=True):  # whose numbers are Python's
+            if size <= left:
+                if limited := len(found) == most:
+                    break
+                found.append(i)
+                left -= size
+        return found, int(left) if int(left) > share / 2 else 0, limited
 
     def split(self, val_fraction: float) -> None:
-        """Takes about val_fraction of the bytes for validation: documents, and, if they are less than half of that (the
-        corpus is one or a few big files), the end of the largest other document."""
-        documents, left, share, _ = self.for_validation(val_fraction)
+        """Takes about val_fraction of the bytes for validation: documents, and what is missing (the corpus is one or a
+        few big files) from the end of the largest other document."""
+        documents, missing, _ = self.for_validation(val_fraction)
         self.split_of[documents] = VAL
-        if (missing := int(left)) > share / 2:
+        if missing:
             # The largest document that is left is larger than `missing`, so a part of it stays for training.
             largest = int(np.argmax(np.where(self.split_of == TRAIN, self.sizes, -1)))
             self.cut = largest, self.line_start(largest, int(self.sizes[largest]) - missing, reach=missing // 2)
 
     def line_start(self, document: int, at: int, reach: int) -> int:
-        """The byte at which the first line of a document starts that begins at `at` or less than `reach` after it. If
-        there is none, the start of the next character."""
+        """boundary() in a document, whose pieces are read again: the first line from `at` on, or the next character."""
         character = at
         for number, start, piece in self.reread():
             if number == document:

@@ -50,7 +50,8 @@ def shakespeare(cache: Path, url: str | None) -> Path:
         source, text = str(file), file.read_bytes()
     else:
         source = f"{url.rstrip('/')}/{file.name}"
-        text = by_http(source, put, SHAKESPEARE_BYTES + 1)
+        with response_of(source, put) as response:
+            text = response.read(SHAKESPEARE_BYTES + 1)
     if (found := hashlib.sha256(text).hexdigest()) != SHAKESPEARE_SHA256:
         way_out = "delete it" if there else "run again"
         raise ValueError(f"{source} is another file or was cut (SHA-256 {found}): {way_out}, or {put}")
@@ -64,21 +65,23 @@ def hellaswag(cache: Path) -> Path:
     """HellaSwag's validation questions, downloaded at first use. ValueError, one line, if they cannot be had."""
     file = cache / "hellaswag" / HELLASWAG_URL.rsplit("/", 1)[1]
     if not file.exists():
-        text = by_http(HELLASWAG_URL, f"put the file at {file.resolve()}")
+        with response_of(HELLASWAG_URL, f"put the file at {file.resolve()}") as response:
+            text = response.read()  # less than the server announced is refused
         with whole(file) as temporary:
             temporary.write_bytes(text)
     return file
 
 
-def by_http(source: str, put: str, most: int | None = None) -> bytes:
-    """What is at an address, at most so many bytes of it. None: all; less than the server announced is refused.
-
-    put: the user's other way, for the message.
-    """
+@contextmanager
+def response_of(source: str, put: str, size: int | None = None) -> Iterator[Any]:
+    """What a server sends of an address, to be read: its first `size` bytes; None: all. ValueError, one line, if that
+    or what is done with it fails. put: the user's other way, for the message."""
+    headers = {} if size is None else {"Range": f"bytes=0-{size - 1}"}
     try:
-        with urllib.request.urlopen(source, timeout=TIMEOUT) as response:
-            print(f"downloading {source}", file=sys.stderr)
-            return response.read(most)
+        asked = urllib.request.Request(source, headers=headers)  # refuses what is no address
+        with urllib.request.urlopen(asked, timeout=TIMEOUT) as response:
+            print("downloading" if size is None else f"taking {size // 10**6} MB of", source, file=sys.stderr)
+            yield response
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ValueError(f"{source} cannot be downloaded: {error}; run again, or {put}") from error
 
@@ -106,19 +109,16 @@ def tinystories(cache: Path, megabytes: int | None) -> Path:
     if file.exists():
         return file
     source = there.absolute().as_uri() if there.exists() else hf_hub_url(STORIES, STORIES_FILE, repo_type="dataset")
-    try:
-        if constants.HF_HUB_OFFLINE and not there.exists():
-            raise OSError("HF_HUB_OFFLINE is set")
-        asked = urllib.request.Request(source, headers={"Range": f"bytes=0-{size - 1}"})
-        with urllib.request.urlopen(asked, timeout=TIMEOUT) as response, whole(file) as temporary:
-            print(f"taking {size // 10**6} MB of {source}", file=sys.stderr)
-            with temporary.open("w", encoding="utf-8") as lines:
-                for story in stories_of(response, size):
-                    lines.write(json.dumps({"text": story}, ensure_ascii=False) + "\n")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ValueError(
-            f"{source} cannot be had: {error}; run again, or put {STORIES_FILE} into {folder.resolve()}"
-        ) from error
+    put = f"put {STORIES_FILE} into {folder.resolve()}"
+    if constants.HF_HUB_OFFLINE and not there.exists():
+        raise ValueError(f"{source} cannot be downloaded: HF_HUB_OFFLINE is set; unset it, or {put}")
+    with (
+        response_of(source, put, size) as response,
+        whole(file) as temporary,
+        temporary.open("w", encoding="utf-8") as lines,
+    ):
+        for story in stories_of(response, size):
+            lines.write(json.dumps({"text": story}, ensure_ascii=False) + "\n")
     return file
 
 

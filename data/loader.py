@@ -47,12 +47,11 @@ class Batch(NamedTuple):
         """The batch without its first axis, once for each index of it."""
         return (self.each(itemgetter(i)) for i in range(len(self.x)))
 
-    def copy_(self, other: "Batch") -> "Batch":
+    def copy_(self, other: "Batch") -> None:
         """Overwrites the tensors with those of `other`. From pinned memory to a CUDA device it does not wait."""
         for mine, theirs in zip(self, other, strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs, non_blocking=True)
-        return self
 
 
 @dataclass(eq=False)
@@ -184,7 +183,7 @@ class Prefetch:
     def __post_init__(self):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.coming: deque[Future[tuple[Batch, State]]] = deque()
-        self.state = self.loader.state_dict()  # after the batches of the last step that next() returned
+        self.state = self.loader.state_dict()  # after the steps that next() has returned, whatever is drawn ahead
         self.free: list[Batch] | None = None  # slots that are neither drawn ahead nor taken; None: none is made yet
 
     def next(self) -> Batch:
@@ -221,10 +220,6 @@ class Prefetch:
         """Frees the memory of a step that next() returned. Its windows may have been cut into equal pieces."""
         assert self.free is not None, "next() makes the memory"
         self.free.append(step.each(lambda part: part.view(self.passes, -1, self.loader.context_length)))
-
-    def state_dict(self) -> State:
-        """Loader.state_dict() after the steps that next() has returned, whatever has been drawn ahead."""
-        return self.state
 
     def close(self) -> None:
         """Ends the thread."""

@@ -54,19 +54,19 @@ class Made:
 
     def documents(self) -> Iterator[tuple[str, bytes]]:
         """(place, text) of each document; the text has length - 1 bytes."""
+        write = repeated if self.source == "recall" else passkeys
         for i in range(self.count):
-            generator = np.random.default_rng([SEED, self.length, i])
-            if self.source == "recall":
-                text = repeated(self.length, generator)
-            else:
-                text = passkeys(self.length, generator).encode()
-            yield f"{self.source} {i}", text
+            yield f"{self.source} {i}", write(self.length, np.random.default_rng([SEED, self.length, i])).encode()
 
 
-def repeated(length: int, generator: np.random.Generator) -> bytes:
-    """A random string, a line end and the string again: length - 1 bytes."""
-    half = LETTERS[generator.integers(len(LETTERS), size=length // 2 - 1)].tobytes()
-    return half + b"\n" + half
+def random_string(length: int, generator: np.random.Generator) -> str:
+    return LETTERS[generator.integers(len(LETTERS), size=length)].tobytes().decode()
+
+
+def repeated(length: int, generator: np.random.Generator) -> str:
+    """A random string, a line end and the string again: length - 1 characters."""
+    half = random_string(length // 2 - 1, generator)
+    return f"{half}\n{half}"
 
 
 def second_half(length: int) -> slice:
@@ -101,9 +101,7 @@ def passkeys(length: int, generator: np.random.Generator) -> str:
         longest = min(LONGEST, (size - least) // 3)
         number = ""
         if longest > DIGITS and generator.random() < 0.5:
-            number = (
-                LETTERS[generator.integers(len(LETTERS), size=generator.integers(DIGITS, longest))].tobytes().decode()
-            )
+            number = random_string(int(generator.integers(DIGITS, longest)), generator)
         text += passkey(size, generator.random(), generator, number) + " "
     return text[:-1]
 

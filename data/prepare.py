@@ -271,7 +271,8 @@ def folder_name(data: DataConfig, label: str, corpus: Corpus) -> str:
     """A name that is the same if and only if the token files are the same. So cached folders never become outdated."""
     digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
     digest.update(corpus.sha256[corpus.split_of != REPEATED].tobytes())
-    if corpus.for_validation(data.val_fraction).limited:
+    _, _, limited = corpus.for_validation(data.val_fraction)
+    if limited:
         digest.update(b"at most half of the documents")  # folders of earlier versions have more
     return f"{data.source}-{label}-{digest.hexdigest()[:12]}"
 

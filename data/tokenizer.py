@@ -17,10 +17,11 @@ import base64
 import codecs
 import hashlib
 import json
-import threading
+import multiprocessing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
@@ -107,24 +108,16 @@ def gpt2_encoding() -> tiktoken.Encoding:
     """GPT-2's tokenizer, from tiktoken's cache or, the first time, from the network.
 
     Raises ValueError if that takes longer than DOWNLOAD_SECONDS. tiktoken has no time limit for downloads, and would
-    wait for minutes if a network drops its packets. So we download in a thread. It is a daemon thread, so that the
-    process can end even if the download never does.
+    wait for minutes if a network drops its packets. So we download in a thread of a ThreadPool. These are daemons, so
+    the process can end even if the download never does.
     """
-    found: list[tiktoken.Encoding] = []
-    reason = f"no answer in {DOWNLOAD_SECONDS} s"
-
-    def download() -> None:
-        nonlocal reason
-        try:
-            found.append(tiktoken.get_encoding("gpt2"))
-        except (OSError, ValueError) as error:  # OSError: no connection; ValueError: a download with the wrong hash
-            reason = type(error).__name__
-
-    thread = threading.Thread(target=download, daemon=True)
-    thread.start()
-    thread.join(DOWNLOAD_SECONDS)
-    if found:
-        return found[0]
+    try:
+        with ThreadPool(1) as pool:
+            return pool.apply_async(tiktoken.get_encoding, ("gpt2",)).get(DOWNLOAD_SECONDS)
+    except multiprocessing.TimeoutError:
+        reason = f"no answer in {DOWNLOAD_SECONDS} s"
+    except (OSError, ValueError) as error:  # OSError: no connection; ValueError: a download with the wrong hash
+        reason = type(error).__name__
     # tiktoken's cache names a file by the SHA-1 of its address, and checks the content.
     files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_URLS)
     raise ValueError(

@@ -1,9 +1,7 @@
 """GPT-2's and Llama's families as Hugging Face writes them: config.json, and the names and shapes of the tensors.
 
-    configuration(theirs)         config.json as our GPTConfig and AttentionConfig
-    huggingface_config(...)       the inverse
-    layout(config)                where each of our weights is in their files
-    offer_to_transformers(config) lets a model of transformers run on our attention
+configuration() reads config.json, huggingface_config() is the inverse, and layout() says where each of our weights is
+in their files. offer_to_transformers() lets a model of transformers run on our attention.
 
 What has no counterpart is refused with its key and its value, never ignored. training/exchange.py reads and writes the
 files.
@@ -279,13 +277,13 @@ def huggingface_config(model: GPTConfig, attention: AttentionConfig, begin: int,
 def refuse_without_counterpart(model: GPTConfig, attention: AttentionConfig, gpt2: bool) -> None:
     """ValueError, with the key, for an option that the family cannot write."""
     name = "GPT-2" if gpt2 else "Llama"
-    for key, value in (GPT2_OPTIONS | {"n_kv_head": model.n_head} if gpt2 else LLAMA_OPTIONS).items():
+    activation = model.mlp if model.mlp in GELU.values() else "gelu_tanh"
+    options = GPT2_OPTIONS | {"n_kv_head": model.n_head, "mlp": activation} if gpt2 else LLAMA_OPTIONS
+    for key, value in options.items():
         if getattr(model, key) != value:
             raise ValueError(
                 f"model.{key}={getattr(model, key)} with model.norm={model.norm} has no counterpart: {name} has {value}"
             )
-    if gpt2 and model.mlp not in GELU.values():
-        raise ValueError(f"model.mlp={model.mlp} with model.norm={model.norm} has no counterpart: {name} has gelu_tanh")
     never = {"model.rope_base_local": model.rope_base_local, "model.qk_norm": model.qk_norm or None}
     for key in ("softmax_scale", *OF_SCORE, "windows", "block_mask", *(["window"] if gpt2 else [])):
         never[f"attention.{key}"] = getattr(attention, key) or None
@@ -301,8 +299,7 @@ def offer_to_transformers(config: AttentionConfig, name: str = "tilegpt") -> Non
     itself has a scale and a dropout. Dropout's mask is drawn from a seed, which torch draws.
     Raises ValueError if config has softmax_scale, dropout_p or documents. The model's forward raises ValueError, one
     line, for what our attention cannot compute: padding, packed texts and any other mask than a causal one with a
-    window. If transformers builds a mask, each layer compares it, (B, T, T_k). transformers looks for packed texts only
-    with use_cache=False; else it takes them for one text, also with its own eager and sdpa attention.
+    window. If transformers builds a mask, each layer compares it, (B, T, T_k). Of packed texts see docs/training.md.
     """
     for option, usual in (("softmax_scale", None), ("dropout_p", 0), ("documents", False)):
         if (value := getattr(config, option)) != usual:

@@ -42,9 +42,7 @@ class Part(NamedTuple):
         """Where the part's n tokens are in the whole sequence, an index of a table of positions."""
         if not self.ring:
             return slice(self.rank * n, (self.rank + 1) * n)
-        half = n // 2
-        firsts = (self.rank * half, (2 * self.ranks - 1 - self.rank) * half)
-        return torch.cat([torch.arange(first, first + half, device=device) for first in firsts])
+        return self.cut(torch.arange(self.ranks * n, device=device)[None])[0]
 
     def numbers(self, B: int, H: int, device: torch.device) -> Tensor | None:
         """b*H + h in the whole batch, of the part's B sequences and H heads, int64 (B * H,); None: 0, 1, ..."""

@@ -161,8 +161,7 @@ class Ranks:
         weights are sharded, the backward has summed the gradients, and only the losses are left.
 
         All go in one message, in place: copies into one tensor and back would take a tenth of a sum's time. Does not
-        wait for the device, so that a step can be recorded. A step of GPT-2 on two GPUs took 122.4 ms this way, and
-        124.4 ms with sums during the backward, a block at a time (LOG.md).
+        wait for the device, so that a step can be recorded. Sums during the backward were no faster (LOG.md).
         """
         if self.size == 1:
             return loss

@@ -1,14 +1,9 @@
 """The weights of a model shared among the ranks (parallel.shard=true), by torch's FSDP2 (fully_shard).
 
-    shard(model, ranks.size, device)    each of N ranks keeps an N-th of every weight, its gradient and AdamW state
-    local(x)                            the part of a weight or a gradient that this rank has
-    whole(x)                            all of it; all ranks call this together
-    as_in(x, p)                         the whole tensor x shared as p is
-    gathered(part, shape, group)        the whole tensor, put together on the first rank's host, from threads
-
-A weight is cut by its rows (the first axis). Before a block computes, all ranks get its whole weights, and drop them
-after it: once in the forward, and again in the backward. Then the gradients are added up, each row for the rank that
-has it. Embedding, positions, last norm and head are one more such group, whole until the loss is computed.
+Each of N ranks keeps an N-th of every weight, its gradient and AdamW's state: some of its rows (the first axis). Before
+a block computes, all ranks get its whole weights, and drop them after it: once in the forward, and again in the
+backward. Then the gradients are added up, each row for the rank that has it. Embedding, positions, last norm and head
+are one more such group, whole until the loss is computed.
 
 A tensor that is not shared goes through local(), whole() and as_in() as it is.
 """
@@ -50,7 +45,7 @@ def local(x: Any) -> Tensor:
 
 
 def whole(x: Any) -> Tensor:
-    """All of x, on every rank."""
+    """All of x, on every rank. All ranks call this together."""
     return x.full_tensor() if is_shared(x) else x
 
 
@@ -64,8 +59,8 @@ def as_in(x: Tensor, p: Any) -> Tensor:
 
 
 def gathered(part: Tensor, shape: torch.Size, group: Any) -> Tensor:
-    """The whole tensor of this shape on the first rank of the group; the others send it their rows, and keep them.
-    part: this rank's rows, contiguous and on the CPU. A tensor that is whole already is returned as it is."""
+    """The whole tensor of this shape on the first rank of the group; the others send it their rows, and keep them. For
+    threads. part: this rank's rows, contiguous and on the CPU. A tensor that is whole already is returned as it is."""
     if part.shape == shape:
         return part
     if rank := torch.distributed.get_rank(group):

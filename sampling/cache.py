@@ -7,17 +7,15 @@ As in model/tiled.py the G = H / H_kv query heads of a key head are rows of one 
 In pages, with P tokens a page: k, v (pages, H_kv, P, D)
 
 No token sees a later one, so the keys and values of a token stay as they are. A prompt runs through attention() as in
-training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it. It is
-Flash-Decoding in plain PyTorch: it cuts the keys into splits, computes each alone, and merges them by lse. The steps
-have the numbers of model/attention.py; docs/attention.md has the formulas under "The cache, and decoding in splits". On
-a GPU the kernel of sampling/decode.py does the same. It reads the sequences' positions from the device, where they are
-counted too.
+training, and each layer keeps its keys and values. After that a token is one query row, and decode() computes it: the
+algorithm of sampling/decode.py in plain PyTorch. On a GPU the kernel there runs. It reads the sequences' positions from
+the device, where they are counted too.
 
 A layer keeps a buffer of all positions for each sequence, or with pages only blocks of P tokens, which a table finds.
 Then memory follows the lengths of the texts, and texts that begin alike have the pages of their beginning together.
 A layer with a window keeps its buffer, which is as small as the window.
 
-Sources: Dao et al. 2023, https://pytorch.org/blog/flash-decoding; pages: Kwon et al. 2023, arXiv 2309.06180.
+Source of the pages: Kwon et al. 2023, arXiv 2309.06180.
 """
 
 from typing import Any, NamedTuple
@@ -73,18 +71,18 @@ class Pages:
         self.free: list[int] = []
         self.capacity = 0  # the pages for which the layers have memory
         self.moved = 0  # how often the layers' memory has moved
-        self.changed: dict[tuple[int, int], int] = {}  # what the device's table lacks
+        self.changed = False  # whether the device's table is out of date
         self.copies: list[tuple[int, int]] = []  # pages to be copied: from, to
 
     def trim(self, b: int, T: int) -> None:
         """Sequence b keeps the pages of its first T tokens alone."""
-        held, count = self.held[b], -(-T // self.size)
-        for i, page in list(enumerate(held))[count:]:
+        count = -(-T // self.size)
+        for page in self.held[b][count:]:
             self.owners[page] -= 1
             if not self.owners[page]:
                 self.free.append(page)
-            self.changed[b, i] = 0
-        del held[count:]
+            self.changed = True
+        del self.held[b][count:]
 
     def own(self, b: int, start: int, stop: int) -> None:
         """Gives sequence b pages of its own for its tokens from start to stop - 1. It has those before."""
@@ -101,7 +99,7 @@ class Pages:
                 self.copies.append((held[i], page))
             held[i : i + 1] = [page]
             self.owners[page] = 1
-            self.changed[b, i] = page
+            self.changed = True
 
     def share(self, rows: range) -> None:
         """The sequences `rows`, which have no pages, get those of the first of them."""
@@ -110,7 +108,6 @@ class Pages:
             self.owners[page] = len(rows)
         for b in rows[1:]:
             self.held[b] = pages.copy()
-            self.changed |= {(b, i): page for i, page in enumerate(pages)}
 
     def settle(self, layers: "list[LayerCache]") -> None:
         """Brings the device's table and the layers' memory up to date."""
@@ -124,10 +121,10 @@ class Pages:
         for layer in layers:
             if layer.pages is not None and hasattr(layer, "k"):
                 layer.k, layer.v = (self.settled(buffer, copies) for buffer in (layer.k, layer.v))
-        rows, columns = on_device(list(zip(*self.changed, strict=True)), self.device)
-        self.table[rows, columns] = on_device(list(self.changed.values()), self.device).int()
+        width = self.table.shape[1]
+        self.table.copy_(on_device([held + [0] * (width - len(held)) for held in self.held], self.device))
         self.copies.clear()
-        self.changed.clear()
+        self.changed = False
 
     def settled(self, buffer: Tensor, copies: Tensor | None) -> Tensor:
         """A layer's keys or values (pages, H_kv, P, D): enough pages, and copied ones."""
@@ -269,9 +266,6 @@ class KVCache:
     def begin(self, T: int, rows: slice, shared: bool = False) -> Setting:
         """Next, the model runs the prompts of the sequences `rows`, of T tokens each. What they had is forgotten.
         shared: they have the same prompt, and the model runs it once."""
-        self.lengths[rows] = [T] * len(self.lengths[rows])
-        if self.at is not None:
-            self.at[rows] = T - 1
         if self.pages is not None:
             every = range(len(self.lengths))[rows]
             for b in every:
@@ -281,21 +275,24 @@ class KVCache:
             if shared:
                 self.pages.share(every)
             self.pages.settle(self.layers)
-        for layer in self.layers:
-            layer.rows, layer.past, layer.place = rows, 0, None
-        return self.setting(slice(T))
+        return self.prompts(rows, 0, T)
 
     def extend(self, T: int) -> Setting:
         """Next, the model runs T more tokens of every sequence. All sequences have as many tokens."""
         past, B = self.lengths[0], len(self.lengths)
         assert self.lengths == [past] * B, "sequences of different lengths"
         assert past + T <= self.context_length, "more tokens than the context has"
-        self.lengths = [past + T] * B
-        if self.at is not None:
-            self.at.fill_(past + T - 1)
+        setting = self.prompts(slice(B), past, T)
         self.own([past] * B)
+        return setting
+
+    def prompts(self, rows: slice, past: int, T: int) -> Setting:
+        """For T tokens of the sequences `rows`, which have `past` tokens already."""
+        self.lengths[rows] = [past + T] * len(self.lengths[rows])
+        if self.at is not None:
+            self.at[rows] = past + T - 1
         for layer in self.layers:
-            layer.rows, layer.past, layer.place = slice(B), past, None
+            layer.rows, layer.past, layer.place = rows, past, None
         return self.setting(slice(past, past + T))
 
     def cut(self, T: int) -> bool:

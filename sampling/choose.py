@@ -7,10 +7,8 @@ Shapes: B sequences, V vocabulary, P parts of a vocabulary.
 
 Of the tokens with probabilities p and exponential draws d, the one with the largest p / d is a draw from p. In
 logarithms that is the largest logit / temperature - ln(d), so no sum over the vocabulary is needed. PyTorch launches
-ten kernels for it, and each takes longer to begin and to end than to read its numbers. Here are two.
-
-    best_kernel     one program per sequence and part of the vocabulary: its largest logit, and its best token
-    merge_kernel    one program: the best of the parts
+ten kernels for it, and each takes longer to begin and to end than to read its numbers. Here are two: the best token of
+each part of the vocabulary, and the best of these.
 """
 
 import torch

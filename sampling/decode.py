@@ -9,8 +9,8 @@ n = b * H_kv + h_kv the number of a key head.
 
 The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
 would leave most processors idle. So each split of the keys has a program. All G query heads of a key head are rows of
-one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of cache.py
-is the same in plain PyTorch, and docs/attention.md has the formulas under "The cache, and decoding in splits".
+one matrix, so that each key is read once. The steps have the numbers of model/attention.py; decode() of cache.py is the
+same in plain PyTorch, and docs/attention.md has the formulas under "The cache, and decoding in splits".
 
     decode_kernel   one program per key head and split
         1-5   m, l and acc over its own keys
@@ -57,7 +57,7 @@ class DecodeTiles(NamedTuple):
 
 
 # BLOCK_D up to -> tiles for 16-bit inputs.
-TILES = {64: DecodeTiles(64, 4, 3), 128: DecodeTiles(64, 4, 3), 256: DecodeTiles(32, 4, 3)}
+TILES = {128: DecodeTiles(64, 4, 3), 256: DecodeTiles(32, 4, 3)}
 FLOAT32 = {128: DecodeTiles(32, 8, 2), 256: DecodeTiles(16, 8, 2)}  # wider tiles round the sums less often
 # BLOCK_D up to -> stages where a processor has PROGRAMS programs, which then share its memory: the more tiles are on
 # their way when a program waits for the kernel ahead, the better. And no third program fits beside them, so the early
@@ -102,7 +102,7 @@ def decode(
     (B, H, _, D), H_kv = q.shape, k.shape[1]
     pages, S = table or (None, keys.shape[1])
     N, G, BLOCK_D, P = B * H_kv, H // H_kv, block_d(D), keys.shape[2] if table else 0
-    tile = FLOAT32[max(128, BLOCK_D)] if q.dtype == torch.float32 else TILES[max(64, BLOCK_D)]
+    tile = (FLOAT32 if q.dtype == torch.float32 else TILES)[max(128, BLOCK_D)]
     rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
     splits = min(splits or splits_for(N, q.device), -(-S // tile.BLOCK_N))
     overlap = sizes.starts_early(q.device)

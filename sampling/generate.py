@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,10 +81,7 @@ class Sampler:
         generator: on their device. With one for each row, a row draws what it would draw alone.
         used: bool (B, V), the tokens that each text has, as tokens_used() gives it. The chosen ones are added to it.
         """
-        largest, token = self.draw(logits.float(), generator, used)
-        if largest.isnan().any():
-            raise NotFinite(SPOILT)
-        return token
+        return checked(self.draw(logits, generator, used))
 
     def choose_unseen(
         self,
@@ -96,31 +94,29 @@ class Sampler:
         """choose() without a wait for the device: int64 (B + 1,), the token ids, and after them 1 where choose() raises
         NotFinite, else 0. Where sampling/choose.py compares logarithms, two tokens may change places that differ by
         rounding alone. draws: what draw_ahead() gave. made: to be overwritten and returned."""
-        if used is None and not self.narrows and runs_kernels(logits.device):
-            from sampling.choose import choose  # imported here: triton is not installed everywhere
+        if not self.by_kernel(logits, used):
+            return self.draw(logits, generator, used, made)
+        from sampling.choose import choose  # imported here: triton is not installed everywhere
 
-            logits = logits.float().contiguous()
-            if draws is None and self.temperature > 0:
-                draws = waiting_times(logits, generator)
-            return choose(logits, draws, self.temperature, made)
-        largest, token = self.draw(logits.float(), generator, used)
-        return torch.cat((token, largest.isnan().any()[None]), out=made)
+        logits = logits.float().contiguous()
+        draws = self.draw_ahead(logits, generator, used) if draws is None else draws
+        return choose(logits, draws, self.temperature, made)
 
     def draw_ahead(self, logits: Tensor, generator: Generators, used: Tensor | None) -> Tensor | None:
         """What choose_unseen() draws for logits like these, whose values do not matter; None if they do."""
-        if used is not None or self.narrows or self.temperature == 0 or not runs_kernels(logits.device):
-            return None
-        return waiting_times(logits, generator)
+        return waiting_times(logits, generator) if self.temperature > 0 and self.by_kernel(logits, used) else None
 
-    @property
-    def narrows(self) -> bool:
-        """Whether some tokens cannot be drawn, however likely the others are."""
-        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+    def by_kernel(self, logits: Tensor, used: Tensor | None) -> bool:
+        """Whether sampling/choose.py chooses: every token can be drawn, by its logit alone."""
+        narrows = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return used is None and not narrows and runs_kernels(logits.device)
 
-    def draw(self, logits: Tensor, generator: Generators, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """choose() for float32 logits. Nothing in it makes the host wait for a GPU. Before the token ids it returns
-        numbers (B,), NaN for a row without probabilities: with NaN, with inf (unless temperature=0 takes it), or with
-        -inf alone."""
+    def draw(
+        self, logits: Tensor, generator: Generators, used: Tensor | None = None, made: Tensor | None = None
+    ) -> Tensor:
+        """choose_unseen() in PyTorch. Nothing in it makes the host wait for a GPU. There is no choice in a row with
+        NaN, with inf (unless temperature=0 takes it), or with -inf alone."""
+        logits = logits.float()
         if used is not None:
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
             logits = torch.where(used, penalized, logits)
@@ -131,7 +127,7 @@ class Sampler:
             largest, token = (p / waiting_times(p, generator)).max(-1)
         if used is not None:
             used.scatter_(1, token[:, None], True)
-        return largest, token
+        return torch.cat((token, largest.isnan().any()[None]), out=made)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits float32 (B, V) to the probabilities (B, V) of being drawn, for a temperature above 0."""
@@ -176,13 +172,10 @@ def generate(
     max_new_tokens: int,
     sampler: Sampler,
     generator: Generators = None,
-    *,
-    cache: bool | KVCache = True,
-    past_context: str = "slide",
+    **options: Any,
 ) -> Iterator[Tensor]:
-    """Session.generate() with a session of its own, whose arguments these are."""
-    session = Session(model, sampler, generator, B=len(prompts), cache=cache, past_context=past_context)
-    return session.generate(prompts, max_new_tokens)
+    """Session.generate() with a session of its own, whose arguments and options these are."""
+    return Session(model, sampler, generator, B=len(prompts), **options).generate(prompts, max_new_tokens)
 
 
 class Session:
@@ -337,11 +330,16 @@ def to_host(made: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def arrived(made: Tensor, event: torch.cuda.Event) -> Tensor:
-    """Waits for the tokens int64 (B,). Raises NotFinite if choose_unseen() found that the logits were not finite."""
+    """Waits for what choose_unseen() made, and returns the tokens int64 (B,)."""
     event.synchronize()
+    return checked(made).clone()  # pageable, so that the pinned memory is used again
+
+
+def checked(made: Tensor) -> Tensor:
+    """The tokens int64 (B,) of what choose_unseen() made. Raises NotFinite if it had no choice."""
     if made[-1]:
         raise NotFinite(SPOILT)
-    return made[:-1].clone()  # pageable, so that the pinned memory is used again
+    return made[:-1]
 
 
 def tokens_seen(length: int, context: int, past_context: str) -> int:
@@ -354,13 +352,11 @@ def tokens_seen(length: int, context: int, past_context: str) -> int:
 def run_prompts(model: GPT, texts: list[Tensor], cache: KVCache | None) -> Tensor:
     """The logits (B, V) of the token after each text. If all texts are the same, one of them runs. Texts of different
     lengths run one by one, so that each gives what it gives alone."""
-    if all(torch.equal(text, texts[0]) for text in texts[1:]):
-        setting = None if cache is None else cache.begin(len(texts[0]), slice(len(texts)), shared=True)
-        return model.next_logits(texts[0][None], setting).expand(len(texts), -1)
+    B, same = len(texts), all(torch.equal(text, texts[0]) for text in texts[1:])
     together = len({len(text) for text in texts}) == 1
     logits = []
-    for start, stop in [(0, len(texts))] if together else [(b, b + 1) for b in range(len(texts))]:
-        idx = torch.stack(texts[start:stop])  # (B or 1, T)
-        setting = None if cache is None else cache.begin(idx.shape[1], slice(start, stop))
+    for rows in [slice(B)] if together else [slice(b, b + 1) for b in range(B)]:
+        idx = torch.stack(texts[:1] if same else texts[rows])  # (B or 1, T)
+        setting = None if cache is None else cache.begin(idx.shape[1], rows, shared=same)
         logits.append(model.next_logits(idx, setting))
-    return torch.cat(logits)
+    return torch.cat(logits).expand(B, -1)

@@ -157,8 +157,16 @@ def test_small_documents_beside_a_large_one_stay_in_training(tmp_path, make, mon
     assert len(found["val"]) == 21  # and the end of the large one
     assert {*small} <= {*found["train"], *found["val"]}
     limited = make(tmp_path / "a.jsonl")
-    monkeypatch.setattr(corpora.Corpus, "for_validation", lambda *_: corpora.ForValidation([], 9.0, 9.0, False))
+    monkeypatch.setattr(corpora.Corpus, "for_validation", lambda *_: ([], 9, False))
     assert make(tmp_path / "a.jsonl") != limited  # whose name earlier versions gave to another split
+
+
+def test_small_documents_without_a_large_one_fill_the_share_of_validation(make, tmp_path):
+    """No document is larger than the share, so half of all is no limit: training has most of the large ones."""
+    documents = [f"poem {i:02}\n" for i in range(40)] + [f"{i} is long\n" * 40 for i in range(5)]
+    found = texts(make(write(tmp_path, {"a.jsonl": jsonl(*documents)}) / "a.jsonl", val_fraction=0.5))
+    assert {*documents[:40]} < {*found["val"]}
+    assert len(found["val"]) == 42
 
 
 def test_a_corpus_is_known_by_its_content_and_not_by_its_files(corpus, make, tmp_path, monkeypatch):

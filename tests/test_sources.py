@@ -312,7 +312,7 @@ def test_a_run_from_standard_input_goes_on_without_it(call, small, tmp_path, mon
     assert f"{folder} has tokens of tokenizer byte" in ended.err
 
 
-def test_a_validation_text_that_has_changed_is_said_on_resume(call, small, tmp_path):
+def test_a_validation_text_that_has_changed_is_said_on_resume_and_by_eval_only(call, small, tmp_path):
     own = [argument for argument in small if not argument.startswith("data")]
     folder, runs = tmp_path / "tokens", f"runs={tmp_path}/runs"
     write_shard(folder / "train.bin", [i % 200 for i in range(5000)])
@@ -320,8 +320,10 @@ def test_a_validation_text_that_has_changed_is_said_on_resume(call, small, tmp_p
     there = [*own, "data=bin", f"data.path={folder}", "tokenizer=byte", runs, "name=x"]
     call(train, *there, "steps=2").succeeded()
     said = "the validation text has changed"
-    assert said not in call(train, "resume=auto", "steps=3", runs).out
+    measured = ["eval_only=true", "resume=x", runs]
+    assert said not in call(train, "resume=auto", "steps=3", runs).out + call(train, *measured).out
     write_shard(folder / "val.bin", [i % 200 for i in range(1100)])
+    assert said in call(train, *measured).out
     assert said in call(train, "resume=auto", "steps=4", runs).out
     assert said not in call(train, "resume=auto", "steps=5", runs).out
 

@@ -440,12 +440,12 @@ def test_the_threads_batches_are_the_loaders_in_its_order(loader, prefetch):
 
 
 def test_the_state_is_that_of_the_step_that_was_taken_whatever_has_been_drawn(loader, prefetch):
-    assert prefetch.state_dict() == loader.state_dict()
+    assert prefetch.state == loader.state_dict()
     for _ in range(3):
         prefetch.give_back(prefetch.next())
         for _ in range(3):
             loader.next()
-        assert prefetch.state_dict() == loader.state_dict()
+        assert prefetch.state == loader.state_dict()
         [coming.result() for coming in prefetch.coming]  # all that is ahead has been drawn
         assert prefetch.loader.position > loader.position
 

@@ -318,7 +318,7 @@ def write_checkpoint(run: Run, into: str = checkpoint.FOLDER, fault: dict[str, t
         "config": asdict(run.cfg),
         "about": run.facts,
         "broken": run.cfg.break_it.label,
-        "loader": run.batches.state_dict(),
+        "loader": run.batches.state,
         "validation": fingerprint(run.dataset.val, run.dataset.val_documents),
         "scaler": run.train_step.scaler.state_dict(),
         # Only of a checkpoint that a run without stops has too: its best one is then the same.

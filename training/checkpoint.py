@@ -111,6 +111,12 @@ class Checkpoint:
             numbers = "the dropout masks differ, so the numbers differ by more than rounding"
         return f"attention=auto takes {taken.impl} here, and the run had {had}: {numbers}"
 
+    def other_text(self, validation: str) -> str | None:
+        """A line for the user if the run had another validation text. validation: the fingerprint() of this one."""
+        if self.state.get("validation", validation) == validation:  # older checkpoints do not have it
+            return None
+        return "the validation text has changed since the checkpoint: do not compare the losses before and after"
+
 
 # --- writing --------------------------------------------------------------------------------------------------------
 

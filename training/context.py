@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Dataset, open_data
-from data.loader import Batch
+from data.loader import Batch, fingerprint
 from data.made import SHORTEST, answer, passkey, second_half
 from data.tokenizer import encode, from_json, same
 from model.gpt import GPT
@@ -318,6 +318,8 @@ def evaluate(cfg: Config) -> int:
     broken = trained.state["broken"]
     show(f"{stamp(broken)}{trained.path} on the validation text of {dataset.folder}")
     if other := trained.other_attention(cfg.attention, model):
+        show(other)
+    if other := trained.other_text(fingerprint(dataset.val, dataset.val_documents)):
         show(other)
     advice = (
         f"out of memory with batch_size={cfg.batch_size} sequences of {cfg.model.context_length} tokens; "

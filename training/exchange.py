@@ -45,6 +45,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILE_NAME = re.compile(r"[\w. -]{1,200}\.safetensors", re.ASCII)
 
+SMALL, LARGE = 1 << 20, 1 << 27  # bytes of config.json and of other JSON; the largest tokenizer.json in use has 35 MB
+
 NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # masks and tables in older files
 
 
@@ -120,7 +122,7 @@ def describe(place: Path) -> dict[str, dict]:
     if not (place / CONFIG).exists():
         theirs = checkpoint.load_state(place)["config"]
         return {key: theirs[key] for key in ("model", "attention", "break_it")}
-    theirs = read_json(place, CONFIG, limit(CONFIG))
+    theirs = read_json(place, CONFIG, SMALL)
     with naming(place):
         model, attention = configuration(theirs)
     model.vocab_size = None
@@ -135,7 +137,7 @@ def read(place: Path, source: str) -> checkpoint.Checkpoint:
         return checkpoint.load(place)
     if place.parent.name == "snapshots" and not Path(os.path.expanduser(source)).exists():
         fetch_the_rest(source, place)
-    theirs = read_json(place, CONFIG, limit(CONFIG))
+    theirs = read_json(place, CONFIG, SMALL)
     with naming(place):
         ours, attention = configuration(theirs)
         encoding = from_huggingface(read_tokenizer(place), token(theirs, "eos_token_id"))
@@ -173,22 +175,17 @@ def token(theirs: dict, key: str) -> int | None:
     return first if type(first) is int else None
 
 
-def limit(name: str) -> int:
-    """Bytes of a file that is parsed. The largest tokenizer.json in use has 35 MB."""
-    return {CONFIG: 1 << 20, "merges.txt": 1 << 25}.get(name, 1 << 27)
-
-
 def read_tokenizer(folder: Path) -> dict:
     """tokenizer.json, or GPT-2's older two files in the same form."""
     if (folder / TOKENIZER).exists():
-        return read_json(folder, TOKENIZER, limit(TOKENIZER))
+        return read_json(folder, TOKENIZER, LARGE)
     if not (folder / "vocab.json").exists():
         raise ValueError(
             f"it has no {TOKENIZER}, nor vocab.json and merges.txt: put the model's own there; if that is byte "
             "or gpt2, `python sample.py run=NAME export=FOLDER` writes it, of a run that has that tokenizer"
         )
-    vocab = read_json(folder, "vocab.json", limit("vocab.json"))
-    lines = read_text(folder, "merges.txt", limit("merges.txt")).split("\n")
+    vocab = read_json(folder, "vocab.json", LARGE)
+    lines = read_text(folder, "merges.txt", 1 << 25).split("\n")
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     made = {"".join(merge) for merge in merges}
     special = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
@@ -213,7 +210,7 @@ def shards(folder: Path) -> list[str]:
     if not (folder / INDEX).exists():
         refuse_pickles(folder)
         raise ValueError(f"{folder} has no {WEIGHTS}: give a folder with weights")
-    files = read_json(folder, INDEX, limit(INDEX)).get("weight_map")
+    files = read_json(folder, INDEX, LARGE).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map: the file is damaged")
     for file in files.values():

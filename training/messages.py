@@ -50,9 +50,8 @@ def origin(run: Run, resumed: checkpoint.Checkpoint | None, parent: checkpoint.C
         yield f"changed since the checkpoint: {', '.join(changes)}"
     if resumed and (other := resumed.other_attention(cfg.attention, run.model)):
         yield other
-    validated = resumed and resumed.state.get("validation")  # older checkpoints do not have it
-    if validated and validated != fingerprint(run.dataset.val, run.dataset.val_documents):
-        yield "the validation text has changed since the checkpoint: do not compare the losses before and after"
+    if resumed and (other := resumed.other_text(fingerprint(run.dataset.val, run.dataset.val_documents))):
+        yield other
 
 
 def attention_line(run: Run, way: str) -> str:
