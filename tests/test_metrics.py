@@ -256,10 +256,10 @@ def test_the_picture_shows_every_record_and_is_titled_in_red_of_a_broken_run(bro
         loss_figure(few, "run", broken).savefig(BytesIO())
 
 
-def test_a_name_that_the_font_lacks_is_drawn_without_a_warning(recwarn):
-    """A Chinese name warned of a glyph a character; one of bytes that are no text could not be drawn at all."""
-    (axes,) = loss_figure([{"step": 1, "loss": 2.0}], "\u957f gr\u00fc\u00dfe \udc80", None).axes
-    assert axes.get_title() == "? gr\u00fc\u00dfe ?"
+def test_a_name_that_the_font_lacks_or_that_looks_like_mathematics_is_drawn_without_a_warning(recwarn):
+    """A Chinese name warned of a glyph a character; one of bytes that are no text, or of no TeX, ended the run."""
+    (axes,) = loss_figure([{"step": 1, "loss": 2.0}], "\u957f gr\u00fc\u00dfe \udc80 a$^^bad{$b", None).axes
+    assert axes.get_title() == "? gr\u00fc\u00dfe ? a$^^bad{$b"
     axes.figure.savefig(BytesIO())
     assert [str(warning.message) for warning in recwarn if warning.category is UserWarning] == []
 
