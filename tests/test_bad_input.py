@@ -136,6 +136,7 @@ def there(call, text, tmp_path_factory) -> Path:
     (folder / "text/all.txt").write_text("".join(file.read_text() for file in sorted(text.iterdir())))
     given = [f"data.path={folder}/text", f"data.cache={folder}/cache", f"runs={folder}/runs"]
     assert call(train, "data=text", *given, *TRAIN, "checkpoint_every=2", "name=done").code == 0
+    shutil.copytree(folder / "runs/done/checkpoints/step_000004", folder / "outside")  # in no run's folder
     return folder
 
 
@@ -250,6 +251,11 @@ def test_a_name_that_cannot_name_a_folder_everywhere(tmp_path, name):
     data.source=bin data.path={there}/good.bin tokenizer.kind=kept      tokenizer.json
     data.source=bin data.path={there}/good.bin tokenizer.kind=bpe       tokenizer=bpe
     data.source=bin data.path={there}/val                               only_val.bin
+    data.source=recall model.context_length=33                          model.context_length=33
+    data.source=passkey model.context_length=64                         128
+    data.source=recall tokenizer.kind=bpe                               tokenizer=bpe
+    data.source=passkey model.context_length=128 data.val_fraction=0.0001    data.val_fraction=0.0001
+    data.source=recall data.path=x                                      data.path=x
 """)
 def test_keys_of_the_data_that_exclude_each_other(there, typed, answer):
     def refuse():
@@ -429,6 +435,13 @@ def refused(call, there, monkeypatch):
     resume=done steps=8 attention.documents=true        attention.documents=False
     resume=done steps=8 break_it=no_max                 break_it: none
     resume=done steps=8 ema_decay=2                     ema_decay=2.0
+    eval_only=true resume=nobody                        resume=nobody
+    -m eval_only=true resume=done,done                  -m
+    eval_only=true resume={there}/outside               {there}/outside
+    eval_only=true resume=done model.context_length=64  model.context_length=32
+    wandb=online                                        wandb.mode=online?
+    attention=flash                                     attention=triton
+    break_it.subtract_max=false                         break_it=no_max
 """)
 def test_a_run_that_cannot_be(refused, there, typed, answer):
     given = ["data=text", f"data.path={there}/text", f"data.cache={there}/cache", f"runs={there}/runs", *TRAIN]

@@ -3,7 +3,6 @@
 Damaged files are in tests/test_bad_input.py, what another program writes in test_contents.py."""
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import torch
 
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
+from tests.runs import little_room
 from training import checkpoint, contents
 from training.files import lock
 from training.state import load_optimizer_tensors, optimizer_tensors, rng_state
@@ -294,13 +294,8 @@ def test_a_kill_before_any_operation_on_files_leaves_only_whole_checkpoints(tmp_
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
     old = save(tmp_path, 10)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the write past it fails as on a full disk
-    try:
-        with pytest.raises(OSError, match=r"\A.*step 20 could not be written.*resume=auto.*\Z"):
-            save(tmp_path, 20, {"w": torch.zeros(100_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with little_room(), pytest.raises(OSError, match=r"\A.*step 20 could not be written.*resume=auto.*\Z"):
+        save(tmp_path, 20, {"w": torch.zeros(100_000)})
     assert list(tmp_path.iterdir()) == [old]
     assert checkpoint.load(old).step == 10
     (tmp_path / "full").write_text("a file, so that no folder can be made there")

@@ -377,21 +377,6 @@ def test_a_name_of_another_project_is_answered_with_ours(name):
         config.split_arguments([f"--{name.replace('_', '-')}"], known)
 
 
-@pytest.mark.parametrize(
-    ("typed", "named"),
-    [
-        ("wandb=online", "wandb.mode=online?"),
-        ("attention=flash", "attention=triton"),
-        ("break_it.subtract_max=false", "break_it=no_max"),
-        ("data=web", ", ".join(sorted(file.stem for file in (ROOT / "conf/data").iterdir()))),
-    ],
-)
-def test_what_only_train_pys_own_keys_can_be_mistaken_for_is_named(call, typed, named):
-    ended = call(train, typed)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert named in ended.err
-
-
 def test_python_outside_the_range_is_refused_in_words(complaint, monkeypatch):
     """Hydra 1.3.8 on Python 3.14 dies inside argparse with a traceback about a help string."""
     monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
