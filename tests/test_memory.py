@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import train
 from lab.meter import PeakBytes
 from model.attention import AttentionConfig
 from model.gpt import GPTConfig
@@ -122,9 +121,8 @@ def test_auto_never_picks_what_an_attention_does_not_have_and_keeps_a_chunk_that
     assert chosen(0.1, model=replace(LONG, chunk=4096))[:2] == ("true", 4096)
 
 
-def test_without_a_gpu_auto_computes_nothing_again_and_what_is_no_auto_stays(call, small, tmp_path):
+def test_without_a_gpu_auto_computes_nothing_again_and_what_is_no_auto_stays(small_run, tmp_path):
     asked = replace(GPT2, activation_checkpointing="selective")
     assert settle(asked, AttentionConfig("tiled"), 1, "float32", torch.device("cpu"), ema=False) == (asked, "")
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=a", "model.activation_checkpointing=auto")
-    assert "\nactivation checkpointing: false (auto" in ended.out
-    assert "activation_checkpointing: auto" in (tmp_path / "a/config.yaml").read_text(encoding="utf-8")
+    assert "\nactivation checkpointing: false (auto" in small_run("steps=1 model.activation_checkpointing=auto").out
+    assert "activation_checkpointing: auto" in (tmp_path / "x/config.yaml").read_text(encoding="utf-8")

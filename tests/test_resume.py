@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -65,29 +66,21 @@ def test_a_run_killed_at_7_and_resumed_from_6_is_the_run_of_12_steps_bit_for_bit
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_a_run_that_goes_back_and_is_killed_has_no_weights_of_steps_without_a_record(
-    call, small, tmp_path, monkeypatch
-):
-    run = [*small, f"runs={tmp_path}", "name=back", "checkpoint_every=2"]
-    assert call(train, *run, "steps=6", "keep_last=3").code == 0
-    newest = last(tmp_path / "back")
+def test_a_resumed_run_deletes_later_steps_before_its_first_but_none_that_is_damaged(small_run, tmp_path, monkeypatch):
+    """A run that went back, and was killed before its first checkpoint, had weights of steps without a record."""
+    run = tmp_path / "x"
+    small_run("checkpoint_every=2 steps=6 keep_last=3")
+    saved = shutil.copytree(run / "checkpoints", tmp_path / "saved")
+    newest = last(run)
     shutil.copytree(newest, newest.with_name(f".old-{newest.name}"))  # as a kill in a save leaves it
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))  # before the first step
-        assert call(train, *run, f"resume={tmp_path}/back/checkpoints/step_000002", "steps=6").code == 9
-    assert last(tmp_path / "back").name == "step_000002"
-    assert records(tmp_path / "back")[-1]["step"] == 2
-
-
-def test_a_run_that_goes_on_from_an_earlier_step_because_the_last_is_damaged_does_not_delete_it(
-    call, small, tmp_path, monkeypatch
-):
-    run = [*small, f"runs={tmp_path}", "name=kept", "checkpoint_every=2"]
-    assert call(train, *run, "steps=4").code == 0
-    (last(tmp_path / "kept") / "tokenizer.json").write_text("")
-    monkeypatch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))
-    assert call(train, *run, "resume=auto", "steps=6").code == 9
-    assert last(tmp_path / "kept").name == "step_000004"
+    monkeypatch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))  # before the first step
+    small_run(f"resume={run}/checkpoints/step_000002 steps=6", code=9)
+    assert last(run).name == "step_000002"
+    assert records(run)[-1]["step"] == 2
+    shutil.copytree(saved, run / "checkpoints", dirs_exist_ok=True)
+    (newest / "tokenizer.json").write_text("")
+    small_run("resume=auto steps=8", code=9)
+    assert last(run) == newest
 
 
 # Without an end, and with a rate that does not depend on where the end is.
@@ -162,23 +155,22 @@ def signal_within(patch: pytest.MonkeyPatch, place: str, step: int) -> list[str]
 @pytest.fixture(scope="module")
 def wholes(call, small, tmp_path_factory):
     """wholes(place, step): what is typed where a signal is to come there, and the run that has none."""
-    runs, known = tmp_path_factory.mktemp("wholes"), {}
-    assert call(train, *small, *TWO_PASSES, f"runs={runs}", "name=parent", "steps=1").code == 0
+    parent = tmp_path_factory.mktemp("parent")
+    assert call(train, *small, *TWO_PASSES, f"runs={parent}", "name=x", "steps=1").code == 0
+    common = [*(argument for argument in small if not argument.startswith("model=")), *TWO_PASSES, *EACH]
+
+    @cache
+    def run(*more: str) -> tuple[list[str], Path]:
+        runs = tmp_path_factory.mktemp("whole")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(activities.awake, "LOOKS", {2})
+            assert call(train, *more, *common, f"runs={runs}").code == 0
+        return [*more, *common], next(runs.iterdir())
 
     def whole(place: str, step: int) -> tuple[list[str], Path]:
-        typed = [*small, *TWO_PASSES, *EACH]
-        if place == "failure":
-            typed += ["break_it=no_max"]
         if step == 0:
-            typed = [argument for argument in typed if not argument.startswith("model=")]
-            typed += [f"init_from={runs}/parent/checkpoints/step_000001"]
-        if tuple(typed) not in known:
-            name = f"name=w{len(known)}"
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(activities.awake, "LOOKS", {2})
-                assert call(train, *typed, f"runs={runs}", name).code == 0
-            known[tuple(typed)] = next(runs.glob(f"w{len(known)}*"))
-        return typed, known[tuple(typed)]
+            return run(f"init_from={last(parent / 'x')}")
+        return run("model=gpt2", "break_it=no_max") if place == "failure" else run("model=gpt2")
 
     return whole
 
@@ -248,25 +240,19 @@ def test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit(call,
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_a_resumed_run_may_begin_to_compute_its_blocks_again_and_stays_the_same_bit_for_bit(call, small, tmp_path):
-    assert call(train, *small, *DROPOUT, "steps=4", "checkpoint_every=2", f"runs={tmp_path}", "name=whole").code == 0
-    half = f"resume={tmp_path}/whole/checkpoints/step_000002"
+def test_a_resumed_run_may_begin_to_compute_its_blocks_again_and_stays_the_same_bit_for_bit(call, small_run, tmp_path):
+    small_run(f"steps=4 checkpoint_every=2 {' '.join(DROPOUT)}")
+    half = f"resume={tmp_path}/x/checkpoints/step_000002"
     ended = call(train, half, f"runs={tmp_path}", "name=again", "model.activation_checkpointing=true")
     assert "changed since the checkpoint: model.activation_checkpointing false -> true" in ended.out
-    assert losses(tmp_path / "again") == losses(tmp_path / "whole")[2:]
+    assert losses(tmp_path / "again") == losses(tmp_path / "x")[2:]
 
 
 # --- what a checkpoint brings ---------------------------------------------------------------------------------------
 
-PARENT = [
-    "steps=2",
-    "seed=5",
-    "optimizer=muon",
-    "optimizer.momentum=0.9",
-    "optimizer.weight_decay=0.5",
-    "ema_decay=0.1",
-]
-PARENT += ["attention=naive", "attention.window=8", *DROPOUT, "wandb.project='${seed} ,=[x]'", "wandb.tags=[a,b]"]
+PARENT = ["steps=2", "seed=5", "optimizer=muon", "optimizer.momentum=0.9", "optimizer.weight_decay=0.5"]
+PARENT += ["ema_decay=0.1", "attention=naive", "attention.window=8", *DROPOUT]
+PARENT += ["wandb.project='${seed} ,=[x]'", "wandb.tags=[a,b]"]
 
 
 @pytest.fixture(scope="module")
@@ -337,9 +323,8 @@ def test_a_checkpoint_under_a_name_of_ones_own_is_resumed_as_a_new_run(resumed, 
     ended = resumed("steps=4", f"resume={place}")
     assert ended.code == 0, ended.err
     (new,) = {run.name for run in (tmp_path / "runs").iterdir()} - {"x"}
-    assert (
-        resumed("steps=6", f"resume={place}", f"name={new}").code == 2
-    )  # it is another run's, though the same weights
+    # it is another run's, though the same weights
+    assert resumed("steps=6", f"resume={place}", f"name={new}").code == 2
 
 
 def test_a_text_that_is_another_than_the_checkpoints_is_refused(resumed, tmp_path):
