@@ -11,7 +11,7 @@ from model.gpt import GPTConfig
 from model.recompute import RecomputingGPT
 from training.memory import COMPILED, FITS, PIECE, bytes_of, fastest, settle
 
-GPT2 = GPTConfig(n_embd=48, n_layer=3, n_head=3, vocab_size=16, context_length=4096, position="none")
+GPT2 = GPTConfig(n_embd=48, n_layer=3, n_head=3, vocab_size=16, context_length=2048, position="none")
 FAMILIES = {
     "gpt2": GPT2,
     "gpt2-dropout": replace(GPT2, dropout_p=0.1),
@@ -58,7 +58,7 @@ def test_the_memory_counted_is_that_of_a_step_within_15_percent(form, chunk, fam
 @pytest.mark.parametrize(("form", "chunk"), FORMS)
 def test_a_layer_more_takes_what_is_counted_for_it(form, chunk):
     """Within 12 %. At the peak some gradients of the weights are not there yet."""
-    model = replace(FAMILIES["modern"], activation_checkpointing=form, chunk=chunk)
+    model = replace(FAMILIES["modern"], activation_checkpointing=form, chunk=chunk, context_length=4096)
     of_2, of_4 = replace(model, n_layer=2), replace(model, n_layer=4)
     found = counted(of_4, "sdpa", True) - counted(of_2, "sdpa", True)
     assert found == pytest.approx(measured(of_4, "sdpa", True) - measured(of_2, "sdpa", True), rel=0.12)
