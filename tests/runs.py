@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,22 @@ def composed(*typed: str) -> train.Config:
 def full(*_, **__):
     """In the place of what writes."""
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def below(folder: Path) -> dict[str, int | None]:
+    """Everything in `folder` but the locks, and when a file was written."""
+    found = {}
+    for path, folders, files in os.walk(folder):
+        found |= dict.fromkeys(f"{path}/{name}" for name in folders)
+        found |= {f"{path}/{name}": os.stat(f"{path}/{name}").st_mtime_ns for name in files if name != ".lock"}
+    return found
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from model.rope import rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget
 from training import checkpoint, config
 from training.metrics import read_metrics
-from training.optimizer import OptimizerConfig, base_rate, learning_rate
+from training.optimizer import base_rate
 
 
 class Run(NamedTuple):
@@ -175,15 +175,6 @@ def test_what_is_done_between_steps_leaves_training_as_it_was(run):
 
 
 # --- the learning rate ----------------------------------------------------------------------------------------------
-
-
-AFTER = 0.125 + 0.375 * (1 + math.cos(math.pi / 8)) / 2
-COSINE = {1: 0.125, 4: 0.5, 5: AFTER, 8: 0.125 + 0.375 / 2, 12: 0.125}
-
-
-def test_a_cosine_at_its_corners():
-    rates = OptimizerConfig(lr=0.5, warmup_steps=4, min_lr_ratio=0.25)
-    assert {step: learning_rate(step, 12, rates) for step in COSINE} == COSINE
 
 
 def test_the_usual_rate_is_gpt3s_for_gpt2s_width_and_falls_with_the_width():

@@ -32,6 +32,7 @@ from data.dataset import open_data
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from tests.conftest import MODEL, RATE, RUN
+from tests.runs import below, flip
 from training import checkpoint, config
 from training.resume import MAY_DIFFER, refuse_another_model
 
@@ -66,15 +67,6 @@ def refused_by(function: Callable, folder: Path, *words: str) -> None:
     for answer in words:
         assert answer.replace("{there}", str(folder)) in str(error.value)
     assert below(folder) == before
-
-
-def below(folder: Path) -> dict[str, int | None]:
-    """Everything in `folder` but the locks, and when a file was written."""
-    found = {}
-    for path, folders, files in os.walk(folder):
-        found |= dict.fromkeys(f"{path}/{name}" for name in folders)
-        found |= {f"{path}/{name}": os.stat(f"{path}/{name}").st_mtime_ns for name in files if name != ".lock"}
-    return found
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -191,6 +183,7 @@ def test_a_tokenizer_that_is_none(there, tmp_path, change):
     model.n_head=3 model.n_kv_head=3 model.n_embd=1000000000000 model.n_embd=100000000000000000000000
     model.dropout_p=0.001 model.yarn_original=16 model.rope_base_local=10000.0
     model.chunk=100 model.chunk=10000000000000000000000 attention.windows=[] attention.block_mask=[]
+    optimizer.momentum=0.9 optimizer.decay_fraction=0.1
     batch_size=1000000000 tokens_per_step=128                               tokens_per_step=128
     length_warmup_steps=4 length_warmup_from=24                             length_warmup_from=24
     length_warmup_steps=4 length_warmup_from=0                              length_warmup_from=0
@@ -304,13 +297,6 @@ def test_keys_of_another_script_that_exclude_each_other(there, typed, answer):
 
 def cut_short(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    """One bit, in the middle."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def write(text: str) -> Callable[[Path], object]:

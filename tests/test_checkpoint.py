@@ -18,7 +18,7 @@ import torch
 
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
-from tests.runs import little_room
+from tests.runs import flip, little_room
 from training import checkpoint, contents
 from training.files import lock
 from training.state import load_optimizer_tensors, optimizer_tensors, rng_state
@@ -43,12 +43,6 @@ def save(folder, step, model=None, optimizer=None, keep_last=2, **state):
 
 def steps(folder):
     return [int(path.name[-6:]) for path in checkpoint.all_checkpoints(folder)]
-
-
-def damage(path, name="model.safetensors"):
-    data = bytearray((path / name).read_bytes())
-    data[-1] ^= 1
-    (path / name).write_bytes(data)
 
 
 def assert_same_bits(was, now):
@@ -221,7 +215,7 @@ def test_the_newest_and_the_best_are_kept_and_a_loss_that_is_not_finite_is_never
 
 def test_a_damaged_checkpoint_is_kept(tmp_path):
     """It may be the best, and was deleted without a word."""
-    damage(save(tmp_path, 10, val_loss=1.0, keep_last=1), "state.json")
+    (save(tmp_path, 10, val_loss=1.0, keep_last=1) / "state.json").write_text("{")
     for step in (20, 30):
         save(tmp_path, step, val_loss=2.0, keep_last=1)
     assert steps(tmp_path) == [10, 20, 30]
@@ -402,12 +396,12 @@ def test_of_many_runs_only_the_newest_few_are_named_and_of_none_what_makes_one(t
 def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys, name, which):
     """With eval_only, which measures the best and resumes nothing, it said "resuming from" the newest that was left."""
     older, newest = (runs / f"new/checkpoints/step_{step:06d}" for step in (10, 20))
-    damage(newest, name)
+    flip(newest / name)
     assert checkpoint.find("auto", runs, option="resume", which=which) == older
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint {newest} is damaged ({name} ")
     assert line.endswith(f": resuming from {older} instead") == (which == "last")
-    damage(older)
+    flip(older / "model.safetensors")
     for resume, asked in (("auto", "new"), ("new", None)):
         with pytest.raises(ValueError, match=r"/new; runs that have one: old, bad-BROKEN-local_mask$"):
             checkpoint.find(resume, runs, option="resume", name=asked)
@@ -416,7 +410,7 @@ def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys
 def test_a_damaged_state_of_the_best_checkpoint_is_named(tmp_path, capsys):
     """Its loss could not be read, so another was taken as the best without a word."""
     best, newest = (save(tmp_path / "a/checkpoints", step, val_loss=float(step)) for step in (10, 20))
-    damage(best, "state.json")
+    (best / "state.json").write_text("{")
     assert checkpoint.find("a", tmp_path, option="run", which="best") == newest
     (line,) = capsys.readouterr().err.splitlines()
     assert str(best) in line

@@ -1,7 +1,5 @@
 """training/config.py: what arrives at a script, and what a user who mistyped is told."""
 
-import errno
-import io
 import os
 import re
 import signal
@@ -9,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -19,6 +18,7 @@ import breakit
 import sample
 import train
 from conf.keys import key
+from tests.runs import full
 from training import config, help
 
 ROOT = Path(__file__).parent.parent
@@ -387,13 +387,6 @@ def test_python_outside_the_range_is_refused_in_words(complaint, monkeypatch):
 # How a script ends
 
 
-def raiser(error):
-    def script(config):
-        raise error
-
-    return script
-
-
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -410,7 +403,7 @@ def raiser(error):
 )
 def test_a_mistake_ends_a_script_with_one_line_and_a_signal_quietly(launch, capsys, error, code, said):
     with pytest.raises(SystemExit) as exit:
-        launch(script=raiser(error))
+        launch(script=Mock(side_effect=error))
     assert exit.value.code == code
     printed = capsys.readouterr().err
     assert printed == said if said.endswith("\n") or not said else said in printed
@@ -420,11 +413,11 @@ def test_a_mistake_ends_a_script_with_one_line_and_a_signal_quietly(launch, caps
 def test_a_bug_keeps_its_traceback_and_a_mistake_has_one_for_who_asks(launch, monkeypatch):
     bug = RuntimeError("a bug")
     with pytest.raises(RuntimeError) as raised:
-        launch(script=raiser(bug))
+        launch(script=Mock(side_effect=bug))
     assert raised.value is bug
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ValueError, match="deep inside"):
-        launch(script=raiser(ValueError("deep inside")))
+        launch(script=Mock(side_effect=ValueError("deep inside")))
 
 
 @pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "2"}, dict.fromkeys(config.FROM_TORCHRUN, "x")])
@@ -442,17 +435,12 @@ def test_closed_outputs_lose_what_is_printed_and_nothing_else(launch, monkeypatc
     monkeypatch.setattr(sys, "stderr", None)
     launch(script=lambda config: print(sys.stdout.encoding, sys.stderr.isatty(), flush=True))
     with pytest.raises(SystemExit) as exit:
-        launch(script=raiser(ValueError("unseen")))
+        launch(script=Mock(side_effect=ValueError("unseen")))
     assert exit.value.code == 2
 
 
-class Full(io.StringIO):
-    def write(self, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_on_a_full_disk_the_error_is_said_where_there_is_room(launch, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(sys, "stderr", Mock(write=full))
     with pytest.raises(SystemExit) as exit:
         launch(script=lambda config: print("a note", file=sys.stderr))
     assert exit.value.code == 2

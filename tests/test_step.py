@@ -435,21 +435,15 @@ def test_the_state_is_that_of_the_step_that_was_taken_whatever_has_been_drawn(lo
         assert prefetch.loader.position > loader.position
 
 
-def test_a_step_that_is_kept_is_not_overwritten(prefetch):
+def test_the_memory_is_made_once_and_a_step_that_is_kept_is_not_overwritten(prefetch):
     kept = prefetch.next()
-    as_it_was = kept.x.clone()
-    for _ in range(10):
-        prefetch.give_back(prefetch.next())
-    assert torch.equal(kept.x, as_it_was)
-
-
-def test_the_memory_is_made_once(prefetch):
-    found = set()
+    as_it_was, found = kept.x.clone(), {kept.x.data_ptr()}
     for _ in range(10):
         step = prefetch.next()
         found.add(step.x.data_ptr())
         prefetch.give_back(step)
     assert len(found) == 4
+    assert torch.equal(kept.x, as_it_was)
 
 
 def test_an_error_in_the_thread_is_raised_where_its_batch_is_wanted(prefetch, monkeypatch):
