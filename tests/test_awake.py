@@ -63,6 +63,9 @@ def test_a_failure_acts_under_the_arguments_that_wake_it(name):
     acts, said = looked(name, tuple(FAILURES[name].wakes.split()), growth=20.0)
     assert acts
     assert said.startswith(f"{name} takes effect at step 1: o is ")
+    if name in SEEDS:  # a wrong mask in the backward
+        assert "o is right" in said
+        assert "dq, dk and dv are off by" in said
     assert said.endswith(FAILURES[name].seen)
 
 
@@ -71,13 +74,6 @@ def test_a_failure_that_needs_time_beside_its_arguments_says_so(gain):
     acts, said = looked("no_max", (f"break_it.score_gain={gain}",))
     assert not acts
     assert said.endswith("these arguments need more steps; the next look is at step 10")
-
-
-@pytest.mark.parametrize("name", SEEDS)
-def test_a_wrong_mask_in_the_backward_leaves_o_right_and_the_gradients_wrong(name):
-    _, said = looked(name, tuple(FAILURES[name].wakes.split()))
-    assert "o is right" in said
-    assert "dq, dk and dv are off by" in said
 
 
 # --- in a run --------------------------------------------------------------------------------------------------------

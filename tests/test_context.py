@@ -326,8 +326,7 @@ def test_windows_of_a_made_text_are_its_documents_in_training_too(call, small, t
     monkeypatch.setattr("training.run.Loader", lambda *args, **kw: loaders.append(Loader(*args, **kw)) or loaders[-1])
     own = [*small[3:], f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "steps=1", "name=x"]
     assert call(train, *own, "data=recall").code == 0
-    assert call(train, *small, f"runs={tmp_path}", "steps=1", "name=y").code == 0
-    assert [loader.offsets for loader in loaders] == [1, 32]
+    assert loaders[0].offsets == 1
     dataset = model_of_run("x", tmp_path, torch.device("cpu")).dataset  # breakit.py opens the same text
     assert np.array_equal(dataset.train, loaders[0].tokens)
 
