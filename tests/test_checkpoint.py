@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import training.writer
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
 from tests.runs import flip, little_room
@@ -124,19 +125,19 @@ def write(writer, folder, step, **model):
     return writer.save(folder, step, model=model, optimizer=rng_state(), state={}, tokenizer="{}", keep_last=9)
 
 
-@pytest.mark.parametrize("late", ["checkpoint.save", "writer.gathered"])
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "save"), (training.writer, "gathered")])
 def test_a_checkpoint_has_the_weights_of_its_step_though_they_are_written_or_sent_later(
-    writer, tmp_path, monkeypatch, late
+    writer, tmp_path, monkeypatch, owner, name
 ):
     """A tied weight is sent once."""
-    go_on, given = threading.Event(), []
-    owner = checkpoint if late == "checkpoint.save" else sys.modules["training.writer"]
-    now = getattr(owner, late.partition(".")[2])
-    monkeypatch.setattr(
-        owner,
-        late.partition(".")[2],
-        lambda *args, **rest: (given.append(args[0]), go_on.wait(60), now(*args, **rest))[2],
-    )
+    go_on, given, now = threading.Event(), [], getattr(owner, name)
+
+    def later(*args, **rest):
+        given.append(args[0])
+        go_on.wait(60)
+        return now(*args, **rest)
+
+    monkeypatch.setattr(owner, name, later)
     weight = torch.zeros(3)
     path = write(writer, tmp_path, 1, w=weight, tied=weight.view(3), other=torch.ones(2))
     weight += 1
@@ -444,18 +445,18 @@ def train(model, optimizer, count):
         optimizer.zero_grad(set_to_none=True)
 
 
-def make(fused, order=1):
+def make(order=1):
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return model, torch.optim.AdamW(groups[::order], lr=0.01, fused=fused)
+    return model, torch.optim.AdamW(groups[::order], lr=0.01, fused=True)
 
 
 def test_an_optimizers_tensors_have_one_order_however_they_were_loaded():
     """Processes that share weights gather them one by one, in this order."""
-    (model, optimizer), (other, again) = make(fused=True), make(fused=True, order=-1)
+    (model, optimizer), (other, again) = make(), make(order=-1)
     train(model, optimizer, 1)
     tensors = optimizer_tensors([optimizer], model.named_parameters())
     load_optimizer_tensors([again], other.named_parameters(), dict(reversed(tensors.items())))
@@ -465,7 +466,7 @@ def test_an_optimizers_tensors_have_one_order_however_they_were_loaded():
 
 
 def test_the_optimizer_of_another_model_is_refused():
-    model, optimizer = make(fused=False)
+    model, optimizer = make()
     train(model, optimizer, 1)
     tensors = optimizer_tensors([optimizer], model.named_parameters())
     other = torch.nn.Sequential(torch.nn.Linear(6, 7))

@@ -265,7 +265,7 @@ def met_nan(call, small, tmp_path_factory):
     return ended, kept, seeds[:2]
 
 
-def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it(met_nan, call, small, tmp_path):
+def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it(met_nan, call, small_run):
     ended, kept, seeds = met_nan
     assert ended.code == 1
     place = ended.out.split("probe: ")[1].splitlines()[0]
@@ -277,21 +277,20 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it(me
     assert (again.code, of_replay) == (0, seeds)
     assert f"first: {place}" in again.out.splitlines()
     assert [line.split()[0] for line in again.out.splitlines()[2:4]] == ["0", "1"]
-    ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")  # it is no checkpoint
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    ended = small_run(f"resume={kept}", code=2)  # it is no checkpoint
+    assert ended.err.count("\n") == 1
     assert f"python breakit.py replay={kept}" in ended.err
 
 
-def test_the_first_fault_of_a_run_outlives_those_of_its_resumptions(call, small, tmp_path):
+def test_the_first_fault_of_a_run_outlives_those_of_its_resumptions(small_run, tmp_path):
     """Kept like checkpoints, it went when one came at an earlier step, and when its own step failed again."""
-    here = [*small, "probe.every=100", f"runs={tmp_path}"]
-    assert call(train, *here, "name=bad", "steps=4", "checkpoint_every=1", "keep_last=4").code == 0
-    run, of_first = tmp_path / "bad", []
+    small_run("probe.every=100 steps=4 checkpoint_every=1 keep_last=4")
+    run, of_first = tmp_path / "x", []
     saved = shutil.copytree(run / "checkpoints", tmp_path / "saved")
     for start, lr in ((4, 1e37), (1, 1e37), (4, 1e36)):  # NaN in the second step from there
         shutil.copytree(saved, run / "checkpoints", dirs_exist_ok=True)  # going back to step 1 deletes the later ones
-        resume = [f"resume={run}/checkpoints/step_{start:06d}", "steps=9", "checkpoint_every=100", "keep_last=2"]
-        assert call(train, *here, *resume, f"optimizer.lr={lr}").code == 1
+        resume = f"resume={run}/checkpoints/step_{start:06d} optimizer.lr={lr}"
+        small_run(f"{resume} probe.every=100 steps=9 checkpoint_every=100 keep_last=2", code=1)
         of_first.append((run / "faults/step_000006/model.safetensors").read_bytes())
     assert set(of_first) == {of_first[0]}
     assert [path.name for path in checkpoint.all_checkpoints(run / "faults")] == ["step_000006"]
