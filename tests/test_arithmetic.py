@@ -23,8 +23,8 @@ from model.gpt import GPT, MLP, Block, Context, GPTConfig, norm
 from model.layers import LAYERS
 from model.rope import rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget
+from tests.runs import last, losses, records
 from training import checkpoint, config
-from training.metrics import read_metrics
 from training.optimizer import base_rate
 
 
@@ -33,7 +33,6 @@ class Run(NamedTuple):
     norms: Tensor  # (steps,), of the gradient before it is clipped
     val_losses: list[float]
     weights: dict[str, Tensor]  # at the end: what is validated and kept
-    optimizer: dict[str, Tensor]
     cfg: train.Config
 
 
@@ -46,23 +45,19 @@ def float64():
 
 
 @pytest.fixture
-def run(call, small, tmp_path):
+def run(small_run, tmp_path):
     """run(arguments): a run of train.py, as its files tell it."""
 
     def run(*arguments: str) -> Run:
-        name = f"{len(list(tmp_path.iterdir()))}"
-        ended = call(train, *small, "attention=naive", *arguments, f"runs={tmp_path}", f"name={name}")
-        assert ended.code == 0, ended.err
-        rows = read_metrics(tmp_path / name / "metrics.jsonl")
-        steps = [row for row in rows if "loss" in row]
-        last = checkpoint.load(checkpoint.last(tmp_path / name / checkpoint.FOLDER))
+        made = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        small_run(f"name={made.name} attention=naive {' '.join(arguments)}")
+        kept = checkpoint.load(last(made))
         return Run(
-            losses=torch.tensor([row["loss"] for row in steps]),
-            norms=torch.tensor([row["grad_norm"] for row in steps]),
-            val_losses=[row["val_loss"] for row in rows if "val_loss" in row],
-            weights=last.model,
-            optimizer=last.optimizer(),
-            cfg=config.from_dict(train.Config, last.state["config"]),
+            losses=torch.tensor(losses(made)),
+            norms=torch.tensor([row["grad_norm"] for row in records(made)]),
+            val_losses=[row["val_loss"] for row in records(made, "val_loss")],
+            weights=kept.model,
+            cfg=config.from_dict(train.Config, kept.state["config"]),
         )
 
     return run

@@ -400,7 +400,7 @@ def test_a_loss_that_is_not_a_number_is_drawn_and_printed(tmp_path, caplog):
     assert not caplog.records  # matplotlib logs a warning for text at no place
 
 
-def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path, capsys):
+def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     append(file, {"step": 1, "context_gain": math.nan})

@@ -368,7 +368,7 @@ def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, 
 # --- another implementation than the run had ------------------------------------------------------------------------
 
 
-def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(resumed, call, small, tmp_path):
+def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(resumed, call, tmp_path):
     """A run of a GPU went on, and was measured, with other sums on a CPU without a word."""
     line = "attention=auto takes tiled here, and the run had naive: the numbers differ by rounding"
     written = ["run=x", f"runs={tmp_path}/runs", "max_new_tokens=1", "device=cpu"]
