@@ -331,7 +331,8 @@ def test_windows_of_a_made_text_are_its_documents_in_training_too(call, small, t
     assert np.array_equal(dataset.train, loaders[0].tokens)
 
 
-def test_eval_only_measures_the_best_checkpoint_only_adds_and_stamps_what_is_broken(call, small_run, tmp_path):
+def test_eval_only_measures_the_best_checkpoint_and_only_adds(call, small_run, tmp_path):
+    """Of a broken run, which is stamped."""
     rate = "optimizer.lr=3 optimizer.warmup_steps=1 optimizer.min_lr_ratio=1 attention=naive break_it=no_scale"
     small_run(f"steps=3 eval_every=1 checkpoint_every=1 keep_last=5 {rate}")
     run = tmp_path / "x-BROKEN-no_scale"
