@@ -46,11 +46,8 @@ RUNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "data2": (2, f"{SMALL} attention=tiled batch_size=4", {}),
     "data4": (4, f"{SMALL} attention=tiled batch_size=4", {}),
     "context2": (2, f"{SMALL} attention=tiled parallel.context=2", {}),
-    "context4": (
-        4,
-        f"{SMALL} attention=tiled parallel.context=4 attention.dropout_p=0 model.context_length=256",
-        {},
-    ),  # round a ring: there are two heads
+    # round a ring: there are two heads
+    "context4": (4, f"{SMALL} attention=tiled parallel.context=4 attention.dropout_p=0 model.context_length=256", {}),
     "shard2": (2, f"{SMALL} attention=tiled parallel.shard=true", {}),
     "resumed": (1, "resume={runs}/options-tiled/checkpoints/step_000025", {}),
 }

@@ -145,6 +145,19 @@ def call():
     return call
 
 
+@pytest.fixture
+def small_run(call, small, tmp_path):
+    """small_run("steps=3 name=y"): how a small run ended, with these arguments over its own. Its folder is tmp_path/x,
+    unless it is named or broken. code: the exit code that it must have."""
+
+    def small_run(typed: str, code: int = 0) -> Ended:
+        ended = call(train, *small, f"runs={tmp_path}", "name=x", *typed.split())
+        assert ended.code == code, ended.err
+        return ended
+
+    return small_run
+
+
 @pytest.fixture(scope="session")
 def start():
     """start("train.py", "steps=3") begins a real process."""

@@ -1,15 +1,60 @@
 """What a run leaves behind, and when two of them are the same run."""
 
 import csv
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from training import checkpoint
+import train
+from training import checkpoint, config
 from training.metrics import read_metrics
 
 # What depends on the clock.
 TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "probe_ms", "context_ms", "seconds"}
+
+
+def composed(*typed: str) -> train.Config:
+    """What train.py makes of its arguments."""
+    ((cfg, _),) = config.compose([*typed], train.Config, "config", Path(train.__file__).parent / "conf", "train")
+    return cfg
+
+
+def full(*_, **__):
+    """In the place of what writes."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def below(folder: Path) -> dict[str, int | None]:
+    """Everything in `folder` but the locks, and when a file was written."""
+    found = {}
+    for path, folders, files in os.walk(folder):
+        found |= dict.fromkeys(f"{path}/{name}" for name in folders)
+        found |= {f"{path}/{name}": os.stat(f"{path}/{name}").st_mtime_ns for name in files if name != ".lock"}
+    return found
+
+
+@contextmanager
+def little_room() -> Iterator[None]:
+    """What is written past 100,000 bytes of a file fails as on a full disk."""
+    import resource  # which Windows lacks
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def records(run: Path, key: str = "loss") -> list[dict]:

@@ -23,9 +23,9 @@ from model.gpt import GPT, MLP, Block, Context, GPTConfig, norm
 from model.layers import LAYERS
 from model.rope import rope_table, rotate
 from tests.reference import assert_float64_right, assert_within_budget
+from tests.runs import last, losses, records
 from training import checkpoint, config
-from training.metrics import read_metrics
-from training.optimizer import OptimizerConfig, base_rate, learning_rate
+from training.optimizer import base_rate
 
 
 class Run(NamedTuple):
@@ -33,7 +33,6 @@ class Run(NamedTuple):
     norms: Tensor  # (steps,), of the gradient before it is clipped
     val_losses: list[float]
     weights: dict[str, Tensor]  # at the end: what is validated and kept
-    optimizer: dict[str, Tensor]
     cfg: train.Config
 
 
@@ -46,23 +45,19 @@ def float64():
 
 
 @pytest.fixture
-def run(call, small, tmp_path):
+def run(small_run, tmp_path):
     """run(arguments): a run of train.py, as its files tell it."""
 
     def run(*arguments: str) -> Run:
-        name = f"{len(list(tmp_path.iterdir()))}"
-        ended = call(train, *small, "attention=naive", *arguments, f"runs={tmp_path}", f"name={name}")
-        assert ended.code == 0, ended.err
-        rows = read_metrics(tmp_path / name / "metrics.jsonl")
-        steps = [row for row in rows if "loss" in row]
-        last = checkpoint.load(checkpoint.last(tmp_path / name / checkpoint.FOLDER))
+        made = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        small_run(f"name={made.name} attention=naive {' '.join(arguments)}")
+        kept = checkpoint.load(last(made))
         return Run(
-            losses=torch.tensor([row["loss"] for row in steps]),
-            norms=torch.tensor([row["grad_norm"] for row in steps]),
-            val_losses=[row["val_loss"] for row in rows if "val_loss" in row],
-            weights=last.model,
-            optimizer=last.optimizer(),
-            cfg=config.from_dict(train.Config, last.state["config"]),
+            losses=torch.tensor(losses(made)),
+            norms=torch.tensor([row["grad_norm"] for row in records(made)]),
+            val_losses=[row["val_loss"] for row in records(made, "val_loss")],
+            weights=kept.model,
+            cfg=config.from_dict(train.Config, kept.state["config"]),
         )
 
     return run
@@ -166,25 +161,15 @@ def test_the_validation_loss_is_the_mean_over_its_windows_without_dropout(float6
     assert_float64_right({"val_loss": torch.tensor(ran.val_losses[-1])}, right, terms=320)
 
 
-def test_evaluating_sampling_and_probing_leave_training_as_it_was(run):
+def test_what_is_done_between_steps_leaves_training_as_it_was(run):
     """Bit for bit: the same random numbers are drawn, and dropout is on again afterwards."""
     quiet = run(*DROPOUT, "steps=4", "eval_every=4")
-    watched = run(*DROPOUT, "steps=4", "eval_every=1", "sample_every=1", "sample_tokens=3", "probe.every=1")
-    without = run("steps=4")
+    each = [f"{key}=1" for key in ("eval_every", "sample_every", "sample_tokens", "context_every", "probe.every")]
+    watched = run(*DROPOUT, "steps=4", *each)
     assert torch.equal(watched.losses, quiet.losses)
-    assert not any(watched.losses == without.losses)
 
 
 # --- the learning rate ----------------------------------------------------------------------------------------------
-
-
-AFTER = 0.125 + 0.375 * (1 + math.cos(math.pi / 8)) / 2
-COSINE = {1: 0.125, 4: 0.5, 5: AFTER, 8: 0.125 + 0.375 / 2, 12: 0.125}
-
-
-def test_a_cosine_at_its_corners():
-    rates = OptimizerConfig(lr=0.5, warmup_steps=4, min_lr_ratio=0.25)
-    assert {step: learning_rate(step, 12, rates) for step in COSINE} == COSINE
 
 
 def test_the_usual_rate_is_gpt3s_for_gpt2s_width_and_falls_with_the_width():
@@ -217,41 +202,17 @@ def test_the_first_weights_are_normal_of_002_and_less_where_a_matrix_adds_to_the
 
 # --- the model's parts ----------------------------------------------------------------------------------------------
 
-ACTIVATIONS = {
-    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "relu2": lambda x: torch.where(x > 0, x * x, 0.0),
-    "swiglu": lambda x: x / (1 + torch.exp(-x)),
-}
+# The rest of them is transformers' in tests/test_exchange.py: layer norm, RMS norm, GELU and SwiGLU.
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_the_mlp_is_its_formula(float64, kind):
+def test_relu2_is_the_square_of_what_is_positive(float64):
     torch.manual_seed(0)
-    config = GPTConfig(n_embd=24, mlp=kind, n_head=2)
+    config = GPTConfig(n_embd=24, mlp="relu2", n_head=2)
     mlp, before, stream = MLP(config), norm(config), torch.randn(5, 24)
-    x = before(stream).detach()
-    up = x @ mlp.up.weight.T + mlp.up.bias
-    inner = ACTIVATIONS[kind](x @ mlp.gate.weight.T + mlp.gate.bias) * up if kind == "swiglu" else ACTIVATIONS[kind](up)
-    right = inner @ mlp.down.weight.T + mlp.down.bias
-    _, hidden = LAYERS.read(before, stream, None, mlp.up, mlp.gate, kind)
+    up = before(stream).detach() @ mlp.up.weight.T + mlp.up.bias
+    right = torch.where(up > 0, up * up, 0.0) @ mlp.down.weight.T + mlp.down.bias
+    _, hidden = LAYERS.read(before, stream, None, mlp.up, mlp.gate, config.mlp)
     assert_float64_right({"mlp": mlp.down(hidden)}, {"mlp": right.detach()}, terms=mlp.up.out_features)
-
-
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_a_norm_is_its_formula_where_epsilon_matters(float64, kind):
-    torch.manual_seed(0)
-    layer = norm(GPTConfig(n_embd=24, norm=kind, norm_eps=0.01, n_head=2))
-    weight, bias = torch.randn(2, 24)
-    layer.weight.data.copy_(weight)
-    x = 0.1 * torch.randn(5, 24) + 0.05
-    if kind == "layernorm":
-        layer.bias.data.copy_(bias)
-        x0 = x - x.mean(-1, keepdim=True)
-        right = x0 / (x0.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight + bias
-    else:
-        right = x / (x.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight
-    assert_float64_right({"norm": layer(x)}, {"norm": right}, terms=24)
 
 
 def test_q_and_k_are_normed_head_by_head_before_they_are_turned(float64):

@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from data.dataset import open_data
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
 from tests.conftest import MODEL, RATE, RUN
+from tests.runs import below, flip
 from training import checkpoint, config
 from training.resume import MAY_DIFFER, refuse_another_model
 
@@ -66,15 +67,6 @@ def refused_by(function: Callable, folder: Path, *words: str) -> None:
     for answer in words:
         assert answer.replace("{there}", str(folder)) in str(error.value)
     assert below(folder) == before
-
-
-def below(folder: Path) -> dict[str, int | None]:
-    """Everything in `folder` but the locks, and when a file was written."""
-    found = {}
-    for path, folders, files in os.walk(folder):
-        found |= dict.fromkeys(f"{path}/{name}" for name in folders)
-        found |= {f"{path}/{name}": os.stat(f"{path}/{name}").st_mtime_ns for name in files if name != ".lock"}
-    return found
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -136,6 +128,7 @@ def there(call, text, tmp_path_factory) -> Path:
     (folder / "text/all.txt").write_text("".join(file.read_text() for file in sorted(text.iterdir())))
     given = [f"data.path={folder}/text", f"data.cache={folder}/cache", f"runs={folder}/runs"]
     assert call(train, "data=text", *given, *TRAIN, "checkpoint_every=2", "name=done").code == 0
+    shutil.copytree(folder / "runs/done/checkpoints/step_000004", folder / "outside")  # in no run's folder
     return folder
 
 
@@ -190,11 +183,11 @@ def test_a_tokenizer_that_is_none(there, tmp_path, change):
     model.n_head=3 model.n_kv_head=3 model.n_embd=1000000000000 model.n_embd=100000000000000000000000
     model.dropout_p=0.001 model.yarn_original=16 model.rope_base_local=10000.0
     model.chunk=100 model.chunk=10000000000000000000000 attention.windows=[] attention.block_mask=[]
+    optimizer.momentum=0.9 optimizer.decay_fraction=0.1
     batch_size=1000000000 tokens_per_step=128                               tokens_per_step=128
     length_warmup_steps=4 length_warmup_from=24                             length_warmup_from=24
     length_warmup_steps=4 length_warmup_from=0                              length_warmup_from=0
     length_warmup_steps=1 length_warmup_from=8                              length_warmup_steps=1
-    length_warmup_steps=4 length_warmup_by=1                                length_warmup_by=1
     length_warmup_steps=4 length_warmup_from=8 length_warmup_by=3           a length_warmup_by that
     length_warmup_steps=4 length_warmup_from=16 data.source=recall          length_warmup_steps=4 with data=recall
     pack=true data.source=recall                                            pack=true with data=recall
@@ -250,6 +243,11 @@ def test_a_name_that_cannot_name_a_folder_everywhere(tmp_path, name):
     data.source=bin data.path={there}/good.bin tokenizer.kind=kept      tokenizer.json
     data.source=bin data.path={there}/good.bin tokenizer.kind=bpe       tokenizer=bpe
     data.source=bin data.path={there}/val                               only_val.bin
+    data.source=recall model.context_length=33                          model.context_length=33
+    data.source=passkey model.context_length=64                         128
+    data.source=recall tokenizer.kind=bpe                               tokenizer=bpe
+    data.source=passkey model.context_length=128 data.val_fraction=0.0001    data.val_fraction=0.0001
+    data.source=recall data.path=x                                      data.path=x
 """)
 def test_keys_of_the_data_that_exclude_each_other(there, typed, answer):
     def refuse():
@@ -266,7 +264,6 @@ def test_keys_of_the_data_that_exclude_each_other(there, typed, answer):
     bench impls=[]                                              impls=[]
     bench heads=[1,2]                                           heads=[1, 2]
     bench heads=[3] kv_heads=2                                  kv_heads=2
-    bench dropout_p=[1.0]                                       dropout_p=1.0
     bench block_mask=[xo]                                       block_mask=['xo']
     bench on_chip=[4096]                                        on_chip=[4096]
     bench mode=traffic on_chip=[1]                              on_chip=1
@@ -296,13 +293,6 @@ def test_keys_of_another_script_that_exclude_each_other(there, typed, answer):
 
 def cut_short(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    """One bit, in the middle."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def write(text: str) -> Callable[[Path], object]:
@@ -365,19 +355,16 @@ def test_what_would_make_another_model_is_not_resumed_and_all_else_may_change(th
         for key, value in resumed.state["config"][group].items():
             cfg = config.from_dict(train.Config, resumed.state["config"])
             setattr(getattr(cfg, group), key, "another" if isinstance(value, str) else 2 * (value or 4) + 1)
+            refuse = partial(refuse_another_model, resumed, cfg)
             if f"{group}.{key}" in MAY_DIFFER:
-                refuse_another_model(resumed, cfg)
+                refuse()
             else:
-                refused_by(
-                    lambda cfg=cfg: refuse_another_model(resumed, cfg), there, f"{group}.{key}", "without resume="
-                )
-    for key in ("kind", "weight_decay"):
-        cfg = config.from_dict(train.Config, resumed.state["config"])
-        setattr(cfg.optimizer, key, "muon" if key == "kind" else 0.5)
-        if key == "kind":
-            refused_by(lambda cfg=cfg: refuse_another_model(resumed, cfg), there, "optimizer.kind=adamw", "muon")
-        else:
-            refuse_another_model(resumed, cfg)
+                refused_by(refuse, there, f"{group}.{key}", "without resume=")
+    cfg = config.from_dict(train.Config, resumed.state["config"])
+    cfg.optimizer.weight_decay = 0.5
+    refuse_another_model(resumed, cfg)
+    cfg.optimizer.kind = "muon"
+    refused_by(lambda: refuse_another_model(resumed, cfg), there, "optimizer.kind=adamw", "muon")
 
 
 # --- by a command line ----------------------------------------------------------------------------------------------
@@ -427,6 +414,14 @@ def refused(call, there, monkeypatch):
     resume=done steps=8 attention.documents=true        attention.documents=False
     resume=done steps=8 break_it=no_max                 break_it: none
     resume=done steps=8 ema_decay=2                     ema_decay=2.0
+    eval_only=true resume=nobody                        resume=nobody
+    eval_only=true resume=done name=other               name=other
+    -m eval_only=true resume=done,done                  -m
+    eval_only=true resume={there}/outside               {there}/outside
+    eval_only=true resume=done model.context_length=64  model.context_length=32
+    wandb=online                                        wandb.mode=online?
+    attention=flash                                     attention=triton
+    break_it.subtract_max=false                         break_it=no_max
 """)
 def test_a_run_that_cannot_be(refused, there, typed, answer):
     given = ["data=text", f"data.path={there}/text", f"data.cache={there}/cache", f"runs={there}/runs", *TRAIN]
@@ -438,7 +433,6 @@ def test_a_run_that_cannot_be(refused, there, typed, answer):
     sample run=/dev/null                                run=/dev/null
     sample runs={there}/runs checkpoint=worst           worst
     sample checkpoint={there}/runs/done                 {there}/runs/done
-    sample temperature=-1                               temperature=-1.0
     bench device=gpu lengths=[64] out={there}/bench     device=gpu
     bench out=/dev/null impls=[naive] lengths=[64]      /dev/null
     breakit device=tpu                                  device=tpu

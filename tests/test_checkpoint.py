@@ -3,7 +3,6 @@
 Damaged files are in tests/test_bad_input.py, what another program writes in test_contents.py."""
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,8 +16,10 @@ import pytest
 import safetensors.torch
 import torch
 
+import training.writer
 from model.attention import AttentionConfig
 from model.break_it import UNBROKEN
+from tests.runs import flip, little_room
 from training import checkpoint, contents
 from training.files import lock
 from training.state import load_optimizer_tensors, optimizer_tensors, rng_state
@@ -44,12 +45,6 @@ def save(folder, step, model=None, optimizer=None, keep_last=2, **state):
 
 def steps(folder):
     return [int(path.name[-6:]) for path in checkpoint.all_checkpoints(folder)]
-
-
-def damage(path, name="model.safetensors"):
-    data = bytearray((path / name).read_bytes())
-    data[-1] ^= 1
-    (path / name).write_bytes(data)
 
 
 def assert_same_bits(was, now):
@@ -131,19 +126,19 @@ def write(writer, folder, step, **model):
     return writer.save(folder, step, model=model, optimizer=rng_state(), state={}, tokenizer="{}", keep_last=9)
 
 
-@pytest.mark.parametrize("late", ["checkpoint.save", "writer.gathered"])
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "save"), (training.writer, "gathered")])
 def test_a_checkpoint_has_the_weights_of_its_step_though_they_are_written_or_sent_later(
-    writer, tmp_path, monkeypatch, late
+    writer, tmp_path, monkeypatch, owner, name
 ):
     """A tied weight is sent once."""
-    go_on, given = threading.Event(), []
-    owner = checkpoint if late == "checkpoint.save" else sys.modules["training.writer"]
-    now = getattr(owner, late.partition(".")[2])
-    monkeypatch.setattr(
-        owner,
-        late.partition(".")[2],
-        lambda *args, **rest: (given.append(args[0]), go_on.wait(60), now(*args, **rest))[2],
-    )
+    go_on, given, now = threading.Event(), [], getattr(owner, name)
+
+    def later(*args, **rest):
+        given.append(args[0])
+        go_on.wait(60)
+        return now(*args, **rest)
+
+    monkeypatch.setattr(owner, name, later)
     weight = torch.zeros(3)
     path = write(writer, tmp_path, 1, w=weight, tied=weight.view(3), other=torch.ones(2))
     weight += 1
@@ -222,7 +217,7 @@ def test_the_newest_and_the_best_are_kept_and_a_loss_that_is_not_finite_is_never
 
 def test_a_damaged_checkpoint_is_kept(tmp_path):
     """It may be the best, and was deleted without a word."""
-    damage(save(tmp_path, 10, val_loss=1.0, keep_last=1), "state.json")
+    (save(tmp_path, 10, val_loss=1.0, keep_last=1) / "state.json").write_text("{")
     for step in (20, 30):
         save(tmp_path, step, val_loss=2.0, keep_last=1)
     assert steps(tmp_path) == [10, 20, 30]
@@ -247,6 +242,7 @@ import torch
 from training import checkpoint, contents
 contents.check_header = contents.check_tensors = lambda *_: None
 contents.check_tokenizer = contents.check_tensors
+os.fsync = lambda file: None  # which a kill does not need, and a power cut would
 folder = Path(sys.argv[1])
 
 def save(step, line):
@@ -289,13 +285,8 @@ def test_a_kill_before_any_operation_on_files_leaves_only_whole_checkpoints(tmp_
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
     old = save(tmp_path, 10)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the write past it fails as on a full disk
-    try:
-        with pytest.raises(OSError, match=r"\A.*step 20 could not be written.*resume=auto.*\Z"):
-            save(tmp_path, 20, {"w": torch.zeros(100_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with little_room(), pytest.raises(OSError, match=r"\A.*step 20 could not be written.*resume=auto.*\Z"):
+        save(tmp_path, 20, {"w": torch.zeros(100_000)})
     assert list(tmp_path.iterdir()) == [old]
     assert checkpoint.load(old).step == 10
     (tmp_path / "full").write_text("a file, so that no folder can be made there")
@@ -410,12 +401,12 @@ def test_of_many_runs_only_the_newest_few_are_named_and_of_none_what_makes_one(t
 def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys, name, which):
     """With eval_only, which measures the best and resumes nothing, it said "resuming from" the newest that was left."""
     older, newest = (runs / f"new/checkpoints/step_{step:06d}" for step in (10, 20))
-    damage(newest, name)
+    flip(newest / name)
     assert checkpoint.find("auto", runs, option="resume", which=which) == older
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint {newest} is damaged ({name} ")
     assert line.endswith(f": resuming from {older} instead") == (which == "last")
-    damage(older)
+    flip(older / "model.safetensors")
     for resume, asked in (("auto", "new"), ("new", None)):
         with pytest.raises(ValueError, match=r"/new; runs that have one: old, bad-BROKEN-local_mask$"):
             checkpoint.find(resume, runs, option="resume", name=asked)
@@ -424,7 +415,7 @@ def test_resume_passes_over_a_damaged_newest_checkpoint_and_says_so(runs, capsys
 def test_a_damaged_state_of_the_best_checkpoint_is_named(tmp_path, capsys):
     """Its loss could not be read, so another was taken as the best without a word."""
     best, newest = (save(tmp_path / "a/checkpoints", step, val_loss=float(step)) for step in (10, 20))
-    damage(best, "state.json")
+    (best / "state.json").write_text("{")
     assert checkpoint.find("a", tmp_path, option="run", which="best") == newest
     (line,) = capsys.readouterr().err.splitlines()
     assert str(best) in line
@@ -458,18 +449,18 @@ def train(model, optimizer, count):
         optimizer.zero_grad(set_to_none=True)
 
 
-def make(fused, order=1):
+def make(order=1):
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return model, torch.optim.AdamW(groups[::order], lr=0.01, fused=fused)
+    return model, torch.optim.AdamW(groups[::order], lr=0.01, fused=True)
 
 
 def test_an_optimizers_tensors_have_one_order_however_they_were_loaded():
     """Processes that share weights gather them one by one, in this order."""
-    (model, optimizer), (other, again) = make(fused=True), make(fused=True, order=-1)
+    (model, optimizer), (other, again) = make(), make(order=-1)
     train(model, optimizer, 1)
     tensors = optimizer_tensors([optimizer], model.named_parameters())
     load_optimizer_tensors([again], other.named_parameters(), dict(reversed(tensors.items())))
@@ -479,7 +470,7 @@ def test_an_optimizers_tensors_have_one_order_however_they_were_loaded():
 
 
 def test_the_optimizer_of_another_model_is_refused():
-    model, optimizer = make(fused=False)
+    model, optimizer = make()
     train(model, optimizer, 1)
     tensors = optimizer_tensors([optimizer], model.named_parameters())
     other = torch.nn.Sequential(torch.nn.Linear(6, 7))

@@ -1,7 +1,5 @@
 """training/config.py: what arrives at a script, and what a user who mistyped is told."""
 
-import errno
-import io
 import os
 import re
 import signal
@@ -9,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -19,6 +18,7 @@ import breakit
 import sample
 import train
 from conf.keys import key
+from tests.runs import full
 from training import config, help
 
 ROOT = Path(__file__).parent.parent
@@ -378,21 +378,6 @@ def test_a_name_of_another_project_is_answered_with_ours(name):
         config.split_arguments([f"--{name.replace('_', '-')}"], known)
 
 
-@pytest.mark.parametrize(
-    ("typed", "named"),
-    [
-        ("wandb=online", "wandb.mode=online?"),
-        ("attention=flash", "attention=triton"),
-        ("break_it.subtract_max=false", "break_it=no_max"),
-        ("data=web", ", ".join(sorted(file.stem for file in (ROOT / "conf/data").iterdir()))),
-    ],
-)
-def test_what_only_train_pys_own_keys_can_be_mistaken_for_is_named(call, typed, named):
-    ended = call(train, typed)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert named in ended.err
-
-
 def test_python_outside_the_range_is_refused_in_words(complaint, monkeypatch):
     """Hydra 1.3.8 on Python 3.14 dies inside argparse with a traceback about a help string."""
     monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
@@ -401,13 +386,6 @@ def test_python_outside_the_range_is_refused_in_words(complaint, monkeypatch):
 
 
 # How a script ends
-
-
-def raiser(error):
-    def script(config):
-        raise error
-
-    return script
 
 
 @pytest.mark.parametrize(
@@ -426,7 +404,7 @@ def raiser(error):
 )
 def test_a_mistake_ends_a_script_with_one_line_and_a_signal_quietly(launch, capsys, error, code, said):
     with pytest.raises(SystemExit) as exit:
-        launch(script=raiser(error))
+        launch(script=Mock(side_effect=error))
     assert exit.value.code == code
     printed = capsys.readouterr().err
     assert printed == said if said.endswith("\n") or not said else said in printed
@@ -436,11 +414,11 @@ def test_a_mistake_ends_a_script_with_one_line_and_a_signal_quietly(launch, caps
 def test_a_bug_keeps_its_traceback_and_a_mistake_has_one_for_who_asks(launch, monkeypatch):
     bug = RuntimeError("a bug")
     with pytest.raises(RuntimeError) as raised:
-        launch(script=raiser(bug))
+        launch(script=Mock(side_effect=bug))
     assert raised.value is bug
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ValueError, match="deep inside"):
-        launch(script=raiser(ValueError("deep inside")))
+        launch(script=Mock(side_effect=ValueError("deep inside")))
 
 
 @pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "2"}, dict.fromkeys(config.FROM_TORCHRUN, "x")])
@@ -458,17 +436,12 @@ def test_closed_outputs_lose_what_is_printed_and_nothing_else(launch, monkeypatc
     monkeypatch.setattr(sys, "stderr", None)
     launch(script=lambda config: print(sys.stdout.encoding, sys.stderr.isatty(), flush=True))
     with pytest.raises(SystemExit) as exit:
-        launch(script=raiser(ValueError("unseen")))
+        launch(script=Mock(side_effect=ValueError("unseen")))
     assert exit.value.code == 2
 
 
-class Full(io.StringIO):
-    def write(self, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_on_a_full_disk_the_error_is_said_where_there_is_room(launch, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(sys, "stderr", Mock(write=full))
     with pytest.raises(SystemExit) as exit:
         launch(script=lambda config: print("a note", file=sys.stderr))
     assert exit.value.code == 2

@@ -1,12 +1,12 @@
 """training/context.py and data/made.py: what the context is worth, and the texts made to show it."""
 
-import hashlib
 import json
 import math
 import re
-import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ from data.tokenizer import TokenizerConfig
 from lab.runs import model_of_run
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from training import checkpoint, config, context
+from tests.runs import below, composed, last, records
+from training import checkpoint, context
 from training.metrics import append, read_metrics
 from training.run import validation
 
@@ -258,9 +259,8 @@ def test_pass_keys_are_counted_by_length_and_depth(made):
 
 
 def test_the_control_cannot_see_the_first_string():
-    """experiment=recall attention.window=32: no output of the second half depends on a token that it should recall."""
-    typed = ["experiment=recall", "attention.window=32"]
-    ((cfg, _),) = config.compose(typed, train.Config, "config", train.Path("conf"), "train")
+    """No output of the second half depends on a token that it should recall."""
+    cfg = composed("experiment=recall", "attention.window=32")
     reach = cfg.model.n_layer * (cfg.attention.window - 1)  # tokens before a position on which its output depends
     assert cfg.model.context_length // 2 - 1 > reach
 
@@ -285,28 +285,30 @@ def test_the_repeated_string_is_learned_and_with_a_window_it_is_not(call, tmp_pa
 
 @pytest.fixture(scope="module")
 def trained(call, small, tmp_path_factory):
-    """(runs, what was printed): a run `measured`, and `plain`, which differs only in context_every."""
+    """(run, what was printed): a run `measured` after each step."""
     runs = tmp_path_factory.mktemp("runs")
-    own = [*small, f"runs={runs}", "model.context_length=64", "tokens_per_step=256", "model.dropout_p=0.1", "steps=6"]
-    own += ["eval_every=2", "checkpoint_every=3"]
-    ended = call(train, *own, "name=measured", "context_every=1")
+    own = ["model.context_length=64", "model.position=rope", "tokens_per_step=256", "steps=6", "eval_every=2"]
+    own += ["checkpoint_every=3", "context_every=1"]
+    ended = call(train, *small, *own, f"runs={runs}", "name=measured")
     assert ended.code == 0, ended.err
-    assert call(train, *own, "name=plain").code == 0
-    return runs, ended.out
+    return runs / "measured", ended.out
 
 
-def test_a_training_measures_every_n_steps_and_changes_no_bit(trained):
-    runs, out = trained
-    measured, plain = (read_metrics(runs / name / "metrics.jsonl") for name in ("measured", "plain"))
-    found = [record for record in measured if "context_gain" in record]
+def measured_again(call, run: Path, *typed: str) -> str:
+    """What `train.py eval_only=true` prints of the run."""
+    ended = call(train, "eval_only=true", f"runs={run.parent}", "device=cpu", f"resume={run.name}", *typed)
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def test_a_training_measures_every_n_steps(trained):
+    run, out = trained
+    found = records(run, "context_gain")[:6]  # and not those of eval_only
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]  # evaluated or not
     assert found[0]["context_tokens"] == 8 * 64  # eval_tokens=512
-    for key in ("loss", "val_loss"):
-        assert [r[key] for r in measured if key in r] == [r[key] for r in plain if key in r]
     assert "context step 3/6 | given 0032 " in out
     assert re.search(r"^33-64 +\d\.\d{4} +\d\.\d{4}$", out, re.MULTILINE)
-    assert (runs / "measured/context.png").read_bytes().startswith(b"\x89PNG")
-    assert not (runs / "plain/context.png").exists()
+    assert (run / "context.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_windows_overlap_where_the_text_is_short_and_not_made():
@@ -324,60 +326,44 @@ def test_windows_of_a_made_text_are_its_documents_in_training_too(call, small, t
     monkeypatch.setattr("training.run.Loader", lambda *args, **kw: loaders.append(Loader(*args, **kw)) or loaders[-1])
     own = [*small[3:], f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "steps=1", "name=x"]
     assert call(train, *own, "data=recall").code == 0
-    assert call(train, *small, f"runs={tmp_path}", "steps=1", "name=y").code == 0
-    assert [loader.offsets for loader in loaders] == [1, 32]
+    assert loaders[0].offsets == 1
     dataset = model_of_run("x", tmp_path, torch.device("cpu")).dataset  # breakit.py opens the same text
     assert np.array_equal(dataset.train, loaders[0].tokens)
 
 
-def hashes(folder) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def test_eval_only_measures_the_best_checkpoint_and_only_adds(call, small, tmp_path):
-    own = [*small, "steps=3", "eval_every=1", "checkpoint_every=1", "keep_last=5", "optimizer.lr=3", "name=x"]
-    assert call(train, *own, f"runs={tmp_path}", "optimizer.warmup_steps=1").code == 0
-    run = tmp_path / "x"
+def test_eval_only_measures_the_best_checkpoint_and_only_adds(call, small_run, tmp_path):
+    """Of a broken run, which is stamped."""
+    rate = "optimizer.lr=3 optimizer.warmup_steps=1 optimizer.min_lr_ratio=1 attention=naive break_it=no_scale"
+    small_run(f"steps=3 eval_every=1 checkpoint_every=1 keep_last=5 {rate}")
+    run = tmp_path / "x-BROKEN-no_scale"
     best = checkpoint.best(run / "checkpoints")
-    assert best != checkpoint.last(run / "checkpoints")  # with such a rate the loss rises
-    before, lines = hashes(run), (run / "metrics.jsonl").read_text()
-    ended = call(train, "eval_only=true", "resume=auto", f"runs={tmp_path}", "device=cpu")
-    assert ended.code == 0, ended.err
-    assert str(best) in ended.out
-    after = hashes(run)
-    assert {name for name in after if after[name] != before.get(name)} == {"metrics.jsonl", "context.png"}
+    assert best != last(run)  # with such a rate the loss rises
+    before, lines = below(run), (run / "metrics.jsonl").read_text()
+    out = measured_again(call, run)
+    assert out.startswith("BROKEN[no_scale] ")
+    assert str(best) in out
+    after = below(run)
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {f"{run}/metrics.jsonl", f"{run}/context.png"}
     assert before.keys() <= after.keys()
     added = (run / "metrics.jsonl").read_text().removeprefix(lines)
     assert len(added.splitlines()) == 1
-    assert json.loads(added)["step"] == int(best.name[-6:])
+    assert (json.loads(added)["step"], json.loads(added)["broken"]) == (int(best.name[-6:]), "no_scale")
 
 
 def test_eval_only_measures_a_checkpoint_by_its_path_without_optimizer_state(call, trained):
-    path = trained[0] / "measured/checkpoints/step_000003"
+    path = trained[0] / "checkpoints/step_000003"
     (path / "optimizer.safetensors").unlink()
-    assert call(train, "eval_only=true", f"resume={path}", f"runs={trained[0]}", "device=cpu").code == 0
-    records = read_metrics(trained[0] / "measured/metrics.jsonl")
-    training, after = [r for r in records if "context_gain" in r and r["step"] == 3]
+    measured_again(call, trained[0], f"resume={path}")
+    training, after = (r for r in records(trained[0], "context_gain") if r["step"] == 3)
     assert training | {"context_ms": 0} == after | {"context_ms": 0}
 
 
-def test_a_broken_runs_measurement_says_so(call, small, tmp_path):
-    assert call(train, *small, f"runs={tmp_path}", "break_it=no_scale", "steps=1", "attention=naive").code == 0
-    ended = call(train, "eval_only=true", "resume=auto", f"runs={tmp_path}", "device=cpu")
-    assert ended.out.startswith("BROKEN[no_scale] "), ended.err
-    (run,) = tmp_path.iterdir()
-    assert next(r for r in read_metrics(run / "metrics.jsonl") if "context_gain" in r)["broken"] == "no_scale"
-
-
-def test_eval_only_measures_a_run_with_another_context(call, small, tmp_path):
+def test_eval_only_measures_a_run_with_another_context(call, trained):
     """So a model trained on short sequences and one trained on long ones can be asked for the same tokens."""
-    own = [*small, f"runs={tmp_path}", "model.position=rope", "model.context_length=64", "tokens_per_step=256"]
-    assert call(train, *own, "steps=1", "name=x").code == 0
     for T in (64, 128, 32):
-        ended = call(train, "eval_only=true", "resume=x", f"runs={tmp_path}", f"model.context_length={T}")
-        assert ended.code == 0, ended.err
-    usual, longer, shorter = (r for r in read_metrics(tmp_path / "x/metrics.jsonl") if "context_gain" in r)
+        measured_again(call, trained[0], f"model.context_length={T}")
+    usual, longer, shorter = records(trained[0], "context_gain")[-3:]
     longest = [max(context.spans(key) for key in r if "given" in key) for r in (usual, longer, shorter)]
     assert longest == [(64,), (128,), (32,)]
     assert longer["context_tokens"] == usual["context_tokens"] == 512
@@ -386,51 +372,22 @@ def test_eval_only_measures_a_run_with_another_context(call, small, tmp_path):
 
 def test_eval_only_measures_a_run_on_another_text(call, trained, monkeypatch):
     monkeypatch.setattr("data.made.DOCUMENTS", 60)
-    typed = ["eval_only=true", "resume=measured", f"runs={trained[0]}", "device=cpu", "data=recall", "data.path=null"]
-    ended = call(train, *typed)
-    assert ended.code == 0, ended.err
-    assert "of the second string right" in ended.out
+    assert "of the second string right" in measured_again(call, trained[0], "data=recall", "data.path=null")
 
 
-MISTAKES = [  # what is typed, and what the line names
-    ("eval_only=true", "resume=NAME"),
-    ("eval_only=true resume=nobody", "resume=nobody"),
-    ("-m eval_only=true resume=plain,measured", "-m"),
-    ("eval_only=true resume=plain name=other", "name=other"),
-    ("eval_only=true resume={outside}", "{outside}"),  # a checkpoint in no run's folder
-    ("eval_only=true resume=plain model.context_length=128", "model.context_length=64"),  # it has learned positions
-    ("eval_only=true resume=plain", "batch_size=4"),  # where memory runs out, which was a traceback
-    ("context_every=5 model.context_length=16", "model.context_length=16"),
-    ("data=recall model.context_length=33", "model.context_length=33"),
-    ("data=passkey model.context_length=64", "128"),
-    ("data=recall tokenizer=bpe", "tokenizer=bpe"),
-    ("data=passkey data.val_fraction=0.0001", "data.val_fraction=0.0001"),
-    ("data=recall data.path=x", "data.path=x"),
-]
+def test_out_of_memory_in_eval_only_is_one_line(call, trained, monkeypatch):
+    """It was a traceback."""
+    monkeypatch.setattr(context, "measure", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    ended = call(train, "eval_only=true", "resume=measured", f"runs={trained[0].parent}", "device=cpu")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "batch_size=4" in ended.err
 
 
-@pytest.mark.parametrize(("typed", "named"), MISTAKES)
-def test_a_mistake_is_one_line(call, trained, tmp_path, typed, named, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(context, "measure", full)
-    runs, outside = trained[0], tmp_path / "copy"
-    shutil.copytree(checkpoint.last(runs / "plain/checkpoints"), outside)
-    own = [f"runs={runs}", f"data.cache={tmp_path}", "device=cpu", "wandb.mode=disabled"]
-    ended = call(train, *own, *typed.format(outside=outside).split())
-    assert ended.code == 2
-    (line,) = [line for line in ended.err.splitlines() if not line.startswith("data: ")]
-    assert named.format(outside=outside) in line
-
-
-def test_eval_only_refuses_tokens_of_another_tokenizer(call, small, tmp_path):
+def test_eval_only_refuses_tokens_of_another_tokenizer(call, small, make, text, tmp_path):
     """A token id that the model lacks would be an IndexError, or worse on a GPU."""
-    own = [*small, f"runs={tmp_path}", f"data.cache={tmp_path}/cache", "steps=1"]
-    assert call(train, *own, "name=a").code == 0
-    assert call(train, *own, "name=b", "tokenizer=bpe", "tokenizer.vocab_size=300").code == 0
-    (ours,), (theirs,) = ((tmp_path / "cache").glob(f"text-{kind}-*") for kind in ("byte", "bpe300"))
-    assert call(train, *own[3:], "data=bin", f"data.path={ours}", "name=x").code == 0
+    ours, theirs = make(text), make(text, TokenizerConfig("bpe", vocab_size=300))
+    own = ["data=bin", f"data.path={ours}", f"runs={tmp_path}", "steps=1", "name=x"]
+    assert call(train, *small[3:], *own).code == 0
     ended = call(train, "eval_only=true", "resume=x", f"runs={tmp_path}", "device=cpu", f"data.path={theirs}")
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert str(theirs) in ended.err
@@ -444,7 +401,7 @@ def test_a_loss_that_is_not_a_number_is_drawn_and_printed(tmp_path, caplog):
     assert not caplog.records  # matplotlib logs a warning for text at no place
 
 
-def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path, capsys):
+def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     append(file, {"step": 1, "context_gain": math.nan})
@@ -454,8 +411,6 @@ def test_a_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path, capsys
 
 
 def test_a_measurement_may_have_a_context_that_the_runs_length_warmup_does_not_reach():
-    """It trains nothing."""
+    """It trains nothing. A training with it is refused in tests/test_bad_input.py."""
     warmup = {"length_warmup_steps": 4, "length_warmup_from": 16, "length_warmup_by": 4}
-    with pytest.raises(ValueError, match="length_warmup_from=16 does not grow 4-fold"):
-        train.Config(model=GPTConfig(context_length=512), **warmup)
     train.Config(model=GPTConfig(context_length=512), eval_only=True, resume="NAME", **warmup)

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from tests.processes import HANGS
 from training import machine, start
 from training.machine import Stopping, stop_signals
@@ -76,7 +75,7 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert without > 1000  # the instrument sees faults where there are any
 
 
-def test_only_what_a_run_makes_is_looked_through_for_garbage(call, small, tmp_path, monkeypatch):
+def test_only_what_a_run_makes_is_looked_through_for_garbage(small_run, monkeypatch):
     """train.py switches the collector off for its imports. One that is on stays as it is: of two runs in one process,
     the second would keep the garbage of the first, and its memory on a GPU."""
     frozen = []
@@ -84,7 +83,7 @@ def test_only_what_a_run_makes_is_looked_through_for_garbage(call, small, tmp_pa
     gc.disable()
     try:
         for name in ("first", "second"):
-            assert call(train, *small, "steps=1", f"runs={tmp_path}", f"name={name}").code == 0
+            small_run(f"steps=1 name={name}")
             assert gc.isenabled()
     finally:
         gc.enable()

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-import train
 from lab.meter import PeakBytes
 from model.attention import AttentionConfig
 from model.gpt import GPTConfig
 from model.recompute import RecomputingGPT
 from training.memory import COMPILED, FITS, PIECE, bytes_of, fastest, settle
 
-GPT2 = GPTConfig(n_embd=48, n_layer=3, n_head=3, vocab_size=16, context_length=4096, position="none")
+GPT2 = GPTConfig(n_embd=48, n_layer=3, n_head=3, vocab_size=16, context_length=2048, position="none")
 FAMILIES = {
     "gpt2": GPT2,
     "gpt2-dropout": replace(GPT2, dropout_p=0.1),
@@ -59,7 +58,7 @@ def test_the_memory_counted_is_that_of_a_step_within_15_percent(form, chunk, fam
 @pytest.mark.parametrize(("form", "chunk"), FORMS)
 def test_a_layer_more_takes_what_is_counted_for_it(form, chunk):
     """Within 12 %. At the peak some gradients of the weights are not there yet."""
-    model = replace(FAMILIES["modern"], activation_checkpointing=form, chunk=chunk)
+    model = replace(FAMILIES["modern"], activation_checkpointing=form, chunk=chunk, context_length=4096)
     of_2, of_4 = replace(model, n_layer=2), replace(model, n_layer=4)
     found = counted(of_4, "sdpa", True) - counted(of_2, "sdpa", True)
     assert found == pytest.approx(measured(of_4, "sdpa", True) - measured(of_2, "sdpa", True), rel=0.12)
@@ -122,9 +121,8 @@ def test_auto_never_picks_what_an_attention_does_not_have_and_keeps_a_chunk_that
     assert chosen(0.1, model=replace(LONG, chunk=4096))[:2] == ("true", 4096)
 
 
-def test_without_a_gpu_auto_computes_nothing_again_and_what_is_no_auto_stays(call, small, tmp_path):
+def test_without_a_gpu_auto_computes_nothing_again_and_what_is_no_auto_stays(small_run, tmp_path):
     asked = replace(GPT2, activation_checkpointing="selective")
     assert settle(asked, AttentionConfig("tiled"), 1, "float32", torch.device("cpu"), ema=False) == (asked, "")
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=a", "model.activation_checkpointing=auto")
-    assert "\nactivation checkpointing: false (auto" in ended.out
-    assert "activation_checkpointing: auto" in (tmp_path / "a/config.yaml").read_text(encoding="utf-8")
+    assert "\nactivation checkpointing: false (auto" in small_run("steps=1 model.activation_checkpointing=auto").out
+    assert "activation_checkpointing: auto" in (tmp_path / "x/config.yaml").read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.processes import HANGS
+from tests.runs import full
 from training import metrics, wandb_run
 from training.files import FILES, FOLDERS
 from training.metrics import Metrics, log_line, loss_figure, read_metrics, read_samples, show
@@ -51,10 +52,6 @@ def open_metrics():
 
 def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def full(*_, **__):
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def too_long(*, id, **_):
@@ -186,15 +183,10 @@ def test_the_best_validation_loss_is_never_nan(open_metrics, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("best 2.0000 at 20")
 
 
-def test_a_broken_run_is_stamped_on_line_row_and_sample(open_metrics, tmp_path, capsys):
-    run = open_metrics(tmp_path, broken="no_max")
-    run.log({"step": 1, **STEP})
-    run.log({"step": 1, **EVALUATED})
-    run.sample(1, "x")
-    open_metrics(tmp_path, broken="no_max", resume_step=1)  # its stamped sample header is found again
-    lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
-    assert [line[:19] for line in lines] == ["BROKEN[no_max] step", "BROKEN[no_max] eval", "===== BROKEN[no_max"]
-    assert [row["broken"] for row in rows(tmp_path)] == ["no_max", "no_max"]
+def test_the_stamped_sample_of_a_broken_run_is_found_again(open_metrics, tmp_path):
+    """What else is stamped is in tests/test_train.py."""
+    open_metrics(tmp_path, broken="no_max").sample(1, "x")
+    open_metrics(tmp_path, broken="no_max", resume_step=1)
     assert (tmp_path / "samples.txt").read_text().startswith("===== BROKEN[no_max] sample at step 1 =====\n")
     open_metrics(tmp_path, broken="no_max", resume_step=0)
     assert (tmp_path / "samples.txt").read_text() == ""
@@ -260,10 +252,10 @@ def test_the_picture_shows_every_record_and_is_titled_in_red_of_a_broken_run(bro
         loss_figure(few, "run", broken).savefig(BytesIO())
 
 
-def test_a_name_that_the_font_lacks_is_drawn_without_a_warning(recwarn):
-    """A Chinese name warned of a glyph a character; one of bytes that are no text could not be drawn at all."""
-    (axes,) = loss_figure([{"step": 1, "loss": 2.0}], "\u957f gr\u00fc\u00dfe \udc80", None).axes
-    assert axes.get_title() == "? gr\u00fc\u00dfe ?"
+def test_a_name_that_the_font_lacks_or_that_looks_like_mathematics_is_drawn_without_a_warning(recwarn):
+    """A Chinese name warned of a glyph a character; one of bytes that are no text, or of no TeX, ended the run."""
+    (axes,) = loss_figure([{"step": 1, "loss": 2.0}], "\u957f gr\u00fc\u00dfe \udc80 a$^^bad{$b", None).axes
+    assert axes.get_title() == "? gr\u00fc\u00dfe ? a$^^bad{$b"
     axes.figure.savefig(BytesIO())
     assert [str(warning.message) for warning in recwarn if warning.category is UserWarning] == []
 

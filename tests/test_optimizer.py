@@ -39,9 +39,3 @@ def test_wsd_rises_stays_and_falls_in_a_line_over_the_last_fifth_by_default():
     assert found[30:] == [0.25 + 0.25 * (10 - i) / 10 for i in range(1, 11)]
     usual = OptimizerConfig(lr=1.0, schedule="wsd", warmup_steps=0)
     assert learning_rate(80, 100, usual) == 1.0 > learning_rate(81, 100, usual)
-
-
-@pytest.mark.parametrize(("key", "value"), [("momentum", 0.9), ("decay_fraction", 0.1)])
-def test_a_key_that_would_mean_nothing_is_refused(key, value):
-    with pytest.raises(ValueError, match=rf"optimizer\.{key}={value}"):
-        OptimizerConfig(**{key: value})

@@ -2,7 +2,6 @@
 
 import math
 import re
-import resource
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +18,9 @@ from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from model.recompute import RecomputingGPT
 from tests.reference import FLAT_ROWS, Case, assert_float64_right, flat_row, oracle, visible
+from tests.runs import little_room, records
 from tests.test_contents import forge_tensor
 from training import checkpoint
-from training.metrics import read_metrics
 from training.probe import LIMIT, Call, find, first_bad, gauges, reading, record
 
 SIZE = GPTConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, context_length=64, vocab_size=50, dropout_p=0.0)
@@ -230,19 +229,12 @@ def test_a_sound_model_has_no_place_and_a_fault_above_attention_is_not_blamed_on
 # --- in a run --------------------------------------------------------------------------------------------------------
 
 
-def test_probing_changes_no_bit_of_the_run_and_writes_its_gauges_at_its_steps(call, small, tmp_path):
-    records = []
-    for name, every in (("plain", 0), ("probed", 2)):
-        words = [f"name={name}", f"runs={tmp_path}", f"probe.every={every}", "steps=6", "attention.dropout_p=0.2"]
-        assert call(train, *small, "model.dropout_p=0.1", *words).code == 0
-        records.append(read_metrics(tmp_path / name / "metrics.jsonl"))
-    plain, watched = ([r["loss"] for r in of if "loss" in r] for of in records)
-    assert plain == watched
-    found = [r for r in records[1] if "max_score" in r]
+def test_a_run_writes_its_gauges_at_the_probes_steps(small_run, tmp_path):
+    small_run("probe.every=2 steps=6")
+    found = records(tmp_path / "x", "max_score")
     assert [r["step"] for r in found] == [2, 4, 6]
     assert all(set(found[0]) == set(r) for r in found)
     assert {f"entropy.{layer}.{head}" for layer in range(2) for head in range(2)} < set(found[0])
-    assert not any("max_score" in r for r in records[0])
 
 
 BAD = ["probe.every=100", "steps=3", "break_it=no_max", "break_it.score_gain=1e6", "name=bad"]
@@ -273,7 +265,7 @@ def met_nan(call, small, tmp_path_factory):
     return ended, kept, seeds[:2]
 
 
-def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it(met_nan, call, small, tmp_path):
+def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it(met_nan, call, small_run):
     ended, kept, seeds = met_nan
     assert ended.code == 1
     place = ended.out.split("probe: ")[1].splitlines()[0]
@@ -288,35 +280,29 @@ def test_a_run_that_meets_nan_names_the_tile_and_keeps_the_batch_to_replay_it(me
     assert heads[-4:] == ["o", "dq", "dk", "dv"]
     assert [line[0] for line in layers] == ["0", "1"]
     assert {word for line in layers for word in line[-4:]} == {"NaN"}
-    ended = call(train, *small, f"runs={tmp_path}", f"resume={kept}")  # it is no checkpoint
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    ended = small_run(f"resume={kept}", code=2)  # it is no checkpoint
+    assert ended.err.count("\n") == 1
     assert f"python breakit.py replay={kept}" in ended.err
 
 
-def test_the_first_fault_of_a_run_outlives_those_of_its_resumptions(call, small, tmp_path):
+def test_the_first_fault_of_a_run_outlives_those_of_its_resumptions(small_run, tmp_path):
     """Kept like checkpoints, it went when one came at an earlier step, and when its own step failed again."""
-    here = [*small, "probe.every=100", f"runs={tmp_path}"]
-    assert call(train, *here, "name=bad", "steps=4", "checkpoint_every=1", "keep_last=4").code == 0
-    run, of_first = tmp_path / "bad", []
+    small_run("probe.every=100 steps=4 checkpoint_every=1 keep_last=4")
+    run, of_first = tmp_path / "x", []
     saved = shutil.copytree(run / "checkpoints", tmp_path / "saved")
     for start, lr in ((4, 1e37), (1, 1e37), (4, 1e36)):  # NaN in the second step from there
         shutil.copytree(saved, run / "checkpoints", dirs_exist_ok=True)  # going back to step 1 deletes the later ones
-        resume = [f"resume={run}/checkpoints/step_{start:06d}", "steps=9", "checkpoint_every=100", "keep_last=2"]
-        assert call(train, *here, *resume, f"optimizer.lr={lr}").code == 1
+        resume = f"resume={run}/checkpoints/step_{start:06d} optimizer.lr={lr}"
+        small_run(f"{resume} probe.every=100 steps=9 checkpoint_every=100 keep_last=2", code=1)
         of_first.append((run / "faults/step_000006/model.safetensors").read_bytes())
     assert set(of_first) == {of_first[0]}
     assert [path.name for path in checkpoint.all_checkpoints(run / "faults")] == ["step_000006"]
     assert [path.name for path in checkpoint.all_checkpoints(run / "faults/later")] == ["step_000003", "step_000006"]
 
 
-def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(call, small, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the write past it fails as on a full disk
-    try:
-        ended = call(train, *small, *BAD, f"runs={tmp_path}")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert ended.code == 1
+def test_a_fault_that_a_full_disk_refuses_is_named_and_said_to_be_lost(small_run, tmp_path):
+    with little_room():
+        ended = small_run(" ".join(BAD), code=1)
     place, lost, _ = ended.out.splitlines()[-3:]
     assert "probe: layer 0, head 0, query tile 0" in place
     (faults,) = tmp_path.glob("*/faults")
@@ -334,20 +320,14 @@ def test_a_batch_of_what_is_no_token_is_refused(call, met_nan, tmp_path, name, t
     assert name in ended.err
 
 
-def test_after_nan_a_few_lines_say_where_and_what_to_do(call, small, tmp_path):
-    wrong = ["optimizer.lr=1e38", "optimizer.warmup_steps=0", "dtype=bf16", "probe.every=100", "checkpoint_every=1"]
-    ended = call(train, *small, *wrong, "steps=30", f"runs={tmp_path}")
-    assert ended.code == 1
+def test_after_nan_a_few_lines_say_where_and_what_to_do(small_run, tmp_path):
+    bad = "optimizer.lr=1e38 optimizer.warmup_steps=0 dtype=bf16"
+    ended = small_run(f"{bad} steps=30 probe.every=100 checkpoint_every=1", code=1)
     lines = [line.replace(str(tmp_path), "runs") for line in ended.out.splitlines()]
     said = lines[max(i for i, line in enumerate(lines) if " | " in line) + 1 :]
     assert len(said) <= 4
     assert max(map(len, said)) <= 160
     step = int(re.search(r"step (\d+): loss nan", "\n".join(said))[1])
-    for part in (
-        f"step_{step - 1:06d}",
-        "optimizer.lr",
-        "layer 0, head ",
-        "query tile ",
-        f"/faults/step_{step:06d}",
-    ):
+    kept = f"step_{step - 1:06d}", f"/faults/step_{step:06d}"
+    for part in (*kept, "optimizer.lr", "layer 0, head ", "query tile "):
         assert part in "\n".join(said)

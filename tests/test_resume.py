@@ -1,12 +1,12 @@
 """One run however often it is stopped: killed, by a signal, by its time limit; and what a checkpoint brings."""
 
-import json
 import os
 import shlex
 import shutil
 import signal
 import time
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,6 +24,7 @@ from model.gpt import GPTConfig
 from sampling.generate import Sampler
 from tests.processes import HANGS
 from tests.runs import assert_same_run, last, losses, records, tiled
+from tests.test_contents import forge
 from training import activities, checkpoint, config, context
 from training.resume import changed, edits, refuse_another_model
 
@@ -52,6 +53,7 @@ config.run(train.main, train.Config, "config")
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_7_and_resumed_from_6_is_the_run_of_12_steps_bit_for_bit(start, call, small, tmp_path):
     common = [*small, *TWO_PASSES, "steps=12", "checkpoint_every=6", "eval_every=4", f"runs={tmp_path}"]
     process = start("-c", KILLED_AT_7, *common, "name=killed")
@@ -65,29 +67,21 @@ def test_a_run_killed_at_7_and_resumed_from_6_is_the_run_of_12_steps_bit_for_bit
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_a_run_that_goes_back_and_is_killed_has_no_weights_of_steps_without_a_record(
-    call, small, tmp_path, monkeypatch
-):
-    run = [*small, f"runs={tmp_path}", "name=back", "checkpoint_every=2"]
-    assert call(train, *run, "steps=6", "keep_last=3").code == 0
-    newest = last(tmp_path / "back")
+def test_a_resumed_run_deletes_later_steps_before_its_first_but_none_that_is_damaged(small_run, tmp_path, monkeypatch):
+    """A run that went back, and was killed before its first checkpoint, had weights of steps without a record."""
+    run = tmp_path / "x"
+    small_run("checkpoint_every=2 steps=6 keep_last=3")
+    saved = shutil.copytree(run / "checkpoints", tmp_path / "saved")
+    newest = last(run)
     shutil.copytree(newest, newest.with_name(f".old-{newest.name}"))  # as a kill in a save leaves it
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))  # before the first step
-        assert call(train, *run, f"resume={tmp_path}/back/checkpoints/step_000002", "steps=6").code == 9
-    assert last(tmp_path / "back").name == "step_000002"
-    assert records(tmp_path / "back")[-1]["step"] == 2
-
-
-def test_a_run_that_goes_on_from_an_earlier_step_because_the_last_is_damaged_does_not_delete_it(
-    call, small, tmp_path, monkeypatch
-):
-    run = [*small, f"runs={tmp_path}", "name=kept", "checkpoint_every=2"]
-    assert call(train, *run, "steps=4").code == 0
-    (last(tmp_path / "kept") / "tokenizer.json").write_text("")
-    monkeypatch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))
-    assert call(train, *run, "resume=auto", "steps=6").code == 9
-    assert last(tmp_path / "kept").name == "step_000004"
+    monkeypatch.setattr(train, "introduce", Mock(side_effect=SystemExit(9)))  # before the first step
+    small_run(f"resume={run}/checkpoints/step_000002 steps=6", code=9)
+    assert last(run).name == "step_000002"
+    assert records(run)[-1]["step"] == 2
+    shutil.copytree(saved, run / "checkpoints", dirs_exist_ok=True)
+    (newest / "tokenizer.json").write_text("")
+    small_run("resume=auto steps=8", code=9)
+    assert last(run) == newest
 
 
 # Without an end, and with a rate that does not depend on where the end is.
@@ -162,23 +156,22 @@ def signal_within(patch: pytest.MonkeyPatch, place: str, step: int) -> list[str]
 @pytest.fixture(scope="module")
 def wholes(call, small, tmp_path_factory):
     """wholes(place, step): what is typed where a signal is to come there, and the run that has none."""
-    runs, known = tmp_path_factory.mktemp("wholes"), {}
-    assert call(train, *small, *TWO_PASSES, f"runs={runs}", "name=parent", "steps=1").code == 0
+    parent = tmp_path_factory.mktemp("parent")
+    assert call(train, *small, *TWO_PASSES, f"runs={parent}", "name=x", "steps=1").code == 0
+    common = [*(argument for argument in small if not argument.startswith("model=")), *TWO_PASSES, *EACH]
+
+    @cache
+    def run(*more: str) -> tuple[list[str], Path]:
+        runs = tmp_path_factory.mktemp("whole")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(activities.awake, "LOOKS", {2})
+            assert call(train, *more, *common, f"runs={runs}").code == 0
+        return [*more, *common], next(runs.iterdir())
 
     def whole(place: str, step: int) -> tuple[list[str], Path]:
-        typed = [*small, *TWO_PASSES, *EACH]
-        if place == "failure":
-            typed += ["break_it=no_max"]
         if step == 0:
-            typed = [argument for argument in typed if not argument.startswith("model=")]
-            typed += [f"init_from={runs}/parent/checkpoints/step_000001"]
-        if tuple(typed) not in known:
-            name = f"name=w{len(known)}"
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(activities.awake, "LOOKS", {2})
-                assert call(train, *typed, f"runs={runs}", name).code == 0
-            known[tuple(typed)] = next(runs.glob(f"w{len(known)}*"))
-        return typed, known[tuple(typed)]
+            return run(f"init_from={last(parent / 'x')}")
+        return run("model=gpt2", "break_it=no_max") if place == "failure" else run("model=gpt2")
 
     return whole
 
@@ -248,25 +241,19 @@ def test_a_run_stopped_at_5_and_resumed_is_the_run_of_10_steps_bit_for_bit(call,
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_a_resumed_run_may_begin_to_compute_its_blocks_again_and_stays_the_same_bit_for_bit(call, small, tmp_path):
-    assert call(train, *small, *DROPOUT, "steps=4", "checkpoint_every=2", f"runs={tmp_path}", "name=whole").code == 0
-    half = f"resume={tmp_path}/whole/checkpoints/step_000002"
+def test_a_resumed_run_may_begin_to_compute_its_blocks_again_and_stays_the_same_bit_for_bit(call, small_run, tmp_path):
+    small_run(f"steps=4 checkpoint_every=2 {' '.join(DROPOUT)}")
+    half = f"resume={tmp_path}/x/checkpoints/step_000002"
     ended = call(train, half, f"runs={tmp_path}", "name=again", "model.activation_checkpointing=true")
     assert "changed since the checkpoint: model.activation_checkpointing false -> true" in ended.out
-    assert losses(tmp_path / "again") == losses(tmp_path / "whole")[2:]
+    assert losses(tmp_path / "again") == losses(tmp_path / "x")[2:]
 
 
 # --- what a checkpoint brings ---------------------------------------------------------------------------------------
 
-PARENT = [
-    "steps=2",
-    "seed=5",
-    "optimizer=muon",
-    "optimizer.momentum=0.9",
-    "optimizer.weight_decay=0.5",
-    "ema_decay=0.1",
-]
-PARENT += ["attention=naive", "attention.window=8", *DROPOUT, "wandb.project='${seed} ,=[x]'", "wandb.tags=[a,b]"]
+PARENT = ["steps=2", "seed=5", "optimizer=muon", "optimizer.momentum=0.9", "optimizer.weight_decay=0.5"]
+PARENT += ["ema_decay=0.1", "attention=naive", "attention.window=8", *DROPOUT]
+PARENT += ["wandb.project='${seed} ,=[x]'", "wandb.tags=[a,b]"]
 
 
 @pytest.fixture(scope="module")
@@ -303,13 +290,8 @@ def test_what_is_typed_on_resume_wins_also_where_it_is_the_default_and_is_said(r
 
 def test_a_key_that_an_old_checkpoint_lacks_has_its_default(resumed, tmp_path):
     """Compared with itself, whatever is typed now would pass for what the run was trained with."""
-    header = tmp_path / "runs/x/checkpoints/step_000002/state.json"
-    content = json.loads(header.read_text())
-    del content["state"]["config"]["attention"]["alibi"], content["state"]["config"]["z_loss"]
-    del content["sha256"]["state.json"]
-    sha256 = content.pop("sha256")
-    content["sha256"] = sha256 | {"state.json": checkpoint._header_hash(content)}
-    header.write_text(json.dumps(content))
+    for key in ("attention.alibi", "z_loss"):
+        forge(tmp_path / "runs/x/checkpoints/step_000002", f"state.config.{key}", ...)
     ended = resumed("steps=3", "attention.alibi=true")
     assert ended.code == 2
     assert "attention.alibi=False, this run has True" in ended.err
@@ -411,7 +393,7 @@ def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, 
 # --- another implementation than the run had ------------------------------------------------------------------------
 
 
-def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(resumed, call, small, tmp_path):
+def test_where_auto_takes_another_implementation_than_the_run_had_it_is_said(resumed, call, tmp_path):
     """A run of a GPU went on, and was measured, with other sums on a CPU without a word."""
     line = "attention=auto takes tiled here, and the run had naive: the numbers differ by rounding"
     written = ["run=x", f"runs={tmp_path}/runs", "max_new_tokens=1", "device=cpu"]

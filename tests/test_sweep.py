@@ -88,9 +88,7 @@ def test_what_ends_a_sweep_leaves_a_table_of_what_there_is(call, small, tmp_path
         ([None, None], ["", ""], r"[\d-]+-sweep", [r"[\d-]+-sweep-1", r"[\d-]+-sweep-2"]),
     ],
 )
-def test_a_sweep_is_named_by_name_or_by_the_time_and_no_run_that_exists_is_touched(
-    tmp_path, names, broken, sweep, jobs
-):
+def test_a_sweep_is_named_by_name_or_by_time_and_no_run_that_exists_is_touched(tmp_path, names, broken, sweep, jobs):
     def configs():
         return [
             SimpleNamespace(name=name, runs=str(tmp_path), break_it=BreakIt(fault) if fault else UNBROKEN)
@@ -112,27 +110,27 @@ def test_a_sweep_is_named_by_name_or_by_the_time_and_no_run_that_exists_is_touch
 @pytest.mark.parametrize(
     ("varied", "second"),
     [
-        (["attention=naive,sdpa", "attention.window=8"], "attention=sdpa: attention.window=8"),
-        (["tokens_per_step=128,100"], "tokens_per_step=100: tokens_per_step=100"),
-        (["break_it=none,unrestored_seed", "attention.dropout_p=0.1"], "break_it=unrestored_seed: break_it="),
-        (["compile=false,graph"], "compile=graph: compile=graph"),
-        (["model.n_embd=32,10000000000000"], "model.n_embd=10000000000000: "),
-        (["seed=1,-1"], "seed=-1 is outside"),
+        ("attention=naive,sdpa attention.window=8", "attention=sdpa: attention.window=8"),
+        ("tokens_per_step=128,100", "tokens_per_step=100: tokens_per_step=100"),
+        ("break_it=none,unrestored_seed attention.dropout_p=0.1", "break_it=unrestored_seed: break_it="),
+        ("compile=false,graph", "compile=graph: compile=graph"),
+        ("model.n_embd=32,10000000000000", "model.n_embd=10000000000000: "),
+        ("seed=1,-1", "seed=-1 is outside"),
     ],
 )
-def test_a_job_that_cannot_run_is_named_before_the_first_one_starts(call, small, tmp_path, varied, second):
+def test_a_job_that_cannot_run_is_named_before_the_first_one_starts(small_run, tmp_path, varied, second):
     """naive had trained for hours when triton was refused on a CPU."""
-    ended = call(train, *small, "steps=1", f"runs={tmp_path}", "name=s", "-m", *varied)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    ended = small_run(f"steps=1 -m {varied}", code=2)
+    assert (ended.out, ended.err.count("\n")) == ("", 1)
     assert re.match(rf"train: (job 2/2, )?{second}", ended.err)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_jobs_that_begin_from_one_checkpoint_are_runs_of_their_own(call, small, tmp_path):
+def test_jobs_that_begin_from_one_checkpoint_are_runs_of_their_own(call, small_run, tmp_path):
     """Going on in the checkpoint's run, the second job would begin where the first one ended."""
-    there = [f"runs={tmp_path}"]
-    assert call(train, *small, *there, "steps=2", "name=x").code == 0
-    assert call(train, *there, "resume=x", "steps=4", "name=y", "-m", "optimizer.lr=1e-3,2e-3").code == 0
+    small_run("steps=2")
+    typed = ["resume=x", "steps=4", "name=y", "-m", "optimizer.lr=1e-3,2e-3"]
+    assert call(train, f"runs={tmp_path}", *typed).code == 0
     assert [last(tmp_path / job).name[-1] for job in ("x", "y-1", "y-2")] == ["2", "4", "4"]
 
 
