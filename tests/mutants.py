@@ -204,7 +204,7 @@ TABLE = [
     ("the stream's gradient ends at a norm", "gradient = tl.load(dres", "gradient = 0 * tl.load(dres", NORMS),
     ("a program does its first rows alone", "tl.num_programs(0) * ROWS):", "N):", NORMS),
     ("a long table of sums is added up in part", "for first in range(0, P, 256):", "for first in range(0, 256, 256):",
-     "norm::test_every_row_of_the_table_of_sums_counts_once"),
+     "norm::test_every_row_and_every_row_of_the_table_of_sums_counts_once"),
     ("a norm's mean has no gradient", "of_mean[:, None] + x_i", "0 * of_mean[:, None] + x_i", NORMS),
     ("what was dropped has a gradient", "tl.where(kept != 0, gradient.to(tl.float32) * scale, 0.0)",
      "gradient.to(tl.float32) * scale", NORMS),

@@ -95,13 +95,10 @@ def test_without_gradients_the_value_is_the_same(path):
     assert torch.equal(found, next_token_loss(x, weight, targets).detach())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_rows_that_are_no_symbols_do_not_count_and_get_no_gradient(compiled, path, monkeypatch):
+def test_rows_that_are_no_symbols_do_not_count_and_get_no_gradient(path, monkeypatch):
     """vocab_multiple adds rows to make products faster. The softmax took in their logits, so the loss was that of a
     larger vocabulary, 0.07 above after four steps. Their values, however large, are not in it."""
     monkeypatch.setattr(loss_module, "CHUNK", 16)
-    torch.compiler.reset()
-    loss_of = torch.compile(next_token_loss, fullgraph=True, backend="aot_eager") if compiled else next_token_loss
     x, weight, targets = problem(40, torch.float32)
     targets[3] = IGNORE
     padded = torch.cat((weight, 100 * torch.ones_like(weight[:17]))).detach().requires_grad_()
@@ -109,7 +106,7 @@ def test_rows_that_are_no_symbols_do_not_count_and_get_no_gradient(compiled, pat
     def right(dtype):
         return by_the_formula(*(t.detach().to(dtype).requires_grad_() for t in (x, weight)), targets, 0.1)
 
-    found = of(loss_of(x, padded, targets, 0.1, 31), x, padded)
+    found = of(next_token_loss(x, padded, targets, 0.1, 31), x, padded)
     assert not found["dweight"][31:].any()
     found["dweight"] = found["dweight"][:31]
     assert_within_budget(found, right(torch.float32), right(torch.float64))
@@ -276,11 +273,12 @@ def test_compiled_is_one_graph_and_gives_the_same_bits(path, wanted, monkeypatch
     for name in ("CHUNK", "KERNEL_CHUNK"):
         monkeypatch.setattr(loss_module, name, 16)
     x, weight, targets = problem(20, torch.float32)
+    targets %= 29
     targets[3] = IGNORE
 
     def loss_of(x, weight):
         with torch.autocast(DEVICE, torch.bfloat16), torch.set_grad_enabled(wanted):
-            return next_token_loss(x, weight, targets, z_loss=0.1)
+            return next_token_loss(x, weight, targets, 0.1, 29)  # the last two rows are no symbols
 
     torch.compiler.reset()
     losses = loss_of(x, weight), torch.compile(loss_of, fullgraph=True, backend="aot_eager")(x, weight)
