@@ -11,6 +11,7 @@ from model.abilities import ABILITIES, HOPPER_FROM, IMPLEMENTATIONS, OF_MASK, OF
 from model.attention import KINDS, AttentionConfig, attention, sdpa_kernel
 from model.break_it import FAILURES, BreakIt
 from model.gpt import GPTConfig
+from tests.implementations import INTERPRETED
 from tests.test_readme import README
 
 # An option of every kind, as AttentionConfig has it.
@@ -29,12 +30,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "impl", [pytest.param(impl, marks=[INTERPRETED] * (impl == "triton")) for impl in IMPLEMENTATIONS]
+)
 def test_an_option_runs_or_is_refused_with_its_value_and_a_way_out_that_is_one(impl, option):
-    if impl == "triton":
-        pytest.importorskip("triton", reason="triton is made for Linux")
-        if torch.cuda.is_available():
-            pytest.skip("the kernels run in Triton's interpreter, where there is no GPU")
     config = AttentionConfig(impl, **OPTIONS[option])
     assert option in wanted(config)
     if option not in ABILITIES[impl].lacks:

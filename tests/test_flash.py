@@ -18,7 +18,7 @@ from model.dropout import keep_mask
 from model.mask import packed, visible
 from model.recompute import store_attention
 from tests import implementations
-from tests.implementations import CUDA, DEVICE, NAIVE, ON_GPU, TRITON, exact
+from tests.implementations import DEVICE, INTERPRETED, NAIVE, ON_GPU, TRITON, exact
 from tests.reference import SEED, Case, assert_within_budget, run
 from tests.test_attention import same_bits
 
@@ -33,7 +33,6 @@ from kernels.sizes import visits_of  # noqa: E402
 
 pytestmark = ON_GPU
 sized = implementations.sized
-INTERPRETED = pytest.mark.skipif(CUDA, reason="is for the interpreter")
 
 
 @pytest.mark.parametrize("T", [224, 100], ids=["whole", "cut"])

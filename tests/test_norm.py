@@ -126,9 +126,9 @@ def of_model(backend: str | Callable | None = None, recomputed: bool = False, **
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        pytest.param({"recomputed": True}, {"dropout_p": 0.2, "n_layer": 2}, marks=pytest.mark.slow),
+        ({"recomputed": True}, {"dropout_p": 0.2, "n_layer": 2}),
         ({"backend": "aot_eager"}, {"dropout_p": 0.2}),
-        pytest.param({"backend": "aot_eager", "recomputed": True}, MODERN, marks=pytest.mark.slow),
+        ({"backend": "aot_eager", "recomputed": True}, MODERN),
     ],
     ids=["recomputed", "compiled", "both"],
 )

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from parallel import processes
 from parallel.part import Part
 from parallel.processes import Ranks, bytes_sent, join
 from parallel.shard import copy_of, gathered
+from tests.implementations import INTERPRETED
 from tests.processes import HANGS
 from tests.runs import table_of
 from training.memory import GIB, bytes_of
@@ -294,11 +294,9 @@ def test_keys_that_go_round_two_gpus_are_those_of_one(small, tmp_path):
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", ["naive", "tiled", "triton"])
+@pytest.mark.parametrize("impl", ["naive", "tiled", pytest.param("triton", marks=INTERPRETED)])
 def test_attention_of_a_part_is_that_part_of_attention(impl):
     """Some sequences, or some heads, with the dropout and the slopes that they have in the whole batch."""
-    if impl == "triton" and (torch.cuda.is_available() or not find_spec("triton")):
-        pytest.skip("the kernels run in Triton's interpreter, where there is no GPU")
     q, k, v = torch.randn(3, 4, 4, 40, 16).unbind()
     config, seed = AttentionConfig(impl, alibi=True, dropout_p=0.3), torch.tensor(7)
     whole = attention(q, k, v, config, seed=seed)
