@@ -138,13 +138,8 @@ def same(a: list, b: list) -> bool:
 def gradients_of(form: str, attention: dict, dtype=torch.float32, T: int = 40, steps: int = 2, **fields) -> list:
     """The losses and all gradients of a model with dropout. bfloat16 by autocast; float64 for the whole model."""
     low = dtype == torch.bfloat16
-    torch.manual_seed(0)
-    fields = {"n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": T, "vocab_size": 50, "dropout_p": 0.1} | fields
-    if low:
-        fields["residual_dtype"] = "autocast"
-    model = RecomputingGPT(
-        GPTConfig(activation_checkpointing=form, **fields), AttentionConfig(dropout_p=0.3, **attention)
-    )
+    fields |= {"context_length": T, "activation_checkpointing": form} | ({"residual_dtype": "autocast"} if low else {})
+    model = gpt(dropout_p=0.3, stream_p=0.1, of_attention=attention, **fields)
     model = model.double() if dtype == torch.float64 else model
     idx, targets = torch.randint(50, (2, 2, T), generator=torch.Generator().manual_seed(1))
     documents = torch.arange(T).expand(2, T) // 15
@@ -172,8 +167,7 @@ AGAIN = [  # form, dtype, attention, what of the model
 @pytest.mark.parametrize(("form", "dtype", "attention", "fields"), AGAIN, ids=str)
 def test_activation_checkpointing_changes_no_bit(form, dtype, attention, fields):
     """With dropout in attention and blocks, in two steps."""
-    tiles = {"block_m": 16, "block_n": 16} if attention["impl"] == "tiled" else {}
-    plain, again = (gradients_of(one, attention | tiles, dtype, **fields) for one in ("false", form))
+    plain, again = (gradients_of(one, attention, dtype, **fields) for one in ("false", form))
     assert same(plain, again)
 
 
@@ -232,9 +226,7 @@ def test_blocks_that_are_alike_are_compiled_once_and_none_is_left_out(windows, g
         found.append(graph)
         return graph.forward
 
-    torch.manual_seed(0)
-    config = GPTConfig(n_layer=10, n_head=2, n_embd=16, context_length=40, vocab_size=50)
-    model = GPT(config, AttentionConfig("naive", windows=windows))
+    model = gpt(n_layer=10, n_embd=16, context_length=40, of_attention={"windows": windows})
     loss = compiled(model, partial(torch.compile, backend=keep, fullgraph=True))(*idx)
     assert len(found) == graphs
     assert torch.equal(loss, model(*idx))
