@@ -151,16 +151,6 @@ def test_the_op_is_registered_as_torch_wants_it():
         torch.library.opcheck(torch.ops.tilegpt.flash_backward.default, given)
 
 
-def test_a_dispatch_mode_sees_the_op():
-    """FLOP counters and selective checkpointing know attention by its op; without them a call goes around it."""
-    q = torch.randn(1, 1, 8, 16, device=DEVICE, requires_grad=True)
-    names = []
-    with Operations(lambda op, *_: names.append(str(op))):
-        seen = attention(q, q, q, TRITON)
-    assert "tilegpt.flash_forward.default" in names
-    assert torch.equal(seen, attention(q, q, q, TRITON))
-
-
 def side_by_side(D: int, whole: bool, through=lambda f: f) -> tuple[torch.Tensor, torch.Tensor]:
     """o of q, k and v that are views of one tensor, with grouped heads, and that tensor's gradient. through: wraps the
     function."""

@@ -21,9 +21,9 @@ def problem(n: int, dtype=torch.float64, V: int = 31, C: int = 12) -> tuple[torc
     return x.requires_grad_(), weight.requires_grad_(), targets
 
 
-def of(loss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The loss, and the gradients of three times it."""
-    dx, dweight = torch.autograd.grad(loss * 3.0, (x, weight))
+def of(loss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: float = 3.0) -> dict[str, torch.Tensor]:
+    """The loss, and the gradients of scale * loss."""
+    dx, dweight = torch.autograd.grad(loss * scale, (x, weight))
     return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
 
 
@@ -69,14 +69,10 @@ def test_in_fp16_a_scaled_loss_keeps_a_gradient_that_the_mean_alone_would_round_
     65,536 tokens' mean every entry is below 2e-5, and most of them became 0 or the nearest of a few steps of 6e-8. The
     scale, 65,536, was itself infinity in fp16."""
     x, weight, targets = problem(65536, torch.float16, V=64, C=8)
-
-    def gradients(loss, *leaves):
-        return dict(zip(("dx", "dweight"), torch.autograd.grad(loss * 65536.0, leaves), strict=True))
-
-    found = gradients(next_token_loss(x, weight, targets), x, weight)
-    naive = gradients(F.cross_entropy((x @ weight.T).float(), targets), x, weight)
+    found = of(next_token_loss(x, weight, targets), x, weight, 65536.0)
+    naive = of(F.cross_entropy((x @ weight.T).float(), targets), x, weight, 65536.0)
     x64, weight64 = (t.detach().double().requires_grad_() for t in (x, weight))
-    assert_within_budget(found, naive, gradients(F.cross_entropy(x64 @ weight64.T, targets), x64, weight64))
+    assert_within_budget(found, naive, of(F.cross_entropy(x64 @ weight64.T, targets), x64, weight64, 65536.0))
 
 
 def test_in_fp16_the_heads_gradient_does_not_overflow_in_the_sum_over_a_chunk():

@@ -9,12 +9,10 @@ from kernels.problem import Problem
 from model import tiled
 from model.attention import AttentionConfig, attention
 from model.mask import EMPTY, PART, WHOLE, Tiling, tiles
+from tests.implementations import NAIVE
 from tests.reference import BLOCK, PICTURE, Case, assert_float64_right, case_name, oracle, run, table
 from tests.reference import visible as seen_by_hand
 from tests.test_attention import all_at_once, pack
-
-NAIVE = AttentionConfig("naive")
-CPU = torch.device("cpu")
 
 MASKS = [
     Case(50, B=1),

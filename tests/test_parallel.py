@@ -44,14 +44,9 @@ DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
 STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2", "eval_tokens=1536", "ema_decay=0.9"]
 
 UNCLIPPED = ["optimizer.grad_clip=0", "sample_every=4"]
-WIDE = [
-    "model.position=rope",
-    "model.qk_norm=true",
-    "attention.windows=[40,null]",
-    "attention.documents=true",
-    "model.chunk=32",
-]
-RING = [*WIDE[:-1], "attention.dropout_p=0", "model.n_kv_head=1", "model.context_length=256", "batch_size=1"]
+BOTH = ["model.position=rope", "model.qk_norm=true", "attention.windows=[40,null]", "attention.documents=true"]
+WIDE = [*BOTH, "model.chunk=32"]
+RING = [*BOTH, "attention.dropout_p=0", "model.n_kv_head=1", "model.context_length=256", "batch_size=1"]
 RING += ["tokens_per_step=512", "steps=20", "eval_every=20", "checkpoint_every=20"]
 SHORT = ["length_warmup_steps=4", "length_warmup_from=64"]
 SHARD, SELECTIVE = "parallel.shard=true", "model.activation_checkpointing=selective"
