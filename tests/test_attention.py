@@ -119,7 +119,7 @@ def pairs() -> Iterator:
     """Cases, rows, dtypes and tile sizes: each case with each row, each dtype and size with each row. More is slow."""
     for i, case in enumerate([*CASES, *FOR_HOPPER, *FOR_HOPPER_TOO, *(LONG if CUDA else [])]):
         for row in ROWS:
-            if row.name == "naive" or row.lacks(case) or (i >= len(CASES) and row.device == "cpu" != DEVICE):
+            if row.name == "naive" or row.lacks(case):
                 continue
             if not CUDA and (i >= len(CASES)) != (row.name == "hopper"):
                 continue

@@ -188,9 +188,8 @@ def test_the_kernels_are_chosen_by_the_same_problem(through, monkeypatch):
     reasons = []
     decide = hopper.why_not
     monkeypatch.setattr(hopper, "why_not", lambda *args: reasons.append(decide(*args)) or reasons[-1])
-    q = torch.randn(
-        1, 1, 8, 80, device=DEVICE, dtype=torch.float16, requires_grad=True
-    )  # the head size is all that it lacks
+    # the head size is all that it lacks
+    q = torch.randn(1, 1, 8, 80, device=DEVICE, dtype=torch.float16, requires_grad=True)
     THROUGH[through](lambda q: attention(q, q, q, AttentionConfig("triton")))(q).sum().backward()
     assert len(set(reasons)) == 1
     assert reasons[0]

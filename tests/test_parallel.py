@@ -296,9 +296,8 @@ def test_attention_of_a_part_is_that_part_of_attention(impl):
     config, seed = AttentionConfig(impl, alibi=True, dropout_p=0.3), torch.tensor(7)
     whole = attention(q, k, v, config, seed=seed)
     rows, heads = slice(2, 4), slice(2, 4)
-    some = attention(
-        q[rows], k[rows], v[rows], config, seed=seed, numbers=Part(share=1, shares=2).numbers(2, 4, q.device)
-    )
+    numbers = Part(share=1, shares=2).numbers(2, 4, q.device)
+    some = attention(q[rows], k[rows], v[rows], config, seed=seed, numbers=numbers)
     assert torch.equal(some, whole[rows])
     q, k, v = (x[:, heads] for x in (q, k, v))
     part = Part(rank=1, ranks=2)
