@@ -204,12 +204,7 @@ def assembly(asm: str, constraints: str, args: list, **_: Any) -> Any:
     return torch.where((keep >> 8 * byte + 7 & 1).bool(), p, torch.zeros_like(p))
 
 
-def arrive(barrier: Barrier, count: int) -> None:
-    job().pause()
-    barrier.arrive()
-
-
-def expect(barrier: Barrier, bytes: int) -> None:
+def arrive(barrier: Barrier, bytes: int = 0, count: int = 1) -> None:
     job().pause()
     barrier.arrive(bytes)
 
@@ -457,7 +452,7 @@ def on_cpu(name: str, change: Change = lambda source: source) -> ModuleType:
         "builtin": lambda f: f,
         "language": SimpleNamespace(**language()),
         "fence_async_shared": lambda: None,
-        "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect,
+        "mbarrier": SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=arrive,
                                     MBarrierLayout=lambda: "barriers"),
         "tma": SimpleNamespace(async_load=copy_in, async_store=copy_out, store_wait=wait_copies,
                                async_atomic_add=lambda x, at, place: copy_out(x, at, place, add=True)),

@@ -25,6 +25,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"  # where Triton's kernels run
 ON_GPU = [pytest.mark.gpu] if CUDA else []
 ON_HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+INTERPRETED = pytest.mark.skipif(CUDA or not HAS_TRITON, reason="wants Triton's interpreter, which a GPU has not")
 HALVES = [torch.bfloat16, torch.float16]
 
 

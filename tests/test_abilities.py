@@ -11,31 +11,30 @@ from model.abilities import ABILITIES, HOPPER_FROM, IMPLEMENTATIONS, OF_MASK, OF
 from model.attention import KINDS, AttentionConfig, attention, sdpa_kernel
 from model.break_it import FAILURES, BreakIt
 from model.gpt import GPTConfig
+from tests.implementations import INTERPRETED
 from tests.test_readme import README
 
-# An option of every kind, as AttentionConfig has it.
+# An option of every kind, as AttentionConfig has it. block_mask: with block_mask_size=8.
 OPTIONS = {
-    "window": {"window": 5},
-    "windows": {"windows": [5, None]},
-    "documents": {"documents": True},
-    "block_mask": {"block_mask": ["x.", "xx"], "block_mask_size": 8},
-    "softcap": {"softcap": 2.0},
-    "alibi": {"alibi": True},
-    "dropout_p": {"dropout_p": 0.5},
-    "order": {"order": "keys_outside"},
-    "autotune": {"autotune": True},
-    "kernel": {"kernel": "portable"},
+    "window": 5,
+    "windows": [5, None],
+    "documents": True,
+    "block_mask": ["x.", "xx"],
+    "softcap": 2.0,
+    "alibi": True,
+    "dropout_p": 0.5,
+    "order": "keys_outside",
+    "autotune": True,
+    "kernel": "portable",
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "impl", [pytest.param(impl, marks=[INTERPRETED] * (impl == "triton")) for impl in IMPLEMENTATIONS]
+)
 def test_an_option_runs_or_is_refused_with_its_value_and_a_way_out_that_is_one(impl, option):
-    if impl == "triton":
-        pytest.importorskip("triton", reason="triton is made for Linux")
-        if torch.cuda.is_available():
-            pytest.skip("the kernels run in Triton's interpreter, where there is no GPU")
-    config = AttentionConfig(impl, **OPTIONS[option])
+    config = AttentionConfig(impl, block_mask_size=8, **{option: OPTIONS[option]})
     assert option in wanted(config)
     if option not in ABILITIES[impl].lacks:
         q = torch.randn(1, 2, 16, 16)
@@ -88,7 +87,7 @@ def gpu(monkeypatch):
         ({}, {"lse": True}, "triton", "tiled"),
         ({}, {"break_it": BreakIt("no_max")}, "triton", "tiled"),
         ({"order": "keys_outside"}, {}, "tiled", "tiled"),
-        *((option, {}, "triton", "tiled") for name, option in OPTIONS.items()
+        *(({name: value}, {}, "triton", "tiled") for name, value in OPTIONS.items()
           if name not in ("order", "autotune", "kernel")),
         ({"autotune": True}, {}, "triton", "sdpa"),
         ({"kernel": "portable"}, {}, "triton", "sdpa"),

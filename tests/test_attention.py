@@ -14,9 +14,9 @@ from itertools import accumulate, product
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import pad
 
+from lab.meter import PeakBytes
 from model.attention import AttentionConfig, alibi_slopes, attention, attention_varlen, blocks_of
 from model.break_it import BreakIt
 from model.dropout import keep_mask
@@ -119,7 +119,7 @@ def pairs() -> Iterator:
     """Cases, rows, dtypes and tile sizes: each case with each row, each dtype and size with each row. More is slow."""
     for i, case in enumerate([*CASES, *FOR_HOPPER, *FOR_HOPPER_TOO, *(LONG if CUDA else [])]):
         for row in ROWS:
-            if row.name == "naive" or row.lacks(case) or (i >= len(CASES) and row.device == "cpu" != DEVICE):
+            if row.name == "naive" or row.lacks(case):
                 continue
             if not CUDA and (i >= len(CASES)) != (row.name == "hopper"):
                 continue
@@ -172,15 +172,6 @@ def test_sdpa_means_the_same_masks_and_scale(case):
     options = {"causal": case.causal, "softmax_scale": case.softmax_scale}
     o = attention(*(inputs[name] for name in "qkv"), SDPA, **options)
     assert_within_budget({"o": o}, {"o": naive["o"]}, {"o": right["o"]})
-
-
-@over("naive", "tiled")
-def test_gradients_are_the_derivatives_of_the_output(row):
-    """By finite differences, which know nothing of any formula: dropout, window, grouped heads and lse included."""
-    inputs = [row.inputs(Case(7, 9, B=1, H_kv=1, D=3), torch.float64)[name].requires_grad_() for name in "qkv"]
-    config = replace(row.config, block_m=4, block_n=4, window=6, dropout_p=0.3)
-    seed = torch.tensor(SEED, device=row.device)
-    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, config, seed=seed, return_lse=True), inputs)
 
 
 @IN_TILES
@@ -296,29 +287,6 @@ def test_a_weight_that_has_all_of_its_row_is_exactly_1(row, dropout_p):
     assert torch.equal(o[kept], v[0, 0, 70:71].expand(130, 64)[kept] / (1 - dropout_p))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("nats", [12, 16])
-def test_tiled_is_as_exact_as_torchs_flash_where_one_key_has_nearly_all_the_weight(nats, dtype):
-    """There dp and delta are nearly alike, and dq is what is left of them: dp in 16 bits had 60 times torch's error."""
-    case = Case(128, D=64)
-    inputs = case.inputs(dtype)
-    inputs["k"][..., 0] = 0.0
-    inputs["k"][:, :, 0] = 0.0
-    inputs["k"][:, :, 0, 0] = nats
-    inputs["q"][..., 0] = 8.0  # sqrt(D): the score of key 0 is nats
-    inputs["dlse"].zero_()
-    right = exact(inputs, case)
-    qkv = [inputs[name].requires_grad_() for name in "qkv"]
-
-    def errors(o: Tensor) -> list[float]:
-        grads = torch.autograd.grad(o, qkv, inputs["do"])
-        return [float((x - right[name]).abs().max()) for name, x in zip(("dq", "dk"), grads, strict=False)]
-
-    flash = errors(scaled_dot_product_attention(*qkv, is_causal=True))
-    found = errors(attention(*qkv, replace(TILED, block_m=64)))
-    assert all(x <= 2 * torchs for x, torchs in zip(found, flash, strict=True))
-
-
 def test_alibis_slopes_are_float32_whatever_the_default():
     """The first call of a process decided for all that came after."""
     alibi_slopes.cache_clear()
@@ -429,14 +397,19 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @EVERY
-def test_any_strides_give_the_same_bits(row, layout):
-    """Other projects' kernels read such tensors past their end, or copied them wrongly."""
-    case = Case(50, D=64)
+def test_any_strides_give_the_same_bits(row, layout, monkeypatch):
+    """Other projects' kernels read such tensors past their end, or copied them wrongly. Both ways to a tile: Hopper's
+    descriptors, and the pointers of older GPUs."""
+    case = Case(50, 70, H_kv=1, D=64 if row.name == "hopper" else 24)
     inputs = {name: layout(x) if x.ndim == 4 else x for name, x in row.inputs(case).items()}
     plain = {name: x.clone(memory_format=torch.contiguous_format) for name, x in inputs.items()}
     if row.config.impl == "tiled" and layout is LAYOUTS["columns first"]:
         inputs["do"] = plain["do"]  # delta would sum its columns in another order
-    assert same_bits(row.run(inputs, case), row.run(plain, case))
+    right = row.run(plain, case)
+    assert same_bits(row.run(inputs, case), right)
+    if row.name == "triton" and not CUDA:
+        monkeypatch.setattr("kernels.sizes.has_descriptors", lambda device: False)
+        assert same_bits(row.run(inputs, case), right)
 
 
 @EVERY
@@ -656,34 +629,18 @@ def test_a_backward_in_other_tiles_breaks_the_mask_of_the_forward(row, sized):
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returned, the backward's included."""
+def test_tiled_never_holds_as_much_as_a_tensor_of_t_by_t():
+    T, D = 512, 16
+    inputs = 3 * T * D * 4  # bytes; o, lse and three gradients are less than twice as much
 
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                # of the storage: a broadcast view of a small tensor has T x T elements and costs nothing
-                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
-        return out
-
-
-def test_tiled_never_allocates_a_tensor_of_t_by_t():
-    T, D = 1024, 16
-    inputs = 3 * T * D  # q, k and v lie in one tensor here, and so do their gradients
-
-    def largest(config: AttentionConfig) -> int:
+    def peak(config: AttentionConfig) -> int:
         q, k, v = torch.randn(3, 1, 1, T, D).requires_grad_().unbind()
-        with Largest() as seen:
+        with PeakBytes() as counted:
             attention(q, k, v, replace(config, dropout_p=0.1), seed=torch.tensor(1)).sum().backward()
-        return seen.elements
+        return counted.peak
 
-    assert largest(TILED) <= inputs < T * T
-    assert largest(NAIVE) >= T * T  # the instrument sees one where there is one
+    assert peak(TILED) <= 3 * inputs < T * T * 4
+    assert peak(NAIVE) >= T * T * 4  # the instrument sees one where there is one
 
 
 # --- the worked example ----------------------------------------------------------------------------------------------
@@ -716,19 +673,16 @@ def cat() -> list[Tensor]:
     return [torch.tensor(CAT[name], dtype=torch.float64).view(1, 1, 5, 4) for name in ("q", "k", "v")]
 
 
-def to_four_places(x: Tensor) -> list:
-    return [round(value, 4) for value in x.tolist()] if x.ndim == 1 else [to_four_places(row) for row in x]
-
-
 @pytest.mark.parametrize("config", [NAIVE, replace(TILED, block_m=2, block_n=2)], ids=["naive", "tiled"])
 def test_the_worked_example_has_its_output_weights_and_lse(config):
     q, k, v = cat()
     o, lse = attention(q, k, v, config, causal=False, return_lse=True)
-    assert to_four_places(o[0, 0]) == CAT_OUTPUT
+    to_four_places = partial(torch.testing.assert_close, rtol=0, atol=5e-5)
+    to_four_places(o[0, 0], torch.tensor(CAT_OUTPUT).double())
     # with the identity for v the output is the weights; D must agree, so q and k get a fifth column of zeros
     identity = torch.eye(5, dtype=torch.float64).view(1, 1, 5, 5)
     weights = attention(pad(q, (0, 1)), pad(k, (0, 1)), identity, config, causal=False, softmax_scale=0.5)
-    assert to_four_places(weights[0, 0]) == CAT_WEIGHTS
+    to_four_places(weights[0, 0], torch.tensor(CAT_WEIGHTS).double())
     for found, m, l in zip(lse.flatten().tolist(), CAT_M, CAT_L, strict=True):
         # l is known to half of its last place
         assert math.log(l - 5e-5) <= found - m <= math.log(l + 5e-5)

@@ -9,18 +9,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from lab.meter import Operations
 from model.attention import AttentionConfig, alibi_slopes, attention, blocks_of
 from model.dropout import keep_mask
 from model.mask import packed, visible
 from model.recompute import store_attention
 from tests import implementations
-from tests.implementations import CUDA, DEVICE, NAIVE, ON_GPU, TRITON, exact
+from tests.implementations import DEVICE, INTERPRETED, NAIVE, ON_GPU, TRITON, exact
 from tests.reference import SEED, Case, assert_within_budget, run
-from tests.test_attention import LAYOUTS, same_bits
+from tests.test_attention import same_bits
 
 triton = pytest.importorskip("triton", reason="triton is made for Linux")
 from triton import language as tl  # noqa: E402
@@ -33,7 +33,6 @@ from kernels.sizes import visits_of  # noqa: E402
 
 pytestmark = ON_GPU
 sized = implementations.sized
-INTERPRETED = pytest.mark.skipif(CUDA, reason="is for the interpreter")
 
 
 @pytest.mark.parametrize("T", [224, 100], ids=["whole", "cut"])
@@ -65,18 +64,6 @@ def test_rows_and_columns_past_two_to_the_twenty_have_the_bits_of_the_definition
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-
-@INTERPRETED
-@pytest.mark.parametrize("layout", ["plain", *LAYOUTS])
-def test_pointers_and_descriptors_give_the_same_bits(layout, monkeypatch):
-    """Both ways to a tile: Hopper's descriptors, and the pointers of older GPUs."""
-    case = Case(70, 97, B=1, H_kv=1, D=24)
-    lay = LAYOUTS.get(layout, lambda x: x)
-    inputs = {name: lay(x) if x.ndim == 4 else x for name, x in case.inputs(torch.bfloat16, DEVICE).items()}
-    through_descriptors = run(inputs, case, TRITON)
-    monkeypatch.setattr(sizes, "has_descriptors", lambda device: False)
-    assert same_bits(run(inputs, case, TRITON), through_descriptors)
 
 
 def test_an_interleaved_view_is_read_where_it_lies():
@@ -164,27 +151,6 @@ def test_the_op_is_registered_as_torch_wants_it():
         torch.library.opcheck(torch.ops.tilegpt.flash_backward.default, given)
 
 
-class Calls(TorchDispatchMode):
-    """The names of the operations that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_sees_the_op():
-    """FLOP counters and selective checkpointing know attention by its op; without them a call goes around it."""
-    q = torch.randn(1, 1, 8, 16, device=DEVICE, requires_grad=True)
-    with Calls() as calls:
-        seen = attention(q, q, q, TRITON)
-    assert "tilegpt.flash_forward.default" in calls.names
-    assert torch.equal(seen, attention(q, q, q, TRITON))
-
-
 def side_by_side(D: int, whole: bool, through=lambda f: f) -> tuple[torch.Tensor, torch.Tensor]:
     """o of q, k and v that are views of one tensor, with grouped heads, and that tensor's gradient. through: wraps the
     function."""
@@ -222,9 +188,8 @@ def test_the_kernels_are_chosen_by_the_same_problem(through, monkeypatch):
     reasons = []
     decide = hopper.why_not
     monkeypatch.setattr(hopper, "why_not", lambda *args: reasons.append(decide(*args)) or reasons[-1])
-    q = torch.randn(
-        1, 1, 8, 80, device=DEVICE, dtype=torch.float16, requires_grad=True
-    )  # the head size is all that it lacks
+    # the head size is all that it lacks
+    q = torch.randn(1, 1, 8, 80, device=DEVICE, dtype=torch.float16, requires_grad=True)
     THROUGH[through](lambda q: attention(q, q, q, AttentionConfig("triton")))(q).sum().backward()
     assert len(set(reasons)) == 1
     assert reasons[0]
@@ -235,10 +200,11 @@ def test_nothing_puts_gradients_together_that_lie_side_by_side():
     """The kernels write into the one tensor that the projection reads. A head size of 18 has no such rows."""
     counts = []
     for D, whole in ((16, True), (16, False), (18, True)):
-        with Calls() as calls:
+        names = []
+        with Operations(lambda op, *_, names=names: names.append(str(op))):
             side_by_side(D, whole)
         words = ("cat", "copy", "clone", "slice_backward", "add")
-        counts.append(sum(any(word in name for word in words) for name in calls.names))
+        counts.append(sum(any(word in name for word in words) for name in names))
     assert counts[0] == 0 < min(counts[1:])
 
 
@@ -315,12 +281,16 @@ KINDS = ["no data", "sorted documents", "unsorted documents", "pack", "blocks", 
 @pytest.mark.parametrize("transposed", [False, True], ids=["of queries", "of keys"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pair_is_missed_and_no_tile_called_whole_that_hides_one(kind, transposed):
+    """Nor is a tile visited for nothing where documents are in order and there is no window: where one meets the
+    documents' edges, a tile may hold a pair for each and none for both."""
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         mask, (M, N) = random_mask(draw, kind), 2 ** torch.randint(4, 8, (2,), generator=draw)
         visited, whole = answers(mask, int(M), int(N), transposed)
         seen = seen_pairs(mask)
-        assert not (tiles_of(seen, M, N, False).any(-1).any(-1) & ~visited).any()
+        wanted = tiles_of(seen, M, N, False).any(-1).any(-1)
+        assert not (wanted & ~visited).any()
+        assert kind != "sorted documents" or mask.at_least is not None or torch.equal(visited, wanted)
         # Columns past the last must be hidden one by one; rows past the last weigh nothing, and need not be.
         real = tiles_of(torch.ones_like(seen), M, N, False).any(3, keepdim=True)
         hides = ~tiles_of(seen, M, N, True) & real if transposed else ~(tiles_of(seen, M, N, True))
@@ -344,15 +314,3 @@ def test_documents_of_the_largest_numbers_are_those_of_small_ones(order, sized):
     large = torch.tensor([-(2**63), 5, 2**63 - 1])[small]
     found, expected = (attention(q, k, v, config, documents=x.to(DEVICE)) for x in (large, small))
     assert torch.equal(found, expected)
-
-
-@INTERPRETED
-@pytest.mark.parametrize("transposed", [False, True], ids=["of queries", "of keys"])
-def test_documents_in_order_cost_no_tile_too_many(transposed):
-    """Without a window: where one meets the documents' edges, a tile may hold a pair for each and none for both."""
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        mask, (M, N) = random_mask(draw, "sorted documents"), 2 ** torch.randint(4, 8, (2,), generator=draw)
-        mask = mask._replace(at_least=None)
-        visited, _ = answers(mask, int(M), int(N), transposed)
-        assert torch.equal(visited, tiles_of(seen_pairs(mask), M, N, False).any(-1).any(-1))

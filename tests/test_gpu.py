@@ -25,7 +25,7 @@ from data.loader import Batch
 from kernels.loss import loss_in_place
 from kernels.norm import norm_backward
 from kernels.problem import Problem
-from lab.meter import median_ms
+from lab.meter import median_ms, peak_bytes
 from model import loss as loss_module
 from model import norm as norm_module
 from model.attention import AttentionConfig, attention
@@ -96,19 +96,11 @@ def test_whole_masks_past_two_to_the_31_elements_are_found():
         assert torch.equal(keep[n, i : i + 64, j : j + 64].cpu(), tile)
 
 
-def peak(function) -> int:
-    """Bytes that were taken meanwhile, at most."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @pytest.mark.parametrize("config", [PORTABLE, TRITON], ids=["portable", "auto"])
 def test_triton_needs_next_to_no_memory_beside_its_inputs_outputs_and_gradients(config):
     """The backward for Hopper sums dq in float32."""
     q, k, v, do = (randn(1, 12, 65_536, 64).requires_grad_() for _ in range(4))
-    taken = peak(lambda: torch.autograd.grad(attention(q, k, v, config), (q, k, v), do))
+    taken = peak_bytes(lambda: torch.autograd.grad(attention(q, k, v, config), (q, k, v), do), q.device)
     sums = 0 if config is PORTABLE else 4 * q.numel()
     assert taken <= (4 + 0.1 * 8) * q.nbytes + sums  # o and three gradients, beside q, k, v and do
 
@@ -336,8 +328,7 @@ def test_a_compiled_loss_differs_by_the_rounding_of_its_divisions_and_a_replayed
 
 def test_the_loss_needs_no_more_memory_than_a_chunks_logits_beside_its_gradients():
     inputs = loss_inputs(2 * loss_module.KERNEL_CHUNK + 100, 50_304)
-    of_loss(*loss_inputs(10, 50_304))  # the workspaces of its products stay
-    assert peak(lambda: of_loss(*inputs)) <= 1.05 * loss_module.KERNEL_CHUNK * 50_304 * 2
+    assert peak_bytes(lambda: of_loss(*inputs), inputs[0].device) <= 1.05 * loss_module.KERNEL_CHUNK * 50_304 * 2
 
 
 def test_rows_of_logits_past_two_to_the_31_numbers_are_found():

@@ -8,13 +8,11 @@ import torch
 from kernels.problem import Problem
 from model import tiled
 from model.attention import AttentionConfig, attention
-from model.mask import EMPTY, PART, WHOLE, Tiling, packed, tiles, visible
+from model.mask import EMPTY, PART, WHOLE, Tiling, tiles
+from tests.implementations import NAIVE
 from tests.reference import BLOCK, PICTURE, Case, assert_float64_right, case_name, oracle, run, table
 from tests.reference import visible as seen_by_hand
 from tests.test_attention import all_at_once, pack
-
-NAIVE = AttentionConfig("naive")
-CPU = torch.device("cpu")
 
 MASKS = [
     Case(50, B=1),
@@ -51,13 +49,6 @@ def looked(problem: Problem, block_m: int, block_n: int, kind: type = Tiling) ->
     by_columns = {(tile.rows, columns): tile.seen for columns, visits in tiling.by_columns() for tile in visits}
     assert by_rows == by_columns
     return {(r, c): by_rows.get((r, c), EMPTY) for r in tiling.row_tiles for c in tiling.column_tiles}
-
-
-@pytest.mark.parametrize("case", MASKS, ids=case_name)
-def test_an_element_is_visible_where_every_rule_says_so(case):
-    problem = problem_of(case)
-    found = visible(problem, range(problem.mask.T), range(problem.mask.T_k), CPU)
-    assert torch.equal(found.expand(case.B, -1, -1), seen_by_hand(case))
 
 
 @pytest.mark.parametrize("tile", [(16, 8), (7, 13), (33, 50), (100, 9)], ids=str)
@@ -126,13 +117,6 @@ def test_far_tiles_of_a_window_are_not_even_asked_for():
     assert len(asked) == 2 * (2 * 128 - 1)  # by rows and by columns: the diagonal and the tile before it
 
 
-def test_an_empty_sequence_owns_no_token():
-    rows, keys, positions = packed(torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 4, 6]), 3, 6)[:3]
-    assert rows.tolist() == [[0, 0, 2]]
-    assert keys.tolist() == [[0, 1, 1, 1, 2, 2]]
-    assert positions.tolist() == [-1, 0, 5]  # the last query of each stands at its last key
-
-
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -142,12 +126,6 @@ def test_a_picture_too_small_for_the_text_is_refused():
     with pytest.raises(ValueError, match=r"128 tokens of 130.*block_mask_size=65"):
         attention(q, q, q, config)
     attention(q, q, q, replace(config, block_mask_size=65))
-
-
-def test_windows_go_round_the_layers():
-    config = AttentionConfig("tiled", windows=[8, None])
-    assert [config.layer(i).window for i in range(5)] == [8, None, 8, None, 8]
-    assert AttentionConfig("tiled", window=3).layer(4).window == 3
 
 
 def test_the_scale_comes_from_the_call_then_the_configuration_then_the_head_size():

@@ -83,17 +83,12 @@ def test_gradients_are_within_twice_autograds_error(C, kind, dtypes, keep, kerne
     assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in plain.items()}
 
 
-def test_every_number_of_a_rows_sums_counts_once(kernel):
-    """dbias is the sum of dy, exactly so for small integers: no row is left out, and none comes twice."""
-    norm, x, added, dres, _ = inputs(384, "layernorm", torch.float32, torch.float32, False)
-    dy = torch.randint(-8, 8, x.shape, device=DEVICE).float()
-    assert torch.equal(results(norm, x, added, dres, dy)["dbias"], dy.sum(0))
-
-
-def test_every_row_of_the_table_of_sums_counts_once(kernel, monkeypatch):
-    """Those of a GPU are more than sum_kernel reads at a time."""
-    monkeypatch.setattr("kernels.norm.processors", lambda device: 33)
-    norm, x, added, dres, _ = inputs(300, "layernorm", torch.float32, torch.float32, False, N=2 * 8 * 33)
+@pytest.mark.parametrize(("C", "N", "programs"), [(384, N, None), (300, 2 * 8 * 33, 33)])
+def test_every_row_and_every_row_of_the_table_of_sums_counts_once(C, N, programs, kernel, monkeypatch):
+    """dbias is the sum of dy, exact for small integers. A GPU has more programs than sum_kernel reads at a time."""
+    if programs:
+        monkeypatch.setattr("kernels.norm.processors", lambda device: programs)
+    norm, x, added, dres, _ = inputs(C, "layernorm", torch.float32, torch.float32, False, N=N)
     dy = torch.randint(-8, 8, x.shape, device=DEVICE).float()
     assert torch.equal(results(norm, x, added, dres, dy)["dbias"], dy.sum(0))
 
@@ -131,9 +126,9 @@ def of_model(backend: str | Callable | None = None, recomputed: bool = False, **
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        pytest.param({"recomputed": True}, {"dropout_p": 0.2, "n_layer": 2}, marks=pytest.mark.slow),
+        ({"recomputed": True}, {"dropout_p": 0.2, "n_layer": 2}),
         ({"backend": "aot_eager"}, {"dropout_p": 0.2}),
-        pytest.param({"backend": "aot_eager", "recomputed": True}, MODERN, marks=pytest.mark.slow),
+        ({"backend": "aot_eager", "recomputed": True}, MODERN),
     ],
     ids=["recomputed", "compiled", "both"],
 )

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from parallel import processes
 from parallel.part import Part
 from parallel.processes import Ranks, bytes_sent, join
 from parallel.shard import copy_of, gathered
+from tests.implementations import INTERPRETED
 from tests.processes import HANGS
 from tests.runs import table_of
 from training.memory import GIB, bytes_of
@@ -44,14 +44,9 @@ DROPOUT = ["model.dropout_p=0.1", "attention.dropout_p=0.1"]
 STEPS = ["steps=4", "eval_every=4", "checkpoint_every=2", "eval_tokens=1536", "ema_decay=0.9"]
 
 UNCLIPPED = ["optimizer.grad_clip=0", "sample_every=4"]
-WIDE = [
-    "model.position=rope",
-    "model.qk_norm=true",
-    "attention.windows=[40,null]",
-    "attention.documents=true",
-    "model.chunk=32",
-]
-RING = [*WIDE[:-1], "attention.dropout_p=0", "model.n_kv_head=1", "model.context_length=256", "batch_size=1"]
+BOTH = ["model.position=rope", "model.qk_norm=true", "attention.windows=[40,null]", "attention.documents=true"]
+WIDE = [*BOTH, "model.chunk=32"]
+RING = [*BOTH, "attention.dropout_p=0", "model.n_kv_head=1", "model.context_length=256", "batch_size=1"]
 RING += ["tokens_per_step=512", "steps=20", "eval_every=20", "checkpoint_every=20"]
 SHORT = ["length_warmup_steps=4", "length_warmup_from=64"]
 SHARD, SELECTIVE = "parallel.shard=true", "model.activation_checkpointing=selective"
@@ -294,18 +289,15 @@ def test_keys_that_go_round_two_gpus_are_those_of_one(small, tmp_path):
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", ["naive", "tiled", "triton"])
+@pytest.mark.parametrize("impl", ["naive", "tiled", pytest.param("triton", marks=INTERPRETED)])
 def test_attention_of_a_part_is_that_part_of_attention(impl):
     """Some sequences, or some heads, with the dropout and the slopes that they have in the whole batch."""
-    if impl == "triton" and (torch.cuda.is_available() or not find_spec("triton")):
-        pytest.skip("the kernels run in Triton's interpreter, where there is no GPU")
     q, k, v = torch.randn(3, 4, 4, 40, 16).unbind()
     config, seed = AttentionConfig(impl, alibi=True, dropout_p=0.3), torch.tensor(7)
     whole = attention(q, k, v, config, seed=seed)
     rows, heads = slice(2, 4), slice(2, 4)
-    some = attention(
-        q[rows], k[rows], v[rows], config, seed=seed, numbers=Part(share=1, shares=2).numbers(2, 4, q.device)
-    )
+    numbers = Part(share=1, shares=2).numbers(2, 4, q.device)
+    some = attention(q[rows], k[rows], v[rows], config, seed=seed, numbers=numbers)
     assert torch.equal(some, whole[rows])
     q, k, v = (x[:, heads] for x in (q, k, v))
     part = Part(rank=1, ranks=2)

@@ -2,7 +2,6 @@
 
 import threading
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from model.recompute import store_attention
 from parallel import ring
 from parallel.part import Part
 from parallel.ring import ring_attention
+from tests.implementations import INTERPRETED
 
 B, T, D = 2, 96, 16
 
@@ -71,17 +71,15 @@ RINGS = [  # N, H, H_kv, options
     (3, 2, 1, {"window": 20, "alibi": True}),
     (4, 2, 1, {"window": 40}),  # wider than a process's keys and queries, narrower than the sequence
 ]
-IMPLS = [(impl, *ring) for impl in ("naive", "tiled", "keys_outside", "triton") for ring in RINGS]
 
 
 @pytest.mark.parametrize(
     ("impl", "N", "H", "H_kv", "more"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] == "triton" and one[4] != {})) for one in IMPLS],
+    [(impl, *ring) for impl in ("naive", "tiled", "keys_outside") for ring in RINGS]
+    + [pytest.param("triton", *ring, marks=[INTERPRETED] + [pytest.mark.slow] * (ring[3] != {})) for ring in RINGS],
 )
 def test_attention_over_keys_that_go_round_is_attention(impl, N, H, H_kv, more, on_ranks):
     """o and all gradients, of shapes and options that take every path; documents end inside of pieces."""
-    if impl == "triton" and (torch.cuda.is_available() or not find_spec("triton")):
-        pytest.skip("the kernels run in Triton's interpreter, where there is no GPU")
     dtype, near = (torch.float32, 2e-6) if impl == "triton" else (torch.float64, 4e-15)
     loops = {"impl": "tiled", "order": impl} if impl == "keys_outside" else {"impl": impl}
     config = AttentionConfig(**loops, **more, block_m=20, block_n=16)
