@@ -30,7 +30,7 @@ backward beyond the inputs. Instead of numbers the line may have a word:
 
 Rows go to results.csv. speed.png shows FLOP/s over length. memory.png shows the peaks of the first series; it is drawn
 if the batch is the same at every length (tokens=1). All go to runs/bench, or to out= (docs/ was made by out=docs).
-In a pipe or a file every mode ends with a line of JSON, which has its rows.
+In a pipe or a file every mode that times or counts ends with a line of JSON, which has its rows.
 
 mode=pictures. Takes the keys of a race and draws its pictures from results.csv in the folder out. If traffic.csv is
 there too, it draws traffic.png.

@@ -14,7 +14,7 @@ the values beside each limit. Nothing of the project is imported here, so that e
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 
@@ -94,33 +94,63 @@ def check(config: Any, prefix: str = "") -> None:
                 raise ValueError(f"{prefix}{entry.name}{place}={item}{wrong}")
 
 
-def check_typed(config: Any, typed: dict[str, str]) -> None:
+class Leaf(NamedTuple):
+    """A key of a configuration, or of a group in it."""
+
+    value: Any
+    default: Any
+    limits: Key
+
+
+def check_typed(jobs: list[tuple[Any, dict[str, str]]]) -> None:
     """ValueError, one line, for a key of the command line that nothing would read: the user expects something of it.
-    typed: {key or group: value as it was typed}. A key that is off, such as top_k=null, asks for nothing."""
-    known = dict(leaves(config))
-    alone = {name: known[name][1].alone for name in typed if name in known and known[name][0] and known[name][1].alone}
-    for name, text in typed.items():
-        value, limits = known.get(name, (True, Key()))  # a group is no key
-        if value is None or value is False or value in ("false", "disabled"):
-            continue
-        for mode, read in alone.items():
-            if name != mode and not {name, name.partition(".")[0]}.intersection(read):
+    jobs: each configuration with {key or group: value as it was typed}. A key that has its default, such as top_k=null,
+    asks for nothing. In a sweep one job may read what the others do not."""
+    unread = []
+    for config, typed in jobs:
+        known = dict(leaves(config))
+        refuse_beside_a_mode(known, typed)
+        unread.append(without_partner(known, typed))
+    for name in unread[0] if unread else ():
+        if all(name in job for job in unread):
+            raise ValueError(unread[0][name])
+
+
+def refuse_beside_a_mode(known: dict[str, Leaf], typed: dict[str, str]) -> None:
+    """ValueError for a typed key that is not among those that a typed mode reads (alone= of its key)."""
+    asked = {name: text for name, text in typed.items() if text not in ("none", "null", "false", "disabled")}
+    asked = {
+        name: text for name, text in asked.items() if name not in known or known[name].value != known[name].default
+    }
+    for mode in (name for name in asked if name in known and known[name].limits.alone):
+        for name, text in asked.items():
+            if name != mode and not {name, name.partition(".")[0]}.intersection(known[mode].limits.alone):
                 raise ValueError(f"{mode}={typed[mode]} does not read {name}={text}; leave it out")
-        partners = [(known[of][0], of, wanted) for of, _, wanted in (need.partition("=") for need in limits.needs)]
-        if value and partners and not any(has == wanted if wanted else has for has, _, wanted in partners):
-            now = f"{partners[0][1]}={'null' if partners[0][0] is None else partners[0][0]}"
-            out = either(tuple(f"{of}={wanted or 'VALUE'}" for _, of, wanted in partners))
-            raise ValueError(f"{name}={text} is not read with {now}; use {out}, or leave it out")
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Key]]]:
-    """(dotted key, (value, Key)) of a configuration and the groups in it."""
+def without_partner(known: dict[str, Leaf], typed: dict[str, str]) -> dict[str, str]:
+    """{typed key: a line}, for those whose partners (needs= of the key) are all off."""
+    found = {}
+    for name in (name for name in typed if name in known and known[name].value != known[name].default):
+        partners = [need.partition("=")[::2] for need in known[name].limits.needs]  # ("attention.impl", "tiled")
+        if not partners or any(known[of].value == value if value else known[of].value for of, value in partners):
+            continue
+        first, wanted = partners[0]
+        now = typed.get(first, "null" if known[first].value is None else known[first].value)
+        out = f"{first.removesuffix('.impl')}={wanted}" if wanted else f"another {first}="
+        found[name] = f"{name}={typed[name]} is not read with {first}={now}; use {out}, or leave it out"
+    return found
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    """Every dotted key of a configuration and the groups in it."""
     for entry in fields(config):
         value = getattr(config, entry.name)
         if is_dataclass(value):
             yield from leaves(value, f"{prefix}{entry.name}.")
         else:
-            yield prefix + entry.name, (value, entry.metadata.get("key", Key()))
+            default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+            yield prefix + entry.name, Leaf(value, default, entry.metadata.get("key", Key()))
 
 
 def either(names: tuple[str, ...]) -> str:

@@ -88,7 +88,8 @@ def lacks(trial: Trial, impl: str, dtype: str, call: Call) -> str | None:
 def as_a_gpu(device: torch.device) -> bool:
     """Whether triton computes bf16 and subnormal numbers as a GPU does. Triton's interpreter multiplies the bits of
     bf16 as integers and truncates instead of rounding, so this computes a mean that lies halfway between two bf16
-    numbers. Its exp2 returns subnormal numbers, where a GPU's returns 0."""
+    numbers. Its exp2 returns subnormal numbers, where a GPU's returns 0; what mends one (tests/interpreter.py) mends
+    both, so bf16 alone is asked."""
     if device.type == "cuda":
         return True
     q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16)

@@ -44,7 +44,7 @@ from model.tiled import INF, LOG2E, Loops, sum_dtype, tiled_attention
 # A Tensor, or two of them with return_lse=True. Telling them apart for a type checker takes two more signatures each.
 Output = Any
 # What reads block_m and block_n: tiled, which auto may take, and the probe.
-HAS_TILES = "attention.impl=tiled attention.impl=auto probe.every probe.film"
+READS_TILES = "attention.impl=tiled attention.impl=auto probe.every probe.film"
 
 
 @dataclass
@@ -53,8 +53,8 @@ class AttentionConfig:
 
     impl: str = key("auto", among="auto (chosen once, at start-up, by resolve()) | naive | tiled | triton | sdpa")
     # 96: the fastest for short contexts on a CPU (LOG.md)
-    block_m: int = key(96, "query rows per tile (tiled)", needs=HAS_TILES, least=1, usual="64 to 128 are usual")
-    block_n: int = key(96, "key rows per tile (tiled)", needs=HAS_TILES, least=1, usual="64 to 128 are usual")
+    block_m: int = key(96, "query rows per tile (tiled)", needs=READS_TILES, least=1, usual="64 to 128 are usual")
+    block_n: int = key(96, "key rows per tile (tiled)", needs=READS_TILES, least=1, usual="64 to 128 are usual")
     order: str = key(
         "queries_outside", "tiled", among="queries_outside (FlashAttention-2) | keys_outside (FlashAttention-1)"
     )

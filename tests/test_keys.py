@@ -96,12 +96,23 @@ def test_a_key_that_was_typed_is_read_or_refused(typed, unread, beside):
     assert beside is None or composed(f"{typed} {beside}")
 
 
-@pytest.mark.parametrize("typed", ["experiment=long_16k length_warmup_steps=0", "sample_every=0 sample_tokens=0"])
-def test_a_key_of_an_experiment_or_one_that_is_off_needs_no_partner(typed):
-    assert composed(f"train {typed}")
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "train experiment=long_16k length_warmup_steps=0",
+        "train sample_every=0 sample_tokens=200",
+        "sample temperature=0 top_k=null top_p=1 min_p=0",
+        "train -m attention=naive,tiled attention.block_m=16",  # of a sweep one job reads it
+        "sample -m temperature=0,1 top_k=5",
+        "train eval_only=true resume=x experiment=smoke context_every=0 break_it=none compile=false",
+        "sample list_runs=true num_samples=1",
+    ],
+)
+def test_a_key_of_an_experiment_or_of_a_sweep_or_with_its_default_needs_no_partner(typed):
+    assert composed(typed)
 
 
-@pytest.mark.parametrize("typed", ["steps=9", "optimizer.lr=1", "model.n_layer=4", "experiment=smoke", "seed=1"])
+@pytest.mark.parametrize("typed", ["steps=9", "optimizer.lr=1", "model.n_layer=4", "model=gpt2", "seed=1"])
 def test_a_measurement_refuses_what_is_for_training(typed):
     measuring = "train eval_only=true resume=x name=x wandb.mode=disabled data=text batch_size=2 attention.block_m=16"
     measuring += " hydra.searchpath=[]"

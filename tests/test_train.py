@@ -27,6 +27,7 @@ from model.attention import AttentionConfig, attention
 from model.gpt import GPTConfig
 from model.recompute import RecomputingGPT
 from tests.processes import HANGS
+from tests.reference import assert_within_budget
 from tests.runs import composed, full, last, losses, records, tiled
 from training import activities, checkpoint, config, metrics
 from training.files import lock
@@ -45,14 +46,14 @@ CURVE = ["model.context_length=128", "batch_size=2", "tokens_per_step=256", "att
 
 @pytest.fixture(scope="module")
 def curve(call, small, tmp_path_factory):
-    """curve(steps, arguments): the losses of a run in float64, as it recorded them, in float32."""
+    """curve(steps, arguments): the losses of a run in float64, or in dtype, as it recorded them, in float32."""
 
     @cache
-    def curve(steps: int, *arguments: str) -> torch.Tensor:
+    def curve(steps: int, *arguments: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         runs = tmp_path_factory.mktemp("curve")
         with pytest.MonkeyPatch.context() as patch:
             # There is no such switch, float64 is for tests. The initial weights are the float32 ones.
-            patch.setattr("training.run.RecomputingGPT", lambda *options: RecomputingGPT(*options).double())
+            patch.setattr("training.run.RecomputingGPT", lambda *options: RecomputingGPT(*options).to(dtype))
             assert call(train, *small, *CURVE, f"runs={runs}", f"steps={steps}", *arguments).code == 0
         return torch.tensor(losses(next(runs.iterdir())))
 
@@ -71,6 +72,13 @@ def test_every_attention_trains_on_one_curve(curve, steps, arguments):
     found = curve(steps, *arguments)
     assert torch.equal(found, curve(steps, *NAIVE))
     assert steps < 100 or found[-1] < found[0] - 1  # it did learn: two flat lines would lie on each other as well
+
+
+@pytest.mark.slow
+def test_in_float32_tiled_strays_from_the_right_curve_as_little_as_naive(curve):
+    """Training multiplies each rounding, so the budget's oracle is the whole training in float64."""
+    found, naive = (curve(100, *arguments, dtype=torch.float32) for arguments in (tiled(64), NAIVE))
+    assert_within_budget({"loss": found}, {"loss": naive}, {"loss": curve(100, *NAIVE).double()})
 
 
 # --- what a step trains on, and fp16's scale --------------------------------------------------------------------------

@@ -235,9 +235,9 @@ def compose(
         raise ValueError("a number of the command line is larger than any float: give a smaller one") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(explain(error, known, conf)) from error
-    for cfg, overrides in plain:
-        parts = (override.partition("=") for override in overrides if "hydra.searchpath=" not in override)
-        check_typed(cfg, {key: value.strip("'") for key, _, value in parts})
+    parts = [[override.partition("=") for override in typed if "hydra." not in override] for _, typed in plain]
+    typed_keys = [{key: value.strip("'") for key, _, value in job} for job in parts]
+    check_typed([(cfg, keys) for (cfg, _), keys in zip(plain, typed_keys, strict=True)])
     # Without the schema in its defaults list, Hydra would have checked no key and no type.
     assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
     return plain

@@ -294,10 +294,12 @@ def make_room(folder: Path, held: ExitStack) -> Path | None:
 
 
 def refuse_newer(folder: Path, resumed: checkpoint.Checkpoint) -> None:
-    """ValueError if the run has a checkpoint that another process saved after ours was read. Called with the lock."""
+    """ValueError if the run has a checkpoint that another process saved after load() of ours began. Called with the
+    lock."""
     steps = map(checkpoint.step_of, checkpoint.all_checkpoints(folder / checkpoint.FOLDER))
     new = [step for step in steps if step not in resumed.there]
-    if new and resumed.path.parent.name == checkpoint.FOLDER:  # of a copy elsewhere, `there` has other checkpoints
+    # Of a copy elsewhere, `there` has other checkpoints.
+    if new and resumed.path.parent.resolve() == (folder / checkpoint.FOLDER).resolve():
         raise ValueError(f"another process has saved step {new[-1]} of {folder} meanwhile: run again")
 
 

@@ -45,7 +45,8 @@ class Config:
     eval_only: bool = key(
         False,
         "only measure what the context is worth to the best checkpoint of the run in resume=",
-        alone="name runs resume model.context_length attention data tokenizer batch_size eval_tokens device dtype",
+        alone="name runs resume experiment model.context_length attention data tokenizer batch_size eval_tokens "
+        "device dtype",
     )
     # The model and the tokenizer are then those of the weights.
     init_from: str | None = key(
