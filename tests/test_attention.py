@@ -655,14 +655,15 @@ def test_a_backward_in_other_tiles_breaks_the_mask_of_the_forward(row, sized):
 def test_tiled_never_holds_as_much_as_a_tensor_of_t_by_t():
     D = 16
 
-    def peak(config: AttentionConfig, T: int = 512) -> int:
+    def peak(config: AttentionConfig, T: int) -> int:
         q, k, v = torch.randn(3, 1, 1, T, D).requires_grad_().unbind()
         with PeakBytes() as counted:
             attention(q, k, v, replace(config, dropout_p=0.1), seed=torch.tensor(1)).sum().backward()
         return counted.peak
 
-    assert peak(TILED, 1024) <= 2 * peak(TILED)  # linear
-    assert peak(NAIVE) >= 512 * 512 * 4 > 3 * peak(TILED)  # the instrument sees such a tensor where there is one
+    half, whole = peak(TILED, 256), peak(TILED, 512)
+    assert whole <= 2 * half  # linear
+    assert peak(NAIVE, 512) >= 512 * 512 * 4 > 3 * whole  # the instrument sees such a tensor where there is one
 
 
 # --- the worked example ----------------------------------------------------------------------------------------------
