@@ -176,7 +176,7 @@ TABLE = [
     ("a story that was cut is kept", "if left or expected == size else [rest]", "if left else [rest]", "download"),
     ("a download of stories that broke off is whole", "min(size, int(", "min(0, int(", "download"),
     ("gate and up swapped", "ACTIVATIONS[act](gate(y)) * layer(y", "ACTIVATIONS[act](layer(y)) * gate(y", "arithmetic"),
-    ("gelu is always the exact one", 'partial(F.gelu, approximate="tanh")', "F.gelu", "arithmetic"),
+    ("gelu is always the exact one", 'partial(F.gelu, approximate="tanh")', "F.gelu", f"arithmetic {IMPORTED}"),
     ("rmsnorm with torch's epsilon", "config.n_embd, eps=config.norm_eps)", "config.n_embd)", "arithmetic"),
     ("the mlp without its norm", "ACTIVATIONS[act](layer(y))\n", "ACTIVATIONS[act](layer(x))\n", IMPORTED),
     ("no norm before the head", "x = last_norm(self.norm, x, added)", "x = added.to(x)", f"arithmetic {IMPORTED}"),
