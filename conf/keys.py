@@ -118,10 +118,9 @@ def check_typed(jobs: list[tuple[Any, dict[str, str]]]) -> None:
 
 def refuse_beside_a_mode(known: dict[str, Leaf], typed: dict[str, str]) -> None:
     """ValueError for a typed key that is not among those that a typed mode reads (alone= of its key)."""
-    asked = {name: text for name, text in typed.items() if text not in ("none", "null", "false", "disabled")}
-    asked = {
-        name: text for name, text in asked.items() if name not in known or known[name].value != known[name].default
-    }
+    off = {name for name, text in typed.items() if text in ("none", "null", "false", "disabled")}
+    off |= {name for name in typed if name in known and known[name].value == known[name].default}
+    asked = {name: text for name, text in typed.items() if name not in off}
     for mode in (name for name in asked if name in known and known[name].limits.alone):
         for name, text in asked.items():
             if name != mode and not {name, name.partition(".")[0]}.intersection(known[mode].limits.alone):

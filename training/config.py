@@ -219,8 +219,7 @@ def compose(
                 except ValueError as error:
                     raise ValueError(f"the checkpoint's configuration: {error}") from error
                 store.store(name=RESUMED, node={**escaped(base), "defaults": defaults})
-                again = [override for override in typed if not override.startswith("resume=")]
-                cfg, chosen = hydra_job(RESUMED, conf, again)
+                cfg, chosen = hydra_job(RESUMED, conf, [item for item in typed if not item.startswith("resume=")])
             if "--help" in flags:
                 values: Any = OmegaConf.to_container(cfg, resolve=True)
                 options = {group: str(chosen.get(group)) for group in groups}
@@ -235,12 +234,16 @@ def compose(
         raise ValueError("a number of the command line is larger than any float: give a smaller one") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(explain(error, known, conf)) from error
-    parts = [[override.partition("=") for override in typed if "hydra." not in override] for _, typed in plain]
-    typed_keys = [{key: value.strip("'") for key, _, value in job} for job in parts]
-    check_typed([(cfg, keys) for (cfg, _), keys in zip(plain, typed_keys, strict=True)])
+    check_typed([(cfg, typed_keys(typed)) for cfg, typed in plain])
     # Without the schema in its defaults list, Hydra would have checked no key and no type.
     assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
     return plain
+
+
+def typed_keys(overrides: list[str]) -> dict[str, str]:
+    """{key or group: value} as the user typed them, without Hydra's own."""
+    parts = (override.partition("=") for override in overrides if "hydra." not in override)
+    return {key: value.strip("'") for key, _, value in parts}
 
 
 def hydra_job(config_name: str, conf: Path, overrides: list[str]) -> tuple[DictConfig, Mapping[str, Any]]:
