@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.processes import HANGS
-from training import machine, start
+from training import machine, start, waiting
 from training.machine import Stopping, stop_signals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,6 +196,44 @@ def test_a_script_sets_how_threads_wait_and_where_kernels_are_kept_before_torch_
 
     cache = str(Path.home() / ".triton" / "cache")
     own = dict(zip(names, ["7", "8", "/elsewhere"], strict=True))
-    assert found() == f"False {[*start.SPINS.values(), cache]}"
+    rounds, milliseconds = start.SPINS.values()
+    watched = waiting.can_watch()
+    assert found() == f"False {[None if watched else rounds, milliseconds, cache]}"
     assert found(**own) == f"False {list(own.values())}"
     assert found(OMP_WAIT_POLICY="active") == f"False {[None, None, cache]}"
+
+
+SPINNING = """
+import os, threading, time
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+import torch
+from training import waiting
+rate, at, lost = 0.0, time.perf_counter(), 0.0
+def without_core():
+    global at, lost
+    now = time.perf_counter()
+    at, lost = now, lost + rate * (now - at)
+    return lost
+waiting.without_core, waiting.PERIOD = without_core, 0.01
+threading.Thread(target=waiting.watch, daemon=True).start()
+def spun():
+    time.sleep(0.2)
+    began = time.process_time()
+    for _ in range(20):
+        torch.ones(1 << 17)
+        time.sleep(0.02)  # the other thread has done its share and waits for the next
+    return time.process_time() - began
+for rate in (0.0, 1.0, 0.0):
+    print(spun())
+"""
+
+
+@pytest.mark.skipif(not waiting.can_watch() or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores")
+def test_threads_spin_alone_and_sleep_while_they_wait_for_cores():
+    """Beside a busy program a step takes 4 to 40 times as long if they spin, alone 8 % longer if they sleep."""
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    env["OMP_NUM_THREADS"] = "2"
+    command = [sys.executable, "-c", SPINNING]
+    spun = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=True).stdout.split()
+    alone, beside, again = map(float, spun)
+    assert beside < min(alone, again) / 3
