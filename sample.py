@@ -46,6 +46,7 @@ from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_de
 from training.metrics import printable, stamp
 
 WHICH = "run checkpoint runs init_from"  # the keys that choose the weights
+OF_A_RUN = re.compile(r"best|last|step_\d+")  # of checkpoint=, what is no path
 MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
@@ -87,7 +88,9 @@ class Config(Sampler):
         300, "maximum length of a sample in tokens; it ends earlier if the model ends the document", least=1
     )
     stop: str | None = key(None, r'a sample ends before this text, or before the first of a list: ["\n\n", "User:"]')
-    seed: int = key(1337, "random seed of the first sample; each further sample adds 1 to it", least=0, below=2**63)
+    seed: int = key(
+        1337, "random seed of the first sample; each further sample adds 1", needs="temperature", least=0, below=2**63
+    )
     device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
     dtype: str = key(
         "auto", "of the weights", among="auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16"
@@ -113,6 +116,8 @@ class Config(Sampler):
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
             raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
+        if self.run != Config.run and not OF_A_RUN.fullmatch(self.checkpoint):
+            raise ValueError(f"run={self.run} is not read with the path checkpoint={self.checkpoint}; leave it out")
         if self.interactive and self.num_samples > 1:
             raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
         if self.interactive and self.prompt_file == "-":
@@ -347,7 +352,7 @@ def find(cfg: Config) -> Path:
     """The folder of the weights that init_from=, or run= and checkpoint=, name. ValueError if there is none."""
     if cfg.init_from is not None:
         return exchange.find(cfg.init_from, Path(cfg.runs), Path(DataConfig.cache))
-    if not re.fullmatch(r"best|last|step_\d+", cfg.checkpoint):
+    if not OF_A_RUN.fullmatch(cfg.checkpoint):
         return Path(cfg.checkpoint)
     return checkpoint.find(cfg.run, Path(cfg.runs), option="run", which=cfg.checkpoint)
 

@@ -64,7 +64,7 @@ class GPTConfig:
     )
     dropout_p: float = key(0.0, "dropout in training, of the embedding and what a block adds; in steps of 1/256")
     rope_base: float = key(
-        10000.0, "base of rope's frequencies, of which the slowest is 1 / base", above=1, usual="10000 is usual"
+        10000.0, "rope's slowest frequency is 1 / base", needs="model.position=rope", above=1, usual="10000 is usual"
     )
     rope_base_local: float | None = key(
         None, "the base in layers with an attention window", above=1, usual="null: as in the other layers"

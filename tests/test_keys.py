@@ -76,7 +76,13 @@ UNREAD = [  # what is typed, what nothing reads of it, and the words beside whic
     ("train attention=sdpa attention.block_m=16", "attention.block_m=16", "attention=tiled"),
     ("train attention=naive attention.block_n=16", "attention.block_n=16", "probe.every=1"),
     ("train -m attention=sdpa seed=1,2 attention.block_n=16", "attention.block_n=16", "attention=auto"),
-    *((f"sample temperature=0 {name}", name, "temperature=1") for name in ("top_k=5", "top_p=0.5", "min_p=0.1")),
+    ("train attention={impl:sdpa,block_m:16}", "attention.block_m=16", None),
+    ("train model=gpt2 model.rope_base=9", "model.rope_base=9", "model.position=rope"),
+    *(
+        (f"sample temperature=0 {name}", name, "temperature=1")
+        for name in ("top_k=5", "top_p=0.5", "min_p=0.1", "seed=3")
+    ),
+    ("sample run=x checkpoint=runs/y/checkpoints/step_000010", "run=x", "checkpoint=step_000010"),
     ("sample list_runs=true seed=3", "seed=3", "list_runs=false"),
     ("sample export=x temperature=0", "temperature=0", "export=null"),
     ("sample hellaswag=9 prompt=x", "prompt=x", "hellaswag=0"),

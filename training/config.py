@@ -241,9 +241,15 @@ def compose(
 
 
 def typed_keys(overrides: list[str]) -> dict[str, str]:
-    """{key or group: value} as the user typed them, without Hydra's own."""
-    parts = (override.partition("=") for override in overrides if "hydra." not in override)
-    return {key: value.strip("'") for key, _, value in parts}
+    """{key or group: value} as the user typed them, without Hydra's own. attention={impl:tiled} is attention.impl."""
+    found = {}
+    for override in (override for override in overrides if "hydra." not in override):
+        key, _, value = override.partition("=")
+        found[key] = value.strip("'")
+        if value.startswith("{"):
+            table: Any = OverridesParser.create().parse_override(override).value()
+            found |= {f"{key}.{name}": str(inner) for name, inner in table.items()}
+    return found
 
 
 def hydra_job(config_name: str, conf: Path, overrides: list[str]) -> tuple[DictConfig, Mapping[str, Any]]:
