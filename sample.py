@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from tiktoken import Encoding
 
-from conf.keys import check, key
+from conf.keys import check, key, one_line
 from data.download import HELLASWAG_QUESTIONS, hellaswag
 from data.prepare import DataConfig
 from data.text import counted
@@ -46,6 +46,7 @@ from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_de
 from training.metrics import printable, stamp
 
 WHICH = "run checkpoint runs init_from"  # the keys that choose the weights
+LONGEST_PROMPT = 1 << 30  # bytes; a model sees the last few thousand of them
 OF_A_RUN = re.compile(r"best|last|step_\d+")  # of checkpoint=, what is no path
 MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
@@ -156,7 +157,7 @@ def main(cfg: Config) -> None:
     trained = exchange.read(find(cfg), cfg.init_from or "")
     if cfg.export is not None:
         architecture = exchange.export(trained, Path(os.path.expanduser(cfg.export)))
-        print(printable(f"{trained.path} is in {cfg.export} as {architecture}"), file=sys.stderr)
+        print(printable(one_line(f"{trained.path} is in {cfg.export} as {architecture}")), file=sys.stderr)
         return
     encoding = from_json(trained.tokenizer)
 
@@ -169,7 +170,7 @@ def main(cfg: Config) -> None:
     broken = trained.state["broken"]
     loss = trained.state["val_loss"]
     of_loss = f", validation loss {loss:.4f}" if loss else ""
-    print(printable(f"{stamp(broken)}{config.one_line(str(trained.path))}{of_loss}"), file=sys.stderr)
+    print(printable(f"{stamp(broken)}{one_line(str(trained.path))}{of_loss}"), file=sys.stderr)
     if other := trained.other_attention(attention, model):
         print(printable(other), file=sys.stderr)
     if broken:
@@ -340,6 +341,8 @@ def read_prompt(path: str) -> str:
     try:
         if path != "-" and file.is_char_device():  # /dev/zero never ends
             raise ValueError(f"prompt_file={path} is a device; give a text file, or - for standard input")
+        if path != "-" and (size := file.stat().st_size) > LONGEST_PROMPT:
+            raise ValueError(f"prompt_file={path} has {size:,} bytes; give the end of it, {LONGEST_PROMPT:,} at most")
         read = sys.stdin.buffer.read if path == "-" else file.read_bytes
         return read().decode("utf-8-sig")
     except OSError as error:

@@ -13,9 +13,14 @@ the values beside each limit. Nothing of the project is imported here, so that e
 
 import math
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, NamedTuple
+
+LONGEST = 200  # characters of a value that a message shows
+# What a terminal would obey, or what would break a line.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class Key(NamedTuple):
@@ -37,6 +42,8 @@ class Key(NamedTuple):
             return "" if value in self.among else f" is not known; choose {either(self.among)}"
         if isinstance(value, str):
             return "" if value or not self.least else " is empty; give it a value or leave it out"
+        if type(value) is int and self.most is None and self.below is None and abs(value) >= 1 << 63:
+            return " must be below 2**63"
         low = [("at least", self.least, operator.ge), ("above", self.above, operator.gt)]
         high = [("at most", self.most, operator.le), ("below", self.below, operator.lt)]
         limits = [(words, limit, holds) for words, limit, holds in low + high if limit is not None]
@@ -91,7 +98,7 @@ def check(config: Any, prefix: str = "") -> None:
         for number, item in items:
             if limits and item is not None and (wrong := limits.complaint(item)):
                 place = "" if number is None else f"[{number}]"
-                raise ValueError(f"{prefix}{entry.name}{place}={item}{wrong}")
+                raise ValueError(f"{prefix}{entry.name}{place}={str(item)[:LONGEST]}{wrong}")
 
 
 class Leaf(NamedTuple):
@@ -155,6 +162,11 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
 def either(names: tuple[str, ...]) -> str:
     """naive, tiled or triton."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def one_line(text: str) -> str:
+    """text with its control characters escaped."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def written(limit: float) -> str:

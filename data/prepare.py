@@ -250,7 +250,8 @@ def left_out(corpus: Corpus, others: int, folder: Path) -> str:
     names = folder / "not_text.txt"
     if corpus.not_text:
         with suppress(OSError):  # a finished cache may be read-only
-            names.write_text("".join(f"{line}\n" for line in corpus.not_text), encoding="utf-8", errors="replace")
+            lines = [f"{keys.one_line(line)}\n" for line in corpus.not_text]
+            names.write_text("".join(lines), encoding="utf-8", errors="replace")
     counts = {
         f"not UTF-8 (listed in {names})": len(corpus.not_text),
         "repeating another": corpus.repeated,

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
+from conf.keys import one_line
 from data.made import Made
 
 # Text is encoded in pieces of about this many bytes. This limits the memory, and moves the progress bar within a huge
@@ -181,7 +182,7 @@ def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
             for where, piece in read_lines(stream, name, field) if lines else read_text(stream, name):
                 size += len(piece)
                 if size // SAID > (size - len(piece)) // SAID and isinstance(stream, gzip.GzipFile):
-                    print(f"{name}: {size / SAID:.0f} GiB of text so far", file=sys.stderr, flush=True)
+                    print(f"{one_line(name)}: {size / SAID:.0f} GiB of text so far", file=sys.stderr, flush=True)
                 yield where, piece
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         reason = " ".join(str(error).split())

@@ -130,11 +130,17 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """Token ids of ordinary text, uint32 (tokens,).
 
     The characters "<|endoftext|>" in a text are encoded like any others, not as the special token. Otherwise a file
-    that only mentions it, like this one, would be split into two documents.
+    that only mentions it, like this one, would be split into two documents. ValueError for a text that a stranger's
+    pattern cannot cut.
     """
     if encoding.name == "byte":
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-    return encoding.encode_to_numpy(text, disallowed_special=()).copy()  # the copy: tiktoken's own array is read-only
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=()).copy()  # the copy: tiktoken's own is read-only
+    except BaseException as error:  # Rust's panic is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer's pattern {encoding._pat_str[:100]!r} cannot cut this text") from error
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
@@ -293,11 +299,12 @@ def halves(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
-def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
+def from_huggingface(content: Any, beside: dict[str, Any], end: int | None) -> tiktoken.Encoding:
     """A tokenizer.json, parsed, as an Encoding that gives the same ids for every text.
 
-    end: id of the token that ends a text. If no token is named END_OF_TEXT, this one gets the name. Special tokens
-    are not looked for in a text, as everywhere here. Raises ValueError, one line, for any other kind of tokenizer.
+    beside: the tokenizer_config.json, parsed, whose settings count too. end: id of the token that ends a text. If no
+    token is named END_OF_TEXT, this one gets the name. Special tokens are not looked for in a text, as everywhere here.
+    Raises ValueError, one line, for any other kind of tokenizer.
     """
     try:
         model = content["model"]
@@ -308,8 +315,13 @@ def from_huggingface(content: Any, end: int | None) -> tiktoken.Encoding:
         for key in NOT_HERE:
             if model.get(key):
                 raise ValueError(f"{key}={model[key]!r} has no counterpart here")
+        if beside.get("add_prefix_space"):
+            raise ValueError("tokenizer_config.json has add_prefix_space=true, a space before each text; here is none")
+        if (decoder := content.get("decoder") or {}).get("type") != "ByteLevel":
+            raise ValueError(f"its decoder is {json.dumps(decoder)[:200]}, and only ByteLevel can be used")
         added = content.get("added_tokens", [])
-        if found := [token["content"] for token in added if token.get("special", True) is not True]:
+        both = [*added, *beside.get("added_tokens_decoder", {}).values()]
+        if found := [token["content"] for token in both if token.get("special", True) is not True]:
             raise ValueError(
                 f"its added token {found[0][:100]!r} is not special, so it is looked for in each text, and here none is"
             )

@@ -125,6 +125,8 @@ def there(call, text, tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "text").mkdir()
+    with open(folder / "terabyte", "wb") as file:
+        file.truncate(1 << 40)
     (folder / "text/all.txt").write_text("".join(file.read_text() for file in sorted(text.iterdir())))
     given = [f"data.path={folder}/text", f"data.cache={folder}/cache", f"runs={folder}/runs"]
     assert call(train, "data=text", *given, *TRAIN, "checkpoint_every=2", "name=done").code == 0
@@ -471,6 +473,7 @@ def test_a_run_that_cannot_be(refused, there, typed, answer):
     sample prompt_file={there}/text runs={there}/runs   prompt_file={there}/text
     sample prompt_file={there}/surrogate.txt runs={there}/runs    offset 0
     sample prompt_file=/dev/zero runs={there}/runs      prompt_file=/dev/zero
+    sample prompt_file={there}/terabyte runs={there}/runs    1,099,511,627,776 bytes
     sample prompt=a prompt_file=b                       prompt_file=b
     sample cache=true runs={there}/runs                 contiguous, paged or false
     sample device=cuda:99 runs={there}/runs             device=cpu

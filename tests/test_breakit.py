@@ -273,6 +273,7 @@ BREAKS: dict[str, Callable[[str, Made], None]] = {
 @pytest.mark.parametrize("impl", ["naive", "tiled", TRITON, "sdpa"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failure_breaks_what_it_says_and_is_refused_where_it_has_nothing_to_remove(failure, impl, made):
+    assert failure in BREAKS, "BREAKS lacks it: add what its missing line does"
     if not set(BreakIt(failure).broken) & ABILITIES[impl].lacks.keys():
         BREAKS[failure](impl, made)
         return

@@ -394,6 +394,7 @@ def test_python_outside_the_range_is_refused_in_words(complaint, monkeypatch):
         (ValueError("data/x.txt is empty"), 2, "test_config: data/x.txt is empty\n"),
         (ValueError("\x1b[31mx\ny"), 2, "test_config: \\x1b[31mx\\ny\n"),  # it would command the terminal
         (RuntimeError("can't start new thread"), 2, "ulimit"),  # under a limit of memory
+        (ImportError("x.so: failed to map segment from shared object"), 2, "ulimit"),
         (NotADirectoryError(20, "Not a directory", __file__), 2, "a folder is wanted"),
         (OSError(36, "File name too long", "n" * 300), 2, "name another one"),
         (KeyboardInterrupt(), 130, ""),

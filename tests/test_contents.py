@@ -10,7 +10,9 @@ import safetensors.torch
 import torch
 
 import breakit
+import sample
 import train
+from data.tokenizer import encode, from_json
 from training import checkpoint, contents
 
 STEP = "run/checkpoints/step_000002"
@@ -146,6 +148,24 @@ def test_a_pattern_that_cuts_no_text_is_refused(path, pattern):
     (path / "tokenizer.json").write_text(json.dumps(content | {"pattern": pattern}))
     sign(path, header_of(path))
     refused(path, "tokenizer.json")
+
+
+def test_a_pattern_that_cannot_cut_one_text_is_refused_with_that_text(path):
+    """It matches the empty text, but only before a letter that no check tries."""
+    content = json.loads((path / "tokenizer.json").read_text())
+    encoding = from_json(json.dumps(content | {"name": "strange", "pattern": "(?=\u0436)|(?s:.)"}))
+    assert encode(encoding, "abc").size
+    with pytest.raises(ValueError, match="cannot cut this text"):
+        encode(encoding, "\u0436abc")
+
+
+def test_what_a_state_says_stays_on_its_line(path, call):
+    for key in ("state.about.attention", "state.config.data.path"):
+        forge(path, key, "two\nlines")
+    listed = call(sample, "list_runs=true", f"runs={path.parents[2]}")
+    assert listed.out.count("\n") == 2, listed.err
+    assert listed.out.count(r"two\nlines") == 2
+    assert r"the run had two\nlines" in call(sample, f"checkpoint={path}", "max_new_tokens=1", "device=cpu").err
 
 
 NO_TENSORS = (b"", b"x" * 100, (2**60).to_bytes(8, "little"), b"\2\0\0\0\0\0\0\0{}" + b"x")

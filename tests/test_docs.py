@@ -155,6 +155,7 @@ def test_the_page_is_what_the_lab_writes_of_its_figures_and_of_the_words_of_toda
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_the_page_has_a_command_that_breaks_and_a_small_picture_for_each_failure(name):
+    assert f"\n## {name}\n" in BROKEN, "docs/break-it.md lacks it: python breakit.py out=docs writes the page"
     section = BROKEN.split(f"\n## {name}\n")[1].split("\n## ")[0]
     assert f"](break/{name}.png)" in section
     (typed,) = re.findall(r"^python train.py (.*)$", section, re.M)

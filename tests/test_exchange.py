@@ -278,6 +278,10 @@ def test_an_export_is_whole_or_absent(call, folder, tmp_path, monkeypatch):
     trained.state["broken"] = "no max"
     with pytest.raises(ValueError, match="no max"):
         exchange.export(trained, tmp_path / "out")
+    trained.state["broken"] = ""
+    trained.model["positions.weight"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        exchange.export(trained, tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
 
     def full(*_, **__):
@@ -337,7 +341,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(kind, request, transformers, 
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token_id == encoding.eot_token
     assert len(tokenizer) == encoding.n_vocab
-    again = encoding if kind == "byte" else from_huggingface(to_huggingface(encoding), None)
+    again = encoding if kind == "byte" else from_huggingface(to_huggingface(encoding), {}, None)
     assert exchange.read(tmp_path / "out", "").tokenizer == to_json(again)
 
 
@@ -349,7 +353,7 @@ def test_a_text_is_cut_where_the_tokenizers_library_cuts_it(number, bpe, transfo
     content = to_huggingface(bpe) | {"pre_tokenizer": [*PATTERNS.values()][number]}
     if [*PATTERNS][number] == "(?s:.)":  # byte's, which has no merges
         content["model"] |= {"merges": [], "vocab": {k: v for k, v in content["model"]["vocab"].items() if v < 256}}
-    ours, theirs = from_huggingface(content, V - 1), Tokenizer.from_str(json.dumps(content))
+    ours, theirs = from_huggingface(content, {}, V - 1), Tokenizer.from_str(json.dumps(content))
     draw, letters = random.Random(0), " \n\r\t'sSlLab\u00e9\u4f60\U0001f60012\u00b2\u0663.,-\u00a0\u0301"
     for text in [TEXT, *("".join(draw.choices(letters, k=25)) for _ in range(300))]:
         assert theirs.encode(text, add_special_tokens=False).ids == encode(ours, text).tolist(), repr(text)
@@ -367,6 +371,7 @@ OTHER_TOKENIZERS = [  # changes of tokenizer.json
     # tiktoken merges in the order of the ids, so it would give other ids for the same text
     {"model": lambda model: model | {"merges": model["merges"][::-1]}},
     {"normalizer": {"type": "NFC"}},
+    *[{"decoder": decoder} for decoder in (None, 3, {"type": "Fuse"}, {"type": "Sequence", "decoders": []})],
     # add_prefix_space=true by default
     *[{"pre_tokenizer": cut} for cut in (
         {"type": "Whitespace"}, {"type": "ByteLevel"}, nested(900), {"type": "ByteLevel", "more": nested(300)})],
@@ -384,7 +389,7 @@ def test_another_kind_of_tokenizer_is_refused_in_one_line(number, bpe):
     model = changes.get("model", {})
     model = model(content["model"]) if callable(model) else content["model"] | model
     with pytest.raises(ValueError, match=r"^[^\n]*$"):
-        from_huggingface(content | changes | {"model": model}, 256 if "version" in changes else V - 1)
+        from_huggingface(content | changes | {"model": model}, {}, 256 if "version" in changes else V - 1)
 
 
 # --- a run from weights ----------------------------------------------------------------------------------------------
@@ -571,6 +576,12 @@ def linked(name: str):
     return change
 
 
+def older(name: str, content: str):
+    """GPT-2's older files in the place of tokenizer.json."""
+    files = {"vocab.json": "{}", "merges.txt": "", name: content}
+    return without("tokenizer.json", *(write(file, text.encode()) for file, text in files.items()))
+
+
 WPE = "transformer.wpe.weight"
 STRANGERS = {  # what: (change, what the message must hold)
     "a pickle": (without("model.safetensors", write("pytorch_model.bin", pickle.dumps(Bomb()))), "pytorch_model.bin"),
@@ -586,8 +597,8 @@ STRANGERS = {  # what: (change, what the message must hold)
     "an index of a zero byte": (index("\0.safetensors"), "'\\x00.safetensors'"),
     "an index of a long name": (index("x" * 5000 + ".safetensors"), "xx'"),
     "an index of nothing": (index("y.safetensors"), "'y.safetensors'"),
-    "linked weights": (linked("model.safetensors"), "leads out"),
-    "a linked configuration": (linked("config.json"), "leads out"),
+    "linked weights": (linked("model.safetensors"), "model.safetensors"),
+    "a linked configuration": (linked("config.json"), "config.json"),
     "no tokenizer": (without("tokenizer.json"), "tokenizer.json"),
     "no weights": (without("model.safetensors"), "model.safetensors"),
     "no configuration": (without("config.json"), "config.json"),
@@ -600,6 +611,13 @@ STRANGERS = {  # what: (change, what the message must hold)
     "integers": (weights(lambda w: w.update({WPE: torch.ones(48, 32, dtype=torch.int32)})), "I32"),
     "a name of two lines": (weights(lambda w: w.update({"x\ny": torch.ones(1)})), "'x\\ny'"),
     "a tensor too few": (weights(lambda w: w.pop("transformer.ln_f.bias")), "ln_f.bias"),
+    "another family's prefix": (weights(lambda w: w.update({"model.wpe.weight": w.pop(WPE)})), "wpe.weight"),
+    "a space before each text": (write("tokenizer_config.json", b'{"add_prefix_space": true}'), "add_prefix_space"),
+    "a token found in texts": (write("tokenizer_config.json",
+        b'{"added_tokens_decoder": {"9": {"content": "def", "special": false}}}'), "'def'"),
+    "settings of another kind": (write("tokenizer_config.json", b'{"added_tokens_decoder": 3}'), "tokenizer"),
+    "a token beside the older files": (older("added_tokens.json", '{"MYTOK": 9}'), "'MYTOK'"),
+    "a merge of three": (older("merges.txt", "a b c\n"), "merges.txt has the line 'a b c'"),
     "a tensor too many": (weights(lambda w: w.update(x=torch.ones(1))), "'x'"),
     "the same name twice": (weights(lambda w: w.update({"wpe.weight": torch.ones(48, 32)})), "wpe.weight"),
     "NaN": (weights(lambda w: w[WPE][3].fill_(torch.nan)), "NaN"),

@@ -292,8 +292,9 @@ def test_what_an_implementation_lacks_is_said_once_and_what_a_run_has_not_cannot
     assert re.fullmatch(r"breakit: failure=no_scale: .*run scaled, step_000001\n", ended.err)
 
 
-def test_a_failure_without_a_trial_is_refused_with_the_place_to_add_one(monkeypatch):
+def test_a_failure_without_a_trial_is_refused_at_once_with_the_place_to_add_one(tmp_path, monkeypatch):
     """It said that there is nothing to take out, of a failure that had just been added."""
     monkeypatch.setattr(trials, "TRIALS", [trial for trial in trials.TRIALS if trial.failure != "no_scale"])
+    device = torch.device("cpu")
     with pytest.raises(ValueError, match=r"failure=no_scale .*lab/trials\.py"):
-        measure.measure([], ["no_scale"], ["tiled"])
+        page.gallery(train.main, None, failure="no_scale", run=None, runs=tmp_path, device=device, out=tmp_path)

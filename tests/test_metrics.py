@@ -128,8 +128,10 @@ def test_every_row_is_valid_json_and_nan_comes_back_but_no_number_that_cannot_be
     for key in ("step", "loss", "val_loss"):
         for huge in (10**400, -1e308):
             metrics.append(file, {"step": 1, "loss": 1.0} | {key: huge})
+    for key in ("loss_at_", "loss_given_x", f"loss_at_{10**400}", "passkey_9", "passkey_depth"):  # context.png's ticks
+        metrics.append(file, {"step": 1, key: 1.0})
     assert repr(read_metrics(file)) == repr([record])
-    assert "left out 6 lines" in capsys.readouterr().err
+    assert "left out 11 lines" in capsys.readouterr().err
 
 
 def test_a_line_of_a_sample_that_looks_like_a_sample_begins_none(open_metrics, tmp_path):
@@ -166,6 +168,31 @@ def test_a_resumed_run_has_one_row_a_step_and_a_new_one_none(open_metrics, tmp_p
 
     open_metrics(tmp_path)
     assert rows(tmp_path) == read_samples(tmp_path / "samples.txt") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"\0" * 99, "left out 1 line"), (b"", "no record"), (None, "no record")]
+)
+def test_records_that_are_lost_are_said_when_a_run_is_resumed(open_metrics, tmp_path, capsys, content, said):
+    """A file of zero bytes was passed over without a word."""
+    run = open_metrics(tmp_path)
+    run.log({"step": 1, **STEP})
+    run.close()
+    file = tmp_path / "metrics.jsonl"
+    file.unlink() if content is None else file.write_bytes(content)
+    open_metrics(tmp_path, resume_step=1)
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_no_utf8_in_samples_stays_as_it_is_when_a_run_is_resumed(open_metrics, tmp_path):
+    """Each such byte became three, so a file grew with each resume until it was too large to be read."""
+    run = open_metrics(tmp_path)
+    run.sample(1, "text")
+    run.close()
+    file = tmp_path / "samples.txt"
+    file.write_bytes(content := file.read_bytes() + b"\xff" * 9)
+    open_metrics(tmp_path, resume_step=1)
+    assert file.read_bytes() == content
 
 
 def test_a_row_is_on_disk_before_it_is_shown(open_metrics, tmp_path):

@@ -277,6 +277,17 @@ def test_resume_alone_goes_on_with_the_run_as_it_was(resumed, tmp_path):
     assert changed(before, after) == ["steps 2 -> 3"]
 
 
+def test_a_run_whose_checkpoints_are_a_link_into_another_run_is_not_gone_on_with_there(resumed, tmp_path):
+    """It trained on in the other run, and deleted its checkpoints."""
+    theirs = (tmp_path / "runs/x/checkpoints").rename(tmp_path / "theirs")
+    (tmp_path / "runs/x/checkpoints").symlink_to(theirs)
+    before = sorted(theirs.rglob("*"))
+    ended = resumed("steps=9")
+    assert ended.code == 2
+    assert "checkpoints is a link" in ended.err
+    assert sorted(theirs.rglob("*")) == before
+
+
 def test_what_is_typed_on_resume_wins_also_where_it_is_the_default_and_is_said(resumed):
     """Of a group, its file goes over the checkpoint: attention=tiled leaves the window."""
     typed = ["optimizer.weight_decay=0.1", "optimizer.momentum=null", "attention=tiled", "attention.dropout_p=0"]

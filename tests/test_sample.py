@@ -262,7 +262,7 @@ def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, spoilt, cut, w
     assert all(str(path) in line for line in named)
 
 
-@pytest.mark.parametrize("more", [[], ["export={runs}/\x1b[32mout"]])
+@pytest.mark.parametrize("more", [[], ["export={runs}/\x1b[32mo\nut"]])
 def test_a_name_cannot_command_the_terminal(call, spoilt, more):
     (spoilt / "parrot").rename(spoilt / "\x1b[31mred")
     (spoilt / "\x1b[31mred/checkpoints/step_000003/model.safetensors").write_bytes(b"")
@@ -270,6 +270,7 @@ def test_a_name_cannot_command_the_terminal(call, spoilt, more):
         ended = call(sample, f"runs={spoilt}", f"checkpoint={which}", *[word.format(runs=spoilt) for word in more])
         assert "red" in ended.err
         assert "\x1b" not in ended.out + ended.err
+        assert "o\nut" not in ended.err
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

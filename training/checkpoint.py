@@ -109,7 +109,7 @@ class Checkpoint:
             numbers = "the tiles may have other sizes, and then broken attention computes other numbers"
         elif model.training and other_masks:
             numbers = "the dropout masks differ, so the numbers differ by more than rounding"
-        return f"attention=auto takes {taken.impl} here, and the run had {had}: {numbers}"
+        return f"attention=auto takes {taken.impl} here, and the run had {config.one_line(had)}: {numbers}"
 
     def other_text(self, validation: str) -> str | None:
         """A line for the user if the run had another validation text. validation: the fingerprint() of this one."""

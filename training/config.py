@@ -44,7 +44,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.keys import check_typed
+from conf.keys import check_typed, one_line
 from training.files import last_word
 from training.help import RESUMED, did_you_mean, elsewhere, explain, help_text, nearest, unknown
 
@@ -60,11 +60,8 @@ FROM_TORCHRUN += ["TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"]
 # they print it. By then the first has ended, and torchrun has ended them.
 FIRST_SPEAKS = 2.0
 
-NO_THREAD = "can't start new thread"  # Python's RuntimeError has no other mark
-
-CONTROL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-)  # a terminal would execute them, and an error is one line
+# Under a limit of memory or threads. Python's RuntimeError and ImportError have no other mark.
+LIMITED = ("can't start new thread", "failed to map segment from shared object")
 
 SCIENTIFIC = re.compile(r"(?<![\w.])\d+(\.\d*)?[eE][+-]?\d{1,2}(?![\w.])")  # 1e3, as people write a number of steps
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
@@ -121,8 +118,8 @@ def run(
     except BrokenPipeError:  # the program that read our output has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries to flush again and fails
         sys.exit(141)  # 128 + SIGPIPE
-    except (ValueError, OSError, RuntimeError) as error:  # OSError: a full disk or an unreadable file; it says which
-        a_bug = isinstance(error, RuntimeError) and str(error) != NO_THREAD
+    except (ValueError, OSError, RuntimeError, ImportError) as error:  # OSError: a full disk, or a file, which it names
+        a_bug = isinstance(error, RuntimeError | ImportError) and not str(error).endswith(LIMITED)
         if a_bug or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -147,15 +144,10 @@ def check_start(schema: type, script: str) -> None:
         raise ValueError(f"it is one process, and torchrun has started {started}: use python {script}")
 
 
-def one_line(text: str) -> str:
-    """text with its control characters escaped."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
 def in_words(error: Exception) -> str:
     """The error's line. Python's own about a file, as in "[Errno 36] File name too long: 'x'", about a full disk and
     about a thread that cannot start have no way out."""
-    if str(error) == NO_THREAD:
+    if str(error).endswith(LIMITED):
         return f"{error}: the memory (ulimit -v) or the number of threads (ulimit -u) has a limit here; raise it"
     if isinstance(error, OSError) and error.strerror == os.strerror(errno.ENOSPC) and error.filename is None:
         return f"{error.strerror}: make room there, or send what is printed elsewhere (> FILE, 2> FILE)"

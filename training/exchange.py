@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from data.download import NotThere, from_hub
-from data.tokenizer import END_OF_TEXT, from_huggingface, from_json, to_huggingface, to_json
+from data.tokenizer import BYTE_LEVEL, END_OF_TEXT, from_huggingface, from_json, to_huggingface, to_json
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.families import Source, configuration, huggingface_config, layout
@@ -40,6 +40,7 @@ from training import checkpoint, config
 from training.files import inside, open_file, read_json, read_text
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 DTYPES = ("F32", "BF16", "F16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -101,6 +102,8 @@ def fetch_the_rest(name: str, folder: Path) -> None:
         fetch(TOKENIZER)
     except NotThere:
         fetch("vocab.json", "merges.txt")
+    with suppress(NotThere):
+        fetch(SETTINGS)
     try:
         fetch(WEIGHTS)
         return
@@ -140,7 +143,7 @@ def read(place: Path, source: str) -> checkpoint.Checkpoint:
     theirs = read_json(place, CONFIG, SMALL)
     with naming(place):
         ours, attention = configuration(theirs)
-        encoding = from_huggingface(read_tokenizer(place), token(theirs, "eos_token_id"))
+        encoding = from_huggingface(*read_tokenizer(place), token(theirs, "eos_token_id"))
     rows = ours.vocab_size or 0
     if encoding.n_vocab > rows:
         raise ValueError(f"{place}: the tokenizer has {encoding.n_vocab} tokens, {CONFIG} has vocab_size={rows}")
@@ -175,10 +178,11 @@ def token(theirs: dict, key: str) -> int | None:
     return first if type(first) is int else None
 
 
-def read_tokenizer(folder: Path) -> dict:
-    """tokenizer.json, or GPT-2's older two files in the same form."""
+def read_tokenizer(folder: Path) -> tuple[dict, dict]:
+    """tokenizer.json, or GPT-2's older files in the same form, and tokenizer_config.json; {} without one."""
+    beside = read_json(folder, SETTINGS, SMALL) if (folder / SETTINGS).exists() else {}
     if (folder / TOKENIZER).exists():
-        return read_json(folder, TOKENIZER, LARGE)
+        return read_json(folder, TOKENIZER, LARGE), beside
     if not (folder / "vocab.json").exists():
         raise ValueError(
             f"it has no {TOKENIZER}, nor vocab.json and merges.txt: put the model's own there; if that is byte "
@@ -186,12 +190,17 @@ def read_tokenizer(folder: Path) -> dict:
         )
     vocab = read_json(folder, "vocab.json", LARGE)
     lines = read_text(folder, "merges.txt", 1 << 25).split("\n")
-    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        raise ValueError(f"merges.txt has the line {' '.join(wrong)[:100]!r}, which is no pair of tokens")
     made = {"".join(merge) for merge in merges}
-    special = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
+    added = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
+    if (folder / "added_tokens.json").exists():
+        more = read_json(folder, "added_tokens.json", SMALL)
+        added += [{"content": text, "id": i, "special": False} for text, i in more.items() if text not in vocab]
     model = {"vocab": vocab, "merges": merges}
     cut = {"type": "ByteLevel", "add_prefix_space": False}
-    return {"model": model, "added_tokens": special, "pre_tokenizer": cut}
+    return {"model": model, "added_tokens": added, "pre_tokenizer": cut, "decoder": BYTE_LEVEL}, beside
 
 
 def refuse_pickles(folder: Path) -> None:
@@ -240,17 +249,18 @@ def compare(place: Path, theirs: GPTConfig, found: dict[str, tuple[Any, str]]) -
     """layout(theirs). ValueError if the files' tensors are not those, with these shapes. Reads no tensor
     but a tied head, which may differ from the embedding."""
     wanted = layout(theirs)
-    shapes = {strip(part.name): part.shape for parts in wanted.values() for part in parts}
-    for name, shape in shapes.items():
-        if name not in found:
+    names = {strip(part.name): part for parts in wanted.values() for part in parts}
+    for name, part in names.items():
+        opened, full = found.get(name, (None, ""))
+        if opened is None or full not in (name, part.name):
             raise ValueError(f"{place} lacks the tensor {name}: {CONFIG} is of another model, or a file is missing")
-        opened, full = found[name]
+        shape = part.shape
         there = opened.get_slice(full)
         if tuple(there.get_shape()) != shape:
             raise ValueError(f"{place}: the tensor {name} is {tuple(there.get_shape())}, {CONFIG} says {shape}")
         if there.get_dtype() not in DTYPES:
             raise ValueError(f"{place}: the tensor {name} is {there.get_dtype()}; only {', '.join(DTYPES)} can be used")
-    for name in sorted(found.keys() - shapes.keys()):
+    for name in sorted(found.keys() - names.keys()):
         if name == "lm_head.weight" and theirs.tie_head:
             both = (Source(name, (), False), *wanted["embedding.weight"])
             if not torch.equal(*(take(found, part) for part in both)):
@@ -285,6 +295,8 @@ def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
         raise ValueError(
             f"{trained.path} is broken on purpose ({trained.state['broken']}): elsewhere it is another model"
         )
+    if not all(weight.isfinite().all() for weight in trained.model.values()):
+        raise ValueError(f"{trained.path} has NaN or infinity in its weights: export another checkpoint of the run")
     ours = config.from_dict(GPTConfig, trained.state["config"]["model"])
     attention = config.from_dict(AttentionConfig, trained.state["config"]["attention"])
     encoding = from_json(trained.tokenizer)
@@ -307,7 +319,7 @@ def export(trained: checkpoint.Checkpoint, folder: Path) -> str:
         "generation_config.json": around,
         TOKENIZER: tokenizer,
         # The general class takes tokenizer.json as it is. A model's own class would cut the text in its own way.
-        "tokenizer_config.json": {
+        SETTINGS: {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": ours.context_length,
             "clean_up_tokenization_spaces": False,

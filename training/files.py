@@ -93,13 +93,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read(path: Path) -> str:
-    """The text of a run's own file. A kill may have cut the last sample within a character. ValueError as own() raises,
-    and for more than LARGEST bytes."""
+def read(path: Path, errors: str = "replace") -> str:
+    """The text of a run's own file. A kill may have cut the last sample within a character. errors: what becomes of
+    what is no UTF-8. ValueError as own() raises, and for more than LARGEST bytes."""
     own(path)
     if (size := path.stat().st_size) > LARGEST:
         raise ValueError(f"{path} has {size:,} bytes; more than {LARGEST:,} are not read: move it away")
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8", errors=errors)
 
 
 def appending(path: Path) -> IO[Any]:

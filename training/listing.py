@@ -48,9 +48,9 @@ def row(run: Path, path: Path) -> tuple[str, ...]:
         in_short(step * (cfg.tokens_per_step or cfg.batch_size * cfg.model.context_length)),
         f"{loss:.4f}" if math.isfinite(loss) else "",
         f"{checkpoint.step_of(best):,}" if best else "",
-        str(cfg.data.path or cfg.data.source),
+        config.one_line(str(cfg.data.path or cfg.data.source)),
         f"{cfg.model.context_length:,}",
-        str(state.get("about", {}).get("attention", cfg.attention.impl)),
+        config.one_line(str(state.get("about", {}).get("attention", cfg.attention.impl))),
         state["broken"],
     )
 

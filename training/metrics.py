@@ -121,6 +121,8 @@ def show(text: str) -> None:
 
 DRAWING = 1 / 50  # how much of a run's time may go into drawing pictures, about; a GPU's steps wait for them
 PICTURES = 20  # number of pictures that a run sends to wandb; wandb keeps all of them
+CURVES = ("loss_at_", "loss_given_", "passkey_")  # of training/context.py, whose pictures take numbers out of the keys
+CURVE = re.compile(r"loss_(at|given)(_\d{1,12})+|passkey_(accuracy|\d{1,12}_depth_\d{1,12})")
 SAMPLE_HEADER = re.compile(r"^===== (?:BROKEN\[.*\] )?sample at step (\d{1,18}) =====$", re.MULTILINE)
 
 
@@ -133,13 +135,13 @@ def read_samples(path: Path) -> list[tuple[int, str]]:
 def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, with "nan", "inf" and "-inf" as floats again.
 
-    Skips a last line that a kill cut short. Skips lines that are not records too, and says on stderr how many: someone
-    may have edited the file, and that should not end a run. ValueError as read() raises.
+    Skips lines that are not records, and says on stderr how many: a kill may have cut the last one short, and someone
+    may have edited the file. That should not end a run. ValueError as read() raises.
     """
-    lines = read(path).split("\n")[:-1]
+    *lines, cut = read(path).split("\n")
     records = [record for record in map(_record, lines) if record is not None]
-    if len(records) < len(lines):
-        left = counted(len(lines) - len(records), "line")
+    if len(records) < len(lines) or cut:
+        left = counted(len(lines) + bool(cut) - len(records), "line")
         print(printable(f"{path}: left out {left} without a record"), file=sys.stderr)
     return records
 
@@ -160,10 +162,11 @@ def _record(line: str) -> dict | None:
         return None
     record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
     other = {k: v for k, v in record.items() if not isinstance(v, int | float)}
+    named = all(CURVE.fullmatch(key) for key in record if key.startswith(CURVES))
     known = all(k == "broken" or (v is None and k in ("mfu", "memory_gib")) for k, v in other.items())
     numbers = [v for v in record.values() if isinstance(v, int | float)]  # matplotlib cannot draw huge ones
     huge = any((isinstance(v, int) and abs(v) > 1 << 53) or 1e300 < abs(v) < math.inf for v in numbers)
-    return record if known and not huge else None
+    return record if known and named and not huge else None
 
 
 def _json_line(record: dict) -> str:
@@ -195,7 +198,7 @@ def rewrite(path: Path, content: Any) -> None:
     """Writes a new file of text, or of a matplotlib Figure, and renames it: a kill must lose nothing."""
     with writing(path), replacing(path) as file:
         if isinstance(content, str):
-            file.write(content.encode())
+            file.write(content.encode(errors="surrogateescape"))
         else:
             content.savefig(file, dpi=120, format="png")
 
@@ -292,10 +295,12 @@ class Metrics:
                 frame.unlink()
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
         records = [record for record in (read_metrics(path) if path.exists() else []) if record["step"] <= step]
+        if not records and step > 0:
+            print(printable(f"{path} has no record of the steps up to {step:,}"), file=sys.stderr)
         for record in records:
             self._note_best(record)
         rewrite(path, "".join(map(_json_line, records)))
-        text = read(samples) if samples.exists() else ""
+        text = read(samples, "surrogateescape") if samples.exists() else ""  # what is no UTF-8 stays as it is
         past = [match.start() for match in SAMPLE_HEADER.finditer(text) if int(match[1]) > step]
         rewrite(samples, text[: past[0]] if past else text)
 

@@ -85,6 +85,8 @@ def open_checkpoint(cfg: Config) -> checkpoint.Checkpoint | None:
     if cfg.resume is None:
         return None
     path = find(cfg)
+    if path.parent.name == checkpoint.FOLDER:
+        own(path.parent, folder=True)  # no link: the run would go on, and delete checkpoints, in another run's folder
     resumed = checkpoint.load(path)
     if path.resolve().parent.name == checkpoint.FOLDER:  # in a run's folder; a copy elsewhere gives no name
         cfg.name = cfg.name or path.resolve().parents[1].name
