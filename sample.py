@@ -47,7 +47,6 @@ from training.metrics import printable, stamp
 
 WHICH = "run checkpoint runs init_from"  # the keys that choose the weights
 LONGEST_PROMPT = 1 << 30  # bytes; a model sees the last few thousand of them
-OF_A_RUN = re.compile(r"best|last|step_\d+")  # of checkpoint=, what is no path
 MOST_SAMPLES = 100_000  # each needs a random generator of 5 kB and a text
 IN_WORDS = {  # what past_context= has done, said at the end of a text longer than the context
     "slide": "past the context of {0} tokens, the last {0} run again for each new one; past_context=half is faster",
@@ -117,8 +116,8 @@ class Config(Sampler):
             raise ValueError(f"prompt= and prompt_file={self.prompt_file} are both given; leave one out")
         if self.init_from is not None and (self.run, self.checkpoint) != (Config.run, Config.checkpoint):
             raise ValueError(f"init_from={self.init_from} and run= or checkpoint= are both given; leave one out")
-        if self.run != Config.run and not OF_A_RUN.fullmatch(self.checkpoint):
-            raise ValueError(f"run={self.run} is not read with the path checkpoint={self.checkpoint}; leave it out")
+        if self.run != Config.run and (os.sep in self.checkpoint or Path(self.checkpoint).exists()):
+            raise ValueError(f"checkpoint={self.checkpoint} is a path, so run={self.run} is not read; leave it out")
         if self.interactive and self.num_samples > 1:
             raise ValueError(f"interactive=true continues one text: leave out num_samples={self.num_samples}")
         if self.interactive and self.prompt_file == "-":
@@ -355,7 +354,7 @@ def find(cfg: Config) -> Path:
     """The folder of the weights that init_from=, or run= and checkpoint=, name. ValueError if there is none."""
     if cfg.init_from is not None:
         return exchange.find(cfg.init_from, Path(cfg.runs), Path(DataConfig.cache))
-    if not OF_A_RUN.fullmatch(cfg.checkpoint):
+    if not re.fullmatch(r"best|last|step_\d+", cfg.checkpoint):
         return Path(cfg.checkpoint)
     return checkpoint.find(cfg.run, Path(cfg.runs), option="run", which=cfg.checkpoint)
 

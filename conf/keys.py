@@ -42,15 +42,13 @@ class Key(NamedTuple):
             return "" if value in self.among else f" is not known; choose {either(self.among)}"
         if isinstance(value, str):
             return "" if value or not self.least else " is empty; give it a value or leave it out"
-        if type(value) is int and self.most is None and self.below is None and abs(value) >= 1 << 63:
-            return " must be below 2**63"
         low = [("at least", self.least, operator.ge), ("above", self.above, operator.gt)]
         high = [("at most", self.most, operator.le), ("below", self.below, operator.lt)]
         limits = [(words, limit, holds) for words, limit, holds in low + high if limit is not None]
         bounded = self.most is not None or self.below is not None
         finite = bool(limits) and not bounded and isinstance(value, float)
         if all(holds(value, limit) for _, limit, holds in limits) and (not finite or value < math.inf):  # false for NaN
-            return ""
+            return " must be below 2**63" if type(value) is int and value >= 1 << 63 else ""
         if len(limits) == 2:
             opening, closing = "[" if self.above is None else "(", "]" if self.below is None else ")"
             said = f" is outside {opening}{written(limits[0][1])}, {written(limits[1][1])}{closing}"

@@ -315,7 +315,7 @@ def from_huggingface(content: Any, beside: dict[str, Any], end: int | None) -> t
         for key in NOT_HERE:
             if model.get(key):
                 raise ValueError(f"{key}={model[key]!r} has no counterpart here")
-        if beside.get("add_prefix_space"):
+        if beside.get("add_prefix_space") and str(beside.get("tokenizer_class", "GPT2")).startswith("GPT2"):
             raise ValueError("tokenizer_config.json has add_prefix_space=true, a space before each text; here is none")
         if (decoder := content.get("decoder") or {}).get("type") != "ByteLevel":
             raise ValueError(f"its decoder is {json.dumps(decoder)[:200]}, and only ByteLevel can be used")

@@ -214,6 +214,21 @@ def test_weights_of_other_forms_are_read_as_float32(change, dtype, folder, tmp_p
     assert same(exchange.read(folder, ""), right, dtype)
 
 
+@pytest.mark.parametrize("beside", [
+    {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True},  # which transformers does not read then
+    {"added_tokens_decoder": {"999": {"content": "<|pad|>", "special": True}}},
+])  # fmt: skip
+@pytest.mark.parametrize("files", ["tokenizer.json", "older"])
+def test_settings_beside_a_tokenizer_that_change_no_id_are_taken(beside, files, folder):
+    edit("tokenizer.json", pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False})(folder)
+    if files == "older":
+        as_gpt2s_own_files(folder)
+        (folder / "added_tokens.json").write_text('{"<|pad|>": 999}' if "added_tokens_decoder" in beside else "{}")
+    right = exchange.read(folder, "").tokenizer if "tokenizer_class" in beside or files != "older" else None
+    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
+    assert right in (None, exchange.read(folder, "").tokenizer)
+
+
 @pytest.mark.parametrize(
     ("head_size", "base", "factor", "original"), [(64, 5e5, 2.5, 8192), (64, 100.0, 4.0, 32), (8, 1e4, 8.0, 1024)]
 )
@@ -597,8 +612,8 @@ STRANGERS = {  # what: (change, what the message must hold)
     "an index of a zero byte": (index("\0.safetensors"), "'\\x00.safetensors'"),
     "an index of a long name": (index("x" * 5000 + ".safetensors"), "xx'"),
     "an index of nothing": (index("y.safetensors"), "'y.safetensors'"),
-    "linked weights": (linked("model.safetensors"), "model.safetensors"),
-    "a linked configuration": (linked("config.json"), "config.json"),
+    "linked weights": (linked("model.safetensors"), ": model.safetensors "),
+    "a linked configuration": (linked("config.json"), ": config.json "),
     "no tokenizer": (without("tokenizer.json"), "tokenizer.json"),
     "no weights": (without("model.safetensors"), "model.safetensors"),
     "no configuration": (without("config.json"), "config.json"),

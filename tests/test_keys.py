@@ -44,7 +44,7 @@ class Some:
             {"count": 2**63},
             "some.count=9223372036854775808 must be below 2**63",
         ),  # as larger ones were tracebacks later
-        ({"count": -(10**300)}, f"some.count={str(-(10**300))[:200]} must be below 2**63"),
+        ({"count": 10**300}, f"some.count={str(10**300)[:200]} must be below 2**63"),
         ({"share": 1.0}, "some.share=1.0 is outside [0, 1)"),
         ({"share": math.nan}, "some.share=nan is outside [0, 1)"),
         ({"rate": 0.0}, "some.rate=0.0 must be finite and above 0; null: chosen"),

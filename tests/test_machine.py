@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.processes import HANGS
-from training import machine, start, waiting
+from training import machine, waiting
 from training.machine import Stopping, stop_signals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,7 +185,8 @@ def test_a_script_sets_how_threads_wait_and_where_kernels_are_kept_before_torch_
     recipe on a GPU compiled the kernels again, as their folder had moved."""
     first = next(node for node in ast.parse((ROOT / script).read_text()).body if isinstance(node, ast.If))
     begun = "\n".join(map(ast.unparse, first.body))
-    show = "import sys, os; print('torch' in sys.modules, [os.environ.get(n) for n in sys.argv[1:]])"
+    show = "import sys, os, threading; print('torch' in sys.modules, [os.environ.get(n) for n in sys.argv[1:]], "
+    show += "'watch' in [thread.name for thread in threading.enumerate()])"
     names = ["GOMP_SPINCOUNT", "KMP_BLOCKTIME", "TRITON_CACHE_DIR"]
 
     def found(**users: str) -> str:
@@ -196,11 +197,27 @@ def test_a_script_sets_how_threads_wait_and_where_kernels_are_kept_before_torch_
 
     cache = str(Path.home() / ".triton" / "cache")
     own = dict(zip(names, ["7", "8", "/elsewhere"], strict=True))
-    rounds, milliseconds = start.SPINS.values()
     watched = waiting.can_watch()
-    assert found() == f"False {[None if watched else rounds, milliseconds, cache]}"
-    assert found(**own) == f"False {list(own.values())}"
-    assert found(OMP_WAIT_POLICY="active") == f"False {[None, None, cache]}"
+    assert found() == f"False {[None if watched else '1000', '0', cache]} {watched}"
+    assert found(**own) == f"False {list(own.values())} False"
+    assert found(OMP_WAIT_POLICY="active") == f"False {[None, None, cache]} False"
+
+
+@pytest.mark.skipif(not waiting.can_watch(), reason="needs Linux")
+def test_the_time_without_a_core_is_that_in_which_others_have_it():
+    """Three programs that never rest share a core: two thirds of the time are the others'."""
+    pinned = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+    others = [subprocess.Popen([sys.executable, "-c", f"{pinned}while True: pass"]) for _ in range(2)]
+    measure = "import time; from training.waiting import without_core as lost\na = lost()\n"
+    measure += "while time.process_time() < 0.5: pass\nprint(lost() - a)"
+    try:
+        command = [sys.executable, "-c", pinned + measure]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=HANGS, check=True)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert float(done.stdout) > 0.7  # of 0.5 s with the core
 
 
 SPINNING = """

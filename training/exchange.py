@@ -102,8 +102,9 @@ def fetch_the_rest(name: str, folder: Path) -> None:
         fetch(TOKENIZER)
     except NotThere:
         fetch("vocab.json", "merges.txt")
-    with suppress(NotThere):
-        fetch(SETTINGS)
+    if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():  # else all that there is was fetched before
+        with suppress(NotThere):
+            fetch(SETTINGS)
     try:
         fetch(WEIGHTS)
         return
@@ -196,8 +197,11 @@ def read_tokenizer(folder: Path) -> tuple[dict, dict]:
     made = {"".join(merge) for merge in merges}
     added = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
     if (folder / "added_tokens.json").exists():
-        more = read_json(folder, "added_tokens.json", SMALL)
-        added += [{"content": text, "id": i, "special": False} for text, i in more.items() if text not in vocab]
+        more, known = read_json(folder, "added_tokens.json", SMALL), beside.get("added_tokens_decoder")
+        told = known.items() if isinstance(known, dict) else ()
+        special = {number for number, token in told if isinstance(token, dict) and token.get("special") is True}
+        others = [(text, i) for text, i in more.items() if text not in vocab and str(i) not in special]
+        added += [{"content": text, "id": i, "special": False} for text, i in others]
     model = {"vocab": vocab, "merges": merges}
     cut = {"type": "ByteLevel", "add_prefix_space": False}
     return {"model": model, "added_tokens": added, "pre_tokenizer": cut, "decoder": BYTE_LEVEL}, beside

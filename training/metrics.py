@@ -295,7 +295,7 @@ class Metrics:
                 frame.unlink()
         path, samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
         records = [record for record in (read_metrics(path) if path.exists() else []) if record["step"] <= step]
-        if not records and step > 0:
+        if not records and step > 0 and path.exists():  # a run under another name has none yet
             print(printable(f"{path} has no record of the steps up to {step:,}"), file=sys.stderr)
         for record in records:
             self._note_best(record)

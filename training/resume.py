@@ -85,8 +85,9 @@ def open_checkpoint(cfg: Config) -> checkpoint.Checkpoint | None:
     if cfg.resume is None:
         return None
     path = find(cfg)
-    if path.parent.name == checkpoint.FOLDER:
-        own(path.parent, folder=True)  # no link: the run would go on, and delete checkpoints, in another run's folder
+    goes_on_there = path.parent.name == checkpoint.FOLDER and cfg.name in (None, path.parent.parent.name)
+    if goes_on_there and not cfg.eval_only and path.parent.is_symlink():  # perhaps into another run, whose would go
+        raise ValueError(f"{path.parent} is a link: put the folder itself there, or make {path.parent.parent} the link")
     resumed = checkpoint.load(path)
     if path.resolve().parent.name == checkpoint.FOLDER:  # in a run's folder; a copy elsewhere gives no name
         cfg.name = cfg.name or path.resolve().parents[1].name

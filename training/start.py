@@ -16,11 +16,6 @@ from pathlib import Path
 
 from training import waiting
 
-# How long a thread of OpenMP spins until it sleeps, where nothing watches whether it may (training/waiting.py).
-SPINS = {
-    "GOMP_SPINCOUNT": "1000",  # GNU's runtime: rounds of its loop, a few microseconds
-    "KMP_BLOCKTIME": "0",  # Intel's and LLVM's, on a Mac and in conda: milliseconds
-}
 BEGAN: list[float] = []  # when the script began, by time.perf_counter(), until a run counts it as its own beginning
 
 
@@ -30,12 +25,10 @@ def begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
     if "OMP_WAIT_POLICY" not in os.environ:
         if "GOMP_SPINCOUNT" not in os.environ and waiting.can_watch():
-            threading.Thread(target=waiting.watch, daemon=True).start()
-            spins = {"KMP_BLOCKTIME": SPINS["KMP_BLOCKTIME"]}
+            threading.Thread(target=waiting.watch, name="watch", daemon=True).start()
         else:
-            spins = SPINS
-        for name, value in spins.items():
-            os.environ.setdefault(name, value)
+            os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # rounds of GNU's runtime, a few microseconds
+        os.environ.setdefault("KMP_BLOCKTIME", "0")  # ms of Intel's and LLVM's, on a Mac and in conda
     # Triton's own default. Inductor sets another folder, but only in a run in which it compiles something itself. Then
     # the next run, which finds Inductor's kernels in their cache, would look for ours in the wrong folder.
     home = os.environ.get("TRITON_HOME") or Path.home()
