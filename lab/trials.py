@@ -217,6 +217,13 @@ def without_max(impl: str, top: float, least: float, held: torch.finfo, right: l
     return SILENT if sums or least < held.smallest_normal else NONE
 
 
+def with_a_trial(failures: list[str]) -> list[str]:
+    """The failures. ValueError for one of them that has no trial."""
+    if missing := sorted({*failures} - {trial.failure for trial in TRIALS}):
+        raise ValueError(f"failure={missing[0]} has no trial: add one to TRIALS of lab/trials.py (CONTRIBUTING.md)")
+    return failures
+
+
 def hidden_first_tile(T: int, M: int, N: int, window: int) -> bool:
     """Whether the window of some row begins after the first tile of keys that its row tile visits."""
     return any(i - window + 1 > max(0, (i // M * M) - window + 1) // N * N + N - 1 for i in range(T))
