@@ -155,7 +155,7 @@ def test_a_pattern_that_cannot_cut_one_text_is_refused_with_that_text(path):
     content = json.loads((path / "tokenizer.json").read_text())
     encoding = from_json(json.dumps(content | {"name": "strange", "pattern": "(?=\u0436)|(?s:.)"}))
     assert encode(encoding, "abc").size
-    with pytest.raises(ValueError, match="cannot cut this text"):
+    with pytest.raises(ValueError, match=r"\(\?=\u0436\)"):
         encode(encoding, "\u0436abc")
 
 

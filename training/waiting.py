@@ -6,7 +6,8 @@ and a step takes 4 to 40 times as long. But to sleep and to be woken takes 8 % o
 the figures.
 
 GNU's runtime, in torch's packages for Linux, spins 300,000 rounds, or 100 while a process has more of its threads than
-there are cores (do_spin in libgomp/config/linux/wait.h). So a few idle threads more make all of them sleep soon.
+there are cores (do_spin in libgomp/config/linux/wait.h). So while a few more threads are there, which do nothing, all
+of them sleep soon.
 """
 
 import atexit
@@ -21,9 +22,7 @@ THREADS = Path("/proc/self/task")  # Linux has a folder for each thread here
 PERIOD = 0.1  # seconds from one look to the next
 NEWEST = 0.25  # share of the newest look in the average
 CROWDED, FREE = 0.3, 0.1  # seconds without a core a second, of all threads together: above they sleep, below they spin
-
-
-TEAMS = 3  # of idle threads that are started at most; with so many free cores no spinning thread is in the way
+TEAMS = 3  # of idle threads at most; where more would be needed, enough cores are free
 STARTING = threading.Lock()  # held while a team starts: Python's end would abort the process then
 
 
