@@ -40,7 +40,7 @@ from data.tokenizer import TextStream, encode, from_json
 from model.attention import AttentionConfig
 from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
-from sampling.generate import Sampler, Session, generate, tokens_seen
+from sampling.generate import NotFinite, Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange, listing
 from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype, stop_signals
 from training.metrics import printable, stamp
@@ -195,10 +195,10 @@ def main(cfg: Config) -> None:
         print(printable(f"{stamp(broken)}sampling without a cache, {refused}"), file=sys.stderr)
     try:
         (talk if cfg.interactive else write)(cfg, model, encoding, prompt, text, stamp(broken))
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, NotFinite) as error:
+        print()  # the error has a line of its own
         if not is_out_of_memory(error):
             raise
-        print()  # the error has a line of its own
         fewer = [f"num_samples={cfg.num_samples // 2}"] if cfg.num_samples > 1 else ["a smaller model"]
         if cfg.cache == "contiguous" and refusal(model) is None:
             fewer.append("cache=paged")  # which grows with the text

@@ -34,7 +34,7 @@ from filelock import FileLock
 from conf import keys
 from conf.keys import key
 from data.corpus import REPEATED, SPLITS, Corpus, Piece, scan
-from data.download import shakespeare, tinystories
+from data.download import FINEWEB_FOLDER, shakespeare, tinystories
 from data.made import Made
 from data.shards import Writer
 from data.text import LEFT_OUT, PIECE, File, counted, find, in_order, suffix, walk, writing_to
@@ -42,6 +42,7 @@ from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, byte_encoding, e
 
 FORMAT = 2  # increase it if the same text gives other files; then every cached folder is made again
 MANIFEST = "manifest.json"
+LOCK = ".lock"  # of a cache, in it
 
 THREADS = os.cpu_count() or 1  # encoding threads; the result does not depend on their number
 
@@ -143,6 +144,11 @@ def prepare(
     return folder
 
 
+def is_cache(folder: Path) -> bool:
+    """Whether texts have been prepared in this folder, or the user has put FineWeb's shards there."""
+    return (folder / LOCK).exists() or (folder / FINEWEB_FOLDER).exists()
+
+
 def kept_fraction(folder: Path, default: float) -> float:
     """The val_fraction with which a folder was made, as a resumed run still has it. default: of a folder of an earlier
     version, and of a damaged one, which open_data() refuses."""
@@ -160,7 +166,7 @@ def make(
     cache.mkdir(parents=True, exist_ok=True)
     # The system releases the lock when its process ends, in whatever way. We do not use process ids in names: they are
     # reused, and mean nothing in another container that shares the folder.
-    with FileLock(cache / ".lock"):
+    with FileLock(cache / LOCK):
         if folder.exists():
             return None
         for stale in cache.glob("*.tmp"):  # their writer held the lock, so it has ended

@@ -18,7 +18,8 @@ import codecs
 import hashlib
 import json
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
@@ -135,12 +136,19 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """
     if encoding.name == "byte":
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-    try:
+    with panic_as(ValueError(f"the tokenizer's pattern {encoding._pat_str[:100]!r} cannot cut this text")):
         return encoding.encode_to_numpy(text, disallowed_special=()).copy()  # the copy: tiktoken's own is read-only
-    except BaseException as error:  # Rust's panic is no Exception
-        if type(error).__name__ != "PanicException":
+
+
+@contextmanager
+def panic_as(error: ValueError) -> Iterator[None]:
+    """Raises this error in place of a panic of Rust's, which is no Exception."""
+    try:
+        yield
+    except BaseException as panic:
+        if type(panic).__name__ != "PanicException":
             raise
-        raise ValueError(f"the tokenizer's pattern {encoding._pat_str[:100]!r} cannot cut this text") from error
+        raise error from panic
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:

@@ -401,6 +401,27 @@ def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, 
     assert (found is None) == (said is None)
 
 
+def test_a_configuration_of_brackets_is_given_up_at_once(tmp_path):
+    """It took 43 s."""
+    (tmp_path / "config.yaml").write_text("[" * 2**15)
+    started = time.thread_time()
+    assert edits(tmp_path / "config.yaml", asdict(train.Config()), asdict(train.Config()))
+    assert time.thread_time() - started < 1
+
+
+def test_a_resumed_run_writes_into_no_cache_that_only_its_checkpoint_names(call, small, tmp_path, monkeypatch):
+    """A checkpoint of a stranger's had its data prepared in any folder that it named."""
+    monkeypatch.chdir(tmp_path)
+    run = [f"runs={tmp_path}/runs", "name=x"]
+    assert call(train, *small, "data.cache=there", "steps=1", *run).code == 0
+    shutil.rmtree("there")
+    Path("there").mkdir()
+    ended = call(train, "resume=auto", *run, "steps=2")
+    assert ended.code == 0, ended.err
+    assert [*Path("there").iterdir()] == []
+    assert "data.cache there -> data/cache" in ended.out
+
+
 # --- another implementation than the run had ------------------------------------------------------------------------
 
 

@@ -262,6 +262,16 @@ def test_a_best_checkpoint_that_is_cut_short_is_passed_over(call, spoilt, cut, w
     assert all(str(path) in line for line in named)
 
 
+@pytest.mark.parametrize("how", [[], ["num_samples=2"]])
+def test_where_no_token_can_be_drawn_the_error_has_a_line_of_its_own(call, tmp_path, how):
+    model = parrot([*b"word", END])
+    torch.nn.init.constant_(model.head.weight, torch.nan)
+    save(tmp_path / "nan/checkpoints", model)
+    ended = call(sample, f"runs={tmp_path}", "prompt=abc", *how)
+    assert ended.code == 2
+    assert ended.out.endswith("abc\n")
+
+
 @pytest.mark.parametrize("more", [[], ["export={runs}/\x1b[32mo\nut"]])
 def test_a_name_cannot_command_the_terminal(call, spoilt, more):
     (spoilt / "parrot").rename(spoilt / "\x1b[31mred")

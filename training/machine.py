@@ -109,6 +109,22 @@ def out_of_memory_as(answer: Callable[[], Exception]) -> Iterator[None]:
         raise answer() from error
 
 
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """What libraries write to standard error past Python, as Rust does its panics, is not shown."""
+    if sys.stderr is None:  # closed: another file may have its number
+        yield
+        return
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def pick_device(device: str) -> torch.device:
     """auto: a CUDA GPU if there is one, else Apple's GPU (mps), else the CPU. ValueError for a missing device."""
     if device == "auto":

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from data.loader import Loader
-from data.prepare import READS, DataConfig
+from data.prepare import READS, DataConfig, is_cache
 from model.break_it import of_older
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
@@ -76,6 +76,10 @@ def resumed_config(cfg: Any) -> dict | None:
     path = find(cfg)
     # name and runs come from the command line and not from the checkpoint: the run may have been renamed or moved.
     theirs = {key: value for key, value in checkpoint.load_state(path)["config"].items() if key not in ("name", "runs")}
+    # Nor does a cache in which nothing was prepared here: the run may come from another machine, or from a stranger.
+    data = theirs.get("data", {})
+    if not is_cache(Path(data.get("cache", DataConfig.cache))):
+        theirs["data"] = data | {"cache": cfg.data.cache}
     return theirs | {"resume": str(path)}
 
 
@@ -254,15 +258,16 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
     """A warning about edited keys in a run's config.yaml, or None. The resumed run overwrites this file.
 
     A key counts as edited if its value is neither the checkpoint's (theirs) nor the resumed run's (ours). A file with
-    aliases, which no run writes, is not read: nine lines of them can expand to billions of values. ValueError as own()
-    raises.
+    aliases or very many brackets, which no run writes, is not read: nine lines of aliases can expand to billions of
+    values, and the time that brackets take grows with their square. ValueError as own() raises.
     """
     if not own(file):
         return None
     try:
         text = read_text(file.parent, file.name, LARGEST_CONFIG)
-        aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-        written: Any = None if aliases else yaml.safe_load(text)
+        brackets = max(map(text.count, "[{"))
+        foreign = brackets > 1000 or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+        written: Any = None if foreign else yaml.safe_load(text)
         now, written["break_it"] = leaves(ours), of_older(written.get("break_it", {}))
         found = [f"{key}={typed(value)}" for key, _, value in diff(theirs, written) if value != now.get(key, ...)]
     except NO_CONFIGURATION:

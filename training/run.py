@@ -25,7 +25,7 @@ from data.loader import Batch, Loader, Prefetch, validation_batches
 from data.made import SHORTEST
 from data.tokenizer import from_json, same
 from model.attention import AttentionConfig
-from model.gpt import GPT
+from model.gpt import GPT, without_values
 from model.recompute import RecomputingGPT
 from parallel.part import UNDIVIDED
 from parallel.processes import Ranks, sends_from_python
@@ -237,6 +237,8 @@ def trainer_of(
     autocast = set_precision(dtype, device)
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
+    with without_values():  # refuses sizes that no tensor can have, before settle() counts their memory
+        make_model(cfg, attention, torch.device("meta"))
     size = replace(cfg.model, context_length=cfg.model.context_length // ranks.part.ranks)  # a rank's tokens
     settled, chosen = ranks.same(settle(size, attention, rows, dtype, device, cfg.ema_decay > 0, ranks.shards))
     settled = replace(settled, context_length=cfg.model.context_length)
