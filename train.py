@@ -76,7 +76,7 @@ from training.resume import (
     restore,
     resumed_config,
 )
-from training.run import Run, Update, data_of, folder_of, make_model, new_name, passes, trainer_of
+from training.run import Run, Update, data_of, folder_of, make_model, new_name, passes, refuse_too_large, trainer_of
 from training.settings import Config
 from training.state import rng_state, set_rng_state
 from training.step import choose_way
@@ -139,6 +139,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
 
     # Data, model and optimizer, and the random state.
     dataset, loader = data_of(cfg, resumed, parent, ranks, rows)
+    refuse_too_large(cfg, attention, dtype, device, rows, own_passes)
     train_step, way, chosen = trainer_of(cfg, attention, dtype, device, ranks, rows, parent)
     step = restore(resumed, cfg, train_step, loader) if resumed else 0
     state = resumed.state if resumed else {}
@@ -302,8 +303,12 @@ def stop_at_signal(run: Run, signal: int) -> int:
     """Ends a run that has saved after a signal. Returns the exit code."""
     run.writer.wait()
     run.ranks.wait()  # for the file: torchrun ends all ranks when one has ended with an exit code
-    run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(run.cfg)}")
+    say_stopped(run)
     return 128 + signal
+
+
+def say_stopped(run: Run) -> None:
+    run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(run.cfg)}")
 
 
 def stop_at_nan(run: Run, done: Update, numbers: Numbers) -> int:
@@ -335,18 +340,28 @@ def close(run: Run) -> None:
     error."""
     run.train_step.graphs.clear()  # before the connections that a recorded step uses
     try:
-        if run.code and not run.saved:
-            run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
         if run.step:
             with suppress(OSError) if run.code else nullcontext():  # after an error, which is the one to say
                 run.metrics.picture()
     finally:
         try:
             run.writer.close()
+            if run.code and run.began:
+                say_what_is_left(run)
         except OSError as error:  # another error ended the run, and is said too
             run.metrics.say(str(error))
         finally:
             run.metrics.close(run.code)
+
+
+def say_what_is_left(run: Run) -> None:
+    """After an end that was not the plan: that nothing was saved, or, if a second signal did not wait for the first
+    one's checkpoint, where it is."""
+    run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
+    if not run.saved:
+        run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
+    elif run.caught and run.code == 1:
+        say_stopped(run)
 
 
 if __name__ == "__main__":

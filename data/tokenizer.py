@@ -251,6 +251,7 @@ def same(a: tiktoken.Encoding, b: tiktoken.Encoding) -> bool:
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 NOT_HERE = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")  # a model's options
+NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # tokens that these files name are special
 NO_PATTERN = BYTE_LEVEL | {"use_regex": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
 LLAMA3 = (
@@ -310,7 +311,8 @@ def halves(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
 def from_huggingface(content: Any, beside: dict[str, Any], end: int | None) -> tiktoken.Encoding:
     """A tokenizer.json, parsed, as an Encoding that gives the same ids for every text.
 
-    beside: the tokenizer_config.json, parsed, whose settings count too. end: id of the token that ends a text. If no
+    beside: the settings of special_tokens_map.json and tokenizer_config.json, which count too, and as added_tokens the
+    content of added_tokens.json. end: id of the token that ends a text. If no
     token is named END_OF_TEXT, this one gets the name. Special tokens are not looked for in a text, as everywhere here.
     Raises ValueError, one line, for any other kind of tokenizer.
     """
@@ -323,20 +325,29 @@ def from_huggingface(content: Any, beside: dict[str, Any], end: int | None) -> t
         for key in NOT_HERE:
             if model.get(key):
                 raise ValueError(f"{key}={model[key]!r} has no counterpart here")
-        if beside.get("add_prefix_space") and str(beside.get("tokenizer_class", "GPT2")).startswith("GPT2"):
+        of_class = str(beside.get("tokenizer_class")).removesuffix("Fast")
+        if beside.get("add_prefix_space") and of_class not in ("PreTrainedTokenizer", "TokenizersBackend"):
             raise ValueError("tokenizer_config.json has add_prefix_space=true, a space before each text; here is none")
+        if beside.get("fast_tokenizer_files", ["tokenizer.json"]) != ["tokenizer.json"]:
+            raise ValueError("tokenizer_config.json has fast_tokenizer_files, and only tokenizer.json is read")
         if (decoder := content.get("decoder") or {}).get("type") != "ByteLevel":
             raise ValueError(f"its decoder is {json.dumps(decoder)[:200]}, and only ByteLevel can be used")
+        told = beside.get("added_tokens_decoder") or {}
+        named = [beside.get(f"{name}_token") for name in NAMED]
+        special = {token["content"] for token in told.values() if token.get("special") is True}
+        special |= {token["content"] if isinstance(token, dict) else token for token in named}
         added = content.get("added_tokens", [])
-        both = [*added, *beside.get("added_tokens_decoder", {}).values()]
-        if found := [token["content"] for token in both if token.get("special", True) is not True]:
-            raise ValueError(
-                f"its added token {found[0][:100]!r} is not special, so it is looked for in each text, and here none is"
-            )
-        special = {token["content"]: token["id"] for token in added}
-        if END_OF_TEXT not in special:
-            special = {END_OF_TEXT if token == end else name: token for name, token in special.items()}
-        own = set(special.values())
+        unlike = [token["content"] for token in added if token.get("special", True) is not True]
+        unlike += [token["content"] for token in told.values() if token.get("special") is not True]
+        special |= {token["content"] for token in added}
+        unlike += [text for text in beside.get("added_tokens", {}) if text not in special]
+        if unlike:
+            what = f"its added token {unlike[0][:100]!r} is not special"
+            raise ValueError(f"{what}, so it is looked for in each text, and here none is")
+        ids = {token["content"]: token["id"] for token in added}
+        if END_OF_TEXT not in ids:
+            ids = {END_OF_TEXT if token == end else name: token for name, token in ids.items()}
+        own = set(ids.values())
         ranks = {bytes_of(token): rank for token, rank in model["vocab"].items() if rank not in own}
         if not all(type(rank) is int and 0 <= rank < MOST_IDS for rank in [*ranks.values(), *own]):
             raise ValueError(f"an id is no number from 0 on and below {MOST_IDS}")
@@ -345,7 +356,7 @@ def from_huggingface(content: Any, beside: dict[str, Any], end: int | None) -> t
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         check_merges(ranks, [(bytes_of(a), bytes_of(b)) for a, b in merges], bool(model.get("ignore_merges")))
         pattern = pattern_of(content.get("pre_tokenizer"), max(map(len, ranks)) > 1)
-        encoding = checked(f"bpe{len(ranks) + len(special)}", pattern, ranks, special)
+        encoding = checked(f"bpe{len(ranks) + len(ids)}", pattern, ranks, ids)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = f"{type(error).__name__}: {error}" if type(error) is not ValueError else error
         raise ValueError(f"its tokenizer cannot be used ({why})") from error

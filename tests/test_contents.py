@@ -93,6 +93,7 @@ STATES = {  # {a key of state.json: values of it that no run writes; ...: withou
     f"{CONFIG}attention.softmax_scale": [1e308],
     "state.broken": (..., "no_max", None),
     "state.val_loss": ("low", [1], {}, 10**400),
+    "state.about.attention": [True],
     "state.loader": (..., None, [], {}),
     "state.loader.position": (-1, 10**30, "0", None, ...),
     "state.loader.dataset": (..., 3),
@@ -167,6 +168,13 @@ def test_what_a_state_says_stays_on_its_line(path, call):
     assert listed.out.count("\n") == 2, listed.err
     assert listed.out.count(r"two\nlines") == 2
     assert r"the run had two\nlines" in call(sample, f"checkpoint={path}", "max_new_tokens=1", "device=cpu").err
+
+
+@pytest.mark.parametrize("data", ["x", {"cache": 3}, {"cache": None}, {"cache": ["a"]}])
+def test_strange_data_is_refused_when_a_run_is_resumed(path, call, data):
+    forge(path, "state.config.data", data)
+    ended = call(train, f"resume={path}", "steps=9")
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
 
 
 NO_TENSORS = (b"", b"x" * 100, (2**60).to_bytes(8, "little"), b"\2\0\0\0\0\0\0\0{}" + b"x")

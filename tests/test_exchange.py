@@ -217,6 +217,7 @@ def test_weights_of_other_forms_are_read_as_float32(change, dtype, folder, tmp_p
 @pytest.mark.parametrize("beside", [
     {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True},  # which transformers does not read then
     {"added_tokens_decoder": {"999": {"content": "<|pad|>", "special": True}}},
+    {"pad_token": {"content": "<|pad|>"}, "additional": "<|pad|>"},
 ])  # fmt: skip
 @pytest.mark.parametrize("files", ["tokenizer.json", "older"])
 def test_settings_beside_a_tokenizer_that_change_no_id_are_taken(beside, files, folder):
@@ -224,7 +225,7 @@ def test_settings_beside_a_tokenizer_that_change_no_id_are_taken(beside, files, 
     if files == "older":
         as_gpt2s_own_files(folder)
     right = exchange.read(folder, "").tokenizer
-    if "added_tokens_decoder" in beside:
+    if "<|pad|>" in json.dumps(beside):
         (folder / "added_tokens.json").write_text('{"<|pad|>": 999}')
     (folder / "tokenizer_config.json").write_text(json.dumps(beside))
     assert exchange.read(folder, "").tokenizer == right
@@ -631,6 +632,13 @@ STRANGERS = {  # what: (change, what the message must hold)
     "a space before each text": (write("tokenizer_config.json", b'{"add_prefix_space": true}'), "add_prefix_space"),
     "a token found in texts": (write("tokenizer_config.json",
         b'{"added_tokens_decoder": {"9": {"content": "def", "special": false}}}'), "'def'"),
+    "a token that may be found in texts": (write("tokenizer_config.json",
+        b'{"added_tokens_decoder": {"9": {"content": "def"}}}'), "'def'"),
+    "a token beside tokenizer.json": (write("added_tokens.json", b'{"MYTOK": 9}'), "'MYTOK'"),
+    "a space of another class": (write("tokenizer_config.json",
+        b'{"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": true}'), "add_prefix_space"),
+    "another tokenizer.json": (write("tokenizer_config.json",
+        b'{"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}'), "fast_tokenizer_files"),
     "settings of another kind": (write("tokenizer_config.json", b'{"added_tokens_decoder": 3}'), "tokenizer"),
     "a token beside the older files": (older("added_tokens.json", '{"MYTOK": 9}'), "'MYTOK'"),
     "a merge of three": (older("merges.txt", "a b c\n"), "'a b c'"),

@@ -112,6 +112,28 @@ def test_a_signal_saves_the_step_that_was_reached_and_the_line_that_is_printed_g
     assert_same_run(run, tmp_path / "unbroken")
 
 
+def test_a_second_signal_in_the_save_of_the_first_does_not_hide_the_way_on(call, small, tmp_path, monkeypatch):
+    save, enqueue = checkpoint.save, train.enqueue
+
+    def interrupted(*given, **more):
+        time.sleep(0.2)  # until the main thread waits for this one
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return save(*given, **more)
+
+    def signalled(run):
+        enqueue(run)
+        if run.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint, "save", interrupted)
+    monkeypatch.setattr(train, "enqueue", signalled)
+    ended = call(train, *small, "steps=9", "checkpoint_every=100", f"runs={tmp_path}", "name=x")
+    assert ended.code == 128 + signal.SIGTERM
+    assert last(tmp_path / "x").name == "step_000002"
+    assert said_to_go_on(ended.out)[:2] == ["resume=auto", "name=x"]
+
+
 def said_to_go_on(out: str) -> list[str]:
     """The arguments of the command that a stopped run prints at its end."""
     python, script, *arguments = shlex.split(out.splitlines()[-1].partition("to go on: ")[2])

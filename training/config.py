@@ -61,7 +61,7 @@ FROM_TORCHRUN += ["TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"]
 FIRST_SPEAKS = 2.0
 
 # Under a limit of memory or threads. Python's RuntimeError and ImportError have no other mark.
-LIMITED = ("can't start new thread", "failed to map segment from shared object")
+LIMITED = ("can't start new thread", "failed to map segment from shared object", os.strerror(errno.ENOMEM))
 
 SCIENTIFIC = re.compile(r"(?<![\w.])\d+(\.\d*)?[eE][+-]?\d{1,2}(?![\w.])")  # 1e3, as people write a number of steps
 QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user

@@ -180,8 +180,12 @@ def token(theirs: dict, key: str) -> int | None:
 
 
 def read_tokenizer(folder: Path) -> tuple[dict, dict]:
-    """tokenizer.json, or GPT-2's older files in the same form, and tokenizer_config.json; {} without one."""
-    beside = read_json(folder, SETTINGS, SMALL) if (folder / SETTINGS).exists() else {}
+    """tokenizer.json, or GPT-2's older files in the same form, and what the other files say, as from_huggingface() has
+    it."""
+    names = ("special_tokens_map.json", SETTINGS, "added_tokens.json")
+    special, settings, added = (read_json(folder, name, SMALL) if (folder / name).exists() else {} for name in names)
+    given = {key: value for key, value in settings.items() if value is not None}
+    beside = special | given | {"added_tokens": added}
     if (folder / TOKENIZER).exists():
         return read_json(folder, TOKENIZER, LARGE), beside
     if not (folder / "vocab.json").exists():
@@ -195,16 +199,10 @@ def read_tokenizer(folder: Path) -> tuple[dict, dict]:
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
         raise ValueError(f"merges.txt has the line {' '.join(wrong)[:100]!r}, which is no pair of tokens")
     made = {"".join(merge) for merge in merges}
-    added = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
-    if (folder / "added_tokens.json").exists():
-        more, known = read_json(folder, "added_tokens.json", SMALL), beside.get("added_tokens_decoder")
-        told = known.items() if isinstance(known, dict) else ()
-        special = {number for number, token in told if isinstance(token, dict) and token.get("special") is True}
-        others = [(text, i) for text, i in more.items() if text not in vocab and str(i) not in special]
-        added += [{"content": text, "id": i, "special": False} for text, i in others]
+    listed = [{"content": text, "id": i} for text, i in vocab.items() if len(text) > 1 and text not in made]
     model = {"vocab": vocab, "merges": merges}
     cut = {"type": "ByteLevel", "add_prefix_space": False}
-    return {"model": model, "added_tokens": added, "pre_tokenizer": cut, "decoder": BYTE_LEVEL}, beside
+    return {"model": model, "added_tokens": listed, "pre_tokenizer": cut, "decoder": BYTE_LEVEL}, beside
 
 
 def refuse_pickles(folder: Path) -> None:

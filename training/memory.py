@@ -43,28 +43,37 @@ def settle(
     """The model's configuration without auto, and the line that says what was chosen and why; "" without auto.
 
     attention: resolved. dtype: float32 | bf16 | fp16. ema: whether the weights are averaged. shards: among how many
-    GPUs they are shared. model.vocab_size is set. ValueError on a CPU for a step that takes more than the machine's
-    memory: the system would kill this process, or another one, without a word.
+    GPUs they are shared. model.vocab_size is set.
     """
-    auto, why = model.activation_checkpointing == "auto", ""
-    if auto and device.type != "cuda":
+    if model.activation_checkpointing != "auto":
+        return model, ""
+    if device.type != "cuda":
         why = f"activation checkpointing: false (auto counts the memory of a CUDA GPU, not of {device.type})"
-        auto, model = False, replace(model, activation_checkpointing="false")
-    if device.type == "cpu" and hasattr(os, "sysconf"):
-        least = bytes_of(model, attention, batch_size, dtype, ema, norm_kernel=False, shards=shards)
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if least > there:
-            raise ValueError(
-                f"a step with batch_size={batch_size} sequences of {model.context_length} tokens takes "
-                f"{least / GIB:,.0f} GiB or more, and this machine has {there / GIB:.0f}: use a smaller batch_size=, "
-                "model.context_length= or model"
-            )
-    if not auto:
-        return model, why
+        return replace(model, activation_checkpointing="false"), why
     free, _ = torch.cuda.mem_get_info(device)
     asked = wanted(attention), device, DTYPES[dtype], model.head_size
     hopper = attention.impl == "triton" and not why_not("hopper backward", *asked)
     return fastest(free, model, attention, batch_size=batch_size, dtype=dtype, ema=ema, shards=shards, hopper=hopper)
+
+
+def refuse_too_much(
+    model: GPTConfig, attention: AttentionConfig, batch_size: int, passes: int, dtype: str, ema: bool
+) -> None:
+    """ValueError for a step that takes more than a CPU machine's memory: its system would kill this process, or another
+    one, without a word. The arguments are those of settle(), and the passes of a step."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
+    if model.activation_checkpointing == "auto":
+        model = replace(model, activation_checkpointing="false")
+    tokens = batch_size * model.context_length
+    least = bytes_of(model, attention, batch_size, dtype, ema, norm_kernel=False) + 16 * passes * tokens  # x and y
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if least > there:
+        raise ValueError(
+            f"a step of {passes * tokens:,} tokens, batch_size={batch_size} of {model.context_length} at a time, takes "
+            f"{least / GIB:,.0f} GiB or more, and this machine has {there / GIB:.0f}: use a smaller batch_size=, "
+            "tokens_per_step=, model.context_length= or model"
+        )
 
 
 def fastest(free: int, model: GPTConfig, attention: AttentionConfig, **of_step: Any) -> tuple[GPTConfig, str]:

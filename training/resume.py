@@ -77,9 +77,9 @@ def resumed_config(cfg: Any) -> dict | None:
     # name and runs come from the command line and not from the checkpoint: the run may have been renamed or moved.
     theirs = {key: value for key, value in checkpoint.load_state(path)["config"].items() if key not in ("name", "runs")}
     # Nor does a cache in which nothing was prepared here: the run may come from another machine, or from a stranger.
-    data = theirs.get("data", {})
-    if not is_cache(Path(data.get("cache", DataConfig.cache))):
-        theirs["data"] = data | {"cache": cfg.data.cache}
+    match theirs.get("data"):
+        case {"cache": str(cache), **rest} if not is_cache(Path(cache)):
+            theirs["data"] = {**rest, "cache": cfg.data.cache}
     return theirs | {"resume": str(path)}
 
 

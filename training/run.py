@@ -35,7 +35,7 @@ from training import ahead, checkpoint
 from training.checkpoint import Checkpoint
 from training.files import lock
 from training.machine import Signals, memory_gib, peak_flops, set_precision
-from training.memory import settle
+from training.memory import refuse_too_much, settle
 from training.metrics import Metrics, NoMetrics, broken_name, show
 from training.optimizer import base_rate, build_optimizers
 from training.record import Numbers, Report
@@ -223,6 +223,17 @@ def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) ->
         ) from error
 
 
+def refuse_too_large(
+    cfg: Config, attention: AttentionConfig, dtype: str, device: torch.device, rows: int, passes: int
+) -> None:
+    """ValueError for a size that no tensor can have, and for a step that a CPU machine's memory cannot hold. rows:
+    sequences of a pass, and passes of a step, on this rank."""
+    with without_values():
+        make_model(cfg, attention, torch.device("meta"))
+    if device.type == "cpu":
+        refuse_too_much(cfg.model, attention, rows, passes, dtype, cfg.ema_decay > 0)
+
+
 def trainer_of(
     cfg: Config,
     attention: AttentionConfig,
@@ -237,8 +248,6 @@ def trainer_of(
     autocast = set_precision(dtype, device)
     if cfg.optimizer.lr is None:
         cfg.optimizer.lr = base_rate(cfg.model.n_embd)
-    with without_values():  # refuses sizes that no tensor can have, before settle() counts their memory
-        make_model(cfg, attention, torch.device("meta"))
     size = replace(cfg.model, context_length=cfg.model.context_length // ranks.part.ranks)  # a rank's tokens
     settled, chosen = ranks.same(settle(size, attention, rows, dtype, device, cfg.ema_decay > 0, ranks.shards))
     settled = replace(settled, context_length=cfg.model.context_length)
