@@ -42,7 +42,15 @@ from model.gpt import GPT
 from sampling.cache import PAGE, KVCache, refusal
 from sampling.generate import NotFinite, Sampler, Session, generate, tokens_seen
 from training import checkpoint, config, exchange, listing
-from training.machine import DTYPES, is_out_of_memory, out_of_memory_as, pick_device, pick_dtype, stop_signals
+from training.machine import (
+    DTYPES,
+    is_out_of_memory,
+    out_of_memory_as,
+    pick_device,
+    pick_dtype,
+    stop_signals,
+    without_stderr,
+)
 from training.metrics import printable, stamp
 
 WHICH = "run checkpoint runs init_from"  # the keys that choose the weights
@@ -180,7 +188,8 @@ def main(cfg: Config) -> None:
         return
 
     # As in training, a document begins after an end-of-text token.
-    prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]
+    with without_stderr():  # Rust's text, if the tokenizer of a stranger's checkpoint cannot cut this one
+        prompt = [trained.state.get("begin", encoding.eot_token), *encode(encoding, text).tolist()]
     if cfg.prompt_file is not None:
         print(printable(f"prompt: {counted(len(prompt) - 1, 'token')} from {cfg.prompt_file}"), file=sys.stderr)
     if len(prompt) > (context := model.config.context_length) and cfg.past_context == "stop":

@@ -108,6 +108,9 @@ def main(cfg: Config) -> int:
         try:
             with out_of_memory_as(lambda: ValueError(less_memory(run))):
                 run.code = loop(run)
+        except KeyboardInterrupt:
+            run.insisted = True
+            raise
         except OSError:
             run.metrics.still_there()  # says so if the folder is gone
             raise
@@ -139,7 +142,7 @@ def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
 
     # Data, model and optimizer, and the random state.
     dataset, loader = data_of(cfg, resumed, parent, ranks, rows)
-    refuse_too_large(cfg, attention, dtype, device, rows, own_passes)
+    refuse_too_large(cfg, attention, dtype, device, ranks, rows, own_passes)
     train_step, way, chosen = trainer_of(cfg, attention, dtype, device, ranks, rows, parent)
     step = restore(resumed, cfg, train_step, loader) if resumed else 0
     state = resumed.state if resumed else {}
@@ -355,12 +358,11 @@ def close(run: Run) -> None:
 
 
 def say_what_is_left(run: Run) -> None:
-    """After an end that was not the plan: that nothing was saved, or, if a second signal did not wait for the first
-    one's checkpoint, where it is."""
+    """After an end that was not the plan: that nothing was saved, or, after a second signal, the last checkpoint."""
     run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
     if not run.saved:
         run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
-    elif run.caught and run.code == 1:
+    elif run.insisted:
         say_stopped(run)
 
 

@@ -54,10 +54,7 @@ def open_data(
     check(data)
     if data.source == "bin":
         assert data.path is not None, "check() refuses that"
-        files = find_shards(data.path)
-        if data.val_fraction != DataConfig.val_fraction and (val := [*filter(is_validation, files)]):
-            raise ValueError(f"data.val_fraction={data.val_fraction}: {val[0]} is for validation; leave it out")
-        return open_shards(files, tokenizer, data.val_fraction)
+        return open_shards(find_shards(data.path), tokenizer, data.val_fraction)
     if tokenizer.kind != "gpt2":  # checked before hundreds of megabytes are downloaded
         raise ValueError(f"tokenizer={tokenizer.kind}: data=fineweb has GPT-2's tokens: use tokenizer=gpt2")
     way_out = "delete it and what it links to, and it will be downloaded again"

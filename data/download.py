@@ -27,7 +27,7 @@ TIMEOUT = 30  # seconds to connect, and between two packets
 
 FINEWEB = "kjj0/fineweb10B-gpt2"  # modded-nanogpt's shards of FineWeb as GPT-2 tokens, a dataset on Hugging Face
 FINEWEB_SHARDS = 103
-FINEWEB_FOLDER = "fineweb10B"  # in a cache; the user may have put the shards there
+DOWNLOADS = ("fineweb10B", "tinystories", "shakespeare", "hellaswag", "hub")  # in a cache; the user may put them there
 
 STORIES, STORIES_FILE = "roneneldan/TinyStories", "TinyStoriesV2-GPT4-train.txt"  # 2.2 GB
 END_OF_STORY = b"<|endoftext|>"
@@ -143,7 +143,7 @@ def fineweb(cache: Path, shards: int | None) -> list[Path]:
     if not 1 <= shards <= FINEWEB_SHARDS:
         raise ValueError(f"data.shards={shards} is outside 1 to {FINEWEB_SHARDS}: each is 100 M tokens, 200 MB")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1))]
-    folder = cache / FINEWEB_FOLDER
+    folder = cache / "fineweb10B"
     way_out = f"put the file into {folder.resolve()}"
 
     def shard(name: str) -> Path:

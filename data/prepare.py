@@ -34,7 +34,7 @@ from filelock import FileLock
 from conf import keys
 from conf.keys import key
 from data.corpus import REPEATED, SPLITS, Corpus, Piece, scan
-from data.download import FINEWEB_FOLDER, shakespeare, tinystories
+from data.download import DOWNLOADS, shakespeare, tinystories
 from data.made import Made
 from data.shards import Writer
 from data.text import LEFT_OUT, PIECE, File, counted, find, in_order, suffix, walk, writing_to
@@ -42,7 +42,6 @@ from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, byte_encoding, e
 
 FORMAT = 2  # increase it if the same text gives other files; then every cached folder is made again
 MANIFEST = "manifest.json"
-LOCK = ".lock"  # of a cache, in it
 
 THREADS = os.cpu_count() or 1  # encoding threads; the result does not depend on their number
 
@@ -144,9 +143,15 @@ def prepare(
     return folder
 
 
-def is_cache(folder: Path) -> bool:
-    """Whether texts have been prepared in this folder, or the user has put FineWeb's shards there."""
-    return (folder / LOCK).exists() or (folder / FINEWEB_FOLDER).exists()
+def cache_of(source: Any, theirs: str, ours: str) -> str:
+    """The data.cache of a checkpoint, if that folder holds what a cache does, or this source reads none; else ours. The
+    run may come from another machine, or from a stranger, who could have us write anywhere."""
+    if source == "bin":
+        return theirs
+    with suppress(OSError, ValueError):  # no folder; one that may not be read; a name that no folder has
+        if any(path.name in DOWNLOADS or (path / MANIFEST).is_file() for path in Path(theirs).iterdir()):
+            return theirs
+    return ours
 
 
 def kept_fraction(folder: Path, default: float) -> float:
@@ -166,7 +171,7 @@ def make(
     cache.mkdir(parents=True, exist_ok=True)
     # The system releases the lock when its process ends, in whatever way. We do not use process ids in names: they are
     # reused, and mean nothing in another container that shares the folder.
-    with FileLock(cache / LOCK):
+    with FileLock(cache / ".lock"):
         if folder.exists():
             return None
         for stale in cache.glob("*.tmp"):  # their writer held the lock, so it has ended

@@ -36,6 +36,7 @@ END_OF_TEXT = "<|endoftext|>"
 BPE_SYMBOLS = 4096  # vocabulary size of tokenizer=bpe if tokenizer.vocab_size is None
 MOST_IDS = 1 << 24  # maximum size of a vocabulary; the largest in use are 64 times smaller
 LONGEST = 1000  # bytes of a token in another program's file; GPT-2's longest has 128
+LONGEST_TEXT = 1 << 16  # characters of a pattern; GPT-4o's has 463, and 10 million take 4 GB; and of a special token
 DOWNLOAD_SECONDS = 30  # time limit for GPT-2's two files, 1.5 MB together
 GPT2_URLS = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
@@ -136,19 +137,19 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """
     if encoding.name == "byte":
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-    with panic_as(ValueError(f"the tokenizer's pattern {encoding._pat_str[:100]!r} cannot cut this text")):
+    with panic_as("the tokenizer's pattern {!r} cannot cut this text", encoding._pat_str[:100]):
         return encoding.encode_to_numpy(text, disallowed_special=()).copy()  # the copy: tiktoken's own is read-only
 
 
 @contextmanager
-def panic_as(error: ValueError) -> Iterator[None]:
-    """Raises this error in place of a panic of Rust's, which is no Exception."""
+def panic_as(message: str, *values: Any) -> Iterator[None]:
+    """Raises ValueError(message with these values) in place of a panic of Rust's, which is no Exception."""
     try:
         yield
     except BaseException as panic:
         if type(panic).__name__ != "PanicException":
             raise
-        raise error from panic
+        raise ValueError(message.format(*values)) from panic
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
@@ -236,6 +237,8 @@ def checked(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str,
         raise ValueError("ranks must be distinct and hold all 256 bytes")
     if END_OF_TEXT not in special:  # another program's file may lack it, and we need it
         raise ValueError(f"special_tokens must hold {END_OF_TEXT}")
+    if (longest := max(map(len, [pattern, *special]))) > LONGEST_TEXT:
+        raise ValueError(f"the pattern or a special token has {longest:,} characters, more than {LONGEST_TEXT:,}")
     ids = [*ranks.values(), *special.values()]
     if len(set(ids)) < len(ids) or max(ids) >= MOST_IDS:  # a huge id would fill the memory: we make a table of all
         raise ValueError(f"ids must be distinct and below {MOST_IDS}")
@@ -312,9 +315,9 @@ def from_huggingface(content: Any, beside: dict[str, Any], end: int | None) -> t
     """A tokenizer.json, parsed, as an Encoding that gives the same ids for every text.
 
     beside: the settings of special_tokens_map.json and tokenizer_config.json, which count too, and as added_tokens the
-    content of added_tokens.json. end: id of the token that ends a text. If no
-    token is named END_OF_TEXT, this one gets the name. Special tokens are not looked for in a text, as everywhere here.
-    Raises ValueError, one line, for any other kind of tokenizer.
+    content of added_tokens.json. end: id of the token that ends a text. If no token is named END_OF_TEXT, this one gets
+    the name. Special tokens are not looked for in a text, as everywhere here. Raises ValueError, one line, for any
+    other kind of tokenizer.
     """
     try:
         model = content["model"]

@@ -14,7 +14,7 @@ from tiktoken import Encoding
 
 from data.dataset import Dataset, open_data
 from data.loader import Batch
-from data.prepare import DataConfig
+from data.prepare import DataConfig, cache_of
 from data.text import counted
 from data.tokenizer import TokenizerConfig, encode, from_json
 from model.abilities import OF_MASK, OF_SCORE, wanted, why_not
@@ -71,6 +71,7 @@ def text_of(found: checkpoint.Checkpoint) -> tuple[DataConfig, TokenizerConfig, 
     """The text that a checkpoint was trained on."""
     trained = found.state["config"]
     data = config.from_dict(DataConfig, trained.get("data", {}))
+    data.cache = cache_of(data.source, data.cache, DataConfig.cache)
     tokenizer = config.from_dict(TokenizerConfig, trained.get("tokenizer", {}))
     dataset = open_data(data, tokenizer, from_json(found.tokenizer), trained["model"]["context_length"])
     return data, tokenizer, dataset

@@ -245,7 +245,6 @@ def test_a_name_that_cannot_name_a_folder_everywhere(tmp_path, name):
     data.source=bin data.path={there}/good.bin tokenizer.kind=kept      tokenizer.json
     data.source=bin data.path={there}/good.bin tokenizer.kind=bpe       tokenizer=bpe
     data.source=bin data.path={there}/val                               only_val.bin
-    data.source=bin data.path={there}/val data.val_fraction=0.2         data.val_fraction=0.2
     data.source=recall model.context_length=33                          model.context_length=33
     data.source=passkey model.context_length=64                         128
     data.source=recall tokenizer.kind=bpe                               tokenizer=bpe

@@ -315,6 +315,12 @@ def test_what_lies_in_place_of_an_old_checkpoint_is_removed_and_not_followed(tmp
     assert (tmp_path / "theirs/file").exists()
 
 
+def test_a_link_that_leads_nowhere_does_not_keep_a_checkpoint_from_being_saved(tmp_path):
+    """A run ended at its save, and had saved nothing."""
+    (tmp_path / "step_000010").symlink_to("nowhere")
+    assert checkpoint.load(save(tmp_path, 10)).step == 10
+
+
 def test_nothing_is_written_through_a_link_in_place_of_the_folder(tmp_path):
     """faults/later led out of the run."""
     (tmp_path / "theirs").mkdir()

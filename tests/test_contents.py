@@ -142,7 +142,7 @@ def test_tensors_that_no_run_writes_are_refused(path, where, new):
 BACKTRACKS = r"(?:(?:[a-z ]|[a-z ])*\x00(?=c))|[\s\S]"
 
 
-@pytest.mark.parametrize("pattern", ["", "^", "a*", "(?=x)", "(", "a", BACKTRACKS, 3])
+@pytest.mark.parametrize("pattern", ["", "^", "a*", "(?=x)", "(", "a", BACKTRACKS, 3, "(?s:.)|" + (1 << 16) * "x"])
 def test_a_pattern_that_cuts_no_text_is_refused(path, pattern, capfd):
     """tiktoken panics when a pattern matches the empty text or searches for too long, and that is no Exception."""
     content = json.loads((path / "tokenizer.json").read_text())

@@ -217,7 +217,7 @@ def test_weights_of_other_forms_are_read_as_float32(change, dtype, folder, tmp_p
 @pytest.mark.parametrize("beside", [
     {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True},  # which transformers does not read then
     {"added_tokens_decoder": {"999": {"content": "<|pad|>", "special": True}}},
-    {"pad_token": {"content": "<|pad|>"}, "additional": "<|pad|>"},
+    {"pad_token": {"content": "<|pad|>"}},
 ])  # fmt: skip
 @pytest.mark.parametrize("files", ["tokenizer.json", "older"])
 def test_settings_beside_a_tokenizer_that_change_no_id_are_taken(beside, files, folder):
@@ -227,7 +227,9 @@ def test_settings_beside_a_tokenizer_that_change_no_id_are_taken(beside, files, 
     right = exchange.read(folder, "").tokenizer
     if "<|pad|>" in json.dumps(beside):
         (folder / "added_tokens.json").write_text('{"<|pad|>": 999}')
-    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
+    name = "special_tokens_map.json" if "pad_token" in beside else "tokenizer_config.json"
+    (folder / "tokenizer_config.json").write_text('{"pad_token": null}')
+    (folder / name).write_text(json.dumps(beside))
     assert exchange.read(folder, "").tokenizer == right
 
 
@@ -576,6 +578,13 @@ def resized(name: str, size: int):
     return lambda folder: os.truncate(folder / name, size)
 
 
+def sparse(folder: Path) -> None:
+    """A tensor of a terabyte that is there."""
+    header({WPE: {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}})(folder)
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 4 + (1 << 40))
+
+
 def index(entry: str):
     def change(folder: Path) -> None:
         shutil.move(folder / "model.safetensors", folder.parent / "x.safetensors")
@@ -605,6 +614,7 @@ STRANGERS = {  # what: (change, what the message must hold)
     "a pickle in disguise": (write("model.safetensors", pickle.dumps(Bomb())), "model.safetensors"),
     "cut": (resized("model.safetensors", 9000), "model.safetensors"),
     "a terabyte": (header({WPE: {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}), "safetensors"),
+    "a terabyte that is there": (sparse, "model.safetensors"),
     "an escape sequence": (header({"x": {"dtype": "\x1b[31mF32", "shape": [1], "data_offsets": [0, 4]}}),
                            "\ufffd[31mF32"),
     "a huge tokenizer": (resized("tokenizer.json", 1 << 30), "1,073,741,824"),

@@ -182,3 +182,9 @@ def test_every_key_refuses_a_value_of_another_type(schema):
             given = reduce(lambda inner, group: {group: inner}, reversed(path), {last: value})
             with pytest.raises(ValueError, match=rf"\A{re.escape(dotted)}=.* is not .*\Z"):
                 config.from_dict(schema, given)
+
+
+def test_a_bool_of_an_older_version_is_text_where_a_text_is():
+    """compile=true was a bool. A listing of runs ended in an AttributeError."""
+    made = config.from_dict(train.Config, {"compile": True, "name": False, "pack": True})
+    assert (made.compile, made.name, made.pack) == ("true", "false", True)

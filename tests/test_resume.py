@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import breakit
 import data.prepare
 import sample
 import train
@@ -299,15 +300,17 @@ def test_resume_alone_goes_on_with_the_run_as_it_was(resumed, tmp_path):
     assert changed(before, after) == ["steps 2 -> 3"]
 
 
-def test_a_run_whose_checkpoints_are_a_link_into_another_run_is_not_gone_on_with_there(resumed, tmp_path):
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/step_000002"])
+def test_a_run_whose_checkpoints_are_a_link_into_another_run_is_not_gone_on_with_there(resumed, tmp_path, linked):
     """It trained on in the other run, and deleted its checkpoints."""
-    theirs = (tmp_path / "runs/x/checkpoints").rename(tmp_path / "theirs")
-    (tmp_path / "runs/x/checkpoints").symlink_to(theirs)
-    before = sorted(theirs.rglob("*"))
-    ended = resumed("steps=9")
+    (tmp_path / "runs/other/checkpoints").mkdir(parents=True)
+    theirs = (tmp_path / "runs/x" / linked).rename(tmp_path / "runs/other" / linked)
+    (tmp_path / "runs/x" / linked).symlink_to(theirs)
+    before = sorted((tmp_path / "runs/other").rglob("*"))
+    ended = resumed("steps=9", "name=x")
     assert ended.code == 2
-    assert f"{tmp_path}/runs/x/checkpoints" in ended.err
-    assert sorted(theirs.rglob("*")) == before
+    assert f"{tmp_path}/runs/x/{linked} is a link" in ended.err
+    assert sorted((tmp_path / "runs/other").rglob("*")) == before
 
 
 def test_what_is_typed_on_resume_wins_also_where_it_is_the_default_and_is_said(resumed):
@@ -409,6 +412,7 @@ UNREADABLE += ["0x" + 5000 * "f", "1:59:" + 400 * "59:" + "59.5"]
         ("steps: 700", "steps: 9", None),  # as it is typed
         ("name: null", "name: x", None),  # of a run that was renamed
         ("lr: null\n", "lr: 0.5\n", "has been edited, optimizer.lr=0.5: "),
+        ("steps: 700", 'steps: "a\\nb"', "has been edited, steps="),
         ("batch_size: 16", "batch_sizes: [4]", "has been edited, batch_sizes=[4]: "),
         ("steps: 700", "other: null", "has been edited, other=null: "),
         ("name: null\n", ALIASES, "is not a configuration any more: "),
@@ -421,6 +425,7 @@ def test_what_someone_wrote_into_the_configuration_is_found(tmp_path, old, new, 
     found = edits(file, asdict(train.Config()), asdict(train.Config(steps=9)))
     assert (found or "").startswith(f"{file} {said}" if said else "")
     assert (found is None) == (said is None)
+    assert "\n" not in (found or "")
 
 
 def test_a_configuration_of_brackets_is_given_up_at_once(tmp_path):
@@ -438,6 +443,7 @@ def test_a_resumed_run_writes_into_no_cache_that_only_its_checkpoint_names(call,
     assert call(train, *small, "data.cache=there", "steps=1", *run).code == 0
     shutil.rmtree("there")
     Path("there").mkdir()
+    assert call(breakit, "trace=true", "run=x", f"runs={tmp_path}/runs").code == 0
     ended = call(train, "resume=auto", *run, "steps=2")
     assert ended.code == 0, ended.err
     assert [*Path("there").iterdir()] == []

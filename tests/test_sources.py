@@ -198,7 +198,7 @@ SPLITS = {  # (files, data.path, val_fraction, tokens to train on and to validat
         [256, *range(59), 1, 2, 256, *range(19)], LAST, [0, 62], [0, 3],
     ),
     "files named val, wherever they stand": (
-        {"b_train": [256, 1, 2], "a_val": [3, 256, 4], "c_train": [5, 6], "d_val": [256, 7]}, "**/*.bin", 0.05,
+        {"b_train": [256, 1, 2], "a_val": [3, 256, 4], "c_train": [5, 6], "d_val": [256, 7]}, "**/*.bin", 0.2,
         [256, 1, 2, 5, 6], [3, 256, 4, 256, 7], [0], [0, 1, 3],
     ),
     "the end of one long document": (

@@ -169,11 +169,11 @@ def save(
     # Python has no call that swaps two folders. We first rename the old one to .old-step_... all_checkpoints() accepts
     # this name while the new folder is missing, so the step always has a checkpoint.
     aside = folder / f".old-{final.name}"
-    if final.exists():
+    if os.path.lexists(final):  # a link too, wherever it leads
         os.rename(final, aside)
     os.rename(temp, final)
     sync_folder(folder)  # before anything older is deleted
-    if aside.exists():
+    if os.path.lexists(aside):
         delete(aside)
     _prune(folder, step, keep_last)
     return final
@@ -351,7 +351,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
     found = {}
     # sorted() puts ".old-step_..." before "step_...", so it is used only if a kill left no "step_..." (see save).
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if re.fullmatch(r"(\.old-)?step_\d+", path.name):
+        if re.fullmatch(r"(\.old-)?step_\d{1,19}", path.name):
             found[step_of(path)] = path
     return [found[step] for step in sorted(found)]
 

@@ -400,7 +400,8 @@ def from_dict(schema: type[T], mapping: Mapping[str, Any], prefix: str = "") -> 
     check_keys(schema, mapping, prefix)
     hints = get_type_hints(schema)
     return schema(**{
-        key: from_dict(hints[key], value, f"{prefix}{key}.") if is_dataclass(hints[key]) else value
+        key: from_dict(hints[key], value, f"{prefix}{key}.") if is_dataclass(hints[key])
+        else str(value).lower() if type(value) is bool and fits(hints[key], "") else value
         for key, value in mapping.items()
     })  # fmt: skip
 

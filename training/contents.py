@@ -129,7 +129,7 @@ def refuse_too_large(header: dict, found: Described, size: int, file: str) -> No
     if 4 * C * (rows + model.n_layer * 2 * (C + (model.mlp_hidden or C))) > size or model.n_layer > len(found):
         raise ValueError(f"its configuration describes a larger model than {file} has, {size:,} bytes")
     # The table of sines has a row for each position, whatever the file has.
-    if model.position == "rope" and 4 * model.context_length * model.head_size > size + LARGEST:
+    if model.position == "rope" and 4 * model.context_length * model.head_size > size + LARGEST // 4:
         raise ValueError(f"its configuration has a context of {model.context_length:,} tokens, more than can be used")
 
 
@@ -180,11 +180,11 @@ def check_tokenizer(header: dict, text: str) -> None:
     ranks = {bytes([b]): b for b in range(256)} | {b"": 256}
     probe = tiktoken.Encoding("probe", pat_str=encoding._pat_str, mergeable_ranks=ranks, special_tokens={})
     sample = "".join(map(chr, range(1, 0x250))) + " a  b\n\n 12 345's\u4e2d\U0001f600 "
-    error = ValueError(f"tokenizer.json: the pattern {shown(encoding._pat_str)} does not cut a text into whole parts")
-    with panic_as(error), without_stderr():  # where it searches for too long
+    message, pattern = "tokenizer.json: the pattern {} does not cut a text into whole parts", shown(encoding._pat_str)
+    with panic_as(message, pattern), without_stderr():  # where it searches for too long
         ids = probe.encode_ordinary(sample)
     if 256 in ids or bytes(ids) != sample.encode():
-        raise error
+        raise ValueError(message.format(pattern))
 
 
 @lru_cache(1)  # a resume asks three times, and GPT-2's takes a second

@@ -41,6 +41,7 @@ from training.files import inside, open_file, read_json, read_text
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+OF_TOKENS = ("special_tokens_map.json", SETTINGS, "added_tokens.json")  # beside a tokenizer; each may be missing
 DTYPES = ("F32", "BF16", "F16")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -103,8 +104,9 @@ def fetch_the_rest(name: str, folder: Path) -> None:
     except NotThere:
         fetch("vocab.json", "merges.txt")
     if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():  # else all that there is was fetched before
-        with suppress(NotThere):
-            fetch(SETTINGS)
+        for name_of_file in OF_TOKENS:
+            with suppress(NotThere):
+                fetch(name_of_file)
     try:
         fetch(WEIGHTS)
         return
@@ -182,8 +184,8 @@ def token(theirs: dict, key: str) -> int | None:
 def read_tokenizer(folder: Path) -> tuple[dict, dict]:
     """tokenizer.json, or GPT-2's older files in the same form, and what the other files say, as from_huggingface() has
     it."""
-    names = ("special_tokens_map.json", SETTINGS, "added_tokens.json")
-    special, settings, added = (read_json(folder, name, SMALL) if (folder / name).exists() else {} for name in names)
+    told = (read_json(folder, name, SMALL) if (folder / name).exists() else {} for name in OF_TOKENS)
+    special, settings, added = told
     given = {key: value for key, value in settings.items() if value is not None}
     beside = special | given | {"added_tokens": added}
     if (folder / TOKENIZER).exists():

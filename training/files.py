@@ -175,7 +175,8 @@ def open_file(file: Path) -> Any:
     as long as the file. ValueError for a damaged file."""
     try:
         return safe_open(file, "pt")
-    except (SafetensorError, OSError, MemoryError) as error:  # MemoryError: a length that no address space has
+    # MemoryError and RuntimeError: a length that no address space has, or not this one.
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         why = printable(" ".join(str(error).split())[:200])  # it may have a name in it, which may have anything
         raise ValueError(
             f"{file} cannot be read ({why}): it is damaged; delete it and what it links to, and download or copy it "

@@ -11,7 +11,9 @@ Shapes: B batch, T sequence length, C model width, H query heads, F hidden width
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,23 +59,33 @@ def settle(
 
 
 def refuse_too_much(
-    model: GPTConfig, attention: AttentionConfig, batch_size: int, passes: int, dtype: str, ema: bool
+    model: GPTConfig, attention: AttentionConfig, batch_size: int, passes: int, dtype: str, ema: bool, shards: int
 ) -> None:
-    """ValueError for a step that takes more than a CPU machine's memory: its system would kill this process, or another
-    one, without a word. The arguments are those of settle(), and the passes of a step."""
-    if not hasattr(os, "sysconf"):  # Windows
-        return
+    """ValueError for a step that takes more than the memory for CPUs: the system would kill this process, or another
+    one, without a word. The arguments are those of settle(), and the passes of a step, on one of a machine's ranks."""
+    there = memory_of_machine()
     if model.activation_checkpointing == "auto":
         model = replace(model, activation_checkpointing="false")
     tokens = batch_size * model.context_length
-    least = bytes_of(model, attention, batch_size, dtype, ema, norm_kernel=False) + 16 * passes * tokens  # x and y
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    least = bytes_of(model, attention, batch_size, dtype, ema, norm_kernel=False, shards=shards)
+    least += 16 * passes * tokens  # x and y
+    least *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if least > there:
         raise ValueError(
             f"a step of {passes * tokens:,} tokens, batch_size={batch_size} of {model.context_length} at a time, takes "
             f"{least / GIB:,.0f} GiB or more, and this machine has {there / GIB:.0f}: use a smaller batch_size=, "
             "tokens_per_step=, model.context_length= or model"
         )
+
+
+def memory_of_machine() -> float:
+    """Bytes of this machine's memory, or of the container's limit. Infinity where that cannot be asked (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return math.inf
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # another system; "max"
+        there = min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return there
 
 
 def fastest(free: int, model: GPTConfig, attention: AttentionConfig, **of_step: Any) -> tuple[GPTConfig, str]:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import yaml
 
+from conf.keys import one_line
 from data.loader import Loader
-from data.prepare import READS, DataConfig, is_cache
+from data.prepare import READS, DataConfig, cache_of
 from model.break_it import of_older
 from parallel.processes import launcher, restarted
 from parallel.shard import as_in
@@ -76,10 +77,9 @@ def resumed_config(cfg: Any) -> dict | None:
     path = find(cfg)
     # name and runs come from the command line and not from the checkpoint: the run may have been renamed or moved.
     theirs = {key: value for key, value in checkpoint.load_state(path)["config"].items() if key not in ("name", "runs")}
-    # Nor does a cache in which nothing was prepared here: the run may come from another machine, or from a stranger.
     match theirs.get("data"):
-        case {"cache": str(cache), **rest} if not is_cache(Path(cache)):
-            theirs["data"] = {**rest, "cache": cfg.data.cache}
+        case {"cache": str(cache), **rest}:
+            theirs["data"] = {**rest, "cache": cache_of(rest.get("source"), cache, cfg.data.cache)}
     return theirs | {"resume": str(path)}
 
 
@@ -90,8 +90,9 @@ def open_checkpoint(cfg: Config) -> checkpoint.Checkpoint | None:
         return None
     path = find(cfg)
     goes_on_there = path.parent.name == checkpoint.FOLDER and cfg.name in (None, path.parent.parent.name)
-    if goes_on_there and not cfg.eval_only and path.parent.is_symlink():  # perhaps into another run, whose would go
-        raise ValueError(f"{path.parent} is a link: put the folder itself there, or make {path.parent.parent} the link")
+    linked = [part for part in (path, path.parent) if part.is_symlink()]
+    if goes_on_there and not cfg.eval_only and linked:  # perhaps into another run, whose checkpoints would be deleted
+        raise ValueError(f"{linked[0]} is a link: put the folder itself there, or make {path.parent.parent} the link")
     resumed = checkpoint.load(path)
     if path.resolve().parent.name == checkpoint.FOLDER:  # in a run's folder; a copy elsewhere gives no name
         cfg.name = cfg.name or path.resolve().parents[1].name
@@ -265,14 +266,16 @@ def edits(file: Path, theirs: dict, ours: dict) -> str | None:
         return None
     try:
         text = read_text(file.parent, file.name, LARGEST_CONFIG)
-        brackets = max(map(text.count, "[{"))
-        foreign = brackets > 1000 or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-        written: Any = None if foreign else yaml.safe_load(text)
+        if max(map(text.count, "[{")) > 1000:
+            return f"{file} has more than 1,000 brackets and is not read: it is overwritten. {NOT_READ}"
+        aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+        written: Any = None if aliases else yaml.safe_load(text)
         now, written["break_it"] = leaves(ours), of_older(written.get("break_it", {}))
         found = [f"{key}={typed(value)}" for key, _, value in diff(theirs, written) if value != now.get(key, ...)]
     except NO_CONFIGURATION:
         return f"{file} is not a configuration any more: it is overwritten. {NOT_READ}"
-    return f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}" if found else None
+    edited = one_line(f"{file} has been edited, {' '.join(found)}: it is overwritten without that. {NOT_READ}")
+    return edited if found else None
 
 
 def make_room(folder: Path, held: ExitStack) -> Path | None:

@@ -88,6 +88,7 @@ class Run:
     acts: bool | None = None  # whether what break_it has taken out changes anything; None: not looked yet
     session: Session | None = None  # what writes samples, if it stays from sample to sample
     code: int = 1  # exit code; loop() sets it when it returns
+    insisted: bool = False  # whether a second signal ended the run
 
     def __post_init__(self) -> None:
         step = self.train_step
@@ -224,14 +225,22 @@ def make_model(cfg: Config, attention: AttentionConfig, device: torch.device) ->
 
 
 def refuse_too_large(
-    cfg: Config, attention: AttentionConfig, dtype: str, device: torch.device, rows: int, passes: int
+    cfg: Config,
+    attention: AttentionConfig,
+    dtype: str,
+    device: torch.device,
+    ranks: Ranks,
+    rows: int,
+    passes: int,
 ) -> None:
-    """ValueError for a size that no tensor can have, and for a step that a CPU machine's memory cannot hold. rows:
+    """On a CPU ValueError for a size that no tensor can have, and for a step that the memory cannot hold. rows:
     sequences of a pass, and passes of a step, on this rank."""
+    if device.type != "cpu":
+        return
     with without_values():
         make_model(cfg, attention, torch.device("meta"))
-    if device.type == "cpu":
-        refuse_too_much(cfg.model, attention, rows, passes, dtype, cfg.ema_decay > 0)
+    own = replace(cfg.model, context_length=cfg.model.context_length // ranks.part.ranks)
+    refuse_too_much(own, attention, rows, passes, dtype, cfg.ema_decay > 0, ranks.shards)
 
 
 def trainer_of(
