@@ -135,11 +135,11 @@ def prepare(
         print(
             f"data: {counted(len(corpus.sizes) - corpus.repeated, 'document')}{without}, "
             f"{train['bytes'] + val['bytes']:,} bytes -> {train['tokens']:,} training and {val['tokens']:,} validation "
-            f"tokens in {time.perf_counter() - started:.1f} s: {folder}",
+            f"tokens in {time.perf_counter() - started:.1f} s: {keys.one_line(str(folder))}",
             file=sys.stderr,
         )
     elif corpus.not_text or others:
-        print(f"data: {folder}{without}", file=sys.stderr)
+        print(f"data: {keys.one_line(str(folder))}{without}", file=sys.stderr)
     return folder
 
 

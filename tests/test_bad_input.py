@@ -396,8 +396,8 @@ def refused(call, there, monkeypatch):
     model.vocab_size=300
     model.mlp_hidden=10000000000000                     this machine has
     model.mlp_hidden=4611686018427387904                a model of
-    batch_size=100000000 tokens_per_step=null           use a smaller batch_size=
-    batch_size=4 tokens_per_step=1280000000000          use a smaller batch_size=
+    batch_size=100000000 tokens_per_step=null           batch_size=50000000 tokens_per_step=
+    batch_size=4 tokens_per_step=1280000000000          this machine has
     model.context_length=10000000 batch_size=1 tokens_per_step=null     10,000,001
     data.path={there}/late.txt                          offset 600000 (0xff)
     data.path={there}/short.bin data=bin tokenizer=byte  8 tokens

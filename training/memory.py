@@ -58,24 +58,16 @@ def settle(
     return fastest(free, model, attention, batch_size=batch_size, dtype=dtype, ema=ema, shards=shards, hopper=hopper)
 
 
-def refuse_too_much(
+def step_on_cpu(
     model: GPTConfig, attention: AttentionConfig, batch_size: int, passes: int, dtype: str, ema: bool, shards: int
-) -> None:
-    """ValueError for a step that takes more than the memory for CPUs: the system would kill this process, or another
-    one, without a word. The arguments are those of settle(), and the passes of a step, on one of a machine's ranks."""
-    there = memory_of_machine()
+) -> int:
+    """The bytes that a step takes at least on a machine's CPUs, of all its ranks. The arguments are those of settle(),
+    and the passes of a step, on one rank."""
     if model.activation_checkpointing == "auto":
         model = replace(model, activation_checkpointing="false")
-    tokens = batch_size * model.context_length
-    least = bytes_of(model, attention, batch_size, dtype, ema, norm_kernel=False, shards=shards)
-    least += 16 * passes * tokens  # x and y
-    least *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if least > there:
-        raise ValueError(
-            f"a step of {passes * tokens:,} tokens, batch_size={batch_size} of {model.context_length} at a time, takes "
-            f"{least / GIB:,.0f} GiB or more, and this machine has {there / GIB:.0f}: use a smaller batch_size=, "
-            "tokens_per_step=, model.context_length= or model"
-        )
+    batches = 16 * passes * batch_size * model.context_length  # x and y
+    least = bytes_of(model, attention, batch_size, dtype, ema, norm_kernel=False, shards=shards) + batches
+    return least * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def memory_of_machine() -> float:

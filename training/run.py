@@ -35,7 +35,7 @@ from training import ahead, checkpoint
 from training.checkpoint import Checkpoint
 from training.files import lock
 from training.machine import Signals, memory_gib, peak_flops, set_precision
-from training.memory import refuse_too_much, settle
+from training.memory import GIB, memory_of_machine, settle, step_on_cpu
 from training.metrics import Metrics, NoMetrics, broken_name, show
 from training.optimizer import base_rate, build_optimizers
 from training.record import Numbers, Report
@@ -233,14 +233,26 @@ def refuse_too_large(
     rows: int,
     passes: int,
 ) -> None:
-    """On a CPU ValueError for a size that no tensor can have, and for a step that the memory cannot hold. rows:
-    sequences of a pass, and passes of a step, on this rank."""
+    """On a CPU ValueError for a size that no tensor can have, and for a step that the memory cannot hold: the system
+    would kill this process, or another one, without a word. rows: sequences of a pass, and passes of a step, on this
+    rank."""
     if device.type != "cpu":
         return
     with without_values():
         make_model(cfg, attention, torch.device("meta"))
     own = replace(cfg.model, context_length=cfg.model.context_length // ranks.part.ranks)
-    refuse_too_much(own, attention, rows, passes, dtype, cfg.ema_decay > 0, ranks.shards)
+    least, there = (
+        step_on_cpu(own, attention, rows, passes, dtype, cfg.ema_decay > 0, ranks.shards),
+        memory_of_machine(),
+    )
+    if least > there:
+        length, size = cfg.model.context_length, cfg.batch_size
+        use = f"batch_size={size // 2} tokens_per_step={cfg.tokens_per_step or size * length}, which learns the same"
+        raise ValueError(
+            f"out of memory with batch_size={size} sequences of {length} tokens: a step takes {least / GIB:,.0f} GiB or "
+            f"more, and this machine has {there / GIB:.0f}; use {use if size > 1 else 'a shorter context'}, or a "
+            "smaller tokens_per_step= or model"
+        )
 
 
 def trainer_of(
