@@ -241,16 +241,13 @@ def refuse_too_large(
     with without_values():
         make_model(cfg, attention, torch.device("meta"))
     own = replace(cfg.model, context_length=cfg.model.context_length // ranks.part.ranks)
-    least, there = (
-        step_on_cpu(own, attention, rows, passes, dtype, cfg.ema_decay > 0, ranks.shards),
-        memory_of_machine(),
-    )
-    if least > there:
+    least = step_on_cpu(own, attention, rows, passes, dtype, cfg.ema_decay > 0, ranks.shards)
+    if least > (there := memory_of_machine()):
         length, size = cfg.model.context_length, cfg.batch_size
         use = f"batch_size={size // 2} tokens_per_step={cfg.tokens_per_step or size * length}, which learns the same"
         raise ValueError(
-            f"out of memory with batch_size={size} sequences of {length} tokens: a step takes {least / GIB:,.0f} GiB or "
-            f"more, and this machine has {there / GIB:.0f}; use {use if size > 1 else 'a shorter context'}, or a "
+            f"out of memory with batch_size={size} sequences of {length} tokens: a step takes {least / GIB:,.0f} GiB "
+            f"or more, and this machine has {there / GIB:.0f}; use {use if size > 1 else 'a shorter context'}, or a "
             "smaller tokens_per_step= or model"
         )
 
