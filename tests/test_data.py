@@ -23,7 +23,7 @@ from data import corpus as corpora
 from data import prepare as prepare_module
 from data.dataset import open_dataset, read_manifest
 from data.loader import Loader, fingerprint, validation_batches
-from data.prepare import MANIFEST
+from data.prepare import MANIFEST, cache_of
 from data.shards import Shards, Writer, join, read_tokens
 from data.tokenizer import TokenizerConfig
 
@@ -456,3 +456,15 @@ def test_validation_windows_may_overlap_if_the_text_is_short():
         gaps = firsts.diff()
         assert 1 <= gaps.min() <= gaps.max() <= gaps.min() + 1
     assert torch.equal(*(validation(4, T, 10 * T, overlap=overlap) for overlap in (True, False)))
+
+
+@pytest.mark.parametrize(("source", "theirs", "kept"), [
+    ("text", "prepared", True), ("text", "downloads", True), ("bin", "nowhere", True),
+    ("text", "nowhere", False), ("text", "empty", False), ("text", 300 * "x", False), ("text", "\0", False),
+])  # fmt: skip
+def test_a_checkpoints_cache_is_used_by_what_it_holds(tmp_path, monkeypatch, source, theirs, kept):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("prepared/x", "downloads/tinystories", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "prepared/x/manifest.json").touch()
+    assert cache_of(source, theirs, "ours") == (theirs if kept else "ours")

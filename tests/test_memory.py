@@ -9,7 +9,7 @@ from lab.meter import PeakBytes
 from model.attention import AttentionConfig
 from model.gpt import GPTConfig
 from model.recompute import RecomputingGPT
-from training.memory import COMPILED, FITS, PIECE, bytes_of, fastest, settle
+from training.memory import COMPILED, FITS, PIECE, bytes_of, fastest, settle, step_on_cpu
 
 GPT2 = GPTConfig(n_embd=48, n_layer=3, n_head=3, vocab_size=16, context_length=2048, position="none")
 FAMILIES = {
@@ -126,3 +126,12 @@ def test_without_a_gpu_auto_computes_nothing_again_and_what_is_no_auto_stays(sma
     assert settle(asked, AttentionConfig("tiled"), 1, "float32", torch.device("cpu"), ema=False) == (asked, "")
     assert "\nactivation checkpointing: false (auto" in small_run("steps=1 model.activation_checkpointing=auto").out
     assert "activation_checkpointing: auto" in (tmp_path / "x/config.yaml").read_text(encoding="utf-8")
+
+
+def test_a_step_on_cpus_counts_its_batches_and_all_ranks_of_the_machine(monkeypatch):
+    size = GPTConfig(n_layer=1, n_head=1, n_embd=32, context_length=64, vocab_size=9, activation_checkpointing="auto")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    one, three = (step_on_cpu(size, AttentionConfig("tiled"), 2, passes, "float32", False, 1) for passes in (1, 3))
+    assert three - one == 2 * 16 * 2 * 64
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert step_on_cpu(size, AttentionConfig("tiled"), 2, 1, "float32", False, 1) == 2 * one
