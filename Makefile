@@ -3,15 +3,13 @@
 # make test-all the same, then the slow tests: whole grids, compilers for GPUs, Chromium, the lab, trainings, kills
 # make mutants  plant wrong lines in a copy, one at a time, and see which test notices
 #
-# PYTHON chooses the interpreter (3.11 to 3.13). ARGS goes to train.py and replaces experiment=laptop:
-# make train ARGS="steps=100 attention=naive" trains the default model.
+# PYTHON chooses the interpreter (3.11 to 3.13). ARGS goes to train.py: make train ARGS="steps=100 attention=naive"
 
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: train test test-all mutants browser clean
 
-train: ARGS ?= experiment=laptop
 train: .venv/installed
 	$(BIN)/python train.py $(ARGS)
 

@@ -1,370 +1,400 @@
-"""Train a GPT. This file is the whole run, from top to bottom: configuration, set up, loop, finish.
+"""Train a GPT. This file is the whole run, from top to bottom: set up, loop, evaluate, sample, save.
 
     python train.py                                                    a small GPT on Python's standard library
-    python train.py data=text data.path=FILE_OR_FOLDER tokenizer=bpe   your own text
-    python train.py model=gpt2 tokenizer=gpt2 data=text data.path=...  GPT-2's size, for one GPU
-    python train.py attention=naive                                    the same run through another attention
+    python train.py data=text data.path=FILE_OR_FOLDER                 your own text
     python train.py break_it=no_max break_it.score_gain=100            remove one line of attention and see what happens
     python train.py experiment=shakespeare                             a recipe with a known result
-    python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, in one table and one picture
-    python train.py resume=auto                                        continue the last unbroken run
-    python train.py eval_only=true resume=NAME                         what a longer context is worth to its model
-    python train.py init_from=gpt2 data=text data.path=FILE            begin with the weights of GPT-2, or of a run
-    python train.py --help                                             the usual keys; --help all: every key
+    python train.py -m optimizer.lr=1e-3,2e-3 optimizer=adamw,muon     every combination, one after the other
+    python train.py resume=auto                                        go on with the last run
+    torchrun --nproc-per-node 2 train.py                               on two GPUs
+    python train.py --help                                             every key, with its meaning
 
 A run writes everything into runs/NAME: config.yaml, metrics.jsonl, loss.png, samples.txt, checkpoints, wandb.
 """
 
-if __name__ == "__main__":  # before the imports, which load torch
-    import gc
-
-    from training import start
-
-    start.begin()
-    gc.disable()  # until begin_collecting()
-
-import copy
-import math
 import os
+
+# Before torch is loaded. On a busy machine idle OpenMP threads must not spin: they take the cores from others.
+if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import math
+import signal
+import sys
 import time
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 
+import hydra
 import torch
+from filelock import FileLock
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
-from data.loader import Prefetch
-from model.abilities import resolve
-from model.attention import AttentionConfig
-from model.gpt import without_values
-from parallel.processes import (
-    Ranks,
-    begin,
-    divide,
-    in_a_ring,
-    join,
-    own_device,
-    refuse_several,
-    refuse_what_is_for_one,
-    sends_from_python,
-)
-from training import ahead, checkpoint, config, context, start
-from training.activities import ACTIVITIES, between_steps, find_the_fault, look_at_the_failure, session_of
-from training.machine import (
-    DTYPES,
-    Signals,
-    Stopping,
-    about,
-    begin_collecting,
-    keep_memory,
-    out_of_memory_as,
-    pick_device,
-    pick_dtype,
-    stop_signals,
-)
-from training.messages import introduce, less_memory, say_what_is_there, what_to_try
-from training.metrics import broken_name, rewrite, stamp
-from training.optimizer import learning_rate, next_place
-from training.record import Numbers
-from training.resume import (
-    again,
-    config_of,
-    edits,
-    open_checkpoint,
-    open_parent,
-    refuse_another_parent,
-    restore,
-    resumed_config,
-)
-from training.run import Run, Update, data_of, folder_of, make_model, new_name, passes, refuse_too_large, trainer_of
-from training.settings import Config
-from training.state import rng_state, set_rng_state
-from training.step import choose_way
-from training.sweep import sweep
+from data.dataset import Dataset, open_data
+from data.loader import Batch, Loader, validation_batches
+from data.made import SHORTEST
+from data.tokenizer import END_OF_TEXT, TextStream, from_json, to_json
+from model.attention import resolve
+from model.generate import Sampler, generate
+from model.gpt import GPT
+from training import awake, config, machine, probe
+from training.checkpoint import find_checkpoint, open_folder, restore, save_checkpoint, take_weights, tensors_of
+from training.config import Config, configuration, fill_in, name_of, refuse_attention
+from training.huggingface import find_weights
+from training.metrics import Metrics
+from training.optimizer import build_optimizers, learning_rate
+from training.parallel import Ranks, join
+from training.step import Numbers, Report, TrainStep, choose_way
 
-PREFETCH = 3  # batches of a step that are drawn ahead
+STOP: list[int] = []  # signals received: Ctrl-C (SIGINT), SIGTERM
 
 
-def main(cfg: Config) -> int:
-    """Trains and returns the exit code: 0; 1 if a NaN or infinity stopped the run; 128 + the signal if a signal did.
+@dataclass
+class Run:
+    """What the loop needs."""
 
-    Raises ValueError for a mistake that the user can correct. Does not change cfg.
-    """
-    if cfg.eval_only:
-        begin_collecting()
-        refuse_several("eval_only=true measures in one process")
-        return context.evaluate(copy.deepcopy(cfg))
-    started = start.BEGAN.pop() if start.BEGAN else time.perf_counter()
-    with ExitStack() as stack:
-        ranks = stack.enter_context(join(cfg))
-        caught = stack.enter_context(stop_signals())
-        try:
-            with caught.at_once("stopped before the first step: the same command starts again"):
-                run = set_up(copy.deepcopy(cfg), ranks, stack, caught)
-        except Stopping:
-            return 128 + caught[0]
-        begin_collecting()
-        run.started, run.took["starting"] = started, time.perf_counter() - started
-        try:
-            with out_of_memory_as(lambda: ValueError(less_memory(run))):
-                run.code = loop(run)
-        except KeyboardInterrupt:
-            run.insisted = True
+    cfg: Config  # with name, model.vocab_size, optimizer.lr and tokens_per_step filled in
+    folder: Path  # runs/NAME
+    lock: FileLock
+    facts: dict  # commit, versions, device, dtype, attention
+    ranks: Ranks
+    dataset: Dataset
+    loader: Loader
+    train_step: TrainStep
+    metrics: Metrics
+    step: int = 0  # updates enqueued
+    began: float = 0.0  # when the run's time was 0, by time.perf_counter(); time before a resume counts
+    seconds: float = 0.0  # of the run, as all ranks have agreed
+    signal: int = 0  # that ends the run; 0: none
+    ended: bool = False  # the last step is made: number `steps`, or max_minutes are over
+    unfinished: bool = False  # a signal has cut the evaluation of this step short
+    val_loss: float | None = None  # after this step; None if it was not evaluated
+    clock: float = 0.0  # when the last update's numbers arrived
+    pace: float = 0.0  # seconds a step, a moving average
+
+    def look_at_signals(self) -> int:
+        """The signal that ends the run, the same on all ranks; 0 for none. Also sets the time."""
+        elapsed = time.perf_counter() - self.began
+        self.signal, self.seconds = self.ranks.agree(STOP[0] if STOP else 0, elapsed)
+        return self.signal
+
+    def asks_awake(self) -> bool:
+        """Whether this is a broken run's step at which it looks whether the failure acts."""
+        return bool(self.cfg.break_it.broken) and self.step in awake.LOOKS
+
+
+config.register(Config, "config_schema")  # the schema and --help, before Hydra looks for them
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> float:
+    """One run. Returns its best validation loss, which a sweeper such as Optuna's minimises. Exits with 1 for a mistake
+    of the user's or a NaN (a sweep goes on with the next job), and with 128 + n after signal n."""
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    try:
+        run = set_up(cfg)
+    except (ValueError, OSError) as error:  # a mistake: one line. A program error keeps its traceback
+        if os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        except OSError:
-            run.metrics.still_there()  # says so if the folder is gone
-            raise
-    if run.code == 0:
-        say_what_is_there(run)
-    return run.code
+        print(f"train: {error}", file=sys.stderr, flush=True)
+        if in_sweep:
+            raise CompactHydraException(str(error)) from None
+        sys.exit(1)
+    code = 1
+    try:
+        code = train(run)
+    except torch.OutOfMemoryError as error:
+        less = f"batch_size={max(1, run.cfg.batch_size // 2)} tokens_per_step={run.cfg.tokens_per_step}"
+        raise CompactHydraException(f"out of memory: {less} learns the same ({error})") from None
+    finally:
+        run.metrics.close(code)
+        run.lock.release()
+    run.ranks.leave()
+    if code and not (code == 1 and in_sweep):
+        sys.exit(code)
+    return run.metrics.best[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Set up: device, checkpoint, data, model, folder. The quick checks come first.
+# --- set up: the quick checks come first, and the folder is made after all of them
 
 
-def set_up(cfg: Config, ranks: Ranks, stack: ExitStack, caught: Signals) -> Run:
-    """Makes the run and prints its first lines. Fills in cfg.name, cfg.model.vocab_size and cfg.optimizer.lr.
+def set_up(typed: DictConfig) -> Run:
+    """Configuration, data, model, optimizer, folder. ValueError for what cannot run."""
+    resumed = find_checkpoint(typed.resume, Path(typed.runs), typed.name) if typed.resume else None
+    parent = find_weights(typed.init_from, Path(typed.runs)) if typed.init_from and not resumed else None
+    cfg = configuration(typed, resumed, parent)
+    ranks = join(cfg.parallel, cfg.device)
+    device = machine.pick_device(ranks.device)
+    dtype = machine.pick_dtype(cfg.dtype, device)
+    attention = resolve(cfg.attention, device.type, cfg.model.head_size, cfg.model.context_length, cfg.break_it)
+    ranks.check(cfg, attention)
+    refuse_attention(cfg, attention, device)
+    way = choose_way(cfg.compile, device, attention, cfg.model, cfg.parallel.shard)
+    facts = {**machine.about(device), "dtype": dtype, "attention": attention.impl, "step": way}
 
-    stack: closes the lock and the metrics when the run ends, also after an error. The run's folder is made only after
-    all checks have passed.
-    """
-    keep_memory()
-    device, dtype, attention, way, accumulation = choices(cfg)
-    if way != "eager" and device.type == "cuda":
-        ahead.import_compiler()
-    ranks, rows, own_passes = divide(ranks, cfg, accumulation)
-    refuse_what_is_for_one(cfg, attention)
-
-    # The checkpoint, if the run resumes one. The name of a broken run says what is broken.
-    cfg.name = cfg.name and broken_name(cfg.name, cfg.break_it.label)
-    resumed, parent = open_checkpoint(cfg), open_parent(cfg)
-
-    # Data, model and optimizer, and the random state.
-    dataset, loader = data_of(cfg, resumed, parent, ranks, rows)
-    refuse_too_large(cfg, attention, dtype, device, ranks, rows, own_passes)
-    train_step, way, chosen = trainer_of(cfg, attention, dtype, device, ranks, rows, parent)
-    step = restore(resumed, cfg, train_step, loader) if resumed else 0
-    state = resumed.state if resumed else {}
-    slots, pinned = train_step.ahead + PREFETCH, device.type == "cuda"
-    batches = Prefetch(loader, own_passes, slots, pinned, cfg.length_at, step)
-    stack.callback(batches.close)
-
-    # The run's folder, locked for other processes.
-    cfg.name = ranks.same(cfg.name or new_name(cfg, train_step.model, attention.impl))
-    folder = Path(cfg.runs) / cfg.name
-    same_run = resumed is not None and resumed.path.resolve().is_relative_to(os.path.realpath(folder))
-    run_before = None if resumed is None else resumed.path.parent.parent.name
-    ranks.refuse_difference(text=loader.dataset, run=run_before, step=step)
-    facts = {**about(device), "dtype": dtype, "attention": attention.impl}
+    begun = resumed or parent
+    with ranks.first_goes_first():  # rank 0 prepares the data, the others open it
+        dataset = open_data(cfg.data, cfg.tokenizer, from_json(begun.tokenizer) if begun else None,
+                            cfg.model.context_length, cfg.runs)  # fmt: skip
+    fill_in(cfg, dataset.encoding.n_vocab, ranks.data_size, device)
+    loader = make_loader(cfg, dataset, ranks, cfg.length(resumed.step if resumed else 1))
+    validation(cfg, dataset)  # ValueError for a text that is too short
+    torch.manual_seed(cfg.seed)
+    model = ranks.prepare(GPT(cfg.model, attention, cfg.break_it), device)
+    optimizers = build_optimizers(model, cfg.optimizer)
+    # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
+    autocast = machine.set_precision(dtype, device)
+    train_step = TrainStep(model, optimizers, scaler, autocast, way, cfg.optimizer.grad_clip, cfg.stop_on_nan, ranks)
+    if parent:
+        take_weights(parent, model, ranks)
     if ranks.size > 1:
-        facts["ranks"] = ranks.size
-    metrics = folder_of(cfg, folder, facts, ranks, stack, resumed if same_run else None)
-    ranks.wait()  # until the first has the folder
-    begin()
-    run = Run(
-        cfg, folder, facts, dataset, batches, train_step, metrics, step=step, saved=resumed.path if resumed else None,
-        caught=caught, unfinished=state.get("due", False) if resumed else True,  # a new run may measure init_from
-        place=state.get("place", step), spent=state.get("seconds", 0.0), pace=state.get("pace", 0.0),
-        ended=state.get("ended", True),
-    )  # fmt: skip
-    stack.callback(close, run)
-    if resumed and same_run and (unread := edits(folder / "config.yaml", config_of(resumed), asdict(cfg))):
-        metrics.say(unread)
+        torch.manual_seed(cfg.seed + ranks.rank)  # each draws its own dropout
+    if resumed:
+        loader.load_state_dict(resumed.state["loader"])
+        scaler.load_state_dict(resumed.state["scaler"])
+        restore(resumed, model, optimizers, ranks)  # also the random state, so nothing may draw after it
+
+    cfg.name = name_of(cfg, resumed)
+    folder, step, state = Path(cfg.runs) / cfg.name, resumed.step if resumed else 0, resumed.state if resumed else {}
+    lock = open_folder(folder, resumed, ranks)
     if ranks.first:
-        rewrite(folder / "config.yaml", config.to_yaml(cfg))
-    introduce(run, resumed, parent, way)
-    if chosen:
-        metrics.say(chosen)
+        OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
+    metrics = Metrics(folder, cfg.steps, cfg.break_it.label, step, ranks.first)
+    run = Run(cfg, folder, lock, facts, ranks, dataset, loader, train_step, metrics, step)
+    run.unfinished, run.began = state.get("unfinished", False), time.perf_counter() - state.get("seconds", 0.0)
+    run.look_at_signals()
+    introduce(run, begun.path if begun else None)
+    metrics.begin_wandb(cfg.wandb, {**asdict(cfg), "about": facts})
     return run
 
 
-def choices(cfg: Config) -> tuple[torch.device, str, AttentionConfig, str, int]:
-    """Device, dtype, resolved attention, how a step is run, and passes of a step. ValueError for what does not work."""
-    device = pick_device(own_device(cfg.device))
-    dtype = pick_dtype(cfg.dtype, device)
-    attention = resolve(cfg.attention, device.type, cfg.break_it, in_a_ring(cfg), cfg.model, DTYPES[dtype])
-    way, _ = choose_way(cfg.compile, device, attention, cfg.model, cfg.break_it, sends_from_python(cfg))
-    refuse_another_parent(cfg)
-    return device, dtype, attention, way, passes(cfg)
+def make_loader(cfg: Config, dataset: Dataset, ranks: Ranks, length: int) -> Loader:
+    """The loader of the training text, in sequences of `length` tokens. A pass has as many tokens for any length."""
+    return Loader(
+        dataset.train, dataset.train_documents, batch_size=cfg.batch_size * cfg.model.context_length // length,
+        context_length=length, seed=cfg.seed, with_documents=cfg.attention.documents,
+        random_offset=cfg.data.source not in SHORTEST, rank=ranks.data_rank, world_size=ranks.data_size,
+    )  # fmt: skip
 
 
-def check(cfg: Config) -> None:
-    """Raises ValueError for a device, an attention or sizes that do not work. These are the checks of set_up() that
-    need no data and no memory. A sweep makes them for every job before the first one starts."""
-    if cfg.eval_only:
-        raise ValueError("eval_only=true measures one run: leave out -m, and type the command once for each run")
-    refuse_several("-m makes one run after the other")
-    _, _, attention, _, _ = choices(cfg)
-    cfg = copy.deepcopy(cfg)
-    cfg.model.vocab_size = cfg.model.vocab_size or 1
-    with without_values():
-        make_model(cfg, attention, torch.device("meta"))
+def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
+    """The validation batches, always the same ones."""
+    size = cfg.batch_size, cfg.model.context_length, cfg.eval_tokens, cfg.attention.documents
+    return validation_batches(dataset.val, dataset.val_documents, *size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop.
+def introduce(run: Run, begun: Path | None) -> None:
+    """The first lines: a run explains itself."""
+    cfg, data, say, stamp = run.cfg, run.dataset, run.metrics.say, run.metrics.stamp
+    say(f"{stamp}run: {run.folder}" + (f", from {begun}" if begun else ""))
+    say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
+    say(
+        f"model: {run.train_step.model.parameter_count():,} parameters | data: {data.folder}, {len(data.train):,} "
+        f"training tokens, {len(data.val):,} for validation | {cfg.tokens_per_step:,} tokens a step"
+    )
+    limit = f"{cfg.steps:,} steps" + (f" or {cfg.max_minutes:g} minutes" if cfg.max_minutes else "")
+    if run.step:
+        lr = learning_rate(cfg.place(run.step, run.seconds), cfg.steps, cfg.optimizer)
+        limit += f", of which {run.step:,} steps and {run.seconds / 60:.1f} minutes are over; learning rate {lr:.2e}"
+    will = "has made its" if is_last(run) else "trains for"
+    say(f"{will} {limit}; at the end the learning rate is {cfg.optimizer.min_lr_ratio:g} of its peak")
+    if stamp:
+        say(f"{stamp}broken on purpose: this run's numbers and text are worth nothing")
 
 
-def loop(run: Run) -> int:
-    """Trains until the last step, the time limit, a signal or a NaN, and returns the exit code.
+# --- the loop
 
-    On a GPU the host is some steps ahead: it enqueues an update, and then logs those that the device has finished. When
-    an activity is due, it first waits until all of them are finished.
-    """
-    run.began = time.perf_counter() - run.spent
-    if run.unfinished and (signals := between_steps(run, [])):
-        return stop_at_signal(run, signals[0])
-    run.model.train()
-    if ahead.MARKERS and run.ranks.first and run.cfg.sample_every and run.cfg.sample_tokens:
-        ahead.begin_sampling(session_of(run))
-    run.train_step.restart_clock()
-    run.ended = run.ended and run.ending  # a resumed run may have more steps or minutes
-    while not run.ended:
-        enqueue(run)
-        signals = agree(run)
-        run.ended = run.ending  # before an evaluation: if that passes the limit, one more update has the lowest rate
-        due = any(activity.due(run) for activity in ACTIVITIES)
-        while run.enqueued and (due or signals or oldest_is_done(run)):  # signals may be run.caught, which grows
-            if bad := log_oldest(run):
-                return stop_at_nan(run, *bad)
-        if (due or signals) and not run.enqueued:
-            with run.timed("between steps"):
-                signals = between_steps(run, signals)
-            if signals and (run.unfinished or not run.ended):
-                return stop_at_signal(run, signals[0])
-            run.spent = run.ranks.agree([], run.seconds()).spent
-            run.train_step.restart_clock()
-        run.writer.raise_error()
-    run.writer.wait()
+
+def on_signal(number: int, frame) -> None:
+    """The first signal sets a flag, which the loop and evaluate() look at. A second one kills."""
+    if STOP:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    STOP.append(number)
+    os.write(2, b"\nstopping after this step; a second signal stops at once, without saving\n")  # print() may be busy
+
+
+def train(run: Run) -> int:
+    """Trains to the last step, the time limit, a signal or a NaN. Returns the exit code. The host is up to two updates
+    ahead of a GPU: it enqueues one, then logs the one before. So the GPU never waits."""
+    cfg, train_step = run.cfg, run.train_step
+    pending: deque[tuple[int, float, Report, Batch, dict]] = deque()  # numbers have not arrived yet
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    train_step.model.train()
+    run.ended = is_last(run)
+    stopped = run.unfinished and finish_step(run)
+    run.clock = time.perf_counter()
+    while not run.ended and not stopped:
+        batch = next_batch(run)
+        run.step += 1
+        lr = learning_rate(cfg.place(run.step, run.seconds), cfg.steps, cfg.optimizer)
+        rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
+        pending.append((run.step, lr, train_step(batch, lr), batch, rng))
+        run.look_at_signals()
+        run.ended = is_last(run)
+        every = (cfg.eval_every, cfg.sample_every, cfg.checkpoint_every, cfg.probe.every)
+        due = run.signal or run.ended or run.asks_awake() or any(n and run.step % n == 0 for n in every)
+        while pending and (due or len(pending) > train_step.ahead):
+            step, lr, report, batch, rng = pending.popleft()
+            if (numbers := log(run, step, lr, report)).stopped:
+                return stop_at_nan(run, step, numbers, batch, rng)
+        if due:
+            stopped = finish_step(run)
+            run.clock = time.perf_counter()
+    run.metrics.draw(last=True)
+    again = f"python train.py resume=auto name={cfg.name}" + f" runs={cfg.runs}" * (cfg.runs != "runs")
+    if stopped:
+        run.metrics.say(f"stopped at step {run.step}, saved; to go on: {again}")
+        return 128 + run.signal
+    best = "best validation loss {:.4f} at step {}".format(*run.metrics.best)
+    more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * cfg.steps}"
+    run.metrics.say(f"{run.metrics.stamp}done: {best}; all in {run.folder}\nnext: {again} {more}")
     return 0
 
 
-def enqueue(run: Run) -> None:
-    """Enqueues the next update."""
-    cfg = run.cfg
-    batches = run.batches.next()
-    length = cfg.length_at(run.step + 1)
-    if length < cfg.model.context_length:  # (passes, B, T) to (passes, B * T / length, length)
-        batches = batches.each(lambda part: part.view(len(part), -1, length))
-    rng = rng_state() if cfg.probe.every or cfg.break_it.broken else {}
-    left = run.left / run.pace if run.pace else math.inf  # how many more updates fit into the time limit
-    run.place = next_place(run.place, run.step, left, cfg.steps, cfg.optimizer.warmup_steps)
-    lr = learning_rate(run.place, cfg.steps, cfg.optimizer)
-    # The average's decay is lower at first. With 0.999 from the start, half of the average at step 700 would still be
-    # the random initial weights.
-    decay = min(cfg.ema_decay, (1 + run.step) / (10 + run.step))
-    report = run.train_step(batches, lr, 1 - decay)
-    run.step += 1
-    run.enqueued.append(Update(run.step, batches, rng, lr, report))
+def is_last(run: Run) -> bool:
+    """Whether the run's last step is made."""
+    return run.step >= run.cfg.steps or run.seconds >= 60 * (run.cfg.max_minutes or math.inf)
 
 
-def agree(run: Run) -> list[int]:
-    """Sets run.spent and run.pace, and returns the signals received. Ranks gather the times and the signals from all of
-    them, so that they have the same learning rate and stop at the same step, and the size of their text."""
-    run.spent, run.pace = run.seconds(), run.median()
-    if run.ranks.size == 1:
-        return run.caught
-    last = run.enqueued.pop()
-    size = run.text_bytes(last.batches.y) if run.ranks.part.rank == 0 else 0  # once for ranks that share sequences
-    signals, run.spent, size, run.pace = run.ranks.agree(run.caught, run.spent, size, run.pace)
-    run.enqueued.append(last._replace(text_bytes=size))
-    return signals
+def next_batch(run: Run) -> Batch:
+    """The batch of the next step, (passes, B, T). No thread draws ahead: it takes a millisecond."""
+    cfg, length = run.cfg, run.cfg.length(run.step + 1)
+    if length != run.loader.context_length:  # the warm-up of the length is over
+        run.loader = make_loader(cfg, run.dataset, run.ranks, length)
+    assert cfg.tokens_per_step is not None, "fill_in() has set it"
+    count = cfg.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
+    x, y, documents = zip(*(run.loader.next() for _ in range(count)), strict=True)
+    return Batch(torch.stack(x), torch.stack(y), None if documents[0] is None else torch.stack(documents))
 
 
-def oldest_is_done(run: Run) -> bool:
-    """Whether the oldest update is done, or the host is too far ahead of it. Ranks log the same updates between two
-    steps, so that a NaN stops them at the same one."""
-    return len(run.enqueued) > run.train_step.ahead or (run.ranks.size == 1 and run.enqueued[0].report.arrived())
+def log(run: Run, step: int, lr: float, report: Report) -> Numbers:
+    """Waits for an update and logs it."""
+    cfg, model, device = run.cfg, run.train_step.model, run.train_step.device
+    numbers, now = report.numbers(), time.perf_counter()
+    seconds, run.clock = now - run.clock, now
+    run.pace = seconds if run.train_step.steps <= 4 else 0.9 * run.pace + 0.1 * seconds  # the first ones compile
+    left = min(run.pace * (cfg.steps - step), 60 * (cfg.max_minutes or math.inf) - run.seconds)
+    peak = machine.peak_flops(device) if run.facts["dtype"] != "float32" else None
+    speed = (cfg.tokens_per_step or 0) / seconds
+    record = {"step": step, "loss": numbers.loss, "lr": lr, "grad_norm": numbers.grad_norm, "ms": seconds * 1e3,
+              "tokens_per_second": speed, "memory_gib": machine.memory_gib(device), "eta_s": max(0.0, left),
+              "mfu": model.flops_per_token(cfg.length(step)) * speed / peak / run.ranks.size if peak else None
+              }  # fmt: skip
+    if run.train_step.scaler.is_enabled():
+        record["loss_scale"] = numbers.loss_scale
+    if step % cfg.log_every == 0 or step == cfg.steps or numbers.stopped:
+        run.metrics.log(record)
+    return numbers
 
 
-def log_oldest(run: Run) -> tuple[Update, Numbers] | None:
-    """Waits for the oldest update, and logs it. Returns it if the run stops there, else None."""
-    done = run.enqueued.popleft()
-    numbers = done.report.numbers()
-    seconds = done.report.seconds()
-    if done.report.warm and done.step > run.cfg.length_warmup_steps and not run.compiled:
-        run.compiled = True
-        ahead.end()
-    run.times.append(seconds)
-    run.took["steps" if done.report.warm else "cold steps"] += seconds
-    run.cold += not done.report.warm
-    last = run.ending and done.step == run.step
-    if done.step % run.cfg.log_every == 0 or last or numbers.stopped:
-        run.metrics.log(run.record_of(done, numbers, seconds))
-    if numbers.stopped:
-        return done, numbers
-    run.batches.give_back(done.batches)
-    return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Finish.
-
-
-def stop_at_signal(run: Run, signal: int) -> int:
-    """Ends a run that has saved after a signal. Returns the exit code."""
-    run.writer.wait()
-    run.ranks.wait()  # for the file: torchrun ends all ranks when one has ended with an exit code
-    say_stopped(run)
-    return 128 + signal
-
-
-def say_stopped(run: Run) -> None:
-    run.metrics.say(f"stopped at step {run.step}, saved {run.saved}; to go on: {again(run.cfg)}")
-
-
-def stop_at_nan(run: Run, done: Update, numbers: Numbers) -> int:
-    """Ends a run at an update that the device left out because of a NaN or infinity. Returns the exit code.
-
-    The updates enqueued after it were left out too, so the weights and all else are those of the step before.
-    """
-    cfg = run.cfg
-    run.step, run.val_loss = done.step, math.inf
-    if run.enqueued and (rng := run.enqueued[0].rng):  # as if the later updates had drawn nothing
-        set_rng_state(rng)
-    run.enqueued.clear()
-    try:
-        run.writer.wait()
-    except OSError as error:  # the run says the NaN all the same
-        run.metrics.say(str(error))
-        run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
-    run.ranks.wait()  # for the first one's file
-    if cfg.break_it.broken:
-        look_at_the_failure(run, list(done.batches.parts()))
-    run.metrics.say(stamp(cfg.break_it.label) + what_to_try(run, numbers))
-    if cfg.probe.every:
-        find_the_fault(run, list(done.batches.parts()), done.rng)
+def stop_at_nan(run: Run, step: int, numbers: Numbers, batch: Batch, rng: dict) -> int:
+    """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
+    say, one, run.step = run.metrics.say, run.train_step, step  # later updates were left out
+    say(f"{run.metrics.stamp}step {step}: loss {numbers.loss}, norm {numbers.grad_norm}: stopped before the update")
+    say(f"try: a lower optimizer.lr (it is {run.cfg.optimizer.lr:g}); dtype=float32; probe.every=100, to find the tile")
+    if run.cfg.probe.every:
+        with one.uncompiled():
+            found = probe.search(one.model, list(batch.parts()), rng, one.device, one.autocast)
+        say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
+        if found:
+            say(f"  to see it again: python breakit.py replay={save(run, 'faults', found[1])}")
+    run.metrics.draw(last=True)
     return 1
 
 
-def close(run: Run) -> None:
-    """Draws the last picture, and closes the writer and the metrics. Called at the end of every run, also after an
-    error."""
-    run.train_step.graphs.clear()  # before the connections that a recorded step uses
+# --- between two steps: evaluate, sample, save
+
+
+def finish_step(run: Run) -> bool:
+    """Evaluates, samples and saves, as far as it is due after this step. Returns whether a signal ends the run. An
+    evaluation that a signal cuts short is left for the resumed run, which begins with it."""
+    cfg, due = run.cfg, lambda every: bool(every) and (run.ended or run.step % every == 0)
+    if run.asks_awake() or (cfg.probe.every and run.step % cfg.probe.every == 0):
+        look(run)
+    run.val_loss = evaluate(run) if due(cfg.eval_every) else None
+    run.unfinished = due(cfg.eval_every) and run.val_loss is None
+    if due(cfg.sample_every) and not run.unfinished:
+        sample(run)
+    if run.signal or due(cfg.checkpoint_every):
+        save(run)
+    run.metrics.draw()
+    return bool(run.signal)
+
+
+def evaluate(run: Run) -> float | None:
+    """Logs the mean loss over the validation windows and returns it; None if a signal has come meanwhile."""
+    losses, counts, sizes = [], [], []  # nats a token, tokens, bytes of this rank's batches
+    run.train_step.model.eval()
+    for batch, mine in run.ranks.shares(validation(run.cfg, run.dataset)):
+        if run.look_at_signals():
+            break
+        loss, y = run.train_step.loss_of(batch), run.ranks.cut(batch)[1]
+        losses.append(loss)
+        counts.append(y.numel() * mine)
+        sizes.append(int(run.dataset.token_bytes[y.numpy()].sum()) * mine)
+    run.train_step.model.train()
+    if run.signal:
+        return None
+    summed = sum(float(loss) * n for loss, n in zip(losses, counts, strict=True))
+    nats, tokens, size = run.ranks.sum([summed, sum(counts), sum(sizes)])
+    record = {"val_loss": nats / tokens, "val_bits_per_byte": nats / math.log(2) / size, "seconds": run.seconds}
+    run.metrics.log({"step": run.step, **record})
+    return nats / tokens
+
+
+def look(run: Run) -> None:
+    """Logs the probe's gauges of attention on the first validation sequence; of a broken run also whether it acts."""
+    step, rng = run.train_step, machine.rng_state()
+    x, y, documents = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1]).to(step.device)
+    with step.autocast, step.uncompiled():  # in training mode, for dropout
+        calls = probe.record(step.model, x, documents, y)
+        found = awake.effects(calls) if run.asks_awake() else []
+    machine.set_rng_state(rng)  # training's random numbers stay as they are
+    run.metrics.log({"step": run.step, **probe.reading(calls), **(awake.record_of(found) if found else {})})
+    if run.asks_awake():
+        run.metrics.say(run.metrics.stamp + awake.in_words(found, run.cfg, run.step))
+
+
+def sample(run: Run) -> None:
+    """Writes the model's text after an end-of-text token, where documents begin."""
+    model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
+    stream, end = TextStream(encoding), encoding.encode_single_token(END_OF_TEXT)
+    generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
     try:
-        if run.step:
-            with suppress(OSError) if run.code else nullcontext():  # after an error, which is the one to say
-                run.metrics.picture()
-    finally:
-        try:
-            run.writer.close()
-            if run.code and run.began:
-                say_what_is_left(run)
-        except OSError as error:  # another error ended the run, and is said too
-            run.metrics.say(str(error))
-        finally:
-            run.metrics.close(run.code)
+        with run.train_step.autocast, run.train_step.uncompiled():
+            # FSDP2 gathers weights on all ranks together: all make all tokens, without a cache, which has a CUDA graph.
+            made = [*generate(model, torch.tensor([[end]], device=device), run.cfg.sample_tokens, Sampler(), generator,
+                              cache=not run.cfg.parallel.shard)]  # fmt: skip
+            ids = (token for token in takewhile(end.__ne__, map(int, made)) if token < encoding.n_vocab)
+            text = "".join(map(stream.feed, ids)) + stream.flush()
+        run.metrics.sample(run.step, text)
+    except ValueError as error:  # the logits are NaN
+        run.metrics.say(f"{run.metrics.stamp}no sample at step {run.step}: {error}")
+    model.train()
 
 
-def say_what_is_left(run: Run) -> None:
-    """After an end that was not the plan: that nothing was saved, or, after a second signal, the last checkpoint."""
-    run.saved = checkpoint.last(run.folder / checkpoint.FOLDER)
-    if not run.saved:
-        run.metrics.say("no checkpoint was saved, so there is nothing to resume: the same command starts again")
-    elif run.insisted:
-        say_stopped(run)
+def save(run: Run, into: str = "checkpoints", fault: dict | None = None) -> Path:
+    """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer."""
+    step, cfg = run.train_step, run.cfg
+    state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": run.val_loss,
+             "loader": run.loader.state_dict(), "scaler": step.scaler.state_dict(), "unfinished": run.unfinished,
+             "seconds": run.seconds}  # fmt: skip
+    weights, training = tensors_of(step.model, step.optimizers, run.ranks)
+    if not run.ranks.first:
+        return run.folder
+    text, folder = to_json(run.dataset.encoding), run.folder / into
+    return save_checkpoint(folder, run.step, weights, fault or training, state, text, cfg.keep_last)
 
 
 if __name__ == "__main__":
-    config.run(main, Config, "config", resumed=resumed_config, check=check, jobs_of=sweep)
+    config.refuse_unknown(sys.argv[1:], Config, "train")
+    main()

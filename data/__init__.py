@@ -1,2 +1,2 @@
-"""From text to batches. text.py and download.py get the text; prepare.py turns it into token files with tokenizer.py;
-shards.py has the format of token files; dataset.py opens them; loader.py makes batches from them."""
+"""From text to batches. text.py finds and reads text, download.py fetches it, made.py makes it; prepare.py turns it
+into token files with tokenizer.py; dataset.py opens them, or those of others; loader.py makes batches."""

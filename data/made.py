@@ -10,8 +10,6 @@ of Mohtashami and Jaggi (arXiv 2305.16300).
 
 import math
 import string
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,41 +27,30 @@ LONGEST = 64  # characters of a string in its place
 SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
 
 
-@dataclass(frozen=True)
-class Made:
-    """The documents of a source. Raises ValueError for a length that does not fit.
-
-    length: tokens of a document with its end-of-text token, which is model.context_length.
-    """
-
-    source: str  # recall | passkey
-    length: int
-
-    def __post_init__(self):
-        least = SHORTEST[self.source]
-        if self.length < least or self.length % 2:
-            raise ValueError(
-                f"model.context_length={self.length}: data={self.source} fills each context with one document, and "
-                f"needs an even length of at least {least}"
-            )
-
-    @property
-    def count(self) -> int:
-        """The number of documents."""
-        return max(1, min(DOCUMENTS, BYTES // self.length))
-
-    def documents(self) -> Iterator[tuple[str, bytes]]:
-        """(place, text) of each document; the text has length - 1 bytes."""
-        write = repeated if self.source == "recall" else passkeys
-        for i in range(self.count):
-            yield f"{self.source} {i}", write(self.length, np.random.default_rng([SEED, self.length, i])).encode()
+def documents(source: str, length: int, val_fraction: float) -> list[str]:
+    """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context.
+    ValueError for a length that does not fit, and for one that leaves too few documents for validation."""
+    least = SHORTEST[source]
+    if length < least or length % 2:
+        raise ValueError(
+            f"model.context_length={length}: data={source} fills each context with one document, and needs an even "
+            f"length of at least {least}"
+        )
+    count = max(1, min(DOCUMENTS, BYTES // length))
+    if count * val_fraction < 2:  # the last window needs the first token of another document
+        raise ValueError(
+            f"data.val_fraction={val_fraction} of {count} documents leaves fewer than two for validation: "
+            f"use data.val_fraction={min(0.5, 2 / count):g} or more, or a shorter context"
+        )
+    write = recall if source == "recall" else passkeys
+    return [write(length, np.random.default_rng([SEED, length, i])) for i in range(count)]
 
 
 def random_string(length: int, generator: np.random.Generator) -> str:
     return LETTERS[generator.integers(len(LETTERS), size=length)].tobytes().decode()
 
 
-def repeated(length: int, generator: np.random.Generator) -> str:
+def recall(length: int, generator: np.random.Generator) -> str:
     """A random string, a line end and the string again: length - 1 characters."""
     half = random_string(length // 2 - 1, generator)
     return f"{half}\n{half}"
@@ -77,8 +64,7 @@ def second_half(length: int) -> slice:
 def passkey(length: int, depth: float, generator: np.random.Generator, number: str = "") -> str:
     """A text of length - 1 characters that tells a number and asks for it at its end.
 
-    depth: where it is told, 0 at the start of the text, 1 just before the question. number: drawn if it is left out.
-    """
+    depth: where it is told, 0 at the start of the text, 1 just before the question. number: drawn if it is left out."""
     number = number or f"{generator.integers(10**DIGITS):0{DIGITS}}"
     told, asked = KEY.format(number), QUESTION.format(number)
     around = length - 1 - len(told) - len(asked)  # characters of filler
@@ -88,12 +74,9 @@ def passkey(length: int, depth: float, generator: np.random.Generator, number: s
 
 
 def passkeys(length: int, generator: np.random.Generator) -> str:
-    """Texts of passkey() one after the other, length - 1 characters in all, to learn from.
-
-    Their lengths are drawn log-uniformly, from the shortest to all that is left. So some questions are near their
-    number and some are far. In half of the texts that have room for it the number is a random string of up to LONGEST
-    characters instead. A model learns to copy from these: five digits are too few of a text's tokens.
-    """
+    """Texts of passkey() one after the other, length - 1 characters in all, to learn from. Their lengths are drawn
+    log-uniformly, so some questions are near their number and some are far. In half of the texts that have room for it
+    the number is a random string of up to LONGEST characters instead: five digits are too few tokens to learn from."""
     least, text = SHORTEST["passkey"], ""
     while (left := length - len(text)) > 0:
         size = round(math.exp(generator.uniform(math.log(least), math.log(left))))

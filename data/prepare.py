@@ -1,98 +1,77 @@
-"""Text -> token files, made once and cached in a folder whose name has a hash of the text.
+"""Text -> token files, made once and cached. data.cache has a folder for each text, tokenizer and val_fraction:
 
     data/cache/pystdlib-byte-1f0c2a9be7d4/
-        train.bin, val.bin                        tokens, in the format of data/shards.py
+        train.bin, val.bin                        tokens, as in llm.c and modded-nanogpt: a header of 256 int32, then a
+                                                  uint16 (or uint32) each; end of text stands BEFORE each document
         train_documents.npy, val_documents.npy    index of each document's first token, int64
-        tokenizer.json                            the tokenizer, which turns the tokens back into text
-        manifest.json                             counts, and the SHA-256 of every file above
+        tokenizer.json                            turns the tokens back into text
+        about                                     a line: the counts, and what was left out
 
-data/corpus.py reads the text. Memory: what it needs, and a few MB per thread.
+The last part of its name is a hash of the files' paths, sizes and times of change, so an edited text gets a new folder.
+A folder is written aside and renamed when it is complete; a start only opens it. The text is read into memory.
 """
 
 import hashlib
 import json
-import os
-import platform
-import re
 import shutil
 import sys
 import sysconfig
-import time
-from array import array
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tiktoken
 from filelock import FileLock
+from tqdm import tqdm
 
-from conf import keys
-from conf.keys import key
-from data.corpus import REPEATED, SPLITS, Corpus, Piece, scan
-from data.download import DOWNLOADS, shakespeare, tinystories
-from data.made import Made
-from data.shards import Writer
-from data.text import LEFT_OUT, PIECE, File, counted, find, in_order, suffix, walk, writing_to
-from data.tokenizer import BPE_SYMBOLS, TokenizerConfig, build, byte_encoding, encode, same, to_json
+from conf.keys import check, key, one_line
+from data import download, made, text
+from data.tokenizer import END_OF_TEXT, TokenizerConfig, build, encode_all, to_json
 
-FORMAT = 2  # increase it if the same text gives other files; then every cached folder is made again
-MANIFEST = "manifest.json"
-
-THREADS = os.cpu_count() or 1  # encoding threads; the result does not depend on their number
-
-# The keys that each source reads, besides val_fraction and cache. Other keys are refused, so none is ignored silently.
-READS = {
-    "pystdlib": (),
-    "pypackages": (),
-    "text": ("path", "field"),
-    "bin": ("path",),
-    "shakespeare": ("url",),
-    "tinystories": ("megabytes",),
-    "fineweb": ("shards",),
-    "recall": (),
-    "passkey": (),
+FORMAT = 3  # increase it if the same text gives other files
+LEARN = 1 << 28  # characters that bpe learns from; more change few merges, and rustbpe's counts need memory
+NOT_READ = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}  # of Python's folders
+SOURCES = ("pystdlib", "pypackages", "text", "hub", "shakespeare", "bin", "fineweb", "recall", "passkey")
+READERS = {"path": ("text", "bin", "hub"), "field": ("text", "hub"), "shards": ("fineweb",)}  # sources that read a key
+HEADER = 1024  # bytes
+MAGIC: dict[tuple[int, ...], np.dtype] = {  # first two numbers of llm.c's GPT-2 and Llama 3 shards
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
 }
-
-ORIGINS = {
-    "pystdlib": f"standard library of Python {platform.python_version()}",
-    "pypackages": f"packages installed for Python {platform.python_version()}",
-    "shakespeare": "tinyshakespeare",
-    "tinystories": "TinyStories",
-    "recall": "random strings, each repeated once",
-    "passkey": "pass keys, each hidden in a filler text",
-}
-PREPARED = ("text", *ORIGINS)  # the sources of text; the others are token files
-KEPT_TEXT = re.compile(r"text-(\w+)-[0-9a-f]{12}")  # name of a folder that prepare() made; the group is its tokenizer
-TEMPORARY = re.compile(rf"({'|'.join(PREPARED)})-\w+-[0-9a-f]{{12}}\.tmp")
+PIECE = 1 << 18  # characters that are encoded at a time: the tokenizers' patterns give up at a million spaces in a row
 
 
 @dataclass
 class DataConfig:
-    """Which text, and how much of it is for validation. READS has the keys of each source."""
+    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
 
-    # data=NAME sets the related keys too.
-    source: str = key("pystdlib", among=" | ".join(READS))
+    source: str = key("pystdlib", among=" | ".join(SOURCES))
     path: str | None = key(
-        None, "data=text or bin: a file, a folder or a glob; data=text also: - (standard input)", least=1
+        None, "data=text or bin: a file, folder or glob; text also - (standard input); hub: OWNER/NAME/FILE", least=1
     )
-    field: str = key("text", "data=text: field of a .jsonl line that holds the text", least=1)
+    field: str = key("text", "field of a .jsonl line that holds the text", least=1)
     val_fraction: float = key(
-        0.05, "fraction of the text for validation; data=bin: only if no file is named *val*", above=0, most=0.5
+        0.05, "fraction for validation; data=bin: if no file is named val, dev, test or the like", above=0, most=0.5
     )
-    shards: int | None = key(None, "data=fineweb: number of training files, 1 to 103, of 100 M tokens each; null: 1")
-    megabytes: int | None = key(
-        None, "data=tinystories: size of the beginning that is downloaded, of 2200 MB; null: 100", least=1, most=2200
-    )
-    url: str | None = key(None, "data=shakespeare: address of another folder to download input.txt from")
+    shards: int = key(1, "data=fineweb: number of training files of 100 M tokens", least=1, most=103)
     cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", least=1)
 
     def __post_init__(self):
-        keys.check(self, "data.")
+        check(self, "data.")
+
+
+def check_keys(data: DataConfig) -> None:
+    """ValueError for a key that this source would ignore, and for a missing path."""
+    for name, sources in READERS.items():
+        value = getattr(data, name)
+        if value != getattr(DataConfig, name) and data.source not in sources:
+            readers = " or ".join(f"data={source}" for source in sources)
+            raise ValueError(f"data.{name}={value} is read with {readers} only: choose that, or leave it out")
+    if data.path is None and data.source in READERS["path"]:
+        what = "OWNER/NAME/FILE" if data.source == "hub" else "FILE, a folder or a glob"
+        raise ValueError(f"data={data.source} needs a path: data.path={what}")
 
 
 def prepare(
@@ -100,259 +79,162 @@ def prepare(
     tokenizer: TokenizerConfig,
     kept: tiktoken.Encoding | None = None,
     context_length: int | None = None,
+    runs: str | None = None,
 ) -> Path:
-    """Returns the folder of token files for this text and tokenizer, and makes it if it is missing. data.path may be
-    such a folder: a resumed run that had read standard input uses it. kept: the tokenizer for tokenizer=kept.
-    context_length: the length of a document in tokens, for the sources that make their text (data/made.py).
+    """The folder of token files for this text and tokenizer; made if it is missing. ValueError for the user's mistakes.
 
-    Every call reads and hashes the whole text, about a second per GB, to detect edited files. Several processes may
-    call this at once: one does the work and the others wait. Raises ValueError, one line, for every mistake that the
-    user can correct.
-    """
-    check(data)
-    assert data.source in PREPARED, "token files are opened by open_data()"
+    kept: the tokenizer for tokenizer=kept. context_length: tokens of a document of recall and passkey. runs: the folder
+    of all runs, whose files are no text. Sets data.path=- to the copy of standard input."""
     kept = kept if tokenizer.kind == "kept" else None
-    label = label_of(tokenizer, kept)
-    named = Path(os.path.expanduser(data.path or ""))
-    if (made := KEPT_TEXT.fullmatch(named.name)) and (named / MANIFEST).is_file():
-        if made[1] != label:
-            raise ValueError(f"{named} has tokens of tokenizer {made[1]}, not of {label}: use that one")
-        if data.field != DataConfig.field:
-            raise ValueError(f"{named} has tokens and no fields: leave out data.field={data.field}")
-        if data.val_fraction not in (DataConfig.val_fraction, kept_fraction(named, data.val_fraction)):
-            raise ValueError(f"{named} is split already: leave out data.val_fraction={data.val_fraction:g}")
-        return named
-
-    started = time.perf_counter()
-    files = files_of(data, tokenizer, kept, context_length)
-    corpus = scan(files, data.field, data.path or data.source)
-    others = sum(1 for _ in walk(str(named))) - len(files) if data.path and named.is_dir() else 0
-    folder = Path(data.cache) / folder_name(data, label, corpus)
-    manifest = None if folder.exists() else make(folder, corpus, data, tokenizer, kept)
-    without = left_out(corpus, others, folder)
-    if manifest:
-        train, val = manifest["train"], manifest["val"]
-        print(
-            f"data: {counted(len(corpus.sizes) - corpus.repeated, 'document')}{without}, "
-            f"{train['bytes'] + val['bytes']:,} bytes -> {train['tokens']:,} training and {val['tokens']:,} validation "
-            f"tokens in {time.perf_counter() - started:.1f} s: {keys.one_line(str(folder))}",
-            file=sys.stderr,
-        )
-    elif corpus.not_text or others:
-        print(f"data: {keys.one_line(str(folder))}{without}", file=sys.stderr)
+    length = context_length if data.source in made.SHORTEST else None
+    if length and (kept.name if kept else tokenizer.kind) != "byte":
+        raise ValueError(f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte")
+    files, others = files_of(data, runs)
+    states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    named = [to_json(kept) if kept else tokenizer.label, data.source, data.field, data.val_fraction, length]
+    digest = hashlib.sha256(json.dumps([FORMAT, states, *named]).encode()).hexdigest()
+    folder = Path(data.cache) / f"{data.source}-{tokenizer.label}-{digest[:12]}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / ".lock"):  # one process makes the folder, the others wait
+            if not folder.exists():
+                texts, refused = read(data, files, length)
+                note = f"; files that cannot be read: {len(refused)}, the first: {refused[0]}" if refused else ""
+                note += f"; with a suffix that is not read: {len(others)}, the first: {others[0]}" if others else ""
+                make(folder, texts, data.val_fraction, kept or tokenizer, note)
+    print(f"data: {one_line((folder / 'about').read_text(encoding='utf-8'))}", file=sys.stderr)
     return folder
-
-
-def cache_of(source: Any, theirs: str, ours: str) -> str:
-    """The data.cache of a checkpoint, if that folder holds what a cache does, or this source reads none; else ours. The
-    run may come from another machine, or from a stranger, who could have us write anywhere."""
-    if source == "bin":
-        return theirs
-    with suppress(OSError, ValueError):  # no folder; one that may not be read; a name that no folder has
-        if any(path.name in DOWNLOADS or (path / MANIFEST).is_file() for path in Path(theirs).iterdir()):
-            return theirs
-    return ours
-
-
-def kept_fraction(folder: Path, default: float) -> float:
-    """The val_fraction with which a folder was made, as a resumed run still has it. default: of a folder of an earlier
-    version, and of a damaged one, which open_data() refuses."""
-    with suppress(OSError, ValueError, AttributeError):
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("val_fraction", default)
-    return default
-
-
-def make(
-    folder: Path, corpus: Corpus, data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None
-) -> dict[str, Any] | None:
-    """Makes the folder with all its files, flushed to the disk: it is complete or absent. Returns its manifest, or None
-    if another process has made it, for which this one waits."""
-    cache = folder.parent
-    cache.mkdir(parents=True, exist_ok=True)
-    # The system releases the lock when its process ends, in whatever way. We do not use process ids in names: they are
-    # reused, and mean nothing in another container that shares the folder.
-    with FileLock(cache / ".lock"):
-        if folder.exists():
-            return None
-        for stale in cache.glob("*.tmp"):  # their writer held the lock, so it has ended
-            if TEMPORARY.fullmatch(stale.name) and stale.is_dir():  # the cache folder may have other files too
-                shutil.rmtree(stale)
-        temporary = cache / f"{folder.name}.tmp"
-        corpus.split(data.val_fraction)
-        try:
-            with writing_to(cache):
-                # Training text only: a tokenizer that knows the validation text makes its bits per byte too low.
-                encoding = kept or build(tokenizer, corpus.training_text())
-                temporary.mkdir()
-                manifest: dict[str, Any] = {
-                    "version": FORMAT,
-                    "val_fraction": data.val_fraction,
-                    "source": data.path or ORIGINS[data.source],
-                    "left_out": corpus.repeated + len(corpus.not_text),
-                    "tokenizer": {"name": encoding.name, "vocab_size": encoding.n_vocab},
-                    **write(temporary, corpus, encoding),
-                }
-                (temporary / "tokenizer.json").write_text(to_json(encoding), encoding="utf-8")
-                manifest["sha256"] = {file.name: sync_and_hash(file) for file in sorted(temporary.iterdir())}
-                (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-                sync_and_hash(temporary / MANIFEST)
-                temporary.rename(folder)  # now the folder is complete, and other processes may open it
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # it is still there only after an error
-    return manifest
-
-
-def check(data: DataConfig) -> None:
-    """ValueError for a key that this source does not read, and for a key that it needs."""
-    for name in ("path", "field", "url", "shards", "megabytes"):
-        value = getattr(data, name)
-        if value != getattr(DataConfig, name) and name not in READS[data.source]:
-            readers = " or ".join(f"data={source}" for source, read in READS.items() if name in read)
-            raise ValueError(f"data.{name}={value} is read with {readers} only: choose that, or leave it out")
-    if data.source == "fineweb" and data.val_fraction != DataConfig.val_fraction:
-        raise ValueError(f"data.val_fraction={data.val_fraction}: data=fineweb has a validation shard; leave it out")
-    if data.path is None and "path" in READS[data.source]:
-        what = "text" if data.source == "text" else "tokens"
-        raise ValueError(f"data={data.source} has no {what}: say which with data.path=FILE, a folder or a glob")
 
 
 # ---- which text
 
 
-def files_of(
-    data: DataConfig, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None, context_length: int | None
-) -> Sequence[File]:
-    """The files of a source, in order. ValueError if there is nothing to read; for a source that makes its text also
-    for another tokenizer than byte, and for too little text for validation."""
+def files_of(data: DataConfig, runs: str | None) -> tuple[list[Path], list[Path]]:
+    """The files of a source, and those of its folder that are left out for their suffix. None for a made text."""
+    cache, path = Path(data.cache), data.path or ""
     match data.source:
         case "pystdlib" | "pypackages":
             names = ("stdlib",) if data.source == "pystdlib" else ("purelib", "platlib")
-            roots = {os.path.realpath(sysconfig.get_path(name)) for name in names}  # lib64 may be a link to lib
-            return in_order(file for root in roots for file in walk(root, LEFT_OUT) if file.endswith(".py"))
+            roots = {Path(sysconfig.get_path(name)).resolve() for name in names}  # lib64 may be a link to lib
+            return sorted(file for root in roots for file in text.walk(root, NOT_READ) if file.suffix == ".py"), []
         case "text":
-            assert data.path is not None, "check() refuses None"
-            found = find(data.path, Path(data.cache))
-            if data.field != DataConfig.field and not any(suffix(str(file)) == ".jsonl" for file in found):
-                raise ValueError(
-                    f"data.field={data.field}: data.path={data.path} has no .jsonl to read it from; leave it out"
-                )
-            return found
+            if path == "-":
+                path = data.path = str(text.standard_input(cache.absolute()))
+            return text.find(path, [cache, *([runs] if runs else [])])
         case "shakespeare":
-            return [str(shakespeare(Path(data.cache), data.url))]
-        case "tinystories":
-            return [str(tinystories(Path(data.cache), data.megabytes))]
-    if tokenizer.kind != "byte" and not (kept and same(kept, byte_encoding())):
-        raise ValueError(
-            f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte, or leave it out"
-        )
-    assert context_length is not None, "train.py gives it"
-    documents = Made(data.source, context_length)
-    if documents.count * data.val_fraction < 2:  # the last window needs the first token of another document
-        raise ValueError(
-            f"data.val_fraction={data.val_fraction} of {counted(documents.count, 'document')} leaves fewer than two "
-            f"for validation: use data.val_fraction={min(0.5, 2 / documents.count):g} or more, or a shorter context"
-        )
-    return [documents]
+            return [download.shakespeare(cache)], []
+        case "hub":
+            return [download.hub(path)], []
+    return [], []
 
 
-def left_out(corpus: Corpus, others: int, folder: Path) -> str:
-    """Part of prepare()'s message: what was left out, with a space in front; "" if nothing was. Lists the files that
-    are not UTF-8 in not_text.txt of the prepared data's folder."""
-    names = folder / "not_text.txt"
-    if corpus.not_text:
-        with suppress(OSError):  # a finished cache may be read-only
-            lines = [f"{keys.one_line(line)}\n" for line in corpus.not_text]
-            names.write_text("".join(lines), encoding="utf-8", errors="replace")
-    counts = {
-        f"not UTF-8 (listed in {names})": len(corpus.not_text),
-        "repeating another": corpus.repeated,
-        "with a suffix that is not read": others,
-    }
-    parts = [f"{count} {what}" for what, count in counts.items() if count]
-    return f" (left out: {', '.join(parts)})" if parts else ""
+def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], list[str]]:
+    """(documents, a message for each file that cannot be read). ValueError if none can. Leaves out empty documents and
+    exact repeats: a text both for training and for validation would measure memory."""
+    if length:
+        return made.documents(data.source, length, data.val_fraction), []
+    texts: dict[str, None] = {}  # a set that keeps the order
+    refused: list[str] = []
+    for file in files:
+        try:
+            found = text.read(file, data.field)
+        except ValueError as error:
+            refused.append(one_line(str(error)))
+            continue
+        if data.source == "hub":  # TinyStories and others separate the documents of a file so
+            found = [part.strip() for whole in found for part in whole.split(END_OF_TEXT)]
+        texts |= dict.fromkeys(found)
+    texts.pop("", None)
+    if not texts:
+        raise ValueError(refused[0] if refused else f"data.path={data.path} is empty: name files with text")
+    return [*texts], refused
 
 
-def label_of(tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None) -> str:
-    """The tokenizer in a folder's name: byte, gpt2, bpe4096; for kept a part of its hash."""
-    if kept:
-        return f"kept_{hashlib.sha256(to_json(kept).encode()).hexdigest()[:8]}"
-    return f"bpe{tokenizer.vocab_size or BPE_SYMBOLS}" if tokenizer.kind == "bpe" else tokenizer.kind
+# ---- training and validation
 
 
-def folder_name(data: DataConfig, label: str, corpus: Corpus) -> str:
-    """A name that is the same if and only if the token files are the same. So cached folders never become outdated."""
-    digest = hashlib.sha256(json.dumps([FORMAT, label, data.val_fraction]).encode())
-    digest.update(corpus.sha256[corpus.split_of != REPEATED].tobytes())
-    _, _, limited = corpus.for_validation(data.val_fraction)
-    if limited:
-        digest.update(b"at most half of the documents")  # folders of earlier versions have more
-    return f"{data.source}-{label}-{digest.hexdigest()[:12]}"
+def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
+    """(training, validation) documents; validation has about val_fraction of the bytes.
 
-
-# ---- writing tokens
-
-
-def write(folder: Path, corpus: Corpus, encoding: tiktoken.Encoding) -> dict[str, dict[str, Any]]:
-    """Write the token files and document starts of all splits. Return their entries for the manifest."""
-    writers = {name: Writer(folder, name, encoding.n_vocab) for name in SPLITS}
-    starts = {name: array("q") for name in SPLITS}
-    sizes = dict.fromkeys(SPLITS, 0)
-    dtype = writers["train"].dtype
-    end_of_text = np.array([encoding.eot_token], dtype)
-    for piece, ids in encode_pieces(corpus.pieces("encoding"), encoding, dtype):
-        writer = writers[piece.split]
-        if piece.first:
-            starts[piece.split].append(writer.tokens)
-            writer.write(end_of_text)
-        writer.write(ids)
-        sizes[piece.split] += len(piece.text)
-    for name, writer in writers.items():
-        writer.close()
-        np.save(folder / f"{name}_documents.npy", np.array(starts[name], np.int64), allow_pickle=False)
-    return {
-        name: {"tokens": writer.tokens, "bytes": sizes[name], "documents": len(starts[name]), "dtype": dtype.name}
-        for name, writer in writers.items()
-    }
-
-
-def encode_pieces(
-    pieces: Iterator[Piece], encoding: tiktoken.Encoding, dtype: np.dtype
-) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Each piece with its tokens, in order. Encodes in THREADS threads; tiktoken releases the GIL.
-
-    Small documents are encoded in batches, because giving one to a thread costs as much as encoding a hundred bytes. We
-    do not use tiktoken's encode_ordinary_batch: it wants all texts in one list and returns Python integers, 36 bytes
-    per token.
+    Goes through the documents in the order of their hashes, which is random and stays the same when files are renamed
+    or added. Takes each one that still fits, half of them at most. If they fill less than half of the share (the text
+    is one or a few big files), the rest comes from the end of the largest other document, from the start of a line.
     """
-
-    def work(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
-        return [(piece, encode(encoding, piece.text.decode()).astype(dtype)) for piece in batch]
-
-    waiting: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
-    with ThreadPoolExecutor(THREADS) as pool:
-        for batch in batches(pieces):
-            waiting.append(pool.submit(work, batch))
-            if len(waiting) > 2 * THREADS:  # enough to keep the threads busy; more would only take memory
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-
-
-def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces; each list has PIECE bytes or a little more."""
-    batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= PIECE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    hashes = [hashlib.sha256(document.encode()).digest() for document in texts]
+    sizes = [len(document.encode()) for document in texts]
+    share = left = val_fraction * sum(sizes)
+    chosen: set[int] = set()
+    for i in sorted(range(len(texts)), key=hashes.__getitem__):
+        if sizes[i] <= left and 2 * len(chosen) < len(texts):
+            chosen.add(i)
+            left -= sizes[i]
+    end = ""
+    if left > share / 2:
+        largest = max((i for i in range(len(texts)) if i not in chosen), key=sizes.__getitem__)
+        document = texts[largest]
+        missing = min(len(document) // 2, int(left * len(document) / sizes[largest]))
+        at = line_start(document, len(document) - missing, reach=missing // 2)
+        texts[largest], end = document[:at], document[at:]
+    val = [texts[i] for i in sorted(chosen)] + [end] * bool(end)
+    return [document for i, document in enumerate(texts) if i not in chosen], val
 
 
-def sync_and_hash(path: Path) -> str:
-    """Flushes a file to the disk and returns its SHA-256."""
-    with open(path, "rb+") as file:  # +: Windows flushes only files that are open for writing
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def make(
+    folder: Path, texts: list[str], val_fraction: float, tokenizer: TokenizerConfig | tiktoken.Encoding, note: str
+) -> None:
+    """Makes the folder with all its files: it is complete or absent. note: for the file about, after the counts."""
+    count = len(texts)
+    train, val = split(texts, val_fraction)
+    aside = folder.with_suffix(".tmp")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    aside.mkdir()
+    try:
+        # Training text only: a tokenizer that knows the validation text makes its bits per byte too low.
+        every = 1 + sum(map(len, train)) // LEARN
+        learned = islice((piece for document in train for piece in pieces(document)), 0, None, every)
+        encoding = build(tokenizer, learned) if isinstance(tokenizer, TokenizerConfig) else tokenizer
+        (aside / "tokenizer.json").write_text(to_json(encoding), encoding="utf-8")
+        tokens = [write_tokens(aside, name, part, encoding) for name, part in (("train", train), ("val", val))]
+        documents = f"{count:,} document{'s' * (count != 1)}"
+        about = f"{documents}, {tokens[0]:,} training and {tokens[1]:,} validation tokens ({encoding.name})"
+        (aside / "about").write_text(about + note, encoding="utf-8", errors="replace")
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # it is there only after an error
+
+
+def write_tokens(folder: Path, name: str, documents: list[str], encoding: tiktoken.Encoding) -> int:
+    """Writes NAME.bin, and NAME_documents.npy with each document's first index. Returns the number of tokens."""
+    magic, dtype = next(item for item in MAGIC.items() if encoding.n_vocab <= 1 << 8 * item[1].itemsize)
+    starts, count = [], 0
+    stream = ((i == 0, piece) for document in documents for i, piece in enumerate(pieces(document)))
+    with open(folder / f"{name}.bin", "wb") as file, tqdm(desc=name, unit="tok", unit_scale=True, disable=None) as bar:
+        file.write(bytes(HEADER))
+        while batch := list(islice(stream, 64)):  # some 100 MB of Python's integers at a time
+            found = encode_all(encoding, [piece for _, piece in batch])
+            for (first, _), ids in zip(batch, found, strict=True):
+                if first:
+                    starts.append(count)
+                    file.write(np.array(encoding.eot_token, dtype).tobytes())
+                file.write(np.asarray(ids, dtype).tobytes())
+                count += first + len(ids)
+            bar.update(count - bar.n)
+        file.seek(0)
+        file.write(np.array([*magic, min(count, 2**31 - 1)], "<i4").tobytes())  # read_tokens() reads the file's size
+    np.save(folder / f"{name}_documents.npy", np.array(starts, np.int64))
+    return count
+
+
+def pieces(document: str) -> Iterator[str]:
+    """The document in parts of about PIECE characters, cut at the start of a line. bpe and gpt2 would sometimes merge
+    across a cut, which costs a token."""
+    start = 0
+    while start < len(document):
+        end = line_start(document, start + PIECE, PIECE // 4)
+        yield document[start:end]
+        start = end
+
+
+def line_start(document: str, at: int, reach: int) -> int:
+    """The start of the first line from `at` on, if it is less than `reach` after it; else `at`."""
+    return document.find("\n", at - 1, at - 1 + reach) + 1 or at

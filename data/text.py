@@ -1,285 +1,114 @@
-"""Files, folders, globs, .jsonl, .gz or standard input -> documents, read piece by piece.
+"""A file, a folder, a glob, .jsonl, .gz or standard input -> documents, as strings in memory."""
 
-No file and no list of documents is held in memory as a whole, so a corpus may be larger than memory. The price: to use
-the text twice, it has to be read twice.
-"""
-
-import codecs
 import functools
-import glob
 import gzip
+import hashlib
 import json
 import os
-import shutil
-import stat
 import sys
-import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
 
-from conf.keys import one_line
-from data.made import Made
-
-# Text is encoded in pieces of about this many bytes. This limits the memory, and moves the progress bar within a huge
-# file. It also avoids a limit of the tokenizers' regular expressions: they fail at a million spaces in a row.
-PIECE = 1 << 18
-LINE = 1 << 26  # maximum length of a .jsonl line in bytes; a line has to fit in memory several times
-
-SAID = 1 << 30  # bytes of text out of a .gz between two lines of progress
-
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# Prose and source code. Data files (.json, .csv) are text too, but are seldom what people want from a folder. A glob
+# Prose and source code. Data files (.json, .csv) are text too, but are seldom what people want from a folder; a glob
 # reads them.
 TEXT_SUFFIXES = {
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".html", ".jsonl"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".swift", ".go", ".rs"),
     *(".js", ".ts", ".lua", ".rb", ".pl", ".r", ".jl", ".hs", ".ml", ".sh", ".sql"),
 }
-KINDS = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
 
 
-MARKS = {  # UTF-32's begins with UTF-16's, so it comes first
-    codecs.BOM_UTF8: "utf-8",
-    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
-    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
-}
+def find(path: str, never: Iterable[str | Path] = ()) -> tuple[list[Path], list[Path]]:
+    """The files that data.path names, sorted: a file, all files in a folder, or those that a glob matches ("**" does
+    not follow links to folders). The second list has a folder's files that are left out for their suffix.
+
+    never: folders whose files are no text: runs= and data.cache=. They are left out, as hidden files and folders are,
+    unless `path` names a file or a folder inside them. ValueError if nothing is left."""
+    named = Path(path).expanduser()
+    if named.is_file():
+        return [named], []
+    folder = named.is_dir()
+    parts = [] if folder else [*takewhile(lambda part: not set(part) & set("*?["), named.parts)]
+    root = (named if folder else Path(*parts)).resolve()
+    if not folder and (len(parts) == len(named.parts) or not root.is_dir()):
+        what = "is no file or folder; pipe it in with data.path=-" if named.exists() else "does not exist"
+        raise ValueError(f"data.path={path} {what} (seen from {Path.cwd()})")
+    skipped = {other.resolve() for other in map(Path, never)} - {*root.parents}
+    matches = walk(root) if folder else root.glob(str(Path(*named.parts[len(parts) :])))
+    seen = sorted(
+        file for file in matches
+        if not any(part.startswith(".") for part in file.relative_to(root).parts)
+        and skipped.isdisjoint(file.parents) and file.is_file()
+    )  # fmt: skip
+    folders = {file.parent for file in seen} - {root}
+    runs = {run for run in folders if (run / "metrics.jsonl").exists() and (run / "config.yaml").exists()}
+    seen = [file for file in seen if runs.isdisjoint(file.parents)]  # those of another runs= are no text either
+    left_out = [file for file in seen if folder and suffix(file) not in TEXT_SUFFIXES]
+    found = [file for file in seen if not folder or suffix(file) in TEXT_SUFFIXES]
+    if not found:
+        what = "only files with suffixes that are not read from a folder" if left_out else "no file"
+        hint = f"name them by a glob, {path}/*{left_out[0].suffix}" if left_out else "give a file, a folder or a glob"
+        raise ValueError(f"data.path={path} has {what} (runs=, data.cache= and hidden files do not count): {hint}")
+    return found, left_out
 
 
-class NotText(ValueError):
-    """A file that is not UTF-8. Raised before its (only) document ends."""
+def walk(root: Path, left_out: Container[str] = ()) -> Iterator[Path]:
+    """All files below `root` but hidden ones. Does not enter hidden folders, links and those whose name is left out."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-File = str | BinaryIO | Made  # a path, the copy of standard input, or documents that are made
-Stream = BinaryIO | gzip.GzipFile
+def suffix(file: Path) -> str:
+    """In lower case and without .gz: ".jsonl" for x.JSONL and for x.jsonl.gz."""
+    return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
-def counted(n: int, what: str, many: str = "") -> str:
-    """n of something in words: 1 document, 2 documents. many: a plural that is not made with an s."""
-    return f"{n:,} {what if n == 1 else many or f'{what}s'}"
+def read(file: Path, field: str = "text") -> list[str]:
+    """The file's documents: the whole text, or the string in `field` of each line of a .jsonl. Line ends stay as they
+    are; a byte order mark goes. ValueError, with the place, for what is not UTF-8 text or lacks the field."""
+    open_file = gzip.open if file.name.lower().endswith(".gz") else open
+    try:
+        with open_file(file, "rt", encoding="utf-8-sig", newline="\n") as stream:  # newline: "\r\n" stays as it is
+            if suffix(file) == ".jsonl":
+                lines = enumerate(stream, start=1)
+                return [text_of(line, field, f"{file}:{number}") for number, line in lines if line.strip()]
+            text = stream.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} cannot be decompressed ({error}): fetch it again or leave it out") from error
+    except UnicodeDecodeError as error:
+        way_out = "convert it (iconv -f latin1 -t utf-8) or leave it out"
+        raise ValueError(f"{file} is not UTF-8 ({error.reason}): {way_out}") from error
+    if "\0" in text:
+        raise ValueError(f"{file} has a zero byte, so it is binary: leave it out")
+    return [text]
 
 
-# ---- which files
+def text_of(line: str, field: str, where: str) -> str:
+    """The string in `field` of a line of .jsonl. ValueError names the fields that have a string."""
+    try:
+        record = json.loads(line)
+        text = record.get(field) if isinstance(record, dict) else None
+        if isinstance(text, str):
+            text.encode()  # JSON may hold half a surrogate pair
+            return text
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON that can be read ({error}): mend this line") from error
+    others = [name for name, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
+    hint = f": data.field= could be {' or '.join(others[:8])}" if others else ""
+    raise ValueError(f'{where}: no field "{field}" with a string{hint}')
 
 
-def find(path: str, cache: Path) -> Sequence[File]:
-    """The files that data.path names, in order: a file, the files with a text suffix in a folder, all files that a glob
-    matches, or "-" for standard input. cache: the folder for the copy of standard input.
-
-    Raises ValueError if there is nothing to read.
-    """
-    if not path:
-        raise ValueError("data.path= is empty: give a file, a folder or a glob")
-    if path == "-":
-        return [standard_input(cache)]
-    named = Path(os.path.expanduser(path))
-    if named.is_dir():
-        files = [file for file in walk(str(named)) if suffix(file) in TEXT_SUFFIXES]
-        trouble = f"has no .txt, .md, .py or the like: name other files by a glob, {path}/*.log"
-    elif named.exists():
-        files = [str(named)]
-        if kind := next((kind for is_kind, kind in KINDS.items() if is_kind(named.stat().st_mode)), None):
-            way_out = "use data.path=- and pipe it in" if kind == "pipe" else "give a file, a folder or a glob"
-            raise ValueError(f"data.path={path} is a {kind}, no file: {way_out}")
-    else:
-        files = list(expand(named))
-        trouble = "matches no file" if any(c in path for c in "*?[") else "does not exist"
-        trouble += f", seen from {Path.cwd()}: give a file, a folder or a glob"
-    if not files:
-        raise ValueError(f"data.path={path} {trouble}")
-    return in_order(files)
-
-
-def in_order(files: Iterable[str]) -> list[str]:
-    """Sorts paths folder by folder, so that a folder's files stay together: "a-b" comes after "a/z"."""
-    return sorted(files, key=lambda file: file.replace(os.sep, "\0"))
-
-
-def expand(pattern: Path) -> set[str]:
-    """The files that a glob matches. We expand "**" ourselves: Python's glob follows links to folders, and two links to
-    their own folder would make it visit 2**40 folders."""
-    parts = pattern.parts
-    if "**" not in parts:
-        return {match for match in glob.glob(str(pattern)) if os.path.isfile(match)}
-    at = parts.index("**")
-    tail = parts[at + 1 :] or ("*",)
-    return {
-        file
-        for top in glob.glob(str(Path(*parts[:at])))
-        for folder, _ in walk_folders(top)
-        for file in expand(Path(glob.escape(folder), *tail))
-    }
-
-
-def walk(root: str, left_out: Iterable[str] = ()) -> Iterator[str]:
-    """All files below `root`, without hidden files and without folders whose name is in `left_out`."""
-    for folder, names in walk_folders(root, left_out):
-        files = (os.path.join(folder, name) for name in names if not name.startswith("."))
-        yield from (file for file in files if os.path.isfile(file))
-
-
-def walk_folders(root: str, left_out: Iterable[str] = ()) -> Iterator[tuple[str, list[str]]]:
-    """(folder, names in it) for `root` and the folders below it. Does not enter hidden folders or links to folders."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in left_out]
-        yield folder, names
-
-
-def suffix(file: str) -> str:
-    """The suffix of a file in lower case and without .gz: ".jsonl" for x.JSONL and for x.jsonl.gz."""
-    return os.path.splitext(file.lower().removesuffix(".gz"))[1]
-
-
-@functools.cache
-def standard_input(cache: Path) -> BinaryIO:
-    """Copies standard input to a file without a name in `cache`. The system deletes it when the process ends.
-
-    Cached, so that every job of a sweep gets the same text.
-    """
-    if sys.stdin is None or sys.stdin.isatty():
+@functools.cache  # each job of a sweep gets the same text
+def standard_input(cache: Path) -> Path:
+    """Copies standard input to a file in `cache`, so that a resumed run finds it. Its name has a hash of the text."""
+    data = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    if not data:
         raise ValueError("data.path=- reads standard input, and nothing is piped into it: use data.path=- < FILE")
-    cache.mkdir(parents=True, exist_ok=True)
-    copy = tempfile.TemporaryFile(dir=cache)  # noqa: SIM115
-    with writing_to(cache):
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-    return copy
-
-
-@contextmanager
-def writing_to(cache: Path) -> Iterator[None]:
-    """Adds the folder and the way out to an OSError that names no file (a write to a full disk)."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        why = (
-            f"the text could not be written to {cache} ({error.strerror}): free some space, or use another data.cache="
-        )
-        raise OSError(error.errno, why) from error
-
-
-# ---- what is in them
-
-
-def read(file: File, field: str = "text") -> Iterator[tuple[str, bytes]]:
-    """(place, piece) for each piece of each document. A piece is UTF-8 text without a byte order mark. It ends at a
-    line end if one is near, and never within a character. An empty document has no pieces.
-
-    A text file is one document, and its place is the file's name. In .jsonl each line is a document: the string in
-    `field`. Its place is file:line.
-    Raises ValueError with the place if something is not text.
-    """
-    if isinstance(file, Made):
-        yield from file.documents()
-        return
-    name = file if isinstance(file, str) else "standard input"
-    try:
-        with open_bytes(file) as stream:
-            size, lines = 0, suffix(name) == ".jsonl"
-            for where, piece in read_lines(stream, name, field) if lines else read_text(stream, name):
-                size += len(piece)
-                if size // SAID > (size - len(piece)) // SAID and isinstance(stream, gzip.GzipFile):
-                    print(f"{one_line(name)}: {size / SAID:.0f} GiB of text so far", file=sys.stderr, flush=True)
-                yield where, piece
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{name} cannot be decompressed ({reason}): fetch it again or leave it out") from error
-
-
-def open_bytes(file: str | BinaryIO) -> AbstractContextManager[Stream]:
-    """Opens the file at its beginning, and decompresses it if its name ends in .gz. The context closes the file, except
-    for the copy of standard input, which is read several times."""
-    if not isinstance(file, str):
-        file.seek(0)
-        return nullcontext(file)
-    return gzip.open(file) if file.lower().endswith(".gz") else open(file, "rb")
-
-
-def read_text(stream: Stream, name: str) -> Iterator[tuple[str, bytes]]:
-    """The whole stream as one document, with its line ends. UTF-16 and UTF-32 are known by their byte order mark.
-
-    Removes the mark. It is not part of the text, and the model would learn to begin documents with it.
-    """
-    chunk = stream.read(4)
-    mark, encoding = next((found for found in MARKS.items() if chunk.startswith(found[0])), (b"", "utf-8"))
-    recode = encoding != "utf-8"
-    stream.seek(0 if recode else len(mark))  # the decoders of the others read the mark themselves
-    decoder, text = codecs.getincrementaldecoder(encoding)(), b""
-    while chunk or text:
-        while chunk and len(text) < 2 * PIECE:
-            chunk = stream.read(PIECE)
-            if b"\0" in chunk and not recode:
-                at = stream.tell() - len(chunk) + chunk.index(0)
-                raise NotText(
-                    f"{name} has a zero byte at offset {at}, so is binary or UTF-16: save it as UTF-8 or leave it out"
-                )
-            try:
-                decoded = decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                if recode:
-                    why = f"the {encoding.upper()} that its first bytes say ({error.reason})"
-                    raise NotText(f"{name} is not {why}: save it as UTF-8 or leave it out") from error
-                at = stream.tell() - len(error.object) + error.start
-                raise NotText(
-                    f"{name} is not UTF-8 at byte offset {at} (0x{error.object[error.start]:02x}): "
-                    "convert it (iconv -f latin1 -t utf-8) or leave it out"
-                ) from error
-            text += decoded.encode() if recode else chunk
-        if recode and b"\0" in text:
-            raise NotText(f"{name} has a zero character, so is binary: leave it out")
-        if text:
-            yield name, text[: (end := boundary(text, PIECE, PIECE // 4))]
-            text = text[end:]
-
-
-def read_lines(stream: Stream, name: str, field: str) -> Iterator[tuple[str, bytes]]:
-    """Each line's `field` is a document. Skips blank lines: many programs write one at the end."""
-    for number, line in enumerate(iter(lambda: stream.readline(LINE), b""), start=1):
-        if line.isspace():
-            continue
-        where = f"{name}:{number}"
-        try:
-            if len(line) == LINE:
-                raise ValueError(f"it is over {LINE >> 20} MiB long")
-            record = json.loads(line.decode("utf-8-sig").rstrip())
-            text = text_of(record, field).encode()
-        except (ValueError, RecursionError) as error:  # from JSON, from UTF-8 (half a surrogate pair), or our own
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise ValueError(
-                f"{where}: {reason}; every line of .jsonl must be an object like "
-                f'{{{quoted(field)}: "..."}}: mend this one'
-            ) from error
-        start = 0
-        while start < len(text):
-            end = boundary(text, start + PIECE, PIECE // 4)
-            yield where, text[start:end]
-            start = end
-
-
-def text_of(record: object, field: str) -> str:
-    """The string in the line's `field`. If there is none, ValueError that names the fields with a string."""
-    found = record if isinstance(record, dict) else {}
-    if isinstance(text := found.get(field), str):
-        return text
-    others = [quoted(key) for key, value in found.items() if isinstance(value, str)]
-    hint = f" (data.field= could be {' or '.join(others[:8])})" if others else ""
-    raise ValueError(f"no field {quoted(field)} with a string{hint}")
-
-
-def quoted(text: str) -> str:
-    """text as a JSON string; letters of all languages stay as they are."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def boundary(text: bytes, at: int, reach: int) -> int:
-    """The start of the first line that begins at `at` or at most `reach` after it. If there is none, the start of the
-    next character."""
-    line = text.find(b"\n", at - 1, at - 1 + reach) + 1
-    if line:
-        return line
-    while at < len(text) and text[at] & 0xC0 == 0x80:  # 10xxxxxx continues a character of several bytes
-        at += 1
-    return min(at, len(text))
+    file = cache / f"stdin-{hashlib.sha256(data).hexdigest()[:12]}.txt"
+    if not file.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    return file

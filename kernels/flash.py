@@ -11,8 +11,8 @@ kernels/launch.py launches, in this order:
     dq_kernel          one program per tile of queries: dq and delta        steps 7, 8 and 10 to 12
     dkdv_kernel        one program per tile of keys: dk and dv              steps 8 to 12, transposed
 
-Each kernel takes a Task (what to compute: mask, scores, dropout, tiles to visit; kernels/problem.py) and a How (what it
-is compiled for). The file reads top down: a function stands above those that it calls.
+Each kernel takes a Task (what to compute) and a How (what it is compiled for). The file reads top down: a function
+stands above those that it calls.
 
 Sources: Dao 2023 (arXiv 2307.08691) for the order of the loops; Triton's fused-attention tutorial for the split of the
 backward; Salmon et al. 2011 for Philox.
@@ -29,11 +29,11 @@ Optimizations:
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
-
-from kernels.problem import Dropout, Mask, Score, Task, order_keys
+from torch import Tensor
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -44,7 +44,7 @@ class How:
     """What a kernel is compiled for: every field is a constexpr.
 
     At every launch Triton looks up the compiled kernel by its How. how() of kernels/launch.py makes each one once, so
-    that they compare by identity; comparing the fields would take longer (LOG.md).
+    that they compare by identity.
     """
 
     BLOCK_M: tl.constexpr
@@ -56,7 +56,34 @@ class How:
     NO_RESCALE_SUM: tl.constexpr
     NO_RESCALE_OUTPUT: tl.constexpr
     UNGUARDED_MASK: tl.constexpr
-    BF16_TIES: tl.constexpr
+
+
+class Task(NamedTuple):
+    """What a kernel computes: kernels/problem.py's Problem, as a kernel reads it. None: there is no such rule."""
+
+    H: int
+    G: int  # H / H_kv: query heads that share a key head
+    T: int
+    T_k: int
+    at_least: int | None  # the lowest column - position of a visible key: 1 - window
+    at_most: int | None  # the highest: 0 if causal, else window - 1
+    local_m: int | None  # break_it=local_mask: the causal mask counts from the corner of a tile of local_m x local_n
+    local_n: int | None
+    documents: Tensor | None  # (B, T_k)
+    blocks: Tensor | None  # bool
+    block_size: int
+    block_columns: int
+    visits: Tensor | None  # which tiles are visited: visits() of model/mask.py; None: arithmetic is enough
+    visits_b: int  # from one sequence's table to the next; 0: all have one
+    visits_n: int  # numbers in a line of the table
+    scale: float
+    scale2: float  # scale * log2(e), rounded to float32 once, not twice
+    softcap: float | None
+    slopes: Tensor | None
+    seed: Tensor | None
+    threshold: int  # 0 to 255: a weight is dropped if its random byte is below this
+    zero: float  # 0.0, as an argument: with a constant the compiler rounds before it selects, which is slower
+    keep_scale: float  # 1 / (share kept)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,12 +95,11 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     """Writes o, and lse twice: as a natural logarithm, and in base 2 for the backward."""
     # Triton 3.6 turns the integers of a kernel's tuple that are 1 into None inside of a loop. It keeps those of a tuple
     # that is made in the kernel.
-    mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
-    task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
-    n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
+    task = Task(*task)
+    n_tiles = tl.cdiv(task.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles  # most work first: if causal, the last rows see the most keys
     n = tl.program_id(0) // n_tiles
-    b, h = n // H, n % H
+    b, h = n // task.H, n % task.H
     row0 = tile * how.BLOCK_M
     where = key_tiles(task, b, tile, how)  # start, whole_start, whole_stop, stop, offset of the tile's list
 
@@ -88,40 +114,36 @@ def forward_kernel(q, k, v, o, lse, lse2, task, how: tl.constexpr):
     acc = acc * (task.keep_scale / divisor)[:, None]
     store(o, b, h, row0, acc, how.BLOCK_M, how)
     i = row0 + tl.arange(0, how.BLOCK_M)
-    at = n.to(tl.int64) * mask.T + i
-    tl.store(lse + at, m * LN2 + tl.log(l), mask=i < mask.T)
-    tl.store(lse2 + at, m + tl.log2(l), mask=i < mask.T)
+    at = n.to(tl.int64) * task.T + i
+    tl.store(lse + at, m * LN2 + tl.log(l), mask=i < task.T)
+    tl.store(lse2 + at, m + tl.log2(l), mask=i < task.T)
 
 
 @triton.jit
 def forward_tiles(acc, m, l, q_i, k, v, b, h, row0, where, task, PART: tl.constexpr, how: tl.constexpr):
     """Steps 1 to 5 for the whole tiles of keys or, with PART, for the tiles that the mask cuts."""
-    score = task.score
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
     start, stop = loop_over(where, PART)
-    ahead = read_list(start, stop, where, task.visits)
+    ahead = read_list(start, stop, where, task)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
-        tile, ahead = tile_at(t, stop, ahead, where, task.visits, PART)
+        tile, ahead = tile_at(t, stop, ahead, where, task, PART)
         column0 = tile * how.BLOCK_N
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
         s = tl.dot(q_i, k_j.T, input_precision=how.PRECISION)  # 1: (BLOCK_M, BLOCK_N)
-        factor = score.scale2
-        if (score.softcap is not None) or (score.slopes is not None):
+        factor = task.scale2
+        if (task.softcap is not None) or (task.slopes is not None):
             s, _ = cap_and_alibi(s, task, h, i, j)
             factor = 1.0
         if PART:
-            s = tl.where(visible(task.mask, b, i, j), s, -float("inf"))  # 2
+            s = tl.where(visible(task, b, i, j), s, -float("inf"))  # 2
         p, m, l, alpha = online_softmax(s, factor, m, l, how)  # 3
-        p = dropped(p, b * task.H + h, row0, column0, row, column, task.dropout)  # 4
+        p = dropped(p, b * task.H + h, row0, column0, row, column, task)  # 4
         if not how.NO_RESCALE_OUTPUT:
             acc = acc * alpha[:, None]  # 5: rescale the sum of the earlier tiles
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
-        if not how.BF16_TIES:
-            acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=how.PRECISION)  # 5
-        else:
-            acc += tl.dot(p.to(v_j.dtype), v_j, input_precision=how.PRECISION).to(v_j.dtype).to(tl.float32)
+        acc = tl.dot(p.to(v_j.dtype), v_j, acc, input_precision=how.PRECISION)  # 5
     return acc, m, l
 
 
@@ -139,27 +161,25 @@ def online_softmax(s, factor, m, l, how: tl.constexpr):
 def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.constexpr):
     """Writes dq, and to row_terms (B, H, padded, 2) what dkdv_kernel needs of every row: -lse2 and delta /
     keep_scale."""
-    # Made anew, as in forward_kernel.
-    mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
-    task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
-    n_tiles = tl.cdiv(mask.T, how.BLOCK_M)
+    task = Task(*task)  # as in forward_kernel
+    n_tiles = tl.cdiv(task.T, how.BLOCK_M)
     tile = n_tiles - 1 - tl.program_id(0) % n_tiles
     n = tl.program_id(0) // n_tiles
-    b, h = n // H, n % H
+    b, h = n // task.H, n % task.H
     row0 = tile * how.BLOCK_M
     where = key_tiles(task, b, tile, how)
 
     do_i = load(do, b, h, row0, how.BLOCK_M, how)
     o_i = load(o, b, h, row0, how.BLOCK_M, how)
     i = row0 + tl.arange(0, how.BLOCK_M)
-    at = n.to(tl.int64) * mask.T + i
+    at = n.to(tl.int64) * task.T + i
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # 7
     if dlse is not None:
-        delta_i -= tl.load(dlse + at, mask=i < mask.T, other=0.0)
+        delta_i -= tl.load(dlse + at, mask=i < task.T, other=0.0)
     delta_i = delta_i / task.keep_scale
     # A row that sees no key has lse2 = -inf. It gets -inf here instead of inf, because 2**-inf makes its weights 0.
     # Rows past the last also get -inf, to the end of the tile, so that dkdv_kernel need not mask them.
-    minus_lse2_i = -tl.load(lse2 + at, mask=i < mask.T, other=float("inf"))
+    minus_lse2_i = -tl.load(lse2 + at, mask=i < task.T, other=float("inf"))
     if not how.UNGUARDED_MASK:
         minus_lse2_i = tl.where(minus_lse2_i == float("inf"), -float("inf"), minus_lse2_i)
     at = (n.to(tl.int64) * padded + i[:, None]) * 2 + tl.arange(0, 2)[None, :]
@@ -169,7 +189,7 @@ def dq_kernel(q, k, v, o, do, dlse, lse2, row_terms, dq, task, padded, how: tl.c
     dq_i = tl.zeros([how.BLOCK_M, how.BLOCK_D], tl.float32)
     dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task, False, how)
     dq_i = dq_tiles(dq_i, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task, True, how)
-    dq_i *= task.score.scale * task.keep_scale
+    dq_i *= task.scale * task.keep_scale
     store(dq, b, h, row0, dq_i, how.BLOCK_M, how)
 
 
@@ -180,9 +200,9 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
     row, column = tl.arange(0, how.BLOCK_M)[:, None], tl.arange(0, how.BLOCK_N)[None, :]
     i = row0 + row
     start, stop = loop_over(where, PART)
-    ahead = read_list(start, stop, where, task.visits)
+    ahead = read_list(start, stop, where, task)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
-        tile, ahead = tile_at(t, stop, ahead, where, task.visits, PART)
+        tile, ahead = tile_at(t, stop, ahead, where, task, PART)
         column0 = tile * how.BLOCK_N
         j = column0 + column
         k_j = load(k, b, h // task.G, column0, how.BLOCK_N, how)
@@ -190,7 +210,7 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
         v_j = load(v, b, h // task.G, column0, how.BLOCK_N, how)
         dp = tl.dot(do_i, v_j.T, input_precision=how.PRECISION)  # 10
         p, slope = weights_again(s, minus_lse2_i[:, None], b, h, i, j, task, PART)  # 8
-        zp = dropped(p, b * task.H + h, row0, column0, row, column, task.dropout)
+        zp = dropped(p, b * task.H + h, row0, column0, row, column, task)
         ds = score_gradient(p, zp, dp, delta_i[:, None], slope, task)  # 11
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision=how.PRECISION)  # 12
     return dq
@@ -199,13 +219,12 @@ def dq_tiles(dq, q_i, do_i, minus_lse2_i, delta_i, k, v, b, h, row0, where, task
 @triton.jit
 def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr):
     """Writes dk and dv. row_terms comes from dq_kernel."""
-    # Made anew, as in forward_kernel.
-    mask, score, dropout, H, G = Mask(*task.mask), Score(*task.score), Dropout(*task.dropout), task.H, task.G
-    task = Task(mask, score, dropout, task.visits, task.keep_scale, H, G)
-    n_tiles = tl.cdiv(task.mask.T_k, how.BLOCK_N)
+    task = Task(*task)  # as in forward_kernel
+    n_tiles = tl.cdiv(task.T_k, how.BLOCK_N)
     tile = tl.program_id(0) % n_tiles  # most work first: if causal, the first keys are seen by the most rows
     n = tl.program_id(0) // n_tiles
-    b, h_kv = n // (H // G), n % (H // G)
+    H_kv = task.H // task.G
+    b, h_kv = n // H_kv, n % H_kv
     column0 = tile * how.BLOCK_N
     where = query_tiles(task, b, tile, how)
 
@@ -214,10 +233,10 @@ def dkdv_kernel(q, k, v, do, row_terms, dk, dv, task, padded, how: tl.constexpr)
     dk_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
     dv_j = tl.zeros([how.BLOCK_N, how.BLOCK_D], tl.float32)
     # Sum over the query heads that share this key head. The cut tiles come first: if causal, they are the first rows.
-    for h in range(h_kv * G, h_kv * G + G):
+    for h in range(h_kv * task.G, (h_kv + 1) * task.G):
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, True, how)
         dk_j, dv_j = dkdv_tiles(dk_j, dv_j, k_j, v_j, q, do, row_terms, b, h, column0, where, task, padded, False, how)
-    dk_j *= task.score.scale * task.keep_scale
+    dk_j *= task.scale * task.keep_scale
     dv_j *= task.keep_scale
     store(dk, b, h_kv, column0, dk_j, how.BLOCK_N, how)
     store(dv, b, h_kv, column0, dv_j, how.BLOCK_N, how)
@@ -232,9 +251,9 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
     j = column0 + column
     row_terms += n.to(tl.int64) * padded * 2
     start, stop = loop_over(where, PART)
-    ahead = read_list(start, stop, where, task.visits)
+    ahead = read_list(start, stop, where, task)
     for t in tl.range(start, stop, num_stages=stages(PART, how.BLOCK_D)):
-        tile, ahead = tile_at(t, stop, ahead, where, task.visits, PART)
+        tile, ahead = tile_at(t, stop, ahead, where, task, PART)
         row0 = tile * how.BLOCK_M
         i = row0 + row
         q_i = load(q, b, h, row0, how.BLOCK_M, how)
@@ -244,7 +263,7 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
         at = row0 + tl.arange(0, how.BLOCK_M)[:, None]
         minus_lse2_i, delta_i = tl.split(tl.load(row_terms + at * 2 + tl.arange(0, 2)[None, :]))
         p, slope = weights_again(s, minus_lse2_i[None, :], b, h, i, j, task, PART)  # 8
-        zp = dropped(p, n, row0, column0, row, column, task.dropout)
+        zp = dropped(p, n, row0, column0, row, column, task)
         dv = tl.dot(zp.to(do_i.dtype), do_i, dv, input_precision=how.PRECISION)  # 9
         ds = score_gradient(p, zp, dp, delta_i[None, :], slope, task)  # 11
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision=how.PRECISION)  # 12
@@ -254,13 +273,13 @@ def dkdv_tiles(dk, dv, k_j, v_j, q, do, row_terms, b, h, column0, where, task, p
 @triton.jit
 def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
     """Step 8 for one tile, transposed or not: p, and d score / d (q k^T scale)."""
-    score, slope = task.score, 1.0
-    factor = score.scale2
-    if (score.softcap is not None) or (score.slopes is not None):
+    slope = 1.0
+    factor = task.scale2
+    if (task.softcap is not None) or (task.slopes is not None):
         s, slope = cap_and_alibi(s, task, h, i, j)
         factor = 1.0
     if PART:
-        s = tl.where(visible(task.mask, b, i, j), s, -float("inf"))
+        s = tl.where(visible(task, b, i, j), s, -float("inf"))
     return tl.exp2(tl.fma(s, factor, minus_lse2)), slope
 
 
@@ -268,11 +287,11 @@ def weights_again(s, minus_lse2, b, h, i, j, task, PART: tl.constexpr):
 def score_gradient(p, zp, dp, delta, slope, task):
     """Step 11: ds / keep_scale = zp (do v^T) - p delta / keep_scale. delta comes divided, and dp is do v^T without Z.
     The kernels multiply their sums by keep_scale."""
-    if task.dropout.seed is not None:
+    if task.seed is not None:
         ds = tl.fma(zp, dp, -(p * delta))
     else:
         ds = p * (dp - delta)
-    if task.score.softcap is not None:
+    if task.softcap is not None:
         ds *= slope
     return ds
 
@@ -284,16 +303,14 @@ def score_gradient(p, zp, dp, delta, slope, task):
 @triton.jit
 def cap_and_alibi(s, task, h, i, j):
     """The rest of step 1: turns q k^T into scores in base 2. Also returns d score / d (q k^T scale)."""
-    score, mask = task.score, task.mask
-    s = s * score.scale
+    s = s * task.scale
     slope = 1.0
-    if score.softcap is not None:
-        t = tanh(s / score.softcap)
+    if task.softcap is not None:
+        t = tanh(s / task.softcap)
         slope = 1 - t * t
-        s = score.softcap * t
-    if score.slopes is not None:
-        position = position_of(mask, i)
-        s = s - tl.load(score.slopes + h) * tl.abs(position - j).to(tl.float32)
+        s = task.softcap * t
+    if task.slopes is not None:
+        s = s - tl.load(task.slopes + h) * tl.abs(i + (task.T_k - task.T) - j).to(tl.float32)
     return s * LOG2E, slope
 
 
@@ -307,66 +324,56 @@ def tanh(x):
 
 
 @triton.jit
-def visible(mask, b, i, j):
+def visible(task, b, i, j):
     """Step 2: whether row i sees column j. i and j are index tensors that broadcast, in either order, so transposed
     tiles use it too."""
-    position = position_of(mask, i)
-    last = mask.T_k - 1
-    if mask.at_most is not None:
-        last = tl.minimum(position + mask.at_most, last)
+    first = task.T_k - task.T  # the position of row 0
+    last = task.T_k - 1
+    if task.at_most is not None:
+        last = tl.minimum(i + (first + task.at_most), last)
     seen = j <= last
-    if mask.at_least is not None:
-        seen = seen & (j >= position + mask.at_least)
-    if mask.local_m is not None:
-        seen = seen & (j % mask.local_n <= i % mask.local_m)
-    if mask.documents_q is not None:
-        of_row = tl.load(mask.documents_q + b.to(tl.int64) * mask.T + i, mask=i < mask.T, other=0)
-        of_key = tl.load(mask.documents_k + b.to(tl.int64) * mask.T_k + j, mask=j < mask.T_k, other=0)
+    if task.at_least is not None:
+        seen = seen & (j >= i + (first + task.at_least))
+    if task.local_m is not None:
+        seen = seen & (j % task.local_n <= i % task.local_m)
+    if task.documents is not None:
+        documents = task.documents + b.to(tl.int64) * task.T_k
+        of_row = tl.load(documents + first + i, mask=i < task.T, other=0)
+        of_key = tl.load(documents + j, mask=j < task.T_k, other=0)
         seen = seen & (of_row == of_key)
-    if mask.blocks is not None:
-        block = tl.maximum(position, 0) // mask.block_size * mask.block_columns + j // mask.block_size
-        seen = seen & tl.load(mask.blocks + block, mask=(i < mask.T) & (j < mask.T_k), other=0).to(tl.int1)
+    if task.blocks is not None:
+        block = tl.maximum(i + first, 0) // task.block_size * task.block_columns + j // task.block_size
+        seen = seen & tl.load(task.blocks + block, mask=(i < task.T) & (j < task.T_k), other=0).to(tl.int1)
     return seen
 
 
 @triton.jit
-def position_of(mask, i):
-    """The position of row i among the keys."""
-    position = i + (mask.T_k - mask.T)
-    if mask.positions is not None:
-        position = tl.load(mask.positions + i, mask=i < mask.T, other=0).to(tl.int32)
-    return position
-
-
-@triton.jit
-def dropped(p, n, row0, column0, row, column, dropout):
+def dropped(p, n, row0, column0, row, column, task):
     """Step 4 without keep_scale: p where it is kept, else 0. So zp here is Z p / keep_scale. The backward draws the
     same bits again."""
-    if dropout.seed is not None:
-        return tl.where(keep_mask(dropout, n, row0, column0, row, column), p, dropout.zero)
+    if task.seed is not None:
+        return tl.where(keep_mask(task, n, row0, column0, row, column), p, task.zero)
     return p
 
 
 @triton.jit
-def keep_mask(dropout, n, row0, column0, i, j):
+def keep_mask(task, n, row0, column0, i, j):
     """Step 4: the bits of model/dropout.py for rows i and columns j. Each kernel draws them again.
 
     i and j count from the corner of the tile, row0 and column0, which are multiples of 32. Elements that are 8 apart in
     rows and columns share a Philox call, and one thread holds them in the result of a matrix product. The compiler
     makes that call once if it can prove that their counters are equal. Counting from the corner helps that proof, and
     so does `i & 6 | i & 1` in place of `i & 7`. With `i & 7` the proof fails for odd columns, and the transposed tiles
-    take 126 more instructions (LOG.md).
+    take 126 more instructions.
     """
-    if dropout.numbers is not None:
-        n = tl.load(dropout.numbers + n)
-    seed = tl.load(dropout.seed)
+    seed = tl.load(task.seed)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0 = (row0 >> 5 << 3).to(tl.uint32) + ((i >> 5 << 3) | (i & 6) | (i & 1)).to(tl.uint32)
     c1 = (column0 >> 5 << 3).to(tl.uint32) + ((j >> 5 << 3) | (j & 6) | (j & 1)).to(tl.uint32)
     w0, w1, w2, w3 = philox(c0, c1, n.to(tl.uint32), tl.zeros_like(n).to(tl.uint32), k0, k1)
     word = tl.where((i & 16) != 0, tl.where((i & 8) != 0, w3, w2), tl.where((i & 8) != 0, w1, w0))
     # With the byte shifted to the top, the bits below it cannot change the comparison and need not be masked off.
-    return (word << (24 - (j & 24)).to(tl.uint32)) >= tl.cast(dropout.threshold << 24, tl.uint32)
+    return (word << (24 - (j & 24)).to(tl.uint32)) >= tl.cast(task.threshold << 24, tl.uint32)
 
 
 @triton.jit
@@ -389,50 +396,39 @@ def philox(c0, c1, c2, c3, k0, k1):
 @triton.jit
 def key_tiles(task, b, tile, how: tl.constexpr):
     """Which tiles of keys a tile of queries visits: between()'s four numbers, and where the tile's list starts."""
-    mask, visits = task.mask, task.visits
-    n = tl.cdiv(mask.T_k, how.BLOCK_N)
-    if visits.tiles is not None:
-        found = of_list(mask, visits, tile)
-    else:
-        low = tile * how.BLOCK_M + mask.T_k - mask.T
-        high = low + how.BLOCK_M - 1
-        if visits.positions is not None:
-            low = tl.load(visits.positions[0] + tile).to(tl.int32)
-            high = tl.load(visits.positions[1] + tile).to(tl.int32)
-        found = between(low, high, mask.at_least, mask.at_most, n, mask.T_k // how.BLOCK_N, how.BLOCK_N)
-        if visits.row_documents is not None:
-            found = of_same_documents(
-                found, visits.row_documents, visits.key_documents, b, tile, tl.cdiv(mask.T, how.BLOCK_M), n
-            )
-        if mask.local_m is not None:
-            found = in_order(0, n, n, n)
-    return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
+    n = tl.cdiv(task.T_k, how.BLOCK_N)
+    low = tile * how.BLOCK_M + task.T_k - task.T
+    high = low + how.BLOCK_M - 1
+    found = between(low, high, task.at_least, task.at_most, n, task.T_k // how.BLOCK_N, how.BLOCK_N)
+    return listed(found, b, tile, n, task)
 
 
 @triton.jit
 def query_tiles(task, b, tile, how: tl.constexpr):
     """Which tiles of queries a tile of keys visits, as in key_tiles. Rows past the last have weight 0, so the last tile
     can be whole."""
-    mask, visits = task.mask, task.visits
-    n = tl.cdiv(mask.T, how.BLOCK_M)
-    at_least = None if mask.at_most is None else -mask.at_most
-    at_most = None if mask.at_least is None else -mask.at_least
-    left = tile * how.BLOCK_N
-    if visits.tiles is not None:
-        found = of_list(mask, visits, tile)
-    else:
-        if visits.positions is not None:
-            found = looked_up(visits.positions, 0, left, left + how.BLOCK_N - 1, at_least, at_most, n)
-        else:
-            left += mask.T - mask.T_k
-            found = between(left, left + how.BLOCK_N - 1, at_least, at_most, n, n, how.BLOCK_M)
-        if visits.row_documents is not None:
-            found = of_same_documents(
-                found, visits.key_documents, visits.row_documents, b, tile, tl.cdiv(mask.T_k, how.BLOCK_N), n
-            )
-        if mask.local_m is not None:
-            found = in_order(0, n, n, n)
-    return found[0], found[1], found[2], found[3], tile.to(tl.int64) * n
+    n = tl.cdiv(task.T, how.BLOCK_M)
+    at_least = None if task.at_most is None else -task.at_most
+    at_most = None if task.at_least is None else -task.at_least
+    low = tile * how.BLOCK_N + task.T - task.T_k
+    found = between(low, low + how.BLOCK_N - 1, at_least, at_most, n, n, how.BLOCK_M)
+    return listed(found, b, tile, n, task)
+
+
+@triton.jit
+def listed(found, b, tile, n, task):
+    """found, and 0; if there is a table, the numbers of the tile's line in it, as places in its list, and where that
+    starts. The list has the cut tiles first, then the whole ones."""
+    start, whole_start, whole_stop, stop = found
+    line = tile.to(tl.int64) * 0
+    if task.local_m is not None:
+        start, whole_start, whole_stop, stop = in_order(0, n, n, n)
+    if task.visits is not None:
+        line = b.to(tl.int64) * task.visits_b + tile.to(tl.int64) * task.visits_n
+        start, whole_start = stop * 0, tl.load(task.visits + line + 1)
+        whole_stop = tl.load(task.visits + line)
+        stop = whole_stop
+    return start, whole_start, whole_stop, stop, line + 2
 
 
 @triton.jit
@@ -455,62 +451,11 @@ def between(low, high, at_least, at_most, n, n_whole, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def looked_up(edges, at, low, high, at_least, at_most, n):
-    """between() for positions or documents, which are arbitrary numbers. edges holds the lowest and the highest number
-    of each of the n tiles, from `at` on.
-
-    If the numbers are not sorted, some tiles between the first and the last are visited without need, and of the whole
-    tiles only the first run counts as whole. x - y is never computed, because it can overflow for documents that are
-    numbered by hashes.
-    """
-    CHUNK: tl.constexpr = 512  # tiles read at once: 32,768 tokens in tiles of 64; longer sequences take more turns
-    start, whole_start, whole_stop, stop = n, n, n, 0
-    for first in range(0, n, CHUNK):
-        t = first + tl.arange(0, CHUNK)
-        x_low = tl.load(edges[0] + at + t, mask=t < n, other=0).to(tl.int64)
-        x_high = tl.load(edges[1] + at + t, mask=t < n, other=0).to(tl.int64)
-        some = t < n
-        whole = some
-        if at_least is not None:
-            some = some & (x_high >= low + at_least)
-            whole = whole & (x_low >= high + at_least)
-        if at_most is not None:
-            some = some & (x_low <= high + at_most)
-            whole = whole & (x_high <= low + at_most)
-        start = tl.minimum(start, tl.min(tl.where(some, t, n), 0))
-        stop = tl.maximum(stop, tl.max(tl.where(some, t + 1, 0), 0))
-        whole_start = tl.minimum(whole_start, tl.min(tl.where(whole, t, n), 0))
-        whole_stop = tl.minimum(whole_stop, tl.min(tl.where((t > whole_start) & (whole == 0), t, n), 0))
-    return start, whole_start, whole_stop, stop
-
-
-@triton.jit
-def of_same_documents(found, mine, others, b, tile, n_mine, n):
-    """found, without the tiles that hold none of this tile's documents."""
-    at = b.to(tl.int64) * n_mine + tile
-    low, high = tl.load(mine[0] + at).to(tl.int64), tl.load(mine[1] + at).to(tl.int64)
-    more = looked_up(others, b.to(tl.int64) * n, low, high, 0, 0, n)
-    return in_order(
-        tl.maximum(found[0], more[0]), tl.maximum(found[1], more[1]),
-        tl.minimum(found[2], more[2]), tl.minimum(found[3], more[3]))  # fmt: skip
-
-
-@triton.jit
 def in_order(start, whole_start, whole_stop, stop):
     """Restores start <= whole_start <= whole_stop <= stop. Rounding to tiles can swap the ends of an empty range."""
     stop = tl.maximum(stop, start)
     whole_start = tl.minimum(tl.maximum(whole_start, start), stop)
     whole_stop = tl.maximum(tl.minimum(whole_stop, stop), whole_start)
-    return start, whole_start, whole_stop, stop
-
-
-@triton.jit
-def of_list(mask, visits, tile):
-    """The four numbers for a block mask. They are places in the tile's list of tiles."""
-    start, whole_start = tl.load(visits.bounds + tile * 4), tl.load(visits.bounds + tile * 4 + 1)
-    whole_stop, stop = tl.load(visits.bounds + tile * 4 + 2), tl.load(visits.bounds + tile * 4 + 3)
-    if mask.documents_q is not None:  # the list does not know the documents, which may cut any tile
-        whole_start = whole_stop
     return start, whole_start, whole_stop, stop
 
 
@@ -533,19 +478,19 @@ def stages(PART, BLOCK_D):
 
 
 @triton.jit
-def read_list(t, stop, where, visits):
+def read_list(t, stop, where, task):
     """The t-th tile of the list, or 0 from stop on; without a list, t."""
-    if visits.tiles is not None:
-        t = tl.load(visits.tiles + where[4] + t, mask=t < stop, other=0)
+    if task.visits is not None:
+        t = tl.load(task.visits + where[4] + t, mask=t < stop, other=0)
     return t
 
 
 @triton.jit
-def tile_at(t, stop, ahead, where, visits, PART: tl.constexpr):
+def tile_at(t, stop, ahead, where, task, PART: tl.constexpr):
     """The number of the t-th tile, and the new `ahead`. Without a list the number is t; with PART it skips the whole
     tiles. With a list it was read into `ahead` one turn earlier, because the tile's loads wait for it."""
-    if visits.tiles is not None:
-        tile, ahead = ahead, read_list(t + 1, stop, where, visits)
+    if task.visits is not None:
+        tile, ahead = ahead, read_list(t + 1, stop, where, task)
     elif PART:
         tile = t + tl.where(t >= where[1], where[2] - where[1], 0)
     else:
@@ -584,6 +529,3 @@ def places(x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     i, d = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     head = x.pointer + tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h
     return head + (i.to(tl.int64) * x.stride_t + d), (i < x.rows) & (d < x.width)
-
-
-order_keys(globals())

@@ -1,194 +1,233 @@
-"""Launches the kernels of kernels/flash.py or, on Hopper GPUs, those of kernels/hopper/.
+"""The one host path to the attention kernels: what they refuse, their tile sizes, and how they are launched. On Hopper
+GPUs those of kernels/hopper/ run where they can, else those of kernels/flash.py.
 
-    o, lse, lse2 = forward(q, k, v, Problem.of(T, T_k, scale=D**-0.5))
-    dq, dk, dv = gradients(q, k, v, o, lse2, do, dlse, problem)
+    o, lse, lse2 = forward(q, k, v, problem)
+    dq, dk, dv = backward(q, k, v, o, lse2, do, dlse, problem)
 
-Shapes: B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
+B batch, T query rows, T_k key rows, H query heads, H_kv key heads, D head size.
     q, o, do (B, H, T, D)    k, v (B, H_kv, T_k, D)    lse, lse2, dlse (B, H, T)
-
-What a call launches depends on its kind alone: shapes, strides, dtypes, device and problem. attention() gives each kind
-a dictionary, Problem.cache. From the second call of a kind on, launch() and run() find there what Triton has compiled.
+Documents and block masks need tables besides: which tiles are visited, by visits() of model/mask.py.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
 from dataclasses import fields
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels import hopper, sizes
-from kernels.flash import How, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import Mask, Problem, Task, Visits
-from kernels.sizes import Tiles, block_d, visits_of
+from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
+from kernels.problem import Problem, as_heads, runs_kernels
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
 # Where the running maximum starts. From the lowest float32, a row with a hidden first tile has exp(-inf - LOWEST) = 0.
 # From -inf it would have exp(-inf - -inf), which is NaN.
 LOWEST = -torch.finfo(torch.float32).max
-NO_DATA = Visits(None, None, None, None, None)
-KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+NARROW = 512  # keys in a window: below, the Hopper forward is slower with dropout than the portable one
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, autotune: bool = False, kernel: str = "auto"
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, table: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns o, lse, and lse in base 2 for the backward. Converting lse to base 2 there would round it, and that would
-    scale all weights of a row by the same wrong factor. autotune, kernel: as in flash_attention() of kernels/op.py."""
-    B, H, T, _ = q.shape
-    o = like_heads(q)
-    lse, lse2 = q.new_empty((B, H, T), dtype=torch.float32), q.new_empty((B, H, T), dtype=torch.float32)
+    """o (B, H, T, D), lse, and lse in base 2 for the backward, float32. A row that sees no key: o = 0, lse = -inf."""
+    B, H, T, D = q.shape
+    refuse(q.dtype, D, q.device)
+    o, lse, lse2 = as_heads(q), *(q.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
     if q.numel() == 0:
         return o, lse, lse2
     q, k, v = aligned(q), aligned(k), aligned(v)
-    if not hopper.why_not("forward", q, problem, autotune, kernel):
-        from kernels.hopper.forward import launch_forward  # imported here: other GPUs need no Gluon
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        if hopper(q, problem):
+            from kernels.hopper.forward import launch_forward  # here, because other GPUs need no Gluon
 
-        with on(q.device):
-            launch_forward(q, k, v, o, lse, lse2, problem)
-        return o, lse, lse2
-
-    mask = problem.mask if "local_mask" not in problem.broken else local_mask(problem, q)
-
-    def work(tile: Tiles) -> tuple:
+            launch_forward(q, k, v, o, lse, lse2, problem, table)
+            return o, lse, lse2
+        tile = tiles_for("forward", q, problem)
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        task = task_of(problem, mask, q, k, tile)
-        return -(-T // M) * B * H, in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, task
-
-    with on(q.device):
-        launch("forward", work, q, problem, autotune, (q.stride(), k.stride(), v.stride()))
+        task = task_of(q, k, problem, table)
+        args: tuple = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), lse, lse2, task
+        launch(forward_kernel, -(-T // M) * B * H, args, q, problem, tile)
     return o, lse, lse2
 
 
-def gradients(
+def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None, problem: Problem,
-    autotune: bool = False, kernel: str = "auto", found: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk and dv. dlse: None if the loss does not use lse. found: tensors to write them into, which a descriptor can
-    write."""
-    (B, H, T, _), H_kv, T_k = q.shape, k.shape[1], k.shape[2]
-    dq, dk, dv = found = found or (like_heads(q), like_heads(k), like_heads(v))
+    of_dq: Tensor | None = None, of_dkdv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, like q, k and v. dlse: None if the loss does not use lse."""
+    (B, H, T, _), (H_kv, T_k) = q.shape, k.shape[1:3]
+    dq, dk, dv = as_heads(q), as_heads(k), as_heads(v)
     if q.numel() == 0:
-        dk.zero_()
-        dv.zero_()
-        return found
+        return dq, dk.zero_(), dv.zero_()
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dlse = None if dlse is None else dlse.contiguous()
-    if not hopper.why_not("backward", q, problem, autotune, kernel):
-        from kernels.hopper.backward import launch_backward
+    if "stale_seed" in problem.broken and problem.seed is not None:
+        problem = problem._replace(seed=problem.seed + 1)
+    with torch.cuda.device_of(q):
+        if hopper(q, problem) and problem.window is None and problem.documents is None:
+            from kernels.hopper.backward import launch_backward
 
-        with on(q.device):
-            launch_backward(q, k, v, o, lse2, do, dlse, found, problem)
-        return found
+            launch_backward(q, k, v, o, lse2, do, dlse, dq, dk, dv, problem)
+            return dq, dk, dv
+        # Each row's -lse2 and delta / keep_scale side by side, so that one load reads both. Padded to whole tiles.
+        padded = -(-T // 128) * 128
+        row_terms = lse2.new_empty(B, H, padded, 2)
 
-    mask = problem.mask
-    if problem.broken:
-        mask = mask if "local_mask" not in problem.broken else local_mask(problem, q)
-        problem = problem.in_backward()
-    # Each row's -lse2 and delta / keep_scale, next to each other so that one load reads both. Padded to whole tiles.
-    padded = -(-T // 128) * 128
-    row_terms = lse2.new_empty(B, H, padded, 2)
-
-    def work_of_dq(tile: Tiles) -> tuple:
+        tile = tiles_for("dq", q, problem)
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        task = task_of(problem, mask, q, k, tile)
-        return (-(-T // M) * B * H, in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M),
-                dlse, lse2, row_terms, in_tiles(dq, M), task, padded)  # fmt: skip
+        tensors = in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(o, M), in_tiles(do, M)
+        args: tuple = *tensors, dlse, lse2, row_terms, in_tiles(dq, M), task_of(q, k, problem, of_dq), padded
+        launch(dq_kernel, -(-T // M) * B * H, args, q, problem, tile)
 
-    def work_of_dkdv(tile: Tiles) -> tuple:
+        filled, tile = M, tiles_for("dkdv", q, problem)
         M, N = tile.BLOCK_M, tile.BLOCK_N
-        task = task_of(problem, mask, q, k, tile, transposed=True)
-        return (-(-T_k // N) * B * H_kv, in_tiles(q, M), in_tiles(k, N), in_tiles(v, N), in_tiles(do, M), row_terms,
-                in_tiles(dk, N), in_tiles(dv, N), task, padded)  # fmt: skip
-
-    strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), dq.stride(), marks(dlse)
-    with on(q.device):
-        rows = launch("dq", work_of_dq, q, problem, autotune, strides)
-        # dq_kernel fills row_terms up to a multiple of its BLOCK_M, so dkdv_kernel's BLOCK_M must divide that
-        launch("dkdv", work_of_dkdv, q, problem, autotune, strides, rows)
-    return found
-
-
-def launch(
-    name: str, work: Callable[[Tiles], tuple], q: Tensor, problem: Problem, autotune: bool, strides: tuple,
-    rows: int = 128,
-) -> int:  # fmt: skip
-    """Launches the kernel of kernels/flash.py for "forward", "dq" or "dkdv", and returns its BLOCK_M. At the first call
-    of a kind Triton compiles it, and what it has compiled goes into problem.cache. Later calls launch that, and Triton
-    does not look at the arguments again. work(tile): the number of programs, and the kernel's arguments. rows: BLOCK_M
-    must divide it."""
-    place = name, strides, marks(*problem.tensors), precision(q.dtype), rows
-    if problem.cache is not None and not autotune and place in problem.cache:
-        tile, how, launched = problem.cache[place]
-        launched(*work(tile)[1:], how)
-        return tile.BLOCK_M
-    dropout = problem.dropout.seed is not None
-    tile = usual = sizes.tiles_for(name, q, dropout)
-    if autotune:
-        tile = sizes.tuned(name, lambda tile: launch_once(name, work, q, problem, tile), q, dropout, rows, usual)
-    assert rows % tile.BLOCK_M == tile.BLOCK_M % 32 == tile.BLOCK_N % 32 == 0, "row_terms and keep_mask rely on it"
-    programs, how, compiled = launch_once(name, work, q, problem, tile)
-    if problem.cache is not None and not autotune and isinstance(compiled, CompiledKernel):
-        problem.cache[place] = tile, how, compiled[programs, 1, 1]
-    return tile.BLOCK_M
-
-
-def launch_once(name: str, work: Callable[[Tiles], tuple], q: Tensor, problem: Problem, tile: Tiles) -> tuple:
-    """Launches with this tile. Returns the number of programs, the How and what Triton has compiled."""
-    (programs, *args), how = work(tile), how_for(q, problem, tile)
-    return programs, how, KERNELS[name][(programs,)](*args, how, num_warps=tile.num_warps, num_stages=tile.num_stages)
-
-
-def run(
-    kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, int], problem: Problem, key: Any
-) -> None:  # fmt: skip
-    """kernel[grid](*args, **options). Triton looks at every argument of a launch to find what it has compiled for
-    such arguments. Here calls of one kind whose `key` is the same share that. key: all that the kind does not know, but
-    for the tensors of the problem."""
-    if problem.cache is None:
-        kernel[grid](*args, **options)
-        return
-    place = kernel, key, marks(*problem.tensors)
-    found = problem.cache.get(place)
-    if found is not None:
-        found(*args)
-        return
-    compiled = kernel[grid](*args, **options)
-    if isinstance(compiled, CompiledKernel):  # in Triton's interpreter it is None
-        problem.cache[place] = compiled[(*grid, 1, 1)[:3]]
-
-
-def marks(*tensors: Tensor | None) -> tuple:
-    """What Triton compiles a kernel for of these tensors: a pointer's type, and whether it is a multiple of 16."""
-    found: tuple = ()
-    for x in tensors:
-        found += (None if x is None else (x.dtype, x.data_ptr() % 16 == 0),)
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The arguments of a kernel.
-
-
-def how_for(q: Tensor, problem: Problem, tile: Tiles) -> How:
-    """What a kernel is compiled for: tile, precision and failures."""
-    float32 = q.dtype == torch.float32
-    return how(tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), problem.broken, float32)
+        assert filled % M == 0, "dq_kernel fills row_terms up to a multiple of its BLOCK_M"
+        rows, keys = [in_tiles(x, M) for x in (q, do)], [in_tiles(x, N) for x in (k, v, dk, dv)]
+        args = rows[0], keys[0], keys[1], rows[1], row_terms, *keys[2:], task_of(q, k, problem, of_dkdv), padded
+        launch(dkdv_kernel, -(-T_k // N) * B * H_kv, args, q, problem, tile)
+    return dq, dk, dv
 
 
 @cache
-def how(M: int, N: int, BLOCK_D: int, precision: str, broken: tuple[str, ...], float32: bool) -> How:
-    """Makes the How of these arguments, once."""
+def refuse(dtype: torch.dtype, D: int, device: torch.device) -> None:
+    """Raises ValueError where these kernels cannot run."""
+    why = None
+    if not (runs_kernels(device) or INTERPRETED):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        why = f"its kernels run on NVIDIA's GPUs from Ampere on, not on {name}; use attention=sdpa or attention=tiled"
+    elif dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        why = f"has float32, float16 and bfloat16, not {dtype}; use attention=tiled"
+    elif D > 256:
+        why = f"has head sizes of 256 at most, not {D}; use attention=tiled or more heads"
+    elif dtype == torch.float32 and D > 128 and shared_memory(device) < ROOMY:
+        why = f"float32 with head size {D} needs more shared memory than this GPU has; use dtype=bf16"
+    if why:
+        raise ValueError(f"attention=triton: {why}")
+
+
+def forward_tiles(q: Tensor, problem: Problem) -> list[tuple[int, int, str]]:
+    """The table that forward() wants, as arguments of visits(): M, N and form."""
+    if hopper(q, problem):
+        from kernels.hopper import forward
+
+        return [(forward.ROWS, forward.tiles_for(q.shape[3], problem.T_k, False)[0], "ranges")]
+    return [(*tiles_for("forward", q, problem)[:2], "rows")]
+
+
+def backward_tiles(q: Tensor, problem: Problem) -> list[tuple[int, int, str]]:
+    """Those that backward() wants, of dq, and of dk and dv."""
+    return [(*tiles_for("dq", q, problem)[:2], "rows"), (*tiles_for("dkdv", q, problem)[:2], "columns")]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tile sizes.
+
+
+class Tiles(NamedTuple):
+    """The tile sizes of a kernel, and Triton's options to compile and launch it."""
+
+    BLOCK_M: int  # query rows
+    BLOCK_N: int  # key rows
+    num_warps: int
+    num_stages: int
+
+
+# (kernel, BLOCK_D up to) -> the fastest tiles for 16-bit inputs on an H200.
+MEASURED = {
+    ("forward", 64): Tiles(64, 128, 4, 2),
+    ("forward", 128): Tiles(64, 64, 4, 3),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(128, 64, 8, 3),
+    ("dkdv", 64): Tiles(64, 64, 4, 3),
+    ("dkdv", 128): Tiles(64, 64, 4, 2),
+    # Head size 256. Forward: the fastest tried. dq and dkdv: not measured, they spill the fewest registers.
+    ("forward", 256): Tiles(128, 64, 8, 2),
+    ("dq", 256): Tiles(64, 32, 8, 2),
+    ("dkdv", 256): Tiles(32, 64, 8, 1),
+}
+DROPPING = MEASURED | {("forward", 64): Tiles(64, 64, 4, 3)}  # dropout needs registers
+# Tiles for GPUs with less than 160 KiB of shared memory per program (sm_86, sm_89, sm_120), not measured. Before Hopper
+# the forward of head size 256 uses them too; it would spill otherwise.
+LEAN = {
+    ("forward", 64): Tiles(64, 64, 4, 2),
+    ("forward", 128): Tiles(64, 64, 4, 2),
+    ("forward", 256): Tiles(64, 32, 8, 2),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 4, 2),
+    ("dq", 256): Tiles(32, 64, 8, 1),
+    ("dkdv", 64): Tiles(64, 64, 4, 2),
+    ("dkdv", 128): Tiles(32, 64, 4, 2),
+    ("dkdv", 256): Tiles(32, 32, 8, 1),
+}
+ROOMY = 160 * 1024
+FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 float32 runs on plain cores and spills: for checks, not for speed
+
+
+def tiles_for(kernel: str, q: Tensor, problem: Problem) -> Tiles:
+    """The tiles of kernel "forward", "dq" or "dkdv" for q (B, H, T, D), on q's device."""
+    BLOCK_D = max(64, block_d(q.shape[3]))
+    if q.dtype == torch.float32:
+        return FLOAT32
+    spills = kernel == "forward" and BLOCK_D == 256 and not has_descriptors(q.device)
+    if shared_memory(q.device) < ROOMY or spills:
+        return LEAN[kernel, BLOCK_D]
+    return (MEASURED if problem.seed is None else DROPPING)[kernel, BLOCK_D]
+
+
+def block_d(D: int) -> int:
+    """The width of a tile: D rounded up to a power of two, at least 16."""
+    return max(16, 1 << (D - 1).bit_length())
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use. Without a GPU: as on the one that the kernels were measured on."""
+    if device.type != "cuda":
+        return 232_448
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+@cache
+def has_descriptors(device: torch.device) -> bool:
+    """Whether the hardware loads tiles through tensor descriptors: sm_90 and later. The interpreter on a CPU does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def hopper(q: Tensor, problem: Problem) -> bool:
+    """Whether kernels/hopper/ computes it: 16 bits, D of 64 or 128; causal, dropout, and in the forward window and
+    documents."""
+    if not is_hopper(q.device) or q.dtype == torch.float32 or q.shape[3] not in (64, 128):
+        return False
+    narrow = problem.seed is not None and problem.window is not None and problem.window < NARROW
+    others = problem.softcap, problem.slopes, problem.blocks
+    return all(x is None for x in others) and not problem.broken and not narrow
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The arguments of a kernel.
+
+
+def launch(kernel: Any, programs: int, args: tuple, q: Tensor, problem: Problem, tile: Tiles) -> None:
+    how_ = how(tile.BLOCK_M, tile.BLOCK_N, block_d(q.shape[3]), precision(q.dtype), tuple(problem.broken))
+    kernel[(programs,)](*args, how_, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+@cache
+def how(M: int, N: int, BLOCK_D: int, precision: str, broken: tuple[str, ...]) -> How:
+    """What a kernel is compiled for, made once. BLOCK_D: head size, rounded up to a power of two."""
     low = -math.inf if "unguarded_mask" in broken else LOWEST
     start = 0.0 if "zero_init_max" in broken or "no_max" in broken else low
     values = [M, N, BLOCK_D, precision, start]
-    for failure in fields(How)[len(values) :]:
-        values.append(failure.name.lower() in broken and not (failure.name == "BF16_TIES" and float32))
+    values += [failure.name.lower() in broken for failure in fields(How)[len(values) :]]
     return How(*map(tl.constexpr, values))
 
 
@@ -197,23 +236,22 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def local_mask(problem: Problem, q: Tensor) -> Mask:
-    """The problem's mask with break_it=local_mask: it counts from the corner of the forward's tile."""
-    tile = sizes.tiles_for("forward", q, problem.dropout.seed is not None)
-    return problem.mask._replace(at_most=None, local_m=tile.BLOCK_M, local_n=tile.BLOCK_N)
-
-
-def task_of(problem: Problem, mask: Mask, q: Tensor, k: Tensor, tile: Tiles, transposed: bool = False) -> Task:
-    """The Task of a kernel with one program per tile of queries or, transposed, per tile of keys."""
-    M, N = tile.BLOCK_M, tile.BLOCK_N
-    visits = NO_DATA
-    if mask.documents_q is not None or mask.positions is not None or mask.blocks is not None:
-        visits = visits_of(mask, M, N, transposed)
-    # If every tile lies inside one block, the list of tiles is enough, and the kernel need not look at the blocks.
-    if mask.blocks is not None and mask.block_size % M == mask.block_size % N == (mask.T_k - mask.T) % M == 0:
-        mask = mask._replace(blocks=None)
-    H = q.shape[1]
-    return Task(mask, problem.score, problem.dropout, visits, problem.keep_scale, H, H // k.shape[1])
+def task_of(q: Tensor, k: Tensor, problem: Problem, table: Tensor | None = None) -> Task:
+    """The Task of a kernel of kernels/flash.py. table: which tiles it visits; None: it computes that."""
+    window, local_m, local_n = problem.window, None, None
+    at_least, at_most = (None, None) if window is None else (1 - window, window - 1)
+    at_most = 0 if problem.causal else at_most
+    if "local_mask" in problem.broken:  # all kernels count from the corner of the forward's tile
+        at_most, (local_m, local_n) = None, tiles_for("forward", q, problem)[:2]
+    threshold, H, blocks = round(256 * problem.dropout_p), q.shape[1], problem.blocks
+    return Task(
+        H, H // k.shape[1], problem.T, problem.T_k, at_least, at_most, local_m, local_n,
+        None if problem.documents is None else problem.documents.contiguous(),
+        None if blocks is None else blocks.contiguous(), problem.block_size, 0 if blocks is None else blocks.shape[1],
+        table, 0 if table is None or len(table) == 1 else table.stride(0), 0 if table is None else table.shape[2],
+        problem.scale, problem.scale * math.log2(math.e), problem.softcap, problem.slopes, problem.seed, threshold, 0.0,
+        256 / (256 - threshold) if problem.seed is not None else 1.0,
+    )  # fmt: skip
 
 
 class Strided(NamedTuple):
@@ -229,66 +267,21 @@ class Strided(NamedTuple):
 
 def in_tiles(x: Tensor, rows: int, layout: Any = None) -> TensorDescriptor | Strided:
     """x (B, H, T, D) in the form in which a kernel loads and stores tiles of rows x BLOCK_D. layout: of such a tile in
-    shared memory, for kernels/hopper/, which says it itself."""
-    if not sizes.has_descriptors(x.device):
-        b, h, t = strides_of(x.shape, x.stride())
+    shared memory, for kernels/hopper/."""
+    # An axis of size 1 may have any stride in torch; a descriptor gets 16.
+    b, h, t = (step if size > 1 else 16 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True))
+    if not has_descriptors(x.device):
         return Strided(x, b, h, t, x.shape[2], x.shape[3])
-    # This skips __init__ and its checks: checked() has run them for this kind of tensor. It takes 0.8 us instead of
-    # 3.0. A forward and backward make 16 descriptors, so their host time is a sixth shorter (LOG.md).
-    kind, attributes = checked(x.shape, x.stride(), x.dtype, rows, layout)
-    descriptor: Any = object.__new__(kind)
-    vars(descriptor).update(attributes)
-    descriptor.base = x
-    return descriptor
-
-
-@lru_cache(1024)
-def checked(
-    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int, layout: Any
-) -> tuple[type, dict]:
-    """The class and the attributes of a descriptor that Triton made and checked."""
-    block = [1, 1, rows, block_d(shape[3])]
-    tensor = torch.empty(0, dtype=dtype), list(shape), [*strides_of(shape, stride), 1], block
+    block = [1, 1, rows, block_d(x.shape[3])]
     if layout is None:
-        descriptor = TensorDescriptor(*tensor)
-    else:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as WithLayout  # only Hopper needs Gluon
+        return TensorDescriptor(x, list(x.shape), [b, h, t, 1], block)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-        descriptor = WithLayout(*tensor, layout)
-    return type(descriptor), vars(descriptor)
-
-
-def strides_of(shape: torch.Size, stride: tuple[int, ...]) -> list[int]:
-    """The strides of all axes but the last. An axis of size 1 may have any stride in torch; a descriptor gets 16."""
-    return [step if size > 1 else 16 for step, size in zip(stride[:3], shape[:3], strict=True)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory and devices.
-
-
-def on(device: torch.device):
-    """Makes `device` the current one. Triton launches on the current device, even if the tensors are on another."""
-    there = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if there else torch.cuda.device(device)
-
-
-def like_heads(x: Tensor) -> Tensor:
-    """An empty (B, H, T, D) that lies in memory as (B, T, H, D), so that the projection after it needs no copy. Rows
-    are padded to a multiple of 16 bytes, as descriptors require."""
-    B, H, T, D = x.shape
-    step = 16 // x.itemsize
-    width = -(-D // step) * step
-    return x.new_empty_strided((B, H, T, D), (T * H * width, width, H * width, 1))
+    return GluonDescriptor(x, list(x.shape), [b, h, t, 1], block, layout)
 
 
 def aligned(x: Tensor) -> Tensor:
     """x if a descriptor can read it: rows are contiguous and begin at multiples of 16 bytes. Otherwise a copy."""
-    return x if x.data_ptr() % 16 == 0 and in_steps(x.shape, x.stride(), x.itemsize) else like_heads(x).copy_(x)
-
-
-@lru_cache(1024)
-def in_steps(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> bool:
-    """Whether rows (of the last axis) are contiguous and begin at multiples of 16 bytes from the first."""
-    apart = [step for step, size in zip(stride[:3], shape[:3], strict=True) if size > 1]
-    return stride[3] == 1 and all(step > 0 and step * itemsize % 16 == 0 for step in apart)
+    steps = [step for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    reads = x.stride(3) == 1 and all(step > 0 and step * x.itemsize % 16 == 0 for step in steps)
+    return x if reads and x.data_ptr() % 16 == 0 else as_heads(x).copy_(x)

@@ -20,17 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.problem import order_keys
-
 LOG2E = tl.constexpr(math.log2(math.e))
 LARGE = tl.constexpr(2.0**126)  # beyond any logit, and still finite times LOG2E
 
 
-def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, z_loss: float, want_gradient: bool) -> Tensor:
+def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, want_gradient: bool) -> Tensor:
     """-log softmax(logits)[target] of each row, float32 (N,); 0 where the target is `ignore`.
 
     logits (N, V), contiguous, float32, float16 or bfloat16; targets int64 (N,). With want_gradient, logits is
-    overwritten by the gradient of the losses' sum plus z_loss times the sum of lse^2. Rows to ignore have gradient 0.
+    overwritten by the gradient of the losses' sum. Rows to ignore have gradient 0.
     A target outside of 0 to V - 1 has loss NaN.
     """
     assert logits.is_contiguous()
@@ -38,7 +36,7 @@ def loss_in_place(logits: Tensor, targets: Tensor, ignore: int, z_loss: float, w
     losses = logits.new_empty(N, dtype=torch.float32)
     BLOCK, num_warps = tiles_for(V)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
-        loss_kernel[(N,)](logits, targets, losses, V, z_loss, ignore, want_gradient, BLOCK, num_warps=num_warps)
+        loss_kernel[(N,)](logits, targets, losses, V, ignore, want_gradient, BLOCK, num_warps=num_warps)
     return losses
 
 
@@ -54,8 +52,7 @@ def tiles_for(V: int) -> tuple[int, int]:
 
 
 @triton.jit
-def loss_kernel(logits, targets, losses, V, z_loss,
-                IGNORE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def loss_kernel(logits, targets, losses, V, IGNORE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """One row: losses[row], and with GRADIENT the row's gradient in place of its logits."""
     row = tl.program_id(0).to(tl.int64)  # row * V exceeds 2**31
     logits += row * V
@@ -75,13 +72,11 @@ def loss_kernel(logits, targets, losses, V, z_loss,
         l = l * tl.exp2((m - m_new) * LOG2E) + tl.exp2((x - m_new) * LOG2E)
         m = m_new
     l = tl.sum(l, 0)
-    # lse = m + log(l). x - m is exact where it matters, while lse of large logits is rounded. So lse itself is used for
-    # the z-loss only.
+    # lse = m + log(l). x - m is exact where it matters, while lse of large logits is rounded.
     tl.store(losses + row, (tl.log(l) + (m - at_target)) * counted)
 
     if GRADIENT:
-        # d sum / d logits = softmax (1 + 2 z_loss lse) - 1 at the target
-        factor = (1 + 2 * z_loss * (m + tl.log(l))) / l * counted
+        factor = counted / l  # d sum / d logits = softmax - 1 at the target
         blocks = tl.cdiv(V, BLOCK)
         for i in range(blocks):
             j = (blocks - 1 - i) * BLOCK + column
@@ -89,6 +84,3 @@ def loss_kernel(logits, targets, losses, V, z_loss,
             gradient = tl.exp2((x - m) * LOG2E) * factor - tl.where(j == target, counted, 0.0)
             # The next to read it is a product, after the whole table. So it leaves L2 to logits of pass 1.
             tl.store(logits + j, gradient.to(logits.dtype.element_ty), mask=j < V, eviction_policy="evict_first")
-
-
-order_keys(globals())

@@ -1,131 +1,188 @@
-"""The page of a run's own attention: every layer's and head's weights on a text. `python breakit.py look=true`
+"""What the heads of a trained model read on a text, as an HTML page; and the batch again that ended a run.
 
-The page loads no other file: it is docs/look.template.html with the weights as JSON. They are computed tile by tile
-(training/weights.py), so a text may be long. Then a point of a picture is a block of tokens. The page of a broken run
-has its weights as they are and, beside them, those of the whole algorithm with the same parameters.
+    look("latest", Path("runs"), "def f(x):", None, Path("look.html"))
+    replay(Path("runs/NAME/faults/step_000123"), device)
+
+The page loads no other file: it is look.html of this folder with the weights as JSON. The page of a broken run has its
+weights as they are and, beside them, those of the whole algorithm with the same parameters.
+
+B = 1 sequence, T tokens, H query heads, D head size.
 """
 
 import base64
+import json
 import math
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from data.loader import validation_batches
-from data.tokenizer import from_json
-from lab.files import fill
-from lab.runs import beyond_causal, ids_of, text_of
-from model.attention import AttentionConfig
-from model.gpt import GPT
-from training import checkpoint, config
-from training.metrics import printable, stamp
-from training.probe import Call, record
-from training.weights import PATTERNS, Reading, read, visited
+from data.dataset import open_data
+from data.prepare import DataConfig
+from data.tokenizer import TokenizerConfig, encode, from_json
+from kernels.problem import runs_kernels
+from model.attention import attention
+from training.checkpoint import Checkpoint, load_checkpoint, set_rng_state
+from training.machine import set_precision
+from training.probe import Call, find, gauges, record
+from training.trained import find_trained, network
 
-BYTES = 2_500_000  # of all pictures, each a triangle of one byte a point; as text they are a third larger
+TEMPLATE = Path(__file__).with_name("look.html")
+BYTES = 2_500_000  # of all pictures, each a triangle of one byte a point
 TOKENS = 256  # of the validation text, where no prompt is given
 STEPS, LOST = 254, 255  # a weight is scale * (byte / STEPS)**2; LOST: not finite
+PATTERNS = {
+    "previous": "reads the token before",
+    "itself": "reads the token itself",
+    "first": "reads the first token",
+    "induction": "copies: reads what came after this token earlier",
+    "same": "reads this token where it stood earlier",
+}
+NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which a pattern is named
 
 
-def look(run: str, runs: Path, prompt: str | None, tokens: int | None, out: Path | None) -> None:
-    """Writes the page of a run's best checkpoint.
-
-    run: a name in `runs`, a folder, or latest. prompt: the text; None: the first `tokens` of the run's validation text.
-    out: the file; None: look.html in the run's folder.
-    ValueError for a run that does not exist, and for a text longer than the model's context.
-    """
-    found = checkpoint.load(checkpoint.find(run, runs, option="run", which="best"))
-    attention = config.from_dict(AttentionConfig, found.state["config"]["attention"])
-    attention = replace(attention, impl="tiled", kernel="auto", autotune=False)
-    cpu, broken = torch.device("cpu"), found.state["broken"]
-    nets = [found.network(attention, cpu).float().eval()]
+def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, out: Path | None) -> None:
+    """Writes the page of a run's best checkpoint. prompt: the text; None: the first `tokens` of the validation text.
+    out: the file; None: look.html in the run's folder. ValueError for a text longer than the model's context."""
+    trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
+    broken = trained.state["broken"]
+    nets = {f"as trained: {broken}" if broken else "as trained": network(trained, "tiled", cpu)}
     if broken:
-        found.state["config"]["break_it"] = {}
-        nets.append(found.network(attention, cpu).float().eval())
-    context = nets[0].config.context_length
-    idx, documents = text_to_read(found, prompt, tokens or min(TOKENS, context))
-    if (T := idx.shape[1]) > context:
-        raise ValueError(f"a text of {T} tokens: the model's context is {context}; use a shorter prompt= or tokens=")
-    size = int(math.sqrt(2 * BYTES / sum(net.config.n_layer * net.config.n_head for net in nets)))
-    name = f"{found.path.resolve().parents[1].name}, {found.path.name}"
-    encoding = from_json(found.tokenizer)
-    asked = shlex.join([f"run={found.path}", f"tokens={T}" if prompt is None else f"prompt={prompt}"])
-    page = {
-        "title": name,
+        trained.state["config"]["break_it"] = {}
+        nets["the whole algorithm"] = network(trained, "tiled", cpu)
+    config = next(iter(nets.values())).config
+    idx, documents = text_of(trained, prompt, tokens or min(TOKENS, config.context_length))
+    point = math.ceil(idx.shape[1] / math.sqrt(2 * BYTES / (len(nets) * config.n_layer * config.n_head)))
+    views = [
+        {"name": name, "layers": [of_layer(call, idx[0], point) for call in record(net, idx, documents)]}
+        for name, net in nets.items()
+    ]
+    page: dict[str, Any] = {
+        "title": f"{trained.path.parents[1].name}, {trained.path.name}",
         "text": "the beginning of its validation text" if prompt is None else "your text",
         "broken": broken,
-        "tokens": [encoding.decode([token]) for token in idx[0].tolist()],
-        # The tokens that begin a document, but for the first.
+        "tokens": [from_json(trained.tokenizer).decode([token]) for token in idx[0].tolist()],
         "documents": [] if documents is None else ((documents[0].diff() != 0).nonzero().flatten() + 1).tolist(),
         "patterns": PATTERNS,
         "steps": STEPS,
-        "point": -(-T // size),  # tokens along a side of a point of a picture
-        "views": views(nets, idx, documents, broken, size),
-        "trace": "" if beyond_causal(attention) else f"python breakit.py trace=true {asked}",
+        "point": point,  # tokens along a side of a point of a picture
+        "views": views,
     }
-    if out is None:
-        out = (found.path.parent.parent if found.path.parent.name == checkpoint.FOLDER else Path()) / "look.html"
-    length = fill(out, "look", page)
-    print(printable(f"{stamp(broken)}{name}: {T} tokens, {out}: {length / 2**10:,.0f} KiB"))
+    data = json.dumps(page, separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
+    out = out or trained.path.parents[1] / "look.html"
+    out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data), encoding="utf-8")
+    stamp = f"BROKEN[{broken}] " if broken else ""
+    print(f"{stamp}{page['title']}: {idx.shape[1]} tokens, {out}: {out.stat().st_size / 2**10:,.0f} KiB")
     for layer in page["views"][0]["layers"]:
         for number, head in enumerate(layer["heads"]):
-            if head["pattern"]:
-                share = 100 * head["shares"][head["pattern"]]
-                print(
-                    f"layer {layer['layer']}, head {number} {PATTERNS[head['pattern']]} ({share:.0f} % of its weight)"
-                )
+            if pattern := head["pattern"]:
+                share = f"{head['shares'][pattern]:.0%} of its weight"
+                print(f"layer {layer['layer']}, head {number} {PATTERNS[pattern]} ({share})")
 
 
-def text_to_read(found: checkpoint.Checkpoint, prompt: str | None, tokens: int) -> tuple[Tensor, Tensor | None]:
-    """What the model reads: the ids (1, T) of the prompt, or of the first tokens of the run's validation text with the
-    numbers of their documents (1, T)."""
-    if prompt is not None:
-        encoding = from_json(found.tokenizer)
-        return ids_of(encoding, found.state.get("begin", encoding.eot_token), prompt), None
-    _, _, dataset = text_of(found)
-    batch = next(validation_batches(dataset.val, dataset.val_documents, 1, tokens, tokens))
-    return batch.x, batch.documents
+def text_of(trained: Checkpoint, prompt: str | None, tokens: int) -> tuple[Tensor, Tensor | None]:
+    """The ids (1, T) of the prompt, or of the run's first validation tokens with the numbers of their documents."""
+    config, encoding = trained.state["config"], from_json(trained.tokenizer)
+    T, documents = config["model"]["context_length"], None
+    if prompt is not None:  # as in training, a document begins after an end-of-text token
+        ids = [trained.state.get("begin", encoding.eot_token), *encode(encoding, prompt).tolist()]
+    elif "data" not in config:
+        raise ValueError(f"{trained.path} is of no run, so it has no validation text: use prompt=")
+    else:
+        data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
+        dataset = open_data(data, tokenizer, encoding, T, config["runs"])
+        ids = dataset.val[:tokens].tolist()
+        begins = torch.as_tensor(dataset.val_documents)
+        documents = torch.searchsorted(begins, torch.arange(len(ids)), right=True)[None]
+    if len(ids) > T:
+        raise ValueError(f"a text of {len(ids)} tokens: the model's context is {T}; use a shorter prompt= or tokens=")
+    return torch.tensor([ids]), documents
 
 
-def views(nets: list[GPT], idx: Tensor, documents: Tensor | None, broken: str, size: int) -> list[dict]:
-    """The weights of each network: its own, and the whole algorithm's where it is broken."""
-    names = [f"as trained: {broken}", "the whole algorithm"] if broken else ["as trained"]
-    return [
-        {"name": name, "layers": [of_layer(call, idx[0], size) for call in record(net, idx, None, documents)]}
-        for name, net in zip(names, nets, strict=True)
-    ]
+def weights_of(call: Call) -> Tensor:
+    """What each value is multiplied by, (H, T, T): the output for values that are 1 for one key and 0 for the others, D
+    keys at a time. So a broken call has the weights that it really uses."""
+    T, D = call.k.shape[2:]
+    config, parts = replace(call.config, impl="tiled"), []
+    for j in range(0, T, D):
+        one = F.pad(torch.eye(T)[:, j : j + D], (0, max(0, j + D - T))).expand_as(call.v)
+        parts.append(attention(call.q, call.k, one, config, documents=call.documents, break_it=call.break_it)[0])
+    return torch.cat(parts, -1)[..., :T]
 
 
-def of_layer(call: Call, tokens: Tensor, size: int) -> dict[str, Any]:
-    """A layer as the page reads it. tokens: ids (T,)."""
-    reading = read(call, tokens, size)
+def keys_of(tokens: Tensor) -> dict[str, Tensor]:
+    """{pattern: bool (T, T)}: the keys on which a row with that pattern has its weight. tokens: ids (T,)."""
+    i, j = torch.arange(len(tokens))[:, None], torch.arange(len(tokens))
     return {
-        "layer": call.layer,
-        "window": call.config.window,
-        "block": [call.config.block_m, call.config.block_n],
-        "tiles": visited(call),
-        "heads": [of_head(reading, head) for head in range(len(reading.maps))],
+        "previous": j == i - 1,
+        "itself": j == i,
+        "first": (j == 0) & (i > 1),  # row 1 would count twice
+        "induction": (tokens.roll(1) == tokens[:, None]) & (j > 0) & (j <= i) & (j != i),
+        "same": (tokens == tokens[:, None]) & (j < i),
     }
 
 
-def of_head(reading: Reading, head: int) -> dict[str, Any]:
-    """A head as the page reads it: its picture's lower triangle, row by row, as bytes in base64."""
-    picture = reading.maps[head]
+@torch.no_grad()
+def of_layer(call: Call, tokens: Tensor, point: int) -> dict[str, Any]:
+    """A layer as the page reads it. tokens: ids (T,). point: tokens along a side of a point of a picture."""
+    p, keys, T = weights_of(call), keys_of(tokens), len(tokens)
+    N = -(-T // point)
+    padded = F.pad(p, (0, N * point - T, 0, N * point - T)).view(-1, N, point, N, point)
+    rows = (torch.arange(T) // point).bincount()
+    maps = padded.sum((2, 4)) / rows[:, None]  # the mean over a block of rows of the weight of a block of keys
+    entropy = torch.special.entr(p).sum(-1)[:, 1:].mean(-1)  # row 0 sees itself alone
+    back = (torch.arange(T) - p.argmax(-1))[:, 1:]
+    shares = {name: (p * x).sum(-1)[:, x.any(-1)].mean(-1) for name, x in keys.items() if x.any(-1).sum() >= FEWEST}
+    heads = []
+    for h in range(len(p)):
+        distance = int(back[h].mode().values) if T > 1 else 0
+        mine = {name: float(share[h]) for name, share in shares.items()}
+        best = max(mine, key=lambda name: mine[name], default="")
+        heads.append(of_picture(maps[h]) | {
+            "entropy": float(entropy[h]), "distance": distance, "often": float((back[h] == distance).float().mean()),
+            "shares": mine, "pattern": best if best and mine[best] >= NAMED else "",
+        })  # fmt: skip
+    return {"layer": call.layer, "window": call.config.window, "heads": heads}
+
+
+def of_picture(picture: Tensor) -> dict[str, Any]:
+    """The lower triangle of a picture (N, N), row by row, as bytes in base64."""
     finite = picture.isfinite()
     scale = max(1.0, float(picture[finite].abs().max())) if finite.any() else 1.0
     levels = (picture.abs() / scale).sqrt().mul(STEPS).round().nan_to_num(0.0, 0.0, 0.0)
     levels = torch.where(finite, levels, LOST).to(torch.uint8)
     rows, columns = torch.tril_indices(len(picture), len(picture))
-    return {
-        "map": base64.b64encode(levels[rows, columns].numpy().tobytes()).decode(),
-        "scale": scale,
-        "entropy": float(reading.entropy[head]),
-        "distance": int(reading.distance[head]),
-        "often": float(reading.often[head]),
-        "shares": {name: float(share[head]) for name, share in reading.shares.items()},
-        "pattern": reading.pattern(head),
-    }
+    return {"map": base64.b64encode(levels[rows, columns].numpy().tobytes()).decode(), "scale": scale}
+
+
+def replay(path: Path, device: torch.device) -> None:
+    """Runs the kept batch again. Prints the gauges of every attention call and the first tile that is not finite. path:
+    a folder in runs/NAME/faults. ValueError for another checkpoint, because that holds no batch."""
+    kept = load_checkpoint(path)
+    if "batch.x" not in kept.training:
+        raise ValueError(f"replay={path} holds no batch: name a folder in runs/NAME/faults, of a run with probe.every=")
+    about, broken = kept.state["about"], kept.state["broken"]
+    impl = about["attention"] if about["attention"] != "triton" or runs_kernels(device) else "tiled"
+    net = network(kept, impl, device).train()
+    set_rng_state(kept.training)  # for the same dropout
+    batch = {name: x.to(device) for name, x in kept.training.items() if name.startswith("batch.")}
+    with set_precision(about["dtype"], device):
+        calls = record(net, batch["batch.x"], batch.get("batch.documents"), batch["batch.y"])
+    stamp = f"BROKEN[{broken}] " if broken else ""
+    print(f"{stamp}{path}: {len(batch['batch.x'])} sequences, {impl}, {about['dtype']}, on {device}")
+    print("score, weight: the largest; headroom: nats until exp overflows; l: the least; error: |o - right| / |right|")
+    print("layer     score  headroom   weight         l     error   o         dq        dk        dv")
+    for call in calls:
+        g = gauges(call)
+        results = "".join(f"{kind_of(x):10}" for x in (call.o, *call.gradients))
+        numbers = f"{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}"
+        print(f"{call.layer:5}{numbers}   {results}".rstrip())
+    print(f"first: {place}" if (place := find(calls)) else "in this batch it does not begin in attention")
+
+
+def kind_of(x: Tensor) -> str:
+    """What a result has at its worst."""
+    return "NaN" if x.isnan().any() else "infinity" if x.isinf().any() else "finite"

@@ -1,157 +1,99 @@
-"""Measures a call: its time, its peak memory, and on what it spends the time."""
+"""Measures a call: its time, its peak memory, and the numbers it moves to and from memory."""
 
-import re
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-# A private name, but PyTorch's guide "Extending PyTorch" points to it, and there is no public one.
+# PyTorch's guide "Extending PyTorch" points to this module. There is no other way to see every operation of a backward.
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from training.machine import out_of_memory_as
+from model import attention
 
-# What the kernels of a step (on a CPU: torch's ops) are for, by words in their names. The first that matches counts: a
-# kernel that a compiler has fused is named after all of its ops. So the softmax of a naive attention counts as loss.
-PARTS = {
-    "attention": r"attention|flash|fmha|sdpa|cudnn|bmm|exp2"
-    r"|^(forward|dq|dkdv|visits|row_terms|backward|scaled)_kernel",
-    "products": r"gemm|cutlass|nvjet|cublas|xmma|splitk|triton_tem|::(add)?mm_?$",
-    "loss": r"loss|softmax|logsumexp|entropy|scatter|gather|(::|_)exp_?(_|$)",
-    "clip and optimizer": r"adam|muon|multi_tensor|foreach|vector_norm|normtwo|lerp",
-    "norm": r"layer_?norm|rms_?norm|gammabeta|^(norm|sum)_kernel$",
-    "activation": r"gelu|silu|tanh",
-    "copies and casts": r"copy|memcpy|memset|clone|catarray|(::|_)cat(_|$)|fill|zero",
+OURS = {
+    torch.ops.tilegpt.attention.default: attention.forward,
+    torch.ops.tilegpt.attention_backward.default: attention.backward,
 }
+CLEARED = 2**28  # bytes that are written before each run, to clear the L2 cache: five times an H100's
 
 
-def wait(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a CPU torch raises a RuntimeError that only its text tells from others."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or any(text in str(error) for text in ("DefaultCPUAllocator", "out of memory"))
 
 
 def ms_of(action: Callable[[], object], device: torch.device) -> float:
     """The time of action() in ms, from an idle device to an idle device."""
-    wait(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
     started = time.perf_counter()
     action()
-    wait(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
     return (time.perf_counter() - started) * 1e3
 
 
-def median_ms(action: Callable[[], object], device: torch.device) -> float:
-    """The median time of action() in ms, after a warm-up. On a GPU: of 5 to 100 runs, about 0.1 s. Elsewhere: of at
-    least three runs and 0.1 s."""
+def median_ms(action: Callable, device: torch.device, prepare: Callable[[], Any] | None = None) -> float:
+    """The median time of action() in ms, after a warm-up: of 3 to 100 runs, about 0.1 s. With prepare: of
+    action(prepare()), without the time of prepare()."""
+    make = (lambda: (prepare(),)) if prepare else tuple
     if device.type == "cuda":
-        return statistics.median(gpu_times(action, device))
-    action()
+        return statistics.median(gpu_times(action, device, make))
+    action(*make())
     times: list[float] = []
     while len(times) < 3 or sum(times) < 100:
-        times.append(ms_of(action, device))
+        times.append(ms_of(partial(action, *make()), device))
     return statistics.median(times)
 
 
-def gpu_times(action: Callable, device: torch.device) -> list[float]:
-    """The times of runs of action() on a GPU, by its own clock, in ms. Each finds the L2 cache cleared.
+def gpu_times(action: Callable, device: torch.device, make: Callable[[], tuple]) -> list[float]:
+    """The times of runs of action(*make()) by the GPU's own clock, in ms. Each run finds the L2 cache cleared.
 
-    The GPU waits, for a second at most, while the host launches the runs. Else a host that is late would count: at
-    T=1,024 a forward takes the GPU about as long as its launch takes the host.
+    A small kernel takes the GPU less time than its launch takes Python, and an idle GPU would count that. So the GPU
+    clears the cache several times before each run, for at least as long as the launch takes.
     """
-    emptied = torch.empty(2**28, dtype=torch.int8, device=device)
+    cache = torch.empty(CLEARED, dtype=torch.int8, device=device)
 
-    def runs(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        for began, ended in events:
-            emptied.zero_()
-            began.record()
-            action()
-            ended.record()
-        return events
+    def run(clears: int) -> tuple[torch.cuda.Event, torch.cuda.Event, float]:
+        made = make()
+        for _ in range(clears):
+            cache.zero_()
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        started = time.perf_counter()
+        action(*made)
+        launch = (time.perf_counter() - started) * 1e3
+        ended.record()
+        return began, ended, launch
 
-    runs(3)  # compile, and warm up
-    torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    events = runs(5)
-    on_host = (time.perf_counter() - started) / 5  # seconds of a launch
-    torch.cuda.synchronize(device)
-    ms = statistics.median(began.elapsed_time(ended) for began, ended in events)
-    count = min(100, max(5, int(100 / ms)))
-    torch.cuda._sleep(int(3e9 * min(1.0, on_host * count)))  # clock cycles, of which a GPU has 1.7e9 to 3e9 a second
-    events = runs(count)
+    for _ in range(2):  # the first one compiles
+        began, ended, launch = run(1)
+        torch.cuda.synchronize(device)
+    clear = ms_of(lambda: [cache.zero_() for _ in range(10)], device) / 10
+    clears = 1 + min(100, int(1.5 * launch / clear))  # a launch of more than about 5 ms is not hidden wholly
+    count = min(100, max(3, int(100 / max(1e-3, began.elapsed_time(ended)))))
+    events = [run(clears)[:2] for _ in range(count)]
     torch.cuda.synchronize(device)
     return [began.elapsed_time(ended) for began, ended in events]
 
 
-def profiled(action: Callable[[], object], times: int, device: torch.device) -> list[tuple[str, float]]:
-    """Name and ms of each kernel of a GPU, or else of each of torch's ops on the CPU, over `times` calls of action();
-    the ms are those of one call. An op's time is without that of the ops that it calls."""
-    cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
-        for _ in range(times):
-            action()
-        wait(device)
-    if cuda:  # a range that torch has named is no kernel
-        kernels = [e for e in seen.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        return [(e.key, e.self_device_time_total / 1e3 / times) for e in kernels]
-    ops = [e for e in seen.key_averages() if "::" in e.key and not e.key.startswith("autograd::")]
-    return [(e.key, e.self_cpu_time_total / 1e3 / times) for e in ops]
-
-
-def where(spent: Iterable[tuple[str, float]], ms: float) -> dict[str, float]:
-    """On what a call spends its ms: those of each of PARTS, of the rest, and idle, in which none of `spent` ran.
-
-    spent: from profiled(). Kernels that ran at the same time count twice, so idle may be larger than it says.
-    """
-    parts = dict.fromkeys([*PARTS, "rest"], 0.0)
-    for name, part_ms in spent:
-        parts[next((part for part, words in PARTS.items() if re.search(words, name.lower())), "rest")] += part_ms
-    return parts | {"idle": max(0.0, ms - sum(parts.values()))}
-
-
-class OutOfMemory(ValueError):
-    """Memory ran out."""
-
-
-def memory_for(what: str, way_out: str) -> AbstractContextManager:
-    """OutOfMemory, in one line, if memory runs out inside this context."""
-    return out_of_memory_as(lambda: OutOfMemory(f"out of memory with {what}; {way_out}"))
-
-
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
     """The peak memory of action() in bytes, beyond what was allocated before."""
-    if device.type == "cuda":
-        action()  # compiles, and allocates workspaces that stay
-    with peak_of(device) as counted:
-        action()
-    return counted.peak
-
-
-def peak_of(device: torch.device) -> "AbstractContextManager[PeakBytes | SimpleNamespace]":
-    """A context that counts the peak memory of what is made inside it: its `peak`, in bytes, beyond what was there."""
-    return gpu_peak(device) if device.type == "cuda" else PeakBytes()
-
-
-@contextmanager
-def gpu_peak(device: torch.device) -> Iterator[SimpleNamespace]:
-    """Counts by the allocator of a CUDA device. On another device it counts nothing. Its `alive`: bytes at the end."""
-    found, cuda = SimpleNamespace(peak=0, alive=0), device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    yield found
-    if cuda:
-        found.alive = torch.cuda.memory_allocated(device) - before
-        found.peak = torch.cuda.max_memory_allocated(device) - before
+    if device.type != "cuda":
+        with PeakBytes() as counted:
+            action()
+        return counted.peak
+    action()  # compiles, and allocates workspaces that stay
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    action()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 class PeakBytes(TorchDispatchMode):
@@ -166,6 +108,9 @@ class PeakBytes(TorchDispatchMode):
         self.made: set[int] = set()  # addresses of the storages that were made inside and are still alive
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in OURS:  # our op is one call from outside
+            with self:
+                return OURS[function](*args, **(kwargs or {}))
         given = {x.untyped_storage().data_ptr() for x in tensors_in(args, kwargs)}
         result = function(*args, **(kwargs or {}))
         for storage in (x.untyped_storage() for x in tensors_in(result)):
@@ -183,23 +128,28 @@ class PeakBytes(TorchDispatchMode):
 
 
 class Operations(TorchDispatchMode):
-    """Counts the words of an algorithm without tiles: each operation reads its inputs from slow memory and writes its
-    result there. Views move nothing. seen: called with each operation, its arguments, its bytes, and a repetition."""
+    """Counts the words (numbers) that operations move: each reads its inputs from slow memory and writes its result
+    there. Views move nothing."""
 
-    def __init__(self, seen: Callable[..., object] = lambda *_: None):
+    def __init__(self):
         super().__init__()
-        self.seen, self.words = seen, 0
+        self.words = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        again = partial(function, *args, **(kwargs or {}))
-        result = again()
+        result = function(*args, **(kwargs or {}))
         if not function.is_view and function is not torch.ops.aten._unsafe_view.default:  # a view as well
-            tensors = tensors_in(args, kwargs, result)
-            self.words += sum(x.numel() for x in tensors)
-            self.seen(function, args, sum(x.nbytes for x in tensors), again)
+            self.words += sum(x.numel() for x in tensors_in(args, kwargs, result))
         return result
 
 
 def tensors_in(*values) -> list[Tensor]:
     """The tensors among an operation's arguments or results, also inside tuples, lists and dicts."""
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found

@@ -1,250 +1,192 @@
-"""The lab: compares each failure with the whole algorithm in a table, short trainings, pictures and a page.
+"""Short trainings of each failure, its picture, and its section in docs/break-it.md.
 
-    python breakit.py out=docs   docs/break-it.md, and docs/break with its figures (table.json) and pictures
+    write_page(Path("docs"), ["no_max"], lines, losses, facts)
 
-The words of the page come from model/break_it.py, the figures from table.json. If only words have changed, the lab need
-not run again: python -c "from lab.page import *; write_page(Path('docs'))"
+The page has prose that people write, and measurements that this file writes. A section is: what is taken out (from
+model/break_it.py), prose, the commands, the measurements. Only the prose is kept when the page is written again, and so
+are the sections of failures that were not measured.
 """
 
-import json
 import math
-import tempfile
-import time
-from collections.abc import Callable
-from copy import deepcopy
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from torch import Tensor
 
-from data.loader import validation_batches
-from data.text import counted
-from lab import draw, measure, panels, trainings, trials
-from lab.files import plain, write
-from lab.measure import RESULTS, SHOWN
-from lab.runs import model_of_run
-from lab.trials import GRADIENT, LEAK, NAN, NONE, OVERFLOW, SILENT
-from model.break_it import FAILURES
-from training.machine import about
-from training.metrics import show
-from training.probe import record
+from lab.failures import FAILURES, Line, error, percent, tried
+from lab.whole import TILE, Results, Whole
+from model import break_it
+from model.attention import AttentionConfig
+from model.break_it import BreakIt
+from model.gpt import GPT, GPTConfig
 
-FIGURES = "break"  # the folder of table.json and the pictures, next to the page
-KINDS = {
-    SILENT: "silent",
-    LEAK: "leak",
-    GRADIENT: "gradient only",
-    OVERFLOW: "loud (infinity)",
-    NAN: "loud (NaN)",
-    NONE: "silent, but tiny",
-}
-HEAD = """# Break it
-
-Each failure on this page is attention with one line taken out. For each failure the page says what is seen, why, and
-how large the errors are. [attention.md](attention.md) derives what the lines are for.
-
-Most lines matter only under a condition. The rescaling, for example, matters only where a row's maximum grows from one
-tile of keys to the next. Where the condition does not hold, taking the line out changes nothing: the failure *sleeps*.
-Where the condition holds, the failure *acts*.
-
-Few failures are loud. Most compute finite numbers that are wrong, and often the loss falls at first as if nothing had
-happened.
-
-| how it shows | meaning |
-|---|---|
-| silent | the results are finite, and wrong |
-| silent, but tiny | the results are off by no more than rounding errors |
-| loud | a result is infinity or NaN |
-| leak | the results are finite, and tokens see the future |
-| gradient only | o is right; dq, dk and dv are wrong |
-
-In all formulas s is a score, and m the largest score of a row so far. l is the sum of the row's weights, acc is the sum
-of the weights times v, and the output is o = acc / l. The log-sum-exp of a row is the logarithm of the sum of exp(s).
-
-{table}
-
-no_max shows in three ways, depending on the scores and on the dtype.
-
-Each failure has two commands below:
-
-- The first command trains the default model with arguments that *wake* the failure: they make its condition hold.
-  **Seen** says what the first 100 steps of this training show. Some commands set `break_it.score_gain=N`. It multiplies
-  the scores by N, so that the failure shows in a short run.
-- The second command, `python breakit.py`, is the lab. It measures the failure on small models, and its figures are
-  under **Measured**. The lab also wrote this page (commit {commit}, torch {torch}, {device}).
-
-Under **Measured**:
-
-- The table takes q, k, v and gradients from {model}. "Scores x 24.7" means that the lab
-  multiplied the scores by 24.7. An error is |found - right| / |right|, where right is computed in float64.
-- The line below the table compares two short trainings, with and without the failure: 2 layers, 64 channels, a context
-  of 128 tokens. A loss is the mean of the last ten steps.
-- In the pictures the unbroken algorithm is black and dashed. The broken one is in colour. A cross is a value that is
-  not finite.
-"""
-# What a reader asks about the figures of a failure.
-NOTES = {
-    "no_max": "For equal scores the lab gave all queries and keys of a head nearly the same vector, and made v small. "
-    "No weight overflows there, but their sum l does.",
-    "zero_init_max": "Few rows of this model have such low scores, so the errors of all rows together are small. "
-    "The middle picture has the gradients of one such row.",
-    "no_scale": "The errors of dq and dk are above 1, because the broken dq and dk are larger than the right ones.",
-    "bf16_ties": "Hardly any of the model's own scores are equal, so nothing is seen in the table, and there is no "
-    "short training. For the picture the lab made equal scores.",
-}
+PAGE = Path(__file__).parents[1] / "docs" / "break-it.md"
+STEPS, T, BATCH = 100, 128, 4
+SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, context_length=T, vocab_size=256, position="rope")
 
 
-def gallery(
-    script: Callable[[Any], int], short: Any, *, failure: str | None, run: str | None, runs: Path,
-    device: torch.device, out: Path,
-) -> None:  # fmt: skip
-    """Writes break-it.md to the folder `out`, and table.json and a NAME.png for each failure to out/break.
-
-    script: train.main. short: the configuration from short_training(). failure: a name, or None for all. run: the run
-    that gives q, k and v, found in the folder `runs` as in model_of_run(); None trains a small model first.
-    Raises ValueError if there is no such run, and if its attention does not have what the failure takes out.
-    """
-    started = time.perf_counter()
-    torch.set_num_threads(1)  # two are no faster on such small tiles, and half as fast if another process wants a core
-    facts = about(device)
-    device = device if device.type == "cuda" else torch.device("cpu")  # mps has no float64
-    model = None if run is None else model_of_run(run, runs, device)
-    figures = out / FIGURES
-    figures.mkdir(parents=True, exist_ok=True)  # fails now, before anything is measured, if it cannot be written
-    failures = trials.with_a_trial([failure] if failure else list(FAILURES))
-    if failure:
-        words = FAILURES[failure]
-        show(f"{failure}: without {words.removed}\n  you will see: {words.seen}\n  because: {words.why}\n")
-
-    short = deepcopy(short)
-    with tempfile.TemporaryDirectory() as scratch:
-        short.runs = scratch
-        if model is None:
-            fresh = f"a small model, trained for {trainings.FRESH_STEPS} steps"
-            show(f"training a small model to take q, k and v from: {trainings.FRESH_STEPS} steps")
-            trainings.train_quietly(script, trainings.fresh_training(short))
-            model = model_of_run("fresh", Path(scratch), device)._replace(name=fresh)
-        else:
-            short.data, short.tokenizer = model.data, model.tokenizer
-        T = min(256, model.net.config.context_length)
-        batch = next(validation_batches(model.dataset.val, model.dataset.val_documents, 2, T, 2 * T))
-        calls = record(model.net, batch.x.to(device), batch.y.to(device))
-        sizes = f"{counted(len(calls), 'layer')} of {counted(model.net.config.n_head, 'head')}"
-        show(f"{model.name}: {sizes}, {T} tokens of its validation text")
-        wanted, impls = ["none", *failures], trials.available(device)
-        for line in measure.left_out(calls, wanted, impls):
-            show(line)
-        show("first bad: layer/head/query tile/key tile; score, weight: the largest; o to dv: |error| / |right|\n")
-        print_row()
-        rows, shown = measure.measure(calls, wanted, impls, print_row)
-        show("")
-        if not shown:
-            raise ValueError(f"failure={failure}: there is nothing that it could take out of {model.name}")
-        curves = trainings.compare(script, short, failures)
-
-    show(f"drawing, after {time.perf_counter() - started:.0f} s")
-    pictures = {}
-    for name in (name for name in failures if name in shown):
-        found = panels.panels(shown[name], next((c for c in curves if name in c.broken), None))
-        draw.save(draw.picture(name, found), figures / f"{name}.png")
-        pictures[name] = [panel.title for panel in found]
-    losses = [c._asdict() for c in curves]
-    kept = {"about": facts, "model": model.name, "rows": rows, "losses": losses, "pictures": pictures}
-    write(figures / "table.json", json.dumps(plain(kept)).replace("}, {", "},\n{") + "\n")
-    differ = sum(not row["agrees"] for row in rows)
-    show(f"{len(rows)} lines, {differ} of them not as predicted; {time.perf_counter() - started:.0f} s")
-    show(f"{figures}: table.json, {', '.join(f'{name}.png' for name in pictures)}; and {write_page(out)}")
+# ----------------------------------------------------------------------------------------------------------------------
+# Short trainings.
 
 
-def print_row(row: dict | None = None) -> None:
-    """Prints a line of the table; for None, its head."""
-    heads = ("failure", "where", "gain", "impl", "dtype", "tiles", "predicted", "observed", "first bad", "score")
-    cells = [*heads, "headroom", "weight", *RESULTS, "verdict"]
-    if row is not None:
-        place = [row[key] for key in ("layer", "head", "query_tile", "key_tile")]
-        cells = [row["failure"], row["where"], f"{row['gain']:.3g}", row["impl"], row["dtype"], row["tiles"]]
-        cells += [row["predicted"], row["observed"]]
-        cells += ["" if place[0] is None else "/".join("-" if x is None else str(x) for x in place)]
-        cells += [f"{row['max_score']:.1f}", f"{row['headroom']:.1f}", f"{row['max_weight']:.3f}"]
-        cells += [f"{row[f'error_{name}']:.1e}" for name in RESULTS]
-        cells += [row["verdict"] + ("" if row["agrees"] else ", NOT AS PREDICTED")]
-    widths = (17, 27, -5, 6, 7, 9, 13, 13, 9, -5, -8, -6, -8, -8, -8, -8, 8)  # below 0: aligned right
-    shown = (f"{cell:>{-width}}" if width < 0 else f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
-    show(" ".join(shown).rstrip())
+def losses_of(failure: str, wakes: str, steps: int = STEPS) -> list[float]:
+    """The loss of each step of a short training on Python's standard library, in nats per byte. A loss that is not
+    finite ends it. failure: a name, or none. wakes: arguments of train.py."""
+    given = OmegaConf.merge({"attention": {}, "break_it": {}, "model": {}}, OmegaConf.from_dotlist(wakes.split()))
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    torch.manual_seed(1)
+    fixed: dict[str, Any] = {"impl": "tiled", "block_m": 64, "block_n": 32}
+    attention = AttentionConfig(**fixed | dict(given.attention))
+    model = GPT(GPTConfig(**vars(SMALL) | dict(given.model)), attention, BreakIt(failure, **given.break_it))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses: list[float] = []
+    while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
+        at = torch.randint(len(data) - T, (BATCH, 1)) + torch.arange(T + 1)
+        windows = data[at]
+        loss = model(windows[:, :-1], windows[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
-def write_page(out: Path) -> Path:
-    """Writes break-it.md to the folder `out`, from table.json in its folder FIGURES. Returns the page's path."""
-    path = out / "break-it.md"
-    write(path, page(json.loads((out / FIGURES / "table.json").read_text(encoding="utf-8"))))
+def trainings(failure: str) -> dict[str, list[float]]:
+    """The losses of the whole algorithm and of the broken one, with the arguments that wake the failure."""
+    wakes = break_it.FAILURES[failure].wakes
+    return {"whole": losses_of("none", wakes), "broken": losses_of(failure, wakes)}
+
+
+def in_words(losses: dict[str, list[float]]) -> str:
+    whole, broken = losses["whole"], losses["broken"]
+    right = f"{fmean(whole[-10:]):.3f} nats with the whole algorithm"
+    if not math.isfinite(broken[-1]):
+        return f"at step {len(broken)} the loss is not finite; at step {len(whole)} it is {right}"
+    return f"at step {len(whole)} the loss is {fmean(broken[-10:]):.3f} nats, and {right}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The picture.
+
+
+def by_tile(found: Tensor, right: Tensor) -> list[float]:
+    """|found - right| / |right| of each tile of rows. found, right (B, H, T, D)."""
+    tiles = zip(found.split(TILE, 2), right.split(TILE, 2), strict=True)
+    return [float((x - y).norm() / y.norm().clamp(min=1e-300)) for x, y in tiles]
+
+
+def picture(failure: str, losses: dict[str, list[float]] | None, path: Path) -> None:
+    """The error of each result in each tile, found (bars) and predicted (crosses), on the first input of the failure;
+    and the losses of the short trainings."""
+    name, inputs = next(iter(FAILURES[failure].acts.items()))
+    predicted, found, right, _ = tried(FAILURES[failure], failure, inputs, "tiled", "float32")
+    figure = Figure(figsize=(13, 4), dpi=100, layout="constrained")
+    figure.suptitle(f"{failure}: without {break_it.FAILURES[failure].removed}", fontsize=16)
+    errors, *rest = figure.subplots(1, 2 if losses else 1, squeeze=False, width_ratios=[3, 2] if losses else [1])[0]
+    draw_errors(errors, predicted, found, right)
+    errors.set_title(f"error by tile: {name}", fontsize=13)
+    if losses:
+        draw_losses(rest[0], losses)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def draw_errors(axes: Axes, predicted: Results, found: Results, right: Results) -> None:
+    """A tile that is not finite has a red bar of full height."""
+    colours = {"o": "#1f5fa8", "dq": "#c98a1b", "dk": "#7a4b00", "dv": "#3c7d3c"}
+    errors = {name: by_tile(found[name], right[name]) for name in colours}
+    top = 1.1 * max([0.1, *(x for some in errors.values() for x in some if math.isfinite(x))])
+    for n, (name, colour) in enumerate(colours.items()):
+        places = [tile + 0.2 * (n - 1.5) for tile in range(len(errors[name]))]
+        heights = [x if math.isfinite(x) else top for x in errors[name]]
+        axes.bar(places, heights, 0.2, color=["#b2182b" if y == top else colour for y in heights])
+        axes.bar(0, 0, color=colour, label=f"{name}, found")
+        if name in predicted:
+            axes.plot(places, by_tile(predicted[name], right[name]), "kx", label=None if n else "predicted")
+    axes.set_xlabel(f"tile of {TILE} rows (red: not finite)", fontsize=13)
+    axes.set_ylabel("|x - right| / |right|", fontsize=13)
+    axes.set_ylim(0, 1.15 * top)
+    axes.legend(fontsize=11, loc="upper center", ncols=5)
+
+
+def draw_losses(axes: Axes, losses: dict[str, list[float]]) -> None:
+    for name, look in (("broken", {"color": "#b2182b"}), ("whole", {"color": "black", "ls": "--"})):
+        mean = [fmean(losses[name][max(0, i - 9) : i + 1]) for i in range(len(losses[name]))]
+        end = "" if math.isfinite(mean[-1]) else f": NaN at step {len(mean)}"
+        axes.plot(range(1, 1 + len(mean)), mean, label=name + end, **look)
+    axes.set_title("short training", fontsize=13)
+    axes.set_xlabel("step", fontsize=13)
+    axes.set_ylabel("loss (nats), mean of 10 steps", fontsize=13)
+    axes.legend(fontsize=11)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page.
+
+
+def how_it_shows(failure: str) -> str:
+    """In words, from the predictions for tiled in float32."""
+    entry, kinds = FAILURES[failure], []
+    for inputs in entry.acts.values():
+        prediction = entry.prediction(inputs, "tiled")
+        whole = Whole(replace(inputs, seed=prediction.seed), "tiled")
+        off = error(prediction.results(), whole.results(), "o")
+        finite = "leak" if (prediction.seen() & ~whole.seen()).any() else "silent"
+        kinds.append("NaN or infinity" if math.isnan(off) else "wrong gradients only" if off < 1e-6 else finite)
+    return ", ".join(dict.fromkeys(kinds))
+
+
+def write_page(out: Path, lines: list[Line], losses: dict[str, dict[str, list[float]]], facts: dict) -> Path:
+    """Writes the failures of `lines` into out/break-it.md; keeps all others, and all prose. A page that does not exist
+    yet starts as docs/break-it.md. losses: of trainings(), by failure. facts: of training/machine.py's about()."""
+    path = out / PAGE.name
+    head, *sections = re.split(r"^## ", (path if path.exists() else PAGE).read_text(encoding="utf-8"), flags=re.M)
+    known = {name: text for name, _, text in (section.partition("\n\n") for section in sections)}
+    for name in dict.fromkeys(line.failure for line in lines):
+        measured = [line for line in lines if line.failure == name]
+        known[name] = section(name, prose(known.get(name, "")), measured, losses.get(name), facts)
+    table = "| failure | taken out | how it shows | it acts |\n|---|---|---|---|\n"
+    for name, failure in break_it.FAILURES.items():
+        table += f"| [{name}](#{name}) | {failure.removed} | {how_it_shows(name)} | {failure.acts} |\n"
+    order = [*(name for name in break_it.FAILURES if name in known), *(set(known) - set(break_it.FAILURES))]
+    texts = [head.split("| failure |")[0] + table, *(f"## {name}\n\n{known[name]}" for name in order)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(text.rstrip("\n") + "\n" for text in texts), encoding="utf-8")
     return path
 
 
-def page(kept: dict) -> str:
-    """The page as Markdown. kept: the content of table.json."""
-    names = list(kept["pictures"])
-    table = ["| failure | taken out | how it shows | it acts |", "|---|---|---|---|"]
-    table += [f"| [{name}](#{name}) | {FAILURES[name].removed} | {kind(kept, name)} | {FAILURES[name].acts} |"
-              for name in names]  # fmt: skip
-    facts = {name: kept["about"][name] for name in ("commit", "torch", "device")}
-    head = HEAD.format(table="\n".join(table), model=kept["model"], **facts)
-    return "\n".join([head, *(section(kept, name) for name in names)])
+def prose(text: str) -> str:
+    """What people wrote in a section: after its first paragraph, up to its commands."""
+    return text.partition("\n\n")[2].partition("```\npython train.py")[0]
 
 
-def kind(kept: dict, name: str) -> str:
-    """How the failure shows in tiled, in words: all symptoms, over all dtypes."""
-    found = [row["observed"] for row in kept["rows"] if (row["failure"], row["impl"]) == (name, "tiled")]
-    seen = [symptom for symptom in KINDS if symptom in found and symptom != NONE]
-    return ", ".join(KINDS[symptom] for symptom in seen or [NONE])
+def section(name: str, prose: str, lines: list[Line], losses: dict[str, list[float]] | None, facts: dict) -> str:
+    failure = break_it.FAILURES[name]
+    cells = [[x.inputs, f"{x.impl}, {x.dtype}", *map(percent, x.o + x.gradients), f"{x.difference:.2f}"] for x in lines]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    said = f"\nShort trainings with `{failure.wakes}`: {in_words(losses)}.\n" if losses else ""
+    return f"""**Taken out:** {failure.removed}. It acts {failure.acts}.
 
-
-def section(kept: dict, name: str) -> str:
-    """The section of a failure: words, commands, measurements, picture."""
-    words = FAILURES[name]
-    return f"""## {name}
-
-**Taken out:** {words.removed}. The failure acts {words.acts}.
-
-**Seen:** {words.seen}.
-
-**Because:** {words.why}.
-
-```
-python train.py break_it={name} {words.wakes}
+{prose}```
+python train.py break_it={name} {failure.wakes}
 python breakit.py failure={name}
 ```
 
-**Measured:**
+| inputs | | o: predicted | o: found | dq, dk, dv: predicted | dq, dk, dv: found | difference |
+|---|---|---|---|---|---|---|
+{rows}
+{said}
+Measured with torch {facts["torch"]} on {facts["device"]}, commit {facts["commit"]}.
 
-{measured(kept, name)}
-
-![{name}: {"; ".join(kept["pictures"][name])}]({FIGURES}/{name}.png)
+![{name}: error of o and of the gradients by tile, predicted and found, and short trainings](break/{name}.png)
 """
-
-
-def measured(kept: dict, name: str) -> str:
-    """The trials of tiled in the dtype of the picture, and the short training if there is one."""
-    dtype = SHOWN.get(name, "float32")
-    lines = [f"| tiled, {dtype} | seen | {' | '.join(f'error of {result}' for result in RESULTS)} |"]
-    lines.append("|---" * (2 + len(RESULTS)) + "|")
-    for row in kept["rows"]:
-        if (row["failure"], row["impl"], row["dtype"]) == (name, "tiled", dtype):
-            gain = "" if row["gain"] == 1 else f", scores x {row['gain']:.3g}"
-            gain = f", largest score {row['max_score']:.1f}" if name == "no_max" else gain
-            seen = "nothing" if row["observed"] == NONE else row["observed"]
-            errors = " | ".join(f"{float(row[f'error_{result}']):.1e}" for result in RESULTS)
-            lines.append(f"| {row['where']}{gain} | {seen} | {errors} |")
-    if name in NOTES:
-        lines.append("\n" + NOTES[name])
-    for curves in kept["losses"]:
-        if name in curves["broken"]:
-            whole, broken = ([float(x) for x in losses] for losses in (curves["whole"], curves["broken"][name]))
-            setting, steps = f"\nShort trainings of the lab's model with `{curves['setting']}`:", len(whole)
-            if math.isnan(broken[-1]):
-                lines.append(f"{setting} at step {len(broken)} the loss of the broken run is not finite. The unbroken "
-                             f"run has {fmean(whole[-10:]):.3f} nats at step {steps}.")  # fmt: skip
-            else:
-                lines.append(f"{setting} at step {steps} the loss is {fmean(broken[-10:]):.3f} nats in the broken run "
-                             f"and {fmean(whole[-10:]):.3f} nats in the unbroken run.")  # fmt: skip
-    return "\n".join(lines)

@@ -1,33 +1,26 @@
-"""The dropout mask, drawn from a seed. Attention's and the residual stream's have this one definition.
+"""The dropout mask of the attention weights: one pure function of a seed and a place.
 
-    keep(seed, n, row, column) -> bool
+    keep_mask(seed, n, rows, columns) -> bool        n = b*H + h, query rows, key columns
 
-                  n                                row      column       the mask
-    attention     b*H + h                          query    key          drawn in tiles where it is used: keep_mask()
-    the stream    b; B + b for what the MLP adds   token    channel      drawn whole: keep_table()
+A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
+function, and the backward computes it again. Rows and columns count from 0 in the whole sequence.
 
-Shapes: N masks, of T rows. In attention N = B*H batch-heads, T query rows, T_k key columns. In the stream C columns.
-
-A stored mask of attention would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the
-mask is a function, and the backward computes it again. row and column count from 0 in the whole sequence.
-
-The mask does not depend on tiles, launches or ranks. A 16 x 16 tile in the forward and a 128 x 64 tile in the backward
-get the same bits. The counter is four separate 32-bit words. A single 32-bit number (n*T + row)*T_k + column would
-overflow, and repeat the mask from T = 18,918 on with 12 heads.
+The mask does not depend on tiles or launches: a 16 x 16 tile in the forward and a 128 x 64 tile in the backward get the
+same bits. The counter is four separate 32-bit words. A single 32-bit number (n*T + row)*T_k + column would overflow,
+and repeat the mask from T = 18,918 on with 12 heads.
 
 Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds.
 Seven is the fewest that pass the paper's statistical tests. The paper's ten include a margin, not needed here.
 
 One Philox call gives 128 bits. With 32 bits per decision a GPU kernel would spend more time on the mask than on the
-matrix products. So one call decides for 16 elements, 8 bits each:
+matrix products. So one call decides for 16 weights, 8 bits each:
 
-    word  of an element = bits 3 and 4 of its row
-    byte  of the word   = bits 3 and 4 of its column
-    counter             = (row without those bits, column without those bits, n, 0)
-    key                 = (low half of the seed, high half of the seed)
+    word  of a weight = bits 3 and 4 of its row
+    byte  of the word = bits 3 and 4 of its column
+    counter           = (row without those bits, column without those bits, n, 0)
+    key               = (low half of the seed, high half of the seed)
 
-The elements of one call are 8 apart in rows and columns. A thread holds the result of a tensor core in the same
-pattern.
+The weights of one call are 8 apart in rows and columns. A thread holds the result of a tensor core in the same pattern.
 
 8 bits make the probability a multiple of 1/256: dropout_p = 0.1 drops 26 of 256 (0.1016). What is kept is divided by
 the share that is actually kept, so the expectation is exact.
@@ -36,29 +29,31 @@ the share that is actually kept, so the expectation is exact.
 import torch
 from torch import Tensor
 
-from kernels.problem import runs_kernels
-
 ROUNDS = 7
 M0, M1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32  # the multipliers minus 2**32: see philox()
 W0, W1 = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
 LOW = 0xFFFFFFFF
 
 
-def drop_threshold(dropout_p: float, name: str = "dropout_p") -> int:
-    """How many of the 256 values of a byte drop an element: round(256 * dropout_p).
+def draw_seeds(n: int, device: torch.device) -> tuple[Tensor, ...]:
+    """n seeds from torch's generator, int64 scalars on the device. Tensors, so that a replayed CUDA graph draws new
+    masks. 16 bytes apart: Triton would compile a kernel once more for a pointer that is no multiple of 16."""
+    return torch.randint(2**63 - 1, (n, 2), device=device)[:, 0].unbind()
 
-    Raises ValueError outside [0, 1), and if a positive dropout_p rounds to 0 or to 256. name: of the option, for it.
-    """
+
+def drop_threshold(dropout_p: float) -> int:
+    """How many of the 256 values of a byte drop a weight: round(256 * dropout_p). Raises ValueError outside [0, 1), and
+    if a positive dropout_p rounds to 0 or to 256."""
     if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"{name}={dropout_p} is outside [0, 1); 0 switches dropout off")
+        raise ValueError(f"attention.dropout_p={dropout_p} is outside [0, 1); 0 switches dropout off")
     threshold = round(256 * dropout_p)
     if threshold == 256 or (threshold == 0 and dropout_p > 0):
-        raise ValueError(f"{name}={dropout_p} is finer than the mask's steps of 1/256; use 0 or 0.002 to 0.998")
+        raise ValueError(f"attention.dropout_p={dropout_p}: the mask has steps of 1/256; use 0 or 0.002 to 0.998")
     return threshold
 
 
 def keep_scale(dropout_p: float) -> float:
-    """1 / (the share of elements kept): what the kept elements are multiplied by."""
+    """1 / (the share of weights kept): what the kept weights are multiplied by."""
     return 256 / (256 - drop_threshold(dropout_p))
 
 
@@ -81,83 +76,26 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], round
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: Tensor, n: int | Tensor, rows: range | Tensor, columns: range, dropout_p: float) -> Tensor:
-    """The keep-mask of one tile, for N batch-heads.
+def keep_mask(seed: Tensor, N: int, rows: range, columns: range, dropout_p: float) -> Tensor:
+    """The keep-mask of one tile, for N = B*H heads: bool (N, len(rows), len(columns)), True where the weight is kept.
 
-    seed: int64 scalar tensor, on the device where the mask is needed. It is a tensor so that a replayed CUDA graph or a
-    compiled graph draws a new mask.
-    n: N, or the numbers of the batch-heads, integers (N,), if they are not 0 to N - 1.
-    rows, columns: of the tile, in the whole sequence, step 1. rows may be a tensor (T,), as in keep_table().
-    Returns bool (N, len(rows), len(columns)), True where the weight is kept.
+    seed: int64 scalar tensor, on the device where the mask is needed. rows, columns: of the tile.
     """
     # The Philox calls cover 32 x 32 squares. Draw whole squares, then cut the tile out of them.
+    row0, row1 = rows.start // 32, -(-rows.stop // 32)
     column0, column1 = columns.start // 32, -(-columns.stop // 32)
-    device, T = seed.device, len(rows)
-    if isinstance(rows, range):
-        row0, row1 = rows.start // 32, -(-rows.stop // 32)
-        c0 = torch.arange(row0 * 8, row1 * 8, device=device)  # the row without bits 3 and 4
-    else:
-        row0, row1, rows = 0, -(-T // 32), rows[::32] // 32  # the squares
-        c0, rows = (rows[:, None] * 8 + torch.arange(8, device=device)).flatten(), range(T)
+    c0 = torch.arange(row0 * 8, row1 * 8, device=seed.device).view(1, -1, 1)  # the row without bits 3 and 4
+    c1 = torch.arange(column0 * 8, column1 * 8, device=seed.device).view(1, 1, -1)
+    c2 = torch.arange(N, device=seed.device).view(-1, 1, 1)
     # ^ (seed & 0) changes no value. Without it torch.compile multiplies an arange in 32 bits, as it does an index, and
     # that overflows on a GPU.
-    c0 = c0.view(1, -1, 1) ^ (seed & 0)
-    c1 = torch.arange(column0 * 8, column1 * 8, device=device).view(1, 1, -1) ^ (seed & 0)
-    if isinstance(n, int):
-        n = torch.arange(n, device=device)
-    c2 = n.view(-1, 1, 1) ^ (seed & 0)
+    c0, c1, c2 = (c ^ (seed & 0) for c in (c0, c1, c2))
     words = philox((c0, c1, c2, 0), (seed & LOW, seed >> 32 & LOW))
 
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).to(torch.int32).view(torch.uint8)
     # N, square, bits 0-2, square, bits 0-2, word, byte
-    bits = bits.view(len(n), row1 - row0, 8, column1 - column0, 8, 4, 4)
+    bits = bits.view(N, row1 - row0, 8, column1 - column0, 8, 4, 4)
     bits = bits.permute(0, 1, 5, 2, 3, 6, 4)  # row bits 3-4 (the word) before row bits 0-2; columns alike
-    bits = bits.reshape(len(n), (row1 - row0) * 32, (column1 - column0) * 32)
+    bits = bits.reshape(N, (row1 - row0) * 32, (column1 - column0) * 32)
     bits = bits[:, rows.start - row0 * 32 : rows.stop - row0 * 32]
     return bits[:, :, columns.start - column0 * 32 : columns.stop - column0 * 32] >= drop_threshold(dropout_p)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model uses. torch.compile would draw other seeds from the same random state, and one Philox call for each
-# element of a table. So it gets ops, which it does not look into. Elsewhere they would only cost their dispatch.
-
-
-def draw_seeds(n: int, device: torch.device) -> Tensor:
-    """n seeds from torch's generator, int64 (n,): the same from the same random state, compiled or not."""
-    return (seeds_op if torch.compiler.is_compiling() else random_seeds)(n, device)
-
-
-def keep_table(seed: Tensor, numbers: Tensor, rows: Tensor, C: int, dropout_p: float) -> Tensor:
-    """keep_mask() of whole rows: bool (N, T, C) on the seed's device. numbers: of the N masks, int64 (N,). rows: int64
-    (T,), in runs of 32 neighbours that begin at multiples of 32; the last may be shorter. On a GPU with Triton a kernel
-    writes it."""
-    return (table_op if torch.compiler.is_compiling() else whole_rows)(seed, numbers, rows, C, dropout_p)
-
-
-def dropped(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
-    """x / (share kept) where keep is True, else 0; keep: bool, like x. None: no dropout."""
-    return x if keep is None else torch.where(keep, x, 0.0) * keep_scale(dropout_p)
-
-
-def random_seeds(n: int, device: torch.device) -> Tensor:
-    # 16 bytes apart: Triton would compile a kernel once more for a pointer that is no multiple of 16.
-    seeds = torch.empty((n, 2), dtype=torch.int64, device=device)[:, 0]
-    return seeds.copy_(torch.randint(2**63 - 1, (n,), device=device))
-
-
-def whole_rows(seed: Tensor, numbers: Tensor, rows: Tensor, C: int, dropout_p: float) -> Tensor:
-    if not runs_kernels(seed.device):
-        return keep_mask(seed, numbers, rows, range(C), dropout_p)
-    from kernels.dropout import keep_table  # imported here: triton is not installed everywhere
-
-    return keep_table(seed, numbers, rows, C, drop_threshold(dropout_p))
-
-
-seeds_op = torch.library.custom_op(
-    "tilegpt::draw_seeds", random_seeds, mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
-)
-seeds_op.register_fake(lambda n, device: torch.empty((n, 2), dtype=torch.int64, device=device)[:, 0])
-table_op = torch.library.custom_op("tilegpt::keep_table", whole_rows, mutates_args=())
-table_op.register_fake(
-    lambda seed, numbers, rows, C, dropout_p: seed.new_empty((len(numbers), len(rows), C), dtype=torch.bool)
-)

@@ -8,8 +8,8 @@ chunk's gradient is computed in the forward, while its logits are still in memor
 the same three products), and the largest table is CHUNK x V. Keeping each chunk's logits for the backward would bring
 the whole table back. Computing them again there would cost a fourth product.
 
-by_torch is the definition of what happens to a chunk's logits. On a GPU with Triton the kernel of kernels/loss.py does
-the same without a float32 copy of them: it writes their gradient over them.
+by_torch is the definition of what happens to a chunk's logits. On a GPU the kernel of kernels/loss.py does the same
+without a float32 copy of them: it writes their gradient over them.
 
 In fp16 the gradient of a mean over 65,536 tokens has entries of 1/65,536 and less, which would be rounded away. A
 gradient scaler would come too late: its scale arrives with the backward. So the forward keeps the gradient of the sum,
@@ -27,44 +27,28 @@ KERNEL_CHUNK = 16_384  # tokens; the fastest on an H200, and in bf16 its logits 
 IGNORE = -1  # tokens with this target do not count
 
 
-def next_token_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, symbols: int | None = None
-) -> Tensor:
+def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log softmax(x weight^T)[target] over the tokens with a target other than IGNORE.
 
     x (N, C), weight (V, C), both float; targets int64 (N,). Products run in autocast's dtype if it is on, softmax and
     sums in float32 (float64 for float64 inputs). Returns a scalar in nats; NaN if no target counts, as in torch.
-
-    symbols: only the first so many rows of weight are tokens; None: all. The others are padding: the softmax is over
-    the tokens alone, and their gradient is 0. The product has them, because it is faster with a round size.
-
-    z_loss: PaLM's coefficient (arXiv 2204.02311, section 5; 1e-4 there) of the mean of lse^2. It pulls the logits'
-    log-sum-exp to 0, so that the logits do not drift to values where bf16 is coarse. Only the gradient includes this
-    term. The returned value is the cross-entropy alone, so logged losses of different runs can be compared.
     """
     dtype = product_dtype(x)
     if not torch.is_grad_enabled():  # checked here: inside the Function grad mode is always off
         x, weight = x.detach(), weight.detach()
     with torch.autocast(x.device.type, enabled=False):
-        return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets, z_loss, symbols or len(weight))
+        return NextTokenLoss.apply(x.to(dtype), weight.to(dtype), targets)
 
 
 @torch.no_grad()
-def loss_of_each(x: Tensor, weight: Tensor, targets: Tensor, symbols: int | None = None) -> tuple[Tensor, Tensor]:
-    """-log softmax(x weight^T)[target] of every token, (N,), and whether its target has the largest logit, bool (N,).
-
-    The arguments and dtypes are those of next_token_loss(), and so is the loss, in nats. A token with the target IGNORE
-    has 0 and False. No gradient; at most CHUNK x V logits are held.
-    """
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax(x weight^T)[target] of every token, (N,), in nats; 0 where the target is IGNORE. The arguments and
+    dtypes are those of next_token_loss(). No gradient; at most CHUNK x V logits are held."""
     dtype = product_dtype(x)
-    losses, right = [], []
     with torch.autocast(x.device.type, enabled=False):
         x, weight = x.to(dtype), weight.to(dtype)
-        for x_i, targets_i in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
-            losses_i, logits = by_torch(x_i, weight, targets_i[:, None], 0.0, False, symbols or len(weight))
-            losses.append(losses_i[:, 0])
-            right.append(logits.argmax(-1) == targets_i)
-    return torch.cat(losses), torch.cat(right)
+        parts = zip(x.split(CHUNK), targets.split(CHUNK), strict=True)
+        return torch.cat([by_torch(x_i @ weight.T, targets_i[:, None], False)[0][:, 0] for x_i, targets_i in parts])
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -77,15 +61,12 @@ class NextTokenLoss(torch.autograd.Function):
     """next_token_loss() without autocast: x and weight already have the dtype of the products."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, z_loss, symbols):
+    def forward(ctx, x, weight, targets):
         want_x, want_weight = ctx.needs_input_grad[:2]
-        kernel = has_loss_kernel(x)
-        # torch.compile cannot look into the kernel, so it gets an op. Elsewhere the op would only cost its dispatch.
-        sums = torch.ops.tilegpt.loss_sums if kernel and torch.compiler.is_compiling() else sums_in_chunks
-        total, dx, dweight = sums(x, weight, targets, z_loss, want_x, want_weight, kernel, symbols)
+        total, dx, dweight = sums_in_chunks(x, weight, targets, want_x, want_weight)
         count = (targets != IGNORE).sum()
         # dweight stays in float32 until the backward divides it: the sum over all tokens may exceed fp16 too.
-        ctx.save_for_backward(dx if want_x else None, dweight if want_weight else None, count)
+        ctx.save_for_backward(dx, dweight, count)
         ctx.dtype = x.dtype
         return total / count
 
@@ -100,12 +81,7 @@ class NextTokenLoss(torch.autograd.Function):
             dx = torch.mul(dx, factor, out=torch.empty_like(dx))
         if dweight is not None:
             dweight = (dweight * (factor / unit_of(ctx.dtype))).to(ctx.dtype)
-        return dx, dweight, None, None, None
-
-
-def has_loss_kernel(x: Tensor) -> bool:
-    """Whether kernels/loss.py can do this."""
-    return runs_kernels(x.device) and x.dtype != torch.float64
+        return dx, dweight, None
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -115,86 +91,46 @@ def unit_of(dtype: torch.dtype) -> float:
 
 
 def sums_in_chunks(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    z_loss: float,
-    want_x: bool,
-    want_weight: bool,
-    kernel: bool,
-    symbols: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, scalar; its gradients dx (N, C) like x and dweight (V, C), times unit_of(x.dtype).
-
-    The sum and dweight are float32, or float64 with x. A gradient that is not wanted is empty.
-    """
-    total, dx, dweight = empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel, symbols)
-    total.zero_()
-    dweight.zero_()
-    unit = unit_of(x.dtype)
-    small_x = x if unit == 1.0 else x * unit
-    chunk = KERNEL_CHUNK if kernel else CHUNK
-    want_gradient = want_x or want_weight
+    x: Tensor, weight: Tensor, targets: Tensor, want_x: bool, want_weight: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The sum of the losses, scalar; its gradients dx (N, C) like x and dweight (V, C), times unit_of(x.dtype). The sum
+    and dweight are float32, or float64 with x. A gradient that is not wanted is None."""
+    wide, unit = torch.promote_types(x.dtype, torch.float32), unit_of(x.dtype)
+    total = x.new_zeros((), dtype=wide)
+    dx = torch.empty_like(x) if want_x else None
+    dweight = x.new_zeros(weight.shape, dtype=wide) if want_weight else None
+    kernel = runs_kernels(x.device) and x.dtype != torch.float64
     if kernel:
         from kernels.loss import loss_in_place  # imported here: triton is not installed everywhere
-
-    for i in range(0, x.shape[0], chunk):
-        x_i, small_x_i, targets_i = (part[i : i + chunk] for part in (x, small_x, targets))
+    for i in range(0, len(x), chunk := KERNEL_CHUNK if kernel else CHUNK):
+        x_i, targets_i = x[i : i + chunk], targets[i : i + chunk]
+        dlogits = x_i @ weight.T  # (chunk, V), the logits still
         if kernel:
-            dlogits = x_i @ weight.T  # (chunk, V), the logits still
-            hide_padding(dlogits, symbols)
-            losses = loss_in_place(dlogits, targets_i, IGNORE, z_loss, want_gradient)
+            losses = loss_in_place(dlogits, targets_i, IGNORE, want_x or want_weight)
         else:
-            losses, dlogits = by_torch(x_i, weight, targets_i[:, None], z_loss, want_gradient, symbols)
+            losses, dlogits = by_torch(dlogits, targets_i[:, None], want_x or want_weight)
         total += losses.sum()
-        if want_x:
+        if dx is not None:
             torch.mm(dlogits, weight, out=dx[i : i + chunk])
-        if want_weight and kernel and x.is_cuda:  # adds the product before it would be rounded to x's dtype
-            torch.addmm(dweight, dlogits.T, small_x_i, out_dtype=dweight.dtype, out=dweight)
-        elif want_weight:
+        small_x_i = x_i if unit == 1.0 else x_i * unit
+        if dweight is not None and x.is_cuda and x.dtype != wide:  # adds before the product would be rounded
+            torch.addmm(dweight, dlogits.T, small_x_i, out_dtype=wide, out=dweight)
+        elif dweight is not None:
             dweight += dlogits.T @ small_x_i
         del dlogits  # or it would be in memory beside the next chunk's
     return total, dx, dweight
 
 
-def empty_sums(x, weight, targets, z_loss, want_x, want_weight, kernel, symbols) -> tuple[Tensor, Tensor, Tensor]:
-    """What sums_in_chunks returns, uninitialised."""
-    sum_dtype = torch.promote_types(x.dtype, torch.float32)
-    dx = torch.empty_like(x) if want_x else x.new_empty(0)
-    dweight = x.new_empty(weight.shape if want_weight else 0, dtype=sum_dtype)
-    return x.new_empty((), dtype=sum_dtype), dx, dweight
-
-
-sums_op = torch.library.custom_op("tilegpt::loss_sums", sums_in_chunks, mutates_args=())
-sums_op.register_fake(empty_sums)
-
-
-def hide_padding(logits: Tensor, symbols: int) -> None:
-    """Sets the logits (n, V) of rows that are no tokens to -inf: their weight and their gradient are then exactly 0.
-    Masking inside the kernel was slower (LOG.md)."""
-    if symbols < logits.shape[-1]:
-        logits[:, symbols:] = -torch.inf
-
-
-def by_torch(
-    x: Tensor, weight: Tensor, target: Tensor, z_loss: float, want_gradient: bool, symbols: int
-) -> tuple[Tensor, Tensor]:
-    """Losses (n, 1) of a chunk of n tokens, float32 (float64 with x), and the gradient of their sum with respect to the
-    logits, (n, V) in x's dtype; without want_gradient the logits. target (n, 1)."""
-    counted = target != IGNORE
+def by_torch(logits: Tensor, target: Tensor, want_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Losses (n, 1) of a chunk of n tokens, float32 (float64 with the logits), and the gradient of their sum for the
+    logits (n, V), in their dtype; without want_gradient the logits. target (n, 1)."""
+    dtype, counted = logits.dtype, target != IGNORE
     target = target.clamp(min=0)  # IGNORE is no index
-    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))  # (n, V)
-    hide_padding(logits, symbols)
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
     lse = logits.logsumexp(-1, keepdim=True)
     losses = (lse - logits.gather(-1, target)) * counted
     if not want_gradient:
         return losses, logits
-    # d sum / d logits = softmax (1 + 2 z_loss lse) - 1 at the target
-    dlogits = logits.sub_(lse).exp_()
-    if z_loss:
-        dlogits.mul_(1 + 2 * z_loss * lse)
-    if torch.compiler.is_compiling():  # a compiler makes one pass of this and the lines around it
-        dlogits -= (torch.arange(weight.shape[0], device=x.device) == target).to(dlogits.dtype)
-    else:  # without one, this writes one number a row and not all
-        dlogits.scatter_add_(-1, target, -torch.ones_like(lse))
-    return losses, dlogits.mul_(counted).to(x.dtype)
+    dlogits = logits.sub_(lse).exp_()  # d sum / d logits = softmax - 1 at the target
+    dlogits.scatter_add_(-1, target, -torch.ones_like(lse))
+    return losses, dlogits.mul_(counted).to(dtype)

@@ -7,6 +7,8 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import random
+import runpy
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,7 +26,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 import train
 from data.prepare import DataConfig, prepare
 from data.tokenizer import END_OF_TEXT, TokenizerConfig
-from training import config, metrics
+from training.metrics import Metrics
 
 # A kernel is for the interpreter or for a GPU from the moment kernels/ is imported, so it is said before anything does.
 # Where there is a GPU, the kernels themselves run.
@@ -35,35 +37,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # 35 thousand weights: a step is a few milliseconds, all of it overhead.
 MODEL = ["model=gpt2", "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.context_length=32"]
-RUN = ["batch_size=4", "tokens_per_step=128", "eval_tokens=512", "sample_every=0"]
-RATE = ["optimizer.lr=1e-3", "optimizer.warmup_steps=10"]
+RUN = ["batch_size=4", "tokens_per_step=128", "eval_tokens=512", "sample_every=0", "max_minutes=null"]
+RATE = ["optimizer=adamw", "optimizer.lr=1e-3", "optimizer.warmup_steps=10"]
 
 
 class Ended(NamedTuple):
     code: int
     out: str
     err: str
-
-    def succeeded(self) -> "Ended":
-        assert self.code == 0, self.err
-        return self
-
-
-class Undrawn:
-    """In the place of loss_figure()'s Figure."""
-
-    def savefig(self, file, **_):
-        file.write(b"\x89PNG")
-
-
-# A file goes to a core as a whole (--dist loadfile). The longest begin first, or one core would end with one of them
-# while the others wait. test_flash_compile starts four compilers of its own.
-LONGEST = ["flash_compile", "attention", "resume", "decode", "cache", "parallel", "exchange", "flash", "lab", "train"]
-
-
-def pytest_collection_modifyitems(items):
-    rank = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -95,7 +76,7 @@ def text(tmp_path_factory) -> Path:
 def small(text, tmp_path_factory) -> list[str]:
     """The arguments of a small run; runs= and name= are each test's own."""
     cache = tmp_path_factory.mktemp("cache")
-    data = ["data=text", f"data.path={text}", f"data.cache={cache}"]
+    data = ["data=text", f"data.path={text}", f"data.cache={cache}", "tokenizer=byte"]
     return [*data, *MODEL, *RUN, *RATE, "wandb.mode=disabled", "device=cpu"]
 
 
@@ -123,23 +104,25 @@ def gpt2(monkeypatch) -> tiktoken.Encoding:
 
 @pytest.fixture(scope="session")
 def call():
-    """call(train, "steps=3") is `python train.py steps=3` without the two seconds that a process takes to start, and
-    without the picture of the loss, which would take almost half of the rest."""
+    """call(train, "steps=3") is `python train.py steps=3` without the seconds that a process takes to start, and
+    without the picture of the loss. The script is loaded anew: it has no state of an earlier call."""
 
     def call(script: ModuleType, *arguments: str) -> Ended:
-        name = Path(script.__file__).stem
-        out, err = StringIO(), StringIO()
+        out, err, code = StringIO(), StringIO(), 0
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-                patch.setattr(sys, "argv", [f"{name}.py", *arguments])
+                patch.setattr(sys, "argv", [script.__file__, *arguments])
                 patch.delenv("HYDRA_FULL_ERROR", raising=False)
-                patch.setattr(metrics, "loss_figure", lambda *_: Undrawn())
-                options = {"resumed": train.resumed_config, "check": train.check, "jobs_of": train.sweep}
-                options = options if script is train else {}
-                config.run(script.main, script.Config, "config" if script is train else name, **options)
-            code = 0
+                patch.setattr(Metrics, "draw", lambda *_, **__: None)
+                runpy.run_path(script.__file__, run_name="__main__")
         except SystemExit as left:
-            code = left.code
+            if isinstance(left.code, str):
+                err.write(left.code)
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return Ended(code, out.getvalue(), err.getvalue())
 
     return call

@@ -1,9 +1,8 @@
-"""Triton's interpreter, mended where it computes otherwise than a GPU does.
+"""Triton's interpreter, corrected where it computes otherwise than a GPU does.
 
 It keeps bfloat16 as unsigned integers: its matrix product multiplies those integers, and its conversion to bfloat16
-cuts the bits off instead of rounding. It rounds a fused multiply-add twice, keeps powers of two that a GPU takes for 0,
-and its products depend on the shape of the tile. Import this before kernels/: triton asks for the interpreter when it
-meets @triton.jit.
+truncates. It rounds a fused multiply-add twice, keeps denormal powers of two that a GPU flushes to 0, and its products
+depend on the shape of the tile. Import this before kernels/: triton looks at TRITON_INTERPRET at each @triton.jit.
 """
 
 import os
@@ -37,7 +36,7 @@ def fma(self, x, y, z):
 
 
 def exp2(self, x):
-    """The instruction there is, ex2.approx.ftz, has 0 for what is below the smallest normal number."""
+    """The GPU's instruction, ex2.approx.ftz, gives 0 for what is below the smallest normal number."""
     p = np.exp2(x.data)
     return TensorHandle(np.where(p < np.finfo(p.dtype).tiny, p.dtype.type(0), p), x.dtype.scalar)
 
@@ -53,8 +52,8 @@ def cast(self, x, dtype):
 
 
 def call(self, *args, **kwargs):
-    """A function that a kernel calls. Triton puts the interpreter's operations in place of the compiler's at each call,
-    and that is a third of all the time; the launch has done it for our own modules, and for Triton's once is enough."""
+    """A function that a kernel calls. At each call Triton replaces the compiler's operations by the interpreter's: a
+    third of all the time. The launch has done it for our own modules, and for Triton's once is enough."""
     if self.fn.__module__.startswith("triton.") and self.fn.__module__ not in in_place:
         _patch_lang(self.fn)
         in_place.add(self.fn.__module__)
@@ -62,7 +61,7 @@ def call(self, *args, **kwargs):
 
 
 def np_dtype(dtype):
-    """Triton makes a table of all dtypes at each call: a tenth of all the time."""
+    """Triton would make a table of all dtypes at each call: a tenth of all the time."""
     if dtype.name not in np_dtypes:
         np_dtypes[dtype.name] = np_dtype_of_triton(dtype)
     return np_dtypes[dtype.name]

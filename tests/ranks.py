@@ -1,104 +1,71 @@
-"""Runs train.py in several processes, forked from this one: torchrun would take seconds to start each.
+"""Calls functions in several processes with torchrun's environment. torchrun itself would take seconds to start each.
 
-    python tests/ranks.py < jobs.json      a list of {"ranks": 2, "arguments": [...], "float64": false, "out": FILE}
+    python -m tests.ranks < jobs.json     a list of [processes, "train" or "gradients", arguments]
 
-Each process of a job has the environment that torchrun gives it, and writes what it prints into FILE.RANK. With float64
-the model is in float64. Each process adds a last line: the bytes that its collectives were given in each step, how
-many they were in the last one, and the bytes of the weights and the optimizer's state that it holds.
+The processes are forked from one that has imported everything.
 """
 
 import json
 import os
 import socket
 import sys
-import traceback
-from collections import Counter
 from importlib import import_module
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing import start_processes
 
-import train
-import training.run
-from model.recompute import RecomputingGPT
-from parallel.shard import local
-from training import config
-from training.step import TrainStep
-
-# All that a step uses, as torch names the ops, and which argument is the larger one.
-COLLECTIVES = {"allreduce": 0, "all_to_all_single": 0, "allgather_base": 0, "reduce_scatter_base": 1}
+import train as script
+from data.loader import Batch
+from model.attention import AttentionConfig
+from model.gpt import GPT, GPTConfig
+from training.parallel import ParallelConfig, join
 
 
-class Sent(TorchDispatchMode):
-    """Adds up the bytes that each collective gets."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        _, _, name = func.name().partition("::")
-        if (name := name.strip("_").removesuffix("_coalesced")) in COLLECTIVES:
-            given = args[COLLECTIVES[name]]
-            self.calls[name] += 1
-            self.bytes[name] += sum(x.numel() * x.itemsize for x in (given if isinstance(given, list) else [given]))
-        return func(*args, **(kwargs or {}))
+def train(*arguments: str) -> None:
+    """python train.py ARGUMENTS"""
+    sys.argv = [script.__file__, *arguments]
+    script.main()
 
 
-def work(job: dict, rank: int, port: int) -> None:
-    """One process of a job, until its end."""
-    with open(f"{job['out']}.{rank}", "w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    sys.stdout.reconfigure(line_buffering=True)
-    size = str(job["ranks"])
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if job["ranks"] > 1:
-        os.environ |= dict(zip(names, (str(rank), str(rank), size, size, "127.0.0.1", str(port)), strict=True))
-        os.environ |= {f"TORCHELASTIC_{name}": "0" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS")}
-    if job.get("float64"):
-        training.run.RecomputingGPT = lambda *options: RecomputingGPT(*options).double()
-    update, counts, last = TrainStep.update, [], {}
-
-    def counted(step, batches):
-        with Sent() as sent:
-            update(step, batches)
-        counts.append(dict(sent.bytes))
-        states = [x for optimizer in step.optimizers for state in optimizer.state.values() for x in state.values()]
-        held = sum(local(x).nbytes for x in (*step.model.parameters(), *states))
-        last.update(calls=dict(sent.calls), held=held)
-
-    TrainStep.update = counted
-    sys.argv = ["train.py", *job["arguments"]]
-    code = 0
-    try:
-        config.run(train.main, train.Config, "config", resumed=train.resumed_config, check=train.check)
-    except SystemExit as left:
-        code = int(left.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    with open(f"{job['out']}.{rank}", "a") as file:
-        file.write("\n" + json.dumps({"sent": counts} | last) + "\n")
-    os._exit(code)  # what was inherited is the parent's to close
+def gradients(file: str, parallel: dict, model: dict, attention: dict, compile: bool = False) -> None:
+    """Saves into `file` loss, norm and whole gradients of two passes of two sequences, in float64; and how many of the
+    weights this rank holds."""
+    ranks = join(ParallelConfig(**parallel), "cpu")
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=2, n_head=4, n_embd=32, context_length=64, vocab_size=50, **model)
+    gpt = ranks.prepare(GPT(config, AttentionConfig(**attention)).double(), torch.device("cpu"))
+    for block in gpt.blocks if compile else ():
+        block.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+    x, y = torch.randint(50, (2, 2, 2, 64))
+    documents = torch.arange(64).div(20, rounding_mode="floor").expand(2, 2, 64)
+    passes = range(ranks.data_rank, 2, ranks.data_size)
+    loss = torch.zeros(())
+    for i in passes:
+        part = gpt(*ranks.cut(Batch(x[i], y[i], documents[i]))) / (len(passes) * ranks.size)
+        part.backward()
+        loss = loss + part.detach()
+    loss = ranks.add_up(loss, gpt.parameters())
+    norm = ranks.norm([p.grad for p in gpt.parameters()])
+    found = {name: ranks.whole(p.grad) for name, p in gpt.named_parameters()}
+    held = sum((p.to_local() if ranks.config.shard else p).numel() for p in gpt.parameters())
+    if ranks.first:
+        torch.save({"loss": loss, "norm": norm, "held": held, **found}, file)
+    ranks.leave()
 
 
-def main() -> None:
-    for job in json.load(sys.stdin):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = []
-        for rank in range(job["ranks"]):
-            if (child := os.fork()) == 0:
-                work(job, rank, port)
-            children.append(child)
-        print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+def work(rank: int, size: int, port: int, call: str, arguments: list) -> None:
+    if size > 1:
+        values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in (values | {"TORCHELASTIC_RUN_ID": "test"}).items()}
+    {"train": train, "gradients": gradients}[call](*arguments)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for module in ("matplotlib.pyplot", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
         import_module(module)  # once for all
-    main()
+    for size, call, arguments in json.load(sys.stdin):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        start_processes(work, (size, port, call, arguments), nprocs=size, start_method="fork")  # raises what they raise

@@ -1,138 +1,145 @@
-"""The mask says the same of elements and of tiles, and no tile that it empties is computed."""
+"""The mask says the same of scores and of tiles: tiled, and the kernels by their tables, leave out no visible score and
+treat no tile as whole where a score is hidden."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.problem import Problem
 from model import tiled
-from model.attention import AttentionConfig, attention
-from model.mask import EMPTY, PART, WHOLE, Tiling, tiles
+from model.attention import attention, problem_of
+from model.mask import tile_table, visible, visits
+from tests import reference
 from tests.implementations import NAIVE
-from tests.reference import BLOCK, PICTURE, Case, assert_float64_right, case_name, oracle, run, table
-from tests.reference import visible as seen_by_hand
-from tests.test_attention import all_at_once, pack
+from tests.reference import CASES, PICTURE, Case, assert_float64_right, case_name, oracle
 
+CPU = torch.device("cpu")
 MASKS = [
-    Case(50, B=1),
-    Case(30, 90, B=1),
-    Case(90, 30, B=1),
-    Case(50, B=1, causal=False),
-    Case(50, B=1, window=20),
-    Case(30, 90, B=1, window=7),
-    Case(90, 30, B=1, window=20, causal=False),
-    Case(130, documents=(1, 40, 0, 57, 32)),
-    Case(97, documents=(20, 77), causal=False),
-    Case(60, 130, documents=(33, 64, 33), window=12),
-    Case(128, B=1, blocks=PICTURE),
-    Case(96, 224, B=1, blocks=PICTURE, causal=False),
+    Case(50, B=1), Case(30, 90, B=1), Case(90, 30, B=1), Case(50, B=1, causal=False), Case(1, 90, B=1),
+    Case(50, B=1, window=20), Case(30, 90, B=1, window=7), Case(90, 30, B=1, window=20, causal=False),
+    Case(30, 90, B=1, window=20, causal=False), Case(130, documents=(1, 40, 0, 57, 32)),
+    Case(97, documents=(20, 77), causal=False), Case(60, 130, documents=(33, 64, 33), window=12),
+    Case(130, documents="shuffled"), Case(60, 130, documents="shuffled", window=40), Case(128, B=1, blocks=PICTURE),
+    Case(96, 224, B=1, blocks=PICTURE, causal=False), Case(203, 113, B=1, blocks=PICTURE, causal=False),
     Case(128, documents=(17, 47, 64), blocks=PICTURE, window=70),
-]
+]  # fmt: skip
+TILES = [(16, 8), (7, 13), (33, 50), (100, 9), (64, 128)]
+every_mask = pytest.mark.parametrize("case", MASKS, ids=case_name)
+every_tile = pytest.mark.parametrize("tile", TILES, ids=str)
 
 
-def problem_of(case: Case) -> Problem:
-    T_k = case.T_k or case.T
-    found = {"causal": case.causal, "window": case.window, "block_size": BLOCK}
-    if case.documents is not None:
-        of_keys = table(case.B, T_k, case.document)
-        found |= {"documents_q": of_keys[:, T_k - case.T :], "documents_k": of_keys}
-    if case.blocks is not None:
-        found["blocks"] = torch.tensor([[c == "x" for c in row] for row in case.blocks])
-    return Problem.of(case.T, T_k, **found)
+def problem_for(case: Case) -> Problem:
+    q, k = (torch.zeros(case.B, case.H, T, 1) for T in (case.T, case.keys))
+    return problem_of(q, k, k, case.configure(NAIVE), case.causal, None, case.document_numbers())
 
 
-def looked(problem: Problem, block_m: int, block_n: int, kind: type = Tiling) -> dict[tuple[range, range], int]:
-    """What is said of each tile; asked by rows and by columns, which must agree. EMPTY where it is not visited."""
-    tiling = kind(problem, block_m, block_n)
-    by_rows = {(rows, tile.columns): tile.seen for rows, visits in tiling.by_rows() for tile in visits}
-    by_columns = {(tile.rows, columns): tile.seen for columns, visits in tiling.by_columns() for tile in visits}
-    assert by_rows == by_columns
-    return {(r, c): by_rows.get((r, c), EMPTY) for r in tiling.row_tiles for c in tiling.column_tiles}
+def of_tiles(seen: Tensor, M: int, N: int, beyond: bool) -> Tensor:
+    """bool (B, T, T_k) to (B, row tiles, column tiles, M * N). beyond: what stands past the last row and column."""
+    T, T_k = seen.shape[1:]
+    padded = torch.nn.functional.pad(seen, (0, -T_k % N, 0, -T % M), value=beyond)
+    return padded.unflatten(1, (-1, M)).unflatten(3, (-1, N)).transpose(2, 3).flatten(3)
 
 
-@pytest.mark.parametrize("tile", [(16, 8), (7, 13), (33, 50), (100, 9)], ids=str)
-@pytest.mark.parametrize("case", MASKS, ids=case_name)
-def test_a_tile_is_never_skipped_with_something_seen_nor_called_whole_with_something_hidden(case, tile):
-    """And always otherwise where tiles of 16 rows and 8 keys cross no edge between blocks of 32; documents are in order
-    here."""
-    problem, seen = problem_of(case), seen_by_hand(case)
-    for (rows, columns), found in looked(problem, *tile).items():
-        part = seen[:, rows.start : rows.stop, columns.start : columns.stop]
-        right = WHOLE if part.all() else PART if part.any() else EMPTY
-        assert found == right or (tile != (16, 8) and found == PART), (rows, columns)
+def truth(case: Case, M: int, N: int) -> tuple[Tensor, Tensor]:
+    """Of each tile, whether any score is visible, and whether all are: bool (B, row tiles, column tiles)."""
+    seen = reference.visible(case)
+    return of_tiles(seen, M, N, False).any(-1), of_tiles(seen, M, N, True).all(-1)
 
 
-def test_documents_in_no_order_are_told_apart_all_the_same():
-    """Numbers that come back: only the tiles' skipping is cruder then."""
-    inputs = Case(96, B=1).inputs(torch.float64)
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    documents = torch.tensor([[5, 1, 5, 2, 9, 1] * 16])
-    config = AttentionConfig("tiled", 16, 16)
-    found, right = ({"o": attention(q, k, v, config, documents=documents)} for config in (config, NAIVE))
-    assert_float64_right(found, right, terms=96)
+@pytest.mark.parametrize("case", [*MASKS, *CASES], ids=case_name)
+def test_the_scores_that_are_visible_are_those_of_the_definition(case):
+    """Also in a tile from the middle."""
+    right = reference.visible(case)
+    assert torch.equal(visible(problem_for(case), range(case.T), range(case.keys), CPU).expand_as(right), right)
+    rows, columns = range(case.T // 3, case.T - case.T // 4), range(case.keys // 4, case.keys // 2 + 1)
+    part = right[:, rows.start : rows.stop, columns.start : columns.stop]
+    assert torch.equal(visible(problem_for(case), rows, columns, CPU).expand_as(part), part)
 
 
-# --- counted, not believed -------------------------------------------------------------------------------------------
+@every_tile
+@every_mask
+def test_no_visible_score_is_left_out_and_no_tile_called_whole_that_hides_one(case, tile):
+    some, all_ = tile_table(problem_for(case), *tile, CPU)
+    any_visible, all_visible = truth(case, *tile)
+    assert not (any_visible & ~some).any()
+    assert not (~all_visible & all_).any()
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """How many tiles of scores were computed: calls of the function that computes them."""
-    calls = []
-    scores = tiled.scores
-    monkeypatch.setattr(tiled, "scores", lambda *given: calls.append(1) or scores(*given))
-    return calls
+@every_mask
+def test_no_tile_is_visited_or_masked_for_nothing_where_it_crosses_no_edge_of_a_block(case):
+    """In tiles of 16 x 8. Documents in no order are only told apart inside of a tile. So is a tile in which a window's
+    edge meets a document's: it may have a score for each of the two rules and none for both."""
+    some, all_ = tile_table(problem_for(case), 16, 8, CPU)
+    any_visible, all_visible = truth(case, 16, 8)
+    if case.documents is None or (case.documents != "shuffled" and case.window is None):
+        assert torch.equal(some.expand_as(any_visible), any_visible)
+    if case.documents != "shuffled":
+        assert torch.equal(all_.expand_as(all_visible), all_visible)
 
 
-@pytest.mark.parametrize("order", ["queries_outside", "keys_outside"])
-@pytest.mark.parametrize("case", MASKS, ids=case_name)
-def test_tiles_that_the_mask_empties_are_not_computed(case, order, products):
-    seen = seen_by_hand(case)
-    full = sum(
-        bool(seen[:, r.start : r.stop, c.start : c.stop].any())
-        for r in tiles(case.T, 16)
-        for c in tiles(case.T_k or case.T, 16)
-    )
-    run(case.inputs(torch.float32), case, AttentionConfig("tiled", 16, 16, order=order))
-    # Blocks shifted against the tiles (T != T_k by no multiple of 16) would make it "at least".
-    assert len(products) == 2 * full  # once in the forward, once again in the backward
+@every_tile
+@every_mask
+def test_lists_of_tiles_have_those_of_the_table_each_once_and_the_cut_ones_first(case, tile):
+    """A kernel's tile of keys may reach past the last key, so it counts as cut. Rows past the last have no weight."""
+    problem = problem_for(case)
+    some, all_ = tile_table(problem, *tile, CPU)
+    whole_keys = torch.arange(some.shape[2]) < case.keys // tile[1]
+    for form, some_of, all_of in (("rows", some, all_ & whole_keys), ("columns", some.mT, all_.mT)):
+        lists = visits(problem, *tile, form, CPU)
+        for line, visited, whole in zip(lists.flatten(0, 1), some_of.flatten(0, 1), all_of.flatten(0, 1), strict=True):
+            count, cut, *order = line.tolist()
+            assert sorted(order) == list(range(len(order)))
+            assert set(order[:count]) == set(visited.nonzero().flatten().tolist())
+            assert set(order[:cut]) == set((visited & ~whole).nonzero().flatten().tolist())
 
 
-def test_tiles_between_sequences_of_a_pack_are_not_computed(products):
-    all_at_once(*pack([(64, 64)] * 4, torch.float32), AttentionConfig("tiled", 32, 32))
-    assert len(products) == 2 * 4 * 3  # 2 x 2 tiles a sequence, one of them beyond the diagonal
+@every_tile
+@every_mask
+def test_ranges_of_tiles_cover_those_of_the_table_and_have_none_that_is_cut_among_the_whole_ones(case, tile):
+    problem = problem_for(case)
+    some, all_ = tile_table(problem, *tile, CPU)
+    all_ = all_ & (torch.arange(some.shape[2]) < case.keys // tile[1])
+    lines = visits(problem, *tile, "ranges", CPU).flatten(0, 1)
+    for line, visited, whole in zip(lines, some.flatten(0, 1), all_.flatten(0, 1), strict=True):
+        start, whole_start, whole_stop, stop = line.tolist()
+        assert start <= whole_start <= whole_stop <= stop
+        assert set(visited.nonzero().flatten().tolist()) <= set(range(start, stop))
+        assert visited.any() or start == stop
+        assert visited[start:stop].numel() == 0 or (visited[start] and visited[stop - 1])  # no longer than needed
+        assert whole[whole_start:whole_stop].all()
+        assert whole_start < whole_stop or not whole[start:stop].any()  # those that are whole are not masked
 
 
-def test_far_tiles_of_a_window_are_not_even_asked_for():
-    """Else a long context would cost time in the square of its tiles whatever the window."""
-    asked = []
+@pytest.mark.parametrize("case", [c for c in MASKS if c.B == 1], ids=case_name)
+def test_tiled_visits_the_tiles_that_have_a_visible_score_once_in_each_pass(case):
+    inputs, problem, visited = case.inputs(torch.float32), problem_for(case), []
+    q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
 
-    class Counted(Tiling):
-        def look(self, rows, columns):
-            asked.append(1)
-            return super().look(rows, columns)
+    def watch(rows: range, columns: range, **values: Tensor) -> None:
+        visited.append((rows.start // 16, columns.start // 8))
 
-    looked(Problem.of(1024, 1024, window=8), 8, 8, Counted)
-    assert len(asked) == 2 * (2 * 128 - 1)  # by rows and by columns: the diagonal and the tile before it
-
-
-# --- the rest --------------------------------------------------------------------------------------------------------
-
-
-def test_a_picture_too_small_for_the_text_is_refused():
-    q = torch.zeros(1, 1, 130, 4)
-    config = AttentionConfig("naive", block_mask=["x.", "xx"])
-    with pytest.raises(ValueError, match=r"128 tokens of 130.*block_mask_size=65"):
-        attention(q, q, q, config)
-    attention(q, q, q, replace(config, block_mask_size=65))
+    o, _, lse2 = tiled.forward(q, k, v, problem, 16, 8, watch)
+    wanted = truth(case, 16, 8)[0][0].nonzero().tolist()
+    assert sorted(visited) == [tuple(place) for place in wanted]
+    tiled.backward(q, k, v, o, lse2, do, None, problem, 16, 8, watch)
+    assert sorted(visited) == sorted(2 * [tuple(place) for place in wanted])
 
 
-def test_the_scale_comes_from_the_call_then_the_configuration_then_the_head_size():
+def test_documents_of_the_largest_numbers_are_told_apart():
+    """Numbers that are hashes: the difference of two of them overflows."""
+    numbers = torch.tensor([-(2**63), 5, 2**63 - 1]).repeat_interleave(torch.tensor([20, 50, 30]))[None]
+    problem, small = problem_for(Case(100, B=1, documents=(20, 50, 30))), []
+    for documents in (problem.documents, numbers):
+        small.append(visits(problem._replace(documents=documents), 16, 16, "rows", CPU))
+    assert torch.equal(*small)
+
+
+def test_the_scale_is_the_configurations_or_else_one_over_the_root_of_the_head_size():
     case = Case(40, D=16)
     inputs = case.inputs(torch.float64)
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    usual, other = attention(q, k, v, NAIVE), attention(q, k, v, replace(NAIVE, softmax_scale=0.6))
-    assert torch.equal(usual, attention(q, k, v, replace(NAIVE, softmax_scale=0.6), softmax_scale=0.25))
-    assert torch.equal(other, attention(q, k, v, NAIVE, softmax_scale=0.6))
-    assert_float64_right({"o": other}, {"o": oracle(inputs, replace(case, softmax_scale=0.6))["o"]}, terms=40)
+    for scale in (None, 0.6):
+        o = attention(*(inputs[name] for name in "qkv"), replace(NAIVE, softmax_scale=scale))
+        right = oracle(inputs, replace(case, softmax_scale=scale or 0.25))
+        assert_float64_right({"o": o}, {"o": right["o"]}, terms=40)

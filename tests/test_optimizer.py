@@ -1,10 +1,12 @@
 """training/optimizer.py: who takes which weight, how far a step goes, and how the rate rises and falls."""
 
 import pytest
+import torch
 
 from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
-from training.optimizer import OptimizerConfig, build_optimizers, learning_rate
+from tests.reference import assert_float64_right
+from training.optimizer import Muon, OptimizerConfig, base_rate, build_optimizers, learning_rate
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -39,3 +41,61 @@ def test_wsd_rises_stays_and_falls_in_a_line_over_the_last_fifth_by_default():
     assert found[30:] == [0.25 + 0.25 * (10 - i) / 10 for i in range(1, 11)]
     usual = OptimizerConfig(lr=1.0, schedule="wsd", warmup_steps=0)
     assert learning_rate(80, 100, usual) == 1.0 > learning_rate(81, 100, usual)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_without_a_rate_it_is_by_the_width(kind):
+    at_128, at_768 = base_rate(128, kind), base_rate(768, kind)
+    assert at_128 == {"adamw": 3.6e-3, "muon": 7e-3}[kind]
+    assert at_768 == pytest.approx(at_128 / 6)
+
+
+def test_cosine_rises_and_falls_to_its_minimum():
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=10)
+    found = [learning_rate(step, 110, config) for step in range(1, 111)]
+    assert found[:10] == [step / 10 for step in range(1, 11)]
+    assert found[59] == pytest.approx(0.55)
+    assert found[-1] == pytest.approx(0.1)
+
+
+SHAPES = [(48, 16), (16, 64), (16, 16)]
+
+
+def after_steps(made: list[torch.optim.Optimizer], shape: tuple[int, int]) -> list[dict[str, torch.Tensor]]:
+    """Weights and momentum of each optimizer, which has two matrices, after three steps with the same gradients."""
+    generator = torch.Generator().manual_seed(2)
+    first, *gradients = torch.randn(4, 2, *shape, generator=generator, dtype=torch.float64)
+    found = []
+    for optimizer in made:
+        ps = optimizer.param_groups[0]["params"]
+        for p, x in zip(ps, first, strict=True):
+            p.data = x.to(p.dtype, copy=True)
+        for gradient in gradients:
+            for p, g in zip(ps, gradient, strict=True):
+                p.grad = g.to(p.dtype)
+            optimizer.step()
+        momenta = [optimizer.state[p]["momentum_buffer"] for p in ps]
+        found.append({"weights": torch.stack(list(ps)).detach(), "momenta": torch.stack(momenta)})
+    return found
+
+
+def two(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, requires_grad=True, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("together", [1, 2**24])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_is_torchs_bit_for_bit(shape, together, monkeypatch):
+    """But for bfloat16, which is left out on a CPU."""
+    monkeypatch.setattr("training.optimizer.TOGETHER", together)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    torchs = torch.optim.Muon(two(shape), lr=0.01, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    right, found = after_steps([torchs, Muon(two(shape), 0.01, 0.3, 0.9)], shape)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_takes_its_rate_from_the_device_too(shape):
+    p, q, rate = two(shape, torch.float64), two(shape, torch.float64), torch.tensor(0.01, dtype=torch.float64)
+    number, tensor = after_steps([Muon(p, 0.01, 0.3, 0.9), Muon(q, rate, 0.3, 0.9)], shape)
+    assert_float64_right(tensor, number, terms=10)

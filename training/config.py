@@ -1,438 +1,251 @@
-"""Command line + YAML -> one tree of plain dataclasses. No other file uses Hydra.
+"""The configuration, by Hydra: structured configs here and beside the code they configure, YAML files in conf/.
 
-    @dataclass
-    class Config:                                                    # in training/settings.py
-        model: GPTConfig = field(default_factory=GPTConfig)          # the defaults are beside the code they configure
-        seed: int = 1337
-
-    if __name__ == "__main__":
-        config.run(main, Config, "config")                           # conf/config.yaml and its groups override defaults
-
-Two decisions shape this file:
-- Hydra only composes the configuration, by hydra.compose(). It makes no output folder or logger for a run and does not
-  wrap the script's errors. The price: no launcher plugins, and of Hydra's flags only FLAGS.
-- We check the command line before Hydra sees it. Hydra does not suggest the nearest name, and its grammar for values
-  refuses free text such as prompt="def f(x):".
+python train.py model=gpt2 optimizer.lr=1e-3      a file conf/model/gpt2.yaml, and one key
+python train.py -m optimizer.lr=1e-3,2e-3         Hydra's sweep; hydra/launcher= and hydra/sweeper= as in its manual
+python train.py --help                            every key, with its value for this command and its meaning
+python train.py --cfg job                         the configuration as YAML
 """
 
-import atexit
-import errno
-import gc
-import inspect
+import json
 import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
-from decimal import Decimal
-from functools import cache
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, cast
 
-import hydra
-import yaml
-from hydra.conf import HydraConf
+import torch
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
-from conf.keys import check_typed, one_line
-from training.files import last_word
-from training.help import RESUMED, did_you_mean, elsewhere, explain, help_text, nearest, unknown
+from conf.keys import check, key
+from data.prepare import DataConfig
+from data.tokenizer import TokenizerConfig
+from kernels.problem import runs_kernels
+from model.attention import AttentionConfig, problem_of
+from model.break_it import BreakIt
+from model.gpt import GPTConfig
+from training.checkpoint import Checkpoint
+from training.metrics import WandbConfig
+from training.optimizer import OptimizerConfig, base_rate
+from training.parallel import ParallelConfig
+from training.probe import ProbeConfig
 
-T = TypeVar("T")
+CONF = Path(__file__).parents[1] / "conf"
 
-FLAGS = "-m for a sweep, --help, --help all and --cfg job"
-
-# What torchrun gives each process, and is read before or while the processes join.
-FROM_TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-FROM_TORCHRUN += ["TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"]
-
-# A user's mistake is an error in all processes that torchrun has started. All but the first wait so many seconds before
-# they print it. By then the first has ended, and torchrun has ended them.
-FIRST_SPEAKS = 2.0
-
-# Under a limit of memory or threads. Python's RuntimeError and ImportError have no other mark.
-LIMITED = ("can't start new thread", "failed to map segment from shared object", os.strerror(errno.ENOMEM))
-
-SCIENTIFIC = re.compile(r"(?<![\w.])\d+(\.\d*)?[eE][+-]?\d{1,2}(?![\w.])")  # 1e3, as people write a number of steps
-QUOTED = re.compile(r"""(['"])(\\.|(?!\1)[^\\])*\1""", re.DOTALL)  # one string, quoted for Hydra by the user
+# What a resumed run may change of model and attention: neither the weights' shapes nor what is computed from them.
+MAY_CHANGE = {"model.dropout_p", "model.recompute", "attention.impl", "attention.block_m",
+              "attention.block_n", "attention.dropout_p"}  # fmt: skip
 
 
-def run(
-    script: Callable[[Any], int | None],
-    schema: type,
-    config_name: str,
-    conf: Path | None = None,
-    *,
-    resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
-    check: Callable[[Any], None] = lambda cfg: None,
-    jobs_of: Callable[[Callable, list], int] | None = None,
-) -> None:
-    """Compose the configuration from sys.argv and call script with it. This is the last line of every script.
+@dataclass
+class Config:
+    """train.py's keys. ValueError for a value that is not allowed."""
 
-    schema: the dataclass of the configuration. conf/<config_name>.yaml refers to it as <config_name>_schema.
-    conf: the folder of YAML files; by default the folder conf beside the script.
-    resumed: as in `compose`.
-    check(configuration): raises ValueError if it cannot run. A sweep checks all jobs before the first one starts.
-    jobs_of(script, jobs): runs the jobs of a sweep and returns the exit code. By default they run one after the other
-        until one fails.
+    model: GPTConfig = field(default_factory=GPTConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    break_it: BreakIt = field(default_factory=BreakIt)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    Calls sys.exit with script's return value if that is not 0, with 2 after a ValueError or OSError, and with 130 on
-    Ctrl-C, or 128 + the signal that a KeyboardInterrupt names. A ValueError is a user's mistake and prints one line on
-    stderr; HYDRA_FULL_ERROR=1 prints the traceback. Any other exception is a bug and keeps its traceback.
-    """
-    atexit.register(gc.freeze)  # or Python goes through torch's objects once more before it ends, for about a second
-    file = Path(inspect.getfile(script))
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # the shell's >&- has closed it
-            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
-    try:
-        check_start(schema, file.name)
-        doc = inspect.getdoc(inspect.getmodule(script)) or ""
-        jobs = compose(sys.argv[1:], schema, config_name, conf or file.parent / "conf", file.stem, resumed, doc)
-        # The scripts set it during their imports. It lasts until here, because OmegaConf may lose a KeyboardInterrupt.
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if len(jobs) > 1:
-            same = set.intersection(*(set(overrides) for _, overrides in jobs))
-            for number, (cfg, overrides) in enumerate(jobs, start=1):
-                try:
-                    check(cfg)
-                except ValueError as error:
-                    varied = " ".join(override for override in overrides if override not in same)
-                    raise ValueError(f"job {number}/{len(jobs)}, {varied}: {error}") from error
-        code = (jobs_of if jobs_of and len(jobs) > 1 else in_turn)(script, jobs)
-        if code:
-            sys.exit(code)
-    except KeyboardInterrupt as error:  # Python's own has no number
-        sys.exit(128 + next(iter(error.args), signal.SIGINT))  # as a shell reports it
-    except BrokenPipeError:  # the program that read our output has ended, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries to flush again and fails
-        sys.exit(141)  # 128 + SIGPIPE
-    except (ValueError, OSError, RuntimeError, ImportError) as error:  # OSError: a full disk, or a file, which it names
-        a_bug = isinstance(error, RuntimeError | ImportError) and not str(error).endswith(LIMITED)
-        if a_bug or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(FIRST_SPEAKS)
-        last_word(f"{file.stem}: {one_line(in_words(error))}")
-        sys.exit(2)
+    name: str | None = key(None, "name of the run and its folder; null: the date", least=1)
+    runs: str = key("runs", "folder of all runs", least=1)
+    resume: str | None = key(None, "go on with a run: auto (name=, or the newest) | a run's name | a checkpoint's path")
+    init_from: str | None = key(
+        None, "begin with the weights of a run, a checkpoint, a folder of transformers, or hf:NAME of the hub"
+    )
+    seed: int = key(1337, "seed of the initial weights, the data's order, dropout and samples", least=0)
 
+    steps: int = key(700, "number of training steps (updates of the weights)", least=1)
+    max_minutes: float | None = key(
+        None, "time limit, at which the learning rate is lowest; null: none, also where steps= is given alone", above=0
+    )
+    batch_size: int = key(16, "sequences per pass; fewer need less memory", least=1)
+    tokens_per_step: int | None = key(None, "tokens per update, by gradient accumulation; null: one pass", least=1)
+    length_warmup_steps: int = key(0, "first steps, on shorter sequences and as many tokens; 0: none", least=0)
+    length_warmup_from: int = key(1024, "tokens of a sequence in them", least=1)
+    eval_every: int = key(100, "steps between evaluations", least=1)
+    eval_tokens: int = key(65536, "about how many validation tokens an evaluation takes, always the same ones", least=1)
+    sample_every: int = key(200, "steps between samples; 0: none", least=0)
+    sample_tokens: int = key(200, "maximum tokens of a sample; it ends earlier at the document's end", least=1)
+    checkpoint_every: int = key(100, "steps between checkpoints; the best is one of those evaluated", least=1)
+    keep_last: int = key(2, "number of newest checkpoints to keep; the best one is kept too", least=1)
+    log_every: int = key(1, "steps between log lines", least=1)
 
-def check_start(schema: type, script: str) -> None:
-    """ValueError for a Python that Hydra cannot run on, and for processes that torchrun has not started or that the
-    script does not divide its work among."""
-    if not (3, 11) <= sys.version_info[:2] < (3, 14):
-        raise ValueError(f"Python {sys.version.split()[0]} cannot run this (Hydra 1.3); use 3.11, 3.12 or 3.13")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if by_torchrun and (missing := [name for name in FROM_TORCHRUN if not os.environ.get(name, "").isdecimal()]):
-        raise ValueError(
-            f"TORCHELASTIC_RUN_ID is set, as torchrun does, and {missing[0]} is not a number: start it with "
-            "torchrun, or unset TORCHELASTIC_RUN_ID"
-        )
-    started = os.environ["WORLD_SIZE"] if by_torchrun else "1"
-    if started != "1" and "parallel" not in known_keys(schema):
-        raise ValueError(f"it is one process, and torchrun has started {started}: use python {script}")
+    device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
+    dtype: str = key("auto", among="auto (bf16 if the GPU supports it, else float32) | float32 | bf16 | fp16")
+    compile: str = key("auto", among="auto (graph on a GPU) | false | true (torch.compile) | graph (one CUDA graph)")
+    stop_on_nan: bool = key(True, "stop before an update with NaN or infinity; false: train on and see what happens")
+
+    def __post_init__(self):
+        self.compile = str(self.compile).lower()  # people type compile=True
+        check(self)
+        if self.name is not None and not re.fullmatch(r"[\w.+=/-]+", self.name):
+            raise ValueError(f"name={self.name} names a folder: use letters, digits, - and _")
+        T = self.model.context_length
+        if self.length_warmup_steps and T % self.length_warmup_from:
+            raise ValueError(f"length_warmup_from={self.length_warmup_from} has to divide model.context_length={T}")
+
+    def length(self, step: int) -> int:
+        """Tokens of a sequence in update number `step`."""
+        return self.length_warmup_from if step <= self.length_warmup_steps else self.model.context_length
+
+    def place(self, step: int, elapsed: float) -> float:
+        """Where update number `step` is in the learning rate's schedule, from 0 to steps: at `step`. With max_minutes
+        as far as the count or the clock, whichever is further; the warm-up takes a fifth of the time at most."""
+        if not self.max_minutes:
+            return step
+        limit, warmup = 60 * self.max_minutes, self.optimizer.warmup_steps
+        risen = max(step / max(1, warmup), elapsed / (0.2 * limit))
+        if risen < 1:
+            return risen * warmup
+        warm = min(0.2 * limit, elapsed * warmup / step)  # seconds of the warm-up, at the pace so far
+        done = max((step - warmup) / max(1, self.steps - warmup), (elapsed - warm) / (limit - warm))
+        return warmup + (self.steps - warmup) * min(1.0, done)
 
 
-def in_words(error: Exception) -> str:
-    """The error's line. Python's own about a file, as in "[Errno 36] File name too long: 'x'", about a full disk and
-    about a thread that cannot start have no way out."""
-    if str(error).endswith(LIMITED):
-        return f"{error}: the memory (ulimit -v) or the number of threads (ulimit -u) has a limit here; raise it"
-    if isinstance(error, OSError) and error.strerror == os.strerror(errno.ENOSPC) and error.filename is None:
-        return f"{error.strerror}: make room there, or send what is printed elsewhere (> FILE, 2> FILE)"
-    if not isinstance(error, OSError) or error.errno is None or not isinstance(error.filename, str | bytes):
-        return str(error)
-    path = Path(os.fsdecode(error.filename))
-    wants_folder = isinstance(error, NotADirectoryError | FileExistsError)
-    if wants_folder and (file := next((part for part in (path, *path.parents) if part.is_file()), None)):
-        return f"{file} is a file, and a folder is wanted: name another one, or move the file away"
-    return f"{path} cannot be read or written ({error.strerror}): name another one, or put this one right"
+def register(schema: type, name: str) -> None:
+    """Tells Hydra of a script's keys, and of the text for --help. Called when the script is loaded."""
+    ConfigStore.instance().store(name=name, node=schema)
+    OmegaConf.register_new_resolver("help_text", partial(help_text, schema), replace=True)
 
 
-def in_turn(script: Callable[[Any], int | None], jobs: list[tuple[Any, list[str]]]) -> int:
-    """Runs the jobs one after the other until one fails, and returns its exit code; 0 if none fails."""
-    for number, (config, overrides) in enumerate(jobs, start=1):
-        if len(jobs) > 1:
-            print(one_line(f"job {number}/{len(jobs)}: {' '.join(overrides)}"), flush=True)
-        if code := script(config):
-            return code
-    return 0
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every dotted key of a dataclass, and its meaning."""
+    nested = [entry for entry in fields(config) if is_dataclass(entry.default_factory)]
+    for entry in (entry for entry in fields(config) if entry not in nested):
+        yield prefix + entry.name, entry.metadata.get("meaning", "")
+    for entry in nested:
+        yield from leaves(entry.default_factory, f"{prefix}{entry.name}.")
 
 
-def compose(
-    argv: list[str],
-    schema: type,
-    config_name: str,
-    conf: Path,
-    name: str,
-    resumed: Callable[[DictConfig], dict | None] = lambda cfg: None,
-    doc: str = "",
-) -> list[tuple[Any, list[str]]]:
-    """Every job of the command line, as (configuration, its overrides): one; several with -m; none with --help, which
-    prints the help text (training/help.py).
-
-    All jobs are composed before the first one starts, so a typing error in the last job of a sweep shows at once.
-    ValueError: one line with what is wrong, where, and the nearest right name.
-
-    resumed(composed): returns a checkpoint's configuration as a dictionary, or None for a new run. With a dictionary,
-    the job is composed a second time: the dictionary replaces the defaults, and the groups and keys on the command line
-    override the dictionary. Only resume= is taken from the dictionary.
-    """
-    groups = groups_of(conf / f"{config_name}.yaml")
-    known = dict.fromkeys(groups) | known_keys(schema)
-    flags, overrides = split_arguments(argv, known)
-    overrides = [check_override(override, known, groups, "-m" in flags) for override in overrides]
-    store = ConfigStore.instance()
-    store.store(name=f"{config_name}_schema", node=declared(schema))
-    # Without its defaults: a dozen groups that only @hydra.main reads, and half of the time of composing.
-    store.store(group="hydra", name="config", node=HydraConf(defaults=[]), provider="hydra")
-    try:
-        jobs: list[tuple[Any, list[str]]] = []
-        for typed in expand(overrides, conf) if "-m" in flags else [overrides]:
-            cfg, chosen = hydra_job(config_name, conf, typed)
-            base = resumed(cfg)
-            if base is not None:
-                defaults = [f"{config_name}_schema", "_self_", *({group: None} for group in groups)]
-                if "break_it=none" in typed:  # without the checkpoint's score_gain, too
-                    base.pop("break_it", None)
-                try:
-                    check_keys(schema, base)  # `defaults` or `hydra`, for example, would be commands to Hydra
-                except ValueError as error:
-                    raise ValueError(f"the checkpoint's configuration: {error}") from error
-                store.store(name=RESUMED, node={**escaped(base), "defaults": defaults})
-                cfg, chosen = hydra_job(RESUMED, conf, [item for item in typed if not item.startswith("resume=")])
-            if "--help" in flags:
-                values: Any = OmegaConf.to_container(cfg, resolve=True)
-                options = {group: str(chosen.get(group)) for group in groups}
-                print(help_text(name, doc, schema, values, conf, options, "all" in flags), flush=True)
-                return []
-            if "--cfg" in flags:
-                print(OmegaConf.to_yaml(cfg), end="", flush=True)
-                return []
-            jobs.append((cfg, typed))
-        plain: list[tuple[Any, list[str]]] = [(OmegaConf.to_object(cfg), typed) for cfg, typed in jobs]
-    except OverflowError as error:
-        raise ValueError("a number of the command line is larger than any float: give a smaller one") from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ValueError(explain(error, known, conf)) from error
-    check_typed([(cfg, typed_keys(typed)) for cfg, typed in plain])
-    # Without the schema in its defaults list, Hydra would have checked no key and no type.
-    assert all(isinstance(config, schema) for config, _ in plain), f"{config_name}.yaml lacks - {config_name}_schema"
-    return plain
+def help_text(schema: type, *, _root_: DictConfig) -> str:
+    """What --help prints: ${help_text:} in conf/config.yaml. _root_: the composed configuration, from OmegaConf."""
+    lines = []
+    for group, chosen in _root_.hydra.runtime.choices.items():
+        if (CONF / group).is_dir() and not group.startswith("hydra"):
+            names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+            lines.append(f"  {group}= " + " ".join("*" * (name == chosen) + name for name in names))
+    if lines:
+        lines = ["", "Groups: each option is a file in conf/ that sets several keys; * is in use.", "", *lines]
+    lines += ["", "Keys, each with its value for this command:", ""]
+    for name, meaning in leaves(schema):
+        value = OmegaConf.select(_root_, name)
+        lines.append(f"  {name}={'null' if value is None else value}".ljust(42) + f" {meaning}")
+    return "\n".join(lines).replace("$", "$$")  # Hydra substitutes $NAME in it
 
 
-def typed_keys(overrides: list[str]) -> dict[str, str]:
-    """{key or group: value} as the user typed them, without Hydra's own. attention={impl:tiled} is attention.impl."""
-    found = {}
-    for override in (override for override in overrides if "hydra." not in override):
-        key, _, value = override.partition("=")
-        found[key] = value.strip("'")
-        if value.startswith("{"):
-            table: Any = OverridesParser.create().parse_override(override).value()
-            found |= {f"{key}.{name}": str(inner) for name, inner in table.items()}
+def refuse_unknown(arguments: list[str], schema: type, script: str) -> None:
+    """Exits with the nearest right name for a key that does not exist. Hydra's own message has no suggestion."""
+    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name in (*fields_of(schema), "experiment")]
+    known = [*groups, *(name for name, _ in leaves(schema))]
+    for argument in arguments:
+        name, equals, value = argument.lstrip("-").partition("=")
+        if argument.startswith(("+", "~", "hydra")) or not equals:
+            continue
+        if name in groups and re.fullmatch(r"[\w-]+", value) and not (CONF / name / f"{value}.yaml").exists():
+            options = ", ".join(sorted(path.stem for path in (CONF / name).glob("*.yaml")))
+            sys.exit(f"{script}: {argument}: there is no such {name}; choose {options}")
+        if name in known and not argument.startswith("-"):
+            continue
+        ends = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]  # lr: optimizer.lr
+        near = ends or get_close_matches(name, known, 1)
+        hint = f"did you mean {' or '.join(f'{key}={value}' for key in near)}?" if near else "--help shows every key"
+        why = "options are written key=value, without dashes" if argument[0] == "-" else f"there is no key {name}"
+        if not argument.startswith("--") or name not in ("config-name", "config-path", "config-dir", "cfg", "package"):
+            sys.exit(f"{script}: {argument}: {why}; {hint}")
+
+
+def fields_of(schema: type) -> list[str]:
+    return [entry.name for entry in fields(schema)]
+
+
+def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoint | None) -> Config:
+    """What was typed, over the configuration of a resumed checkpoint, or over the model, attention and break_it of a
+    parent (init_from=). ValueError for a value that is not allowed or contradicts a resumed run."""
+    typed = [override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task]
+    begun, chosen = resumed or parent, HydraConfig.get().runtime.choices
+    if resumed and "experiment" in typed:
+        raise ValueError("a resumed run has its experiment's values already: leave experiment= out")
+    if begun:
+        theirs = begun.state["config"]
+        if parent:
+            groups = ("model", "attention", "break_it")
+            theirs = {name: theirs[name] for name in groups} | {"tokenizer": {"kind": "kept"}}
+        base = OmegaConf.structured(Config) if resumed else cfg
+        merged = OmegaConf.merge(base, theirs, *(file_of(name, chosen[name]) for name in typed if name in chosen))
+        for name in ("name", "runs", "resume", *typed):
+            if name not in chosen:
+                OmegaConf.update(merged, name, OmegaConf.select(cfg, name), merge=False)
+        cfg = cast(DictConfig, merged)
+    if "steps" in typed and "max_minutes" not in typed:  # who wants so many steps gets them
+        cfg.max_minutes = None
+    found = cast(Config, OmegaConf.to_object(cfg))
+    if resumed:
+        refuse_changes(found, resumed)
     return found
 
 
-def hydra_job(config_name: str, conf: Path, overrides: list[str]) -> tuple[DictConfig, Mapping[str, Any]]:
-    """Composes one job with Hydra: its configuration, and the option of each group."""
-    # A failure is chosen as the option of a group is, but it is a value.
-    overrides = [re.sub("^break_it=(?!{)", "break_it.broken=", override) for override in overrides]
-    with hydra.initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        cfg = hydra.compose(config_name, overrides, return_hydra_config=True)
-    chosen = cfg.hydra.runtime.choices
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg, chosen
+def file_of(group: str, name: str) -> DictConfig:
+    """What conf/group/name.yaml sets, without its defaults."""
+    text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")
+    content = cast(DictConfig, OmegaConf.create(text))
+    content.pop("defaults", None)
+    return content if "@package _global_" in text else OmegaConf.create({group: content})
 
 
-def expand(overrides: list[str], conf: Path) -> list[list[str]]:
-    """The overrides of each job of a sweep: seed=1,2 makes two jobs."""
-    with hydra.initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        values = [
-            [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-            if parsed.is_discrete_sweep()
-            else [override]
-            for override, parsed in zip(overrides, parser.parse_overrides(overrides), strict=True)
-        ]
-    if [] in values:
-        raise ValueError(f"{overrides[values.index([])]}: no option matches")
-    return [list(job) for job in product(*values)]
+def refuse_changes(cfg: Config, resumed: Checkpoint) -> None:
+    """ValueError for a value that does not fit the resumed weights and optimizer state."""
+    theirs, ours = resumed.state["config"], json.loads(json.dumps(asdict(cfg)))  # JSON's lists for tuples
+    fixed = {f"{group}.{name}" for group in ("model", "attention", "break_it", "tokenizer") for name in ours[group]}
+    for dotted in sorted(fixed - MAY_CHANGE | {"optimizer.kind"}):
+        group, name = dotted.split(".")
+        if ours[group][name] != theirs[group][name]:
+            raise ValueError(
+                f"{dotted}={ours[group][name]}, but {resumed.path} has {theirs[group][name]}: leave it out"
+            )
 
 
-def groups_of(primary: Path) -> list[str]:
-    """The groups in the defaults list of the script's YAML file, in order. conf/ may have other groups too."""
-    listed = yaml.safe_load(primary.read_text(encoding="utf-8")) if primary.exists() else {}
-    return [group for item in (listed or {}).get("defaults", []) if isinstance(item, dict) for group in item]
+def name_of(cfg: Config, resumed: Checkpoint | None) -> str:
+    """name=, else that of the resumed run, in a sweep the job's (sweep-DATE/NUMBER), else the date."""
+    name = cfg.name or time.strftime("%Y%m%d-%H%M%S")
+    if cfg.name is None and resumed:
+        name = os.path.relpath(resumed.path.parents[1], cfg.runs)
+    elif cfg.name is None and HydraConfig.get().mode == RunMode.MULTIRUN:
+        name = os.path.relpath(HydraConfig.get().runtime.output_dir, cfg.runs)
+    broken = f"-BROKEN-{cfg.break_it.label}"
+    return name + broken if cfg.break_it.label and broken not in name else name
 
 
-def split_arguments(argv: list[str], known: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Splits argv into flags and overrides. ValueError for a flag that is none of FLAGS."""
-    flags, overrides = set(), []
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
-        flag, equals, value = argument.partition("=")
-        following = value if equals else rest[0] if rest else ""
-        if argument in ("-m", "--multirun"):
-            flags.add("-m")
-        elif flag in ("-h", "--help") and (not equals or value == "all"):
-            flags |= {"--help", following} & {"--help", "all"}
-            rest = rest[following == "all" and not equals :]
-        elif flag in ("-c", "--cfg"):
-            if following != "job":
-                raise ValueError(f"{argument}: write --cfg job, which prints the job's configuration")
-            flags.add("--cfg")
-            rest = rest[not equals :]
-        elif argument.startswith("-"):
-            name = flag.strip("-").replace("-", "_")
-            value = value or ("" if following.startswith("-") or "=" in following else following)
-            ours = elsewhere(name, known)
-            names = [ours] if ours in known else nearest(name, known)[:1]
-            hint = did_you_mean([f"{name}={value or 'VALUE'}" for name in names]) if names else f"the flags are {FLAGS}"
-            hint = f"{name} is {ours}" if ours and ours not in known else hint
-            raise ValueError(f"{argument}: options are written key=value here, without dashes; {hint}")
-        else:
-            overrides.append(argument)
-    return flags, overrides
+def refuse_attention(cfg: Config, attention: AttentionConfig, device: torch.device) -> None:
+    """ValueError for an attention that cannot run."""
+    if attention.impl == "triton" and not runs_kernels(device):
+        raise ValueError(f"attention=triton: its kernels need an NVIDIA GPU from Ampere on, not {device}; use tiled")
+    q, k = (torch.zeros(1).expand(1, heads, cfg.model.context_length, cfg.model.head_size)
+            for heads in (cfg.model.n_head, cfg.model.kv_heads))  # fmt: skip
+    problem_of(q, k, k, attention.layer(0), break_it=cfg.break_it)
 
 
-def check_override(override: str, known: Mapping[str, Any], groups: list[str], sweep: bool) -> str:
-    """Rewrites one key=value of the command line for Hydra. ValueError for an unknown key.
-
-    Quotes the value if the key is a str or a group, so that Hydra does not parse it. Does not quote a value that the
-    user has quoted for Hydra, null where None is allowed, or the values of a sweep (commas separate them). Writes 1e3
-    as 1000 for an int. (??? keeps OmegaConf's meaning: "must be given".)
-    """
-    key, equals, value = override.partition("=")
-    if (hydras := key.lstrip("+~")).startswith(("hydra.", "hydra/")):
-        if hydras != "hydra.searchpath":  # the rest is for jobs, folders and plugins
-            raise ValueError(f"{override}: of Hydra's own keys only hydra.searchpath is taken here; leave it out")
-        return override
-    if key.startswith("~"):
-        raise ValueError(f"{override}: keys cannot be removed; give it another value: {key[1:]}=VALUE")
-    key = key.lstrip("+")  # Hydra's "add this key". The schema has every key, so it can only mean "set".
-    if key not in known:
-        raise ValueError(f"{override}: {unknown(key, known)}")
-    if not equals:
-        raise ValueError(f"{override}: options are written key=value; {did_you_mean([f'{key}=VALUE'])}")
-    if key in groups and value.startswith("["):  # Hydra would merge the files; the last one would win
-        raise ValueError(f"{override}: one {key} is used, not a list; write {key}=NAME, or -m {key}=NAME,NAME for each")
-    types = get_args(known[key]) if isinstance(known[key], UnionType) else (known[key],)
-    if types[0] in (int, list[int], list[int | None]):
-        value = SCIENTIFIC.sub(whole, value)
-    text = str in types or (key in groups and not value.startswith("{"))
-    if text and not sweep and not QUOTED.fullmatch(value) and (value != "null" or type(None) not in types):
-        value = quote(value)
-    return f"{key}={value}"
-
-
-def whole(number: re.Match) -> str:
-    """1e3 as 1000, because Hydra takes only the latter for an integer. Leaves 1.5e0 as it is."""
-    value = Decimal(number[0])
-    return str(int(value)) if value == value.to_integral_value() else number[0]
-
-
-def quote(text: str) -> str:
-    """text, quoted so that Hydra's grammar and OmegaConf's interpolation give back exactly text."""
-    return QuotedString(escaped(text), Quote.single).with_quotes()
-
-
-def escaped(value: Any) -> Any:
-    """value with every string in it escaped, so that OmegaConf's interpolation gives back exactly value."""
-    if isinstance(value, Mapping):
-        return {key: escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [escaped(inner) for inner in value]
-    # OmegaConf writes ${ as \${, and needs the backslashes before it doubled
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def known_keys(schema: Any) -> dict[str, Any]:
-    """Every dotted key of the schema and its type: {"seed": int, "model": GPTConfig, "model.n_layer": int, ...}"""
-    found = {}
-    hints = get_type_hints(schema)
-    for field in fields(schema):
-        found[field.name] = kind = hints[field.name]
-        if is_dataclass(kind):
-            found |= {f"{field.name}.{key}": hint for key, hint in known_keys(kind).items()}
-    return found
-
-
-@cache  # it takes a fifth of the time of compose(); Hydra copies what it is given, so we can share it
-def declared(schema: Any) -> DictConfig:
-    """The schema with the defaults that its classes declare.
-
-    OmegaConf takes the defaults of a nested dataclass from an instance, that is, after __post_init__ has changed them.
-    Example: __post_init__ sets n_kv_head=None to n_head, 6. The default of n_kv_head would then be 6, and would stay 6
-    with model.n_head=8.
-    """
-    node = OmegaConf.structured(schema)
-    for field in fields(schema):
-        factory: Any = field.default_factory
-        if isinstance(factory, type) and is_dataclass(factory):
-            node[field.name] = declared(factory)
-    return node
-
-
-def to_yaml(config: Any) -> str:
-    """The whole configuration, with defaults, as YAML. Does not use OmegaConf, which would interpret "${" in text."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
-
-
-def from_dict(schema: type[T], mapping: Mapping[str, Any], prefix: str = "") -> T:
-    """Rebuild the dataclass tree from the dictionary of dataclasses.asdict, for example a checkpoint's.
-
-    A missing key takes its default: older checkpoints lack newer keys. Raises ValueError as check_keys() does, and what
-    __post_init__ raises. prefix is for the recursion.
-    """
-    check_keys(schema, mapping, prefix)
-    hints = get_type_hints(schema)
-    return schema(**{
-        key: from_dict(hints[key], value, f"{prefix}{key}.") if is_dataclass(hints[key])
-        else str(value).lower() if type(value) is bool and fits(hints[key], "") else value
-        for key, value in mapping.items()
-    })  # fmt: skip
-
-
-def check_keys(schema: type, mapping: Mapping[str, Any], prefix: str = "") -> None:
-    """ValueError for a key that the dataclass tree does not have, or a value of another type than its field's."""
-    if not isinstance(mapping, Mapping):
-        raise ValueError(f"{prefix.rstrip('.')} is {mapping!r:.60} and not a group of keys")
-    hints = get_type_hints(schema)
-    for key, value in mapping.items():
-        if key not in hints:
-            raise ValueError(f"{prefix}{key}: {unknown(prefix + key, [prefix + name for name in hints])}")
-        if is_dataclass(hints[key]):
-            check_keys(hints[key], value, f"{prefix}{key}.")
-        elif not fits(hints[key], value):
-            raise ValueError(f"{prefix}{key}={value!r:.60} is not {getattr(hints[key], '__name__', hints[key])}")
-
-
-def fits(hint: Any, value: Any) -> bool:
-    """Whether `value`, out of JSON or Hydra, is of the type that a field has. An older version had bools where a string
-    is."""
-    if value == "???":  # OmegaConf's word for a value that is missing
-        return False
-    if isinstance(hint, UnionType):
-        return any(fits(member, value) for member in get_args(hint))
-    inner = get_args(hint)
-    if get_origin(hint) is list:
-        return isinstance(value, list | ListConfig) and all(fits(inner[0], x) for x in value)
-    if get_origin(hint) is dict:
-        return isinstance(value, Mapping) and all(fits(inner[0], k) and fits(inner[1], x) for k, x in value.items())
-    if hint in (int, float, str, bool, NoneType):
-        too_large = hint is float and type(value) is int and abs(value) > sys.float_info.max
-        return type(value) in {float: (int, float), str: (str, bool)}.get(hint, (hint,)) and not too_large
-    return True
+def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> None:
+    """Sets what depends on data and machine. n_vocab: of the tokenizer; data_size: processes with their own batches."""
+    rounded = -(-n_vocab // 64) * 64 if device.type == "cuda" else n_vocab  # matrix products like round sizes
+    cfg.model.vocab_size = cfg.model.vocab_size or rounded
+    if cfg.model.vocab_size < n_vocab:
+        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokenizer has {n_vocab} tokens; leave it out")
+    cfg.optimizer.lr = cfg.optimizer.lr or base_rate(cfg.model.n_embd, cfg.optimizer.kind)
+    one_pass = cfg.batch_size * cfg.model.context_length * data_size
+    cfg.tokens_per_step = cfg.tokens_per_step or one_pass
+    if cfg.tokens_per_step % one_pass:
+        of = f" * {data_size} processes" if data_size > 1 else ""
+        raise ValueError(f"tokens_per_step={cfg.tokens_per_step} is no multiple of {one_pass}, which is batch_size * "
+                         f"model.context_length{of}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""AdamW or Muon, their learning rate, and the moving average of the weights."""
+"""AdamW or Muon, and their learning rate."""
 
 import math
 from collections.abc import Iterable
@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 
 from conf.keys import check, key
 from model.gpt import GPT
-from parallel.shard import local
+from training.parallel import like, local, whole
 
 TOGETHER = 2**24  # elements of the matrices that Muon updates together
 
 # Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
 MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch
 DECAY_FRACTION = 0.2  # of the steps, as in arXiv 2405.18392
-WARMUP_FRACTION = 0.2  # of the updates that a time limit leaves room for: the warm-up takes no more of them
 
 
 @dataclass
@@ -26,7 +25,7 @@ class OptimizerConfig:
     """GPT-3's published settings (arXiv 2005.14165, appendix B). By default lr depends on the model's width."""
 
     kind: str = key("adamw", among="adamw | muon (Muon for the blocks' matrices, AdamW for the other weights)")
-    lr: float | None = key(None, "peak learning rate", above=0, usual="null: 6e-4 * 768 / model.n_embd")
+    lr: float | None = key(None, "peak learning rate", above=0, usual="null: by width; adamw 6e-4, muon 1.2e-3 at 768")
     schedule: str = key("cosine", "learning rate schedule", among="cosine | wsd (warm-up, stable, then linear decay)")
     decay_fraction: float | None = key(
         None, "fraction of the steps in wsd's decay", above=0, most=1, usual=f"null: {DECAY_FRACTION}"
@@ -57,9 +56,10 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.decay_fraction={self.decay_fraction} is wsd's: use optimizer.schedule=wsd")
 
 
-def base_rate(n_embd: int) -> float:
-    """Peak learning rate for a width: GPT-3's 6e-4 at 768, scaled by 1 / width (arXiv 2203.03466); 3.6e-3 at 128."""
-    return 6e-4 * 768 / n_embd
+def base_rate(n_embd: int, kind: str) -> float:
+    """Peak learning rate for a width, by 1 / width (arXiv 2203.03466). AdamW: GPT-3's 6e-4 at 768. Muon: 7e-3 at 128,
+    the best of those tried for the default model."""
+    return (7e-3 * 128 if kind == "muon" else 6e-4 * 768) / n_embd
 
 
 def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
@@ -72,9 +72,8 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     embedding and the head have one row per token. Muon's updates have the size of AdamW's, 0.2 per entry for every
     matrix shape. So both use the same lr, weight decay and schedule.
 
-    The price of Muon is fifteen matrix products per matrix and step. With width C, that is 3.75 C / tokens_per_step of
-    the step's arithmetic: 0.6 % for GPT-2 at half a million tokens, 12 % for nano. q, k and v are one matrix and are
-    orthogonalised together.
+    The price of Muon is fifteen matrix products per matrix and step: with width C, 3.75 C / tokens_per_step of all
+    arithmetic, 0.6 % for GPT-2 at half a million tokens, 12 % for nano. q, k and v are one matrix.
 
     On a CUDA GPU the learning rate is a tensor there, so that a recorded step (training/step.py) reads it anew.
     """
@@ -124,6 +123,8 @@ class Muon(NotCompiled):
     torch's reads the learning rate on the host, and has no found_inf. A step here never waits for the device: lr may be
     a tensor there, and so may found_inf, which leaves the step out if it is 1 (as in torch's fused AdamW).
 
+    With FSDP2 all ranks gather each matrix and compute all of its update, as they do without.
+
     params: matrices. lr: float, or a float32 scalar on their device. The state of each matrix is its momentum_buffer.
     """
 
@@ -153,7 +154,8 @@ class Muon(NotCompiled):
         buffers = torch._foreach_lerp(old_buffers, grads, 1 - momentum)
         ahead = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's momentum: one step ahead
         rate = lr * (0.2 * math.sqrt(max(ps[0].shape)))
-        directions = orthogonal(torch.stack(ahead)).to(ps[0].dtype).unbind()
+        made = orthogonal(torch.stack([whole(x) for x in ahead])).to(ps[0].dtype)
+        directions = [like(x, p) for x, p in zip(made, ps, strict=True)]
         new = torch._foreach_mul(ps, 1 - lr * weight_decay)
         if isinstance(rate, Tensor):
             torch._foreach_sub_(new, torch._foreach_mul(directions, rate))
@@ -162,7 +164,7 @@ class Muon(NotCompiled):
         olds, news = [*old_buffers, *ps], [*buffers, *new]
         if self.found_inf is not None:
             news = [torch.where(self.found_inf == 1, old, now) for old, now in zip(olds, news, strict=True)]
-        torch._foreach_copy_(olds, news)
+        torch._foreach_copy_([local(x) for x in olds], [local(x) for x in news])
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -203,31 +205,3 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
         height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     floor = config.min_lr_ratio * config.lr
     return floor + (config.lr - floor) * height
-
-
-def next_place(place: float, step: int, left: float, steps: int, warmup_steps: int) -> float:
-    """The place in the schedule, up to steps, of the update after `step`. learning_rate() takes it as its step.
-
-    Without a time limit, update N is at place N. With one, fewer updates may fit, so each advances by an equal share of
-    what is left: (steps - place) / (updates that fit). The last update is then at `steps`, or just short of it if it is
-    slower than expected. In the warm-up an update advances by 1, or by more if the warm-up would take over
-    WARMUP_FRACTION of the updates. The result never decreases.
-
-    place: of update `step`. left: how many more updates fit into the time limit, estimated.
-    """
-    place, to_come = min(place, steps), steps - step
-    if 1 < left < to_come and place < warmup_steps:
-        updates = WARMUP_FRACTION * (step + left) - step  # that the warm-up may still take
-        return min(steps, place + max(1.0, (warmup_steps - place) / max(1.0, updates)))
-    return min(steps, place + (steps - place) / max(1.0, min(left, to_come)))
-
-
-@torch.no_grad()
-def average(averaged: GPT, model: GPT, weight: Tensor) -> None:
-    """averaged += weight * (model - averaged), for every weight of the models. weight: a scalar on their device, in
-    their dtype; 0 changes no bit.
-
-    We do not use torch's AveragedModel: it has its own update counter and names, which we would have to save.
-    """
-    ours, theirs = ([local(p.detach()) for p in network.parameters()] for network in (averaged, model))
-    torch._foreach_lerp_(ours, theirs, [weight] * len(ours))

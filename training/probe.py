@@ -1,49 +1,42 @@
 """Instruments for attention: how far a call is from overflow, its error, and the first tile that is not finite.
 
-    calls = record(model, x, y, documents)     every attention call of a forward and, with y, of its backward
-    gauges(calls[3])                           largest score, headroom, largest weight, smallest l, error, entropy
-    find(calls)                                the first tile with a value that is not finite, in the order of computing
-    search(model, batches, rng, ...)           find() over all the batches of a step that stopped a run
+    calls = record(model, idx, documents, targets)   the attention calls of a forward; with targets, of its backward too
+    gauges(calls[3])                                 largest score, headroom, largest weight, smallest l, error, entropy
+    find(calls)                                      the first tile with NaN or infinity, in the order of computing
+    search(model, batches, rng, ...)                 find() over all the batches of a step that stopped a run
 
-They work for any implementation, because they look at the inputs and outputs of a call. find() goes through the tiles
-as tiled does, in tiles of attention.block_m x block_n, with the same break_it. Memory is O(T).
+They look at the inputs and outputs of calls, so they serve any implementation. find() goes through the tiles of
+model/tiled.py, attention.block_m x block_n, with the same break_it. Memory is O(T).
 
-Shapes as in model/attention.py: q, o, do, dq (B, H, T, D), k, v, dk, dv (B, H_kv, T_k, D).
+Shapes as in model/attention.py; in tiles N = B * H_kv and R = rows of a tile * query heads of a key head.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from conf.keys import check, key
-from kernels.problem import Given, Problem
-from model import gpt
-from model.attention import AttentionConfig, attention, modified, problem_of
+from data.loader import Batch
+from kernels.problem import Problem
+from model import tiled
+from model.attention import AttentionConfig, attention, problem_of
 from model.break_it import BreakIt
-from model.dropout import keep_mask, keep_scale
-from model.mask import tiles, visible
-from model.tiled import INF, Loops, backward_tiles, by_key_head, forward_tiles
-from training.state import rng_state, set_rng_state
+from model.gpt import GPT
+from model.tiled import INF, LOG2E, by_key_head, tile
+from training.machine import rng_state, set_rng_state
 
 LIMIT = math.log(torch.finfo(torch.float32).max)  # 88.72: above it exp() overflows float32
 
 
 @dataclass
 class ProbeConfig:
-    """Each look at attention takes the same single sequence and costs a few forwards of it. If the probe is on and a
-    loss or gradient that is not finite stops the run, the probe searches that step for the first bad tile and keeps its
-    batch (`python breakit.py replay=PATH`). With stop_on_nan=false no step stops the run, so none is searched."""
-
-    every: int = key(0, "steps between two probes of attention", least=0, usual="0: never")
-    film: int = key(
-        0, "steps between two frames of film.png, every head's weights on a text", least=0, usual="0: never"
-    )
+    every: int = key(0, "steps between two probes of attention; a NaN's tile is then searched; 0: never", least=0)
 
     def __post_init__(self):
         check(self, "probe.")
@@ -53,71 +46,60 @@ class ProbeConfig:
 class Call:
     """One attention call of a model: its inputs, its output, and the gradients of both."""
 
-    layer: int
     q: Tensor
     k: Tensor
     v: Tensor
-    o: Tensor
     config: AttentionConfig  # of the layer
-    break_it: BreakIt
     seed: Tensor | None
     documents: Tensor | None
+    break_it: BreakIt
+    layer: int
+    o: Tensor
     do: Tensor | None = None  # None if the call was recorded without a loss
-    gradients: Sequence[Tensor] = ()  # dq, dk and dv; empty without a loss
+    gradients: list[Tensor] = field(default_factory=list)  # dq, dk and dv; empty without a loss
 
-    @property
-    def loops(self) -> Loops:
-        """The tiles in which find() goes through the call."""
-        return Loops(self.config.block_m, self.config.block_n)
-
-    def problem(self, break_it: BreakIt | None = None) -> Problem:
-        """The call as the implementations of attention() take it. break_it: replaces the call's own."""
-        T, T_k = self.q.shape[2], self.k.shape[2]
-        documents_q = None if self.documents is None else self.documents[:, T_k - T :]
-        broken = self.break_it if break_it is None else break_it
-        return problem_of(
-            self.q, self.k, self.config, Given(documents_q, self.documents, seed=self.seed), break_it=broken
-        )
+    def problem(self, broken: tuple[str, ...] | None = None) -> Problem:
+        """The call as the implementations of attention() take it. broken: replaces the call's own failures."""
+        break_it = self.break_it if broken is None else replace(self.break_it, broken=broken)
+        config = replace(self.config, impl="tiled")
+        return problem_of(self.q, self.k, self.v, config, True, self.seed, self.documents, break_it)
 
 
-def record(model: gpt.GPT, x: Tensor, y: Tensor | None = None, documents: Tensor | None = None) -> list[Call]:
-    """Every attention call of model(x), in order. With targets y also the gradients of the loss; the gradients of the
-    parameters stay as they are. x, y: token ids int64 (B, T), documents: the loader's. In training mode the model draws
-    dropout. A compiled model cannot be recorded, because it does not look up `attention` in model/gpt.py."""
-    calls: list[Call] = []
-    door, listening = gpt.attention, True
+class Recorder:
+    """Stands where a KV cache would: model(idx, sequence=recorder) attends by it."""
 
-    def recording(q, k, v, config, **options):
-        o = door(q, k, v, config, **options | {"qkv": None})  # or q, k and v would have no gradient
-        if listening:  # activation checkpointing makes each call a second time, in the backward
-            rest = (options[name] for name in ("break_it", "seed", "documents"))
-            calls.append(Call(len(calls), q, k, v, o, config, *rest))
+    def __init__(self, model: GPT, device: torch.device):
+        self.device, self.calls, self.listening = device, list[Call](), True
+        self.layers = [self] * len(model.blocks)
+
+    def positions(self, T: int) -> Tensor:
+        return torch.arange(T, device=self.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others: Any) -> Tensor:
+        o = attention(q, k, v, config, **others)
+        if self.listening:  # with model.recompute the backward makes each call a second time
+            self.calls.append(Call(q, k, v, config, **others, layer=len(self.calls), o=o))
         return o
 
-    gpt.attention = recording
-    try:
-        with torch.set_grad_enabled(y is not None):
-            loss = model.hidden(x, documents) if y is None else model(x, y, documents)
-        listening = False
-        if y is not None:
-            wanted = [getattr(call, name) for call in calls for name in ("o", "q", "k", "v")]
-            grads = iter(torch.autograd.grad(loss, wanted))
-            for call in calls:
-                call.do, *call.gradients = islice(grads, 4)
-    finally:
-        gpt.attention = door
+
+def record(model: GPT, idx: Tensor, documents: Tensor | None = None, targets: Tensor | None = None) -> list[Call]:
+    """Every attention call of model(idx), in order; with targets also the gradients. The parameters' gradients stay as
+    they are. idx, targets: int64 (B, T). In training mode the model draws dropout. Its blocks must run uncompiled."""
+    recorder = Recorder(model, idx.device)
+    calls = recorder.calls
+    with torch.set_grad_enabled(targets is not None):
+        loss = model.hidden(idx, documents, recorder) if targets is None else model(idx, targets, documents, recorder)
+    recorder.listening = False
+    if targets is not None:
+        grads = iter(torch.autograd.grad(loss, [x for call in calls for x in (call.o, call.q, call.k, call.v)]))
+        for call in calls:
+            call.do, *call.gradients = islice(grads, 4)
     for call in calls:
         call.q, call.k, call.v, call.o = (x.detach() for x in (call.q, call.k, call.v, call.o))
     return calls
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gauges.
-
-
 class Gauges(NamedTuple):
-    """What gauges() measures of a call."""
-
     max_score: float  # of the visible keys
     headroom: float  # nats that scores may rise until l, acc or a 16-bit weight overflows without the maximum
     max_weight: float
@@ -128,72 +110,58 @@ class Gauges(NamedTuple):
 
 @torch.no_grad()
 def gauges(call: Call) -> Gauges:
-    """The gauges, computed from q, k and v in float64 (float32 on mps). Takes some rows at a time, in about a dozen
-    tensors of 32 MiB, or of one row of every head if that is larger. A short sequence is enough."""
+    """The gauges, computed from q, k and v in float64 (float32 on mps), some rows at a time."""
     wide = torch.float32 if call.q.device.type == "mps" else torch.float64
-    broken, columns = call.break_it.broken, range(call.k.shape[2])
-    problem = call.problem(call.break_it.mended)
-    q, groups = call.q.to(wide), call.q.shape[1] // call.k.shape[1]
-    k, v = (x.to(wide).repeat_interleave(groups, dim=1) for x in (call.k, call.v))
-    B, H, T, _ = q.shape
-    parts, entropy = [], q.new_zeros(H)
+    (B, H, T, _), columns, broken = call.q.shape, range(call.k.shape[2]), call.break_it.broken
+    whole = call.problem(broken=())
+    own = whole._replace(scale=call.problem().scale)  # no_scale changes it
+    q, k, v, o = by_key_head(call.k.shape[1], *(x.to(wide) for x in (call.q, call.k, call.v, call.o)))
+    k, v = tile(k, columns), tile(v, columns)
+    parts, entropy, size = [], q.new_zeros(H), max(1, 2**22 // (B * H * len(columns)))
     with torch.autocast(q.device.type, enabled=False):
-        for rows in tiles(T, max(1, 2**22 // (B * H * len(columns)))):
-            qk, hidden = q[:, :, rows.start : rows.stop] @ k.mT, ~visible(problem, rows, columns, q.device)[:, None]
-            s = modified(qk * problem.score.scale, problem, rows, columns).masked_fill(hidden, -INF)  # (B, H, R, T_k)
-            lse = s.logsumexp(-1, keepdim=True)  # (B, H, R, 1)
-            nothing = lse == -INF
-            p = torch.exp(s - lse.masked_fill(nothing, 0.0))
-            entropy += (p * (lse - s)).masked_fill(hidden, 0.0).sum((0, 2, 3)) / (B * T)
-            zp = p
-            if problem.dropout.seed is not None:
-                keep = keep_mask(problem.dropout.seed, B * H, rows, columns, problem.dropout_p).view_as(p)
-                zp = p * keep * keep_scale(problem.dropout_p)
-            right = zp @ v
-            if "no_scale" in broken:  # l as the call computes it, which is not that of the whole algorithm
-                s = modified(qk * call.problem().score.scale, problem, rows, columns).masked_fill(hidden, -INF)
-                lse = s.logsumexp(-1, keepdim=True)
+        for rows in (range(i, min(i + size, T)) for i in range(0, T, size)):
+            s, lse, p = weights(tile(q, rows), k, rows, columns, own)
+            entropy += torch.special.entr(p).view(B, H, -1).sum((0, 2)) / (B * T)
+            right = p if own.scale == whole.scale else weights(tile(q, rows), k, rows, columns, whole)[2]
+            z = tiled.dropout_factor(right, rows, columns, whole)
+            right = (right if z is None else z * right) @ v
             m = s.amax(-1, keepdim=True)
             start = torch.zeros_like(m) if "no_max" in broken else m.clamp(min=0.0) if "zero_init_max" in broken else m
-            l = torch.exp(lse - start).masked_fill(nothing, INF)
-            wrong = call.o[:, :, rows.start : rows.stop].to(wide) - right
+            l = torch.exp(lse - start).masked_fill(lse == -INF, INF)
             # The log of the larger of l and |acc|, as they would be without the maximum.
             sums = lse + right.abs().amax(-1, keepdim=True).clamp(min=1.0).log()
-            parts.append(
-                torch.stack((m.max(), sums.max(), p.max(), l.min(), wrong.square().sum(), right.square().sum()))
-            )
-        found = torch.stack(parts)
-        largest, least, total = found.amax(0), found.amin(0), found.sum(0)
-        # All numbers in one transfer, because each transfer waits for the device.
-        max_score, max_sum, max_weight, min_l, *squares = torch.stack((*largest[:3], least[3], *total[4:])).tolist()
+            off = (tile(o, rows) - right).square().sum()
+            parts.append(torch.stack((m.max(), sums.max(), p.max(), l.min(), off, right.square().sum())))
+    found = torch.stack(parts)
+    max_score, max_sum, max_weight = found[:, :3].amax(0).tolist()
+    off, size_of_right = found[:, 4:].sum(0).tolist()
     headroom = worst(min, (LIMIT - max_sum, math.log(torch.finfo(call.q.dtype).max) - max_score))
-    error = math.sqrt(squares[0] / max(squares[1], 1e-300))
-    if call.config.impl == "sdpa" and problem.dropout.seed is not None:
-        error = math.nan  # torch drew its own mask, which cannot be repeated
-    return Gauges(max_score, headroom, max_weight, min_l, error, entropy)
+    drawn_by_torch = call.config.impl == "sdpa" and whole.seed is not None  # its mask cannot be repeated
+    error = math.nan if drawn_by_torch else math.sqrt(off / max(size_of_right, 1e-300))
+    return Gauges(max_score, headroom, max_weight, float(found[:, 3].amin()), error, entropy)
+
+
+def weights(q_i: Tensor, k: Tensor, rows: range, columns: range, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores s, their log-sum-exp (N, R, 1) and weights p (N, R, T_k) of some rows."""
+    s = tiled.scores(q_i, k, rows, columns, True, problem)[0] / LOG2E
+    lse = s.logsumexp(-1, keepdim=True)
+    return s, lse, torch.exp(s - lse.masked_fill(lse == -INF, 0.0))
 
 
 def reading(calls: list[Call]) -> dict[str, float]:
     """The gauges of all layers as one record: the worst of each gauge, and the entropy of every head (layer.head)."""
-    of_layers = [gauges(call) for call in calls]
-    return {
-        "max_score": worst(max, (g.max_score for g in of_layers)),
-        "headroom": worst(min, (g.headroom for g in of_layers)),
-        "max_weight": worst(max, (g.max_weight for g in of_layers)),
-        "min_l": worst(min, (g.min_l for g in of_layers)),
-        "attention_error": worst(max, (g.error for g in of_layers)),
-        **{f"entropy.{i}.{h}": e for i, g in enumerate(of_layers) for h, e in enumerate(g.entropy.tolist())},
+    *columns, entropies = zip(*(gauges(call) for call in calls), strict=True)
+    names = ("max_score", "headroom", "max_weight", "min_l", "attention_error")
+    found = {
+        name: worst(choose, of) for name, choose, of in zip(names, (max, min, max, min, max), columns, strict=True)
     }
+    return found | {f"entropy.{i}.{h}": e for i, x in enumerate(entropies) for h, e in enumerate(x.tolist())}
 
 
-def worst(choose, numbers) -> float:
+def worst(choose: Callable, numbers: Iterable[float]) -> float:
     """The largest (choose=max) or smallest (choose=min) number. NaN if any is NaN, which max and min may miss."""
     found = list(numbers)
     return math.nan if any(map(math.isnan, found)) else choose(found)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The search.
 
 
 class Place(NamedTuple):
@@ -218,31 +186,30 @@ class Place(NamedTuple):
         )
 
 
-def search(
-    model: gpt.GPT, batches: list, rng: dict[str, Tensor], device: torch.device, autocast: AbstractContextManager
-) -> tuple[Place, dict[str, Tensor]] | None:
-    """Runs the batches of one step again, uncompiled, and stops at the first batch with a tile that is not finite.
+class Found(Exception):
+    """Ends a pass over the tiles: its argument is a Place."""
 
-    batches: from data.loader, in the order of the step. rng: rng_state() from before the step.
-    Returns the tile and the tensors that replay it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and
-    the random state from before the batch. None if find() finds no such tile. The gradients of the parameters stay as
-    they are.
-    """
+
+def search(
+    model: GPT, batches: list[Batch], rng: dict[str, Tensor], device: torch.device, autocast: AbstractContextManager
+) -> tuple[Place, dict[str, Tensor]] | None:
+    """Runs the batches of a step again, from the random state before it, to the first with a tile that is not finite.
+    Returns the tile and what replays it: "batch.x", "batch.y", "batch.documents" (if the batch has them) and the random
+    state before the batch. None if the NaN does not begin in attention."""
     set_rng_state(rng)  # so the dropout is that of the step
     for batch in batches:
         before = rng_state()
-        batch = batch.to(device)
+        x, y, documents = batch.to(device)
         with autocast:
-            place = find(record(model, *batch))
+            place = find(record(model, x, documents, y))
         if place:
-            return place, {f"batch.{k}": part for k, part in batch._asdict().items() if part is not None} | before
+            return place, {f"batch.{name}": x for name, x in batch._asdict().items() if x is not None} | before
     return None
 
 
 def find(calls: list[Call]) -> Place | None:
-    """The first tile with a value that is not finite. Searches the forward from the first layer to the last, then the
-    backward from the last to the first. None if it did not begin in attention: either all values are finite, or the
-    gradient that reaches attention is not."""
+    """The first tile with a value that is not finite: forward from the first layer to the last, then backward. None if
+    it did not begin in attention: all values are finite, or the gradient that reaches attention is not."""
     for call in calls:
         if not call.o.isfinite().all():
             return first_bad(call) or first_row(call)
@@ -255,81 +222,53 @@ def find(calls: list[Call]) -> Place | None:
 
 
 def first_row(call: Call) -> Place:
-    """The first row of a call's o that is not finite, for a call in which tiled has no such row. naive can: it also
-    multiplies hidden values, and 0 * inf is NaN."""
+    """The first row of o that is not finite where no tile is to blame: it sees no key, or naive has multiplied a hidden
+    value (0 * inf is NaN)."""
     batch, head, row = (~call.o.isfinite().all(-1)).nonzero()[0].tolist()
-    key_head, tile = head * call.k.shape[1] // call.q.shape[1], row // call.config.block_m
-    rows = tiles(call.q.shape[2], call.config.block_m)[tile]
-    inputs = {"q": call.q[batch, head], "k": call.k[batch, key_head], "v": call.v[batch, key_head]}
-    spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
-    what = f"{' and '.join(spoilt)} (input values) are" if spoilt else "o is"
-    return Place(call.layer, batch, head, tile, None, rows, None, what)
+    i, M = row // call.config.block_m, call.config.block_m
+    return Place(call.layer, batch, head, i, None, range(i * M, min(i * M + M, call.q.shape[2])), None, "o is")
 
 
 @torch.no_grad()
 def first_bad(call: Call) -> Place | None:
-    """The first tile of a call in which the forward or, with gradients, the backward makes a value that is not finite.
-    Queries are the outer loop. A NaN in k shows in the first query tile that visits it, even if that key is hidden:
-    tiled masks scores by a minimum with -inf, which keeps NaN."""
-    with torch.autocast(call.q.device.type, enabled=False):
-        found = first_bad_forward(call)
-        return found if found or call.do is None else first_bad_backward(call)
+    """The first tile in which the forward or, with gradients, the backward makes a value that is not finite."""
+    problem, tiles = call.problem(), (call.config.block_m, call.config.block_n)
 
+    def watch_forward(rows, columns, s, l, acc, **others):
+        bad_scores = ~(s < INF)  # NaN or infinity; a hidden score is -inf
+        bad_l, bad_acc = ~l.isfinite()[..., 0], ~acc.isfinite().all(-1)
+        if (bad_l | bad_acc).any():
+            what = "scores are" if bad_scores.any() else "l, the sum of weights, is" if bad_l.any() else "acc is"
+            raise Found(place(call, bad_l | bad_acc, rows, columns, what))
 
-def first_bad_forward(call: Call) -> Place | None:
-    """The first l, acc or o of tiled's forward that is not finite."""
-    columns, watch = None, dict[str, Tensor]()
-    for rows, tile, found in forward_tiles(call.q, call.k, call.v, call.problem(), call.loops, watch):
-        if tile is None:
-            if not (sound := found[0].isfinite().all(-1)).all():
-                return place(call, ~sound, rows, columns, "o = acc / l of rows that saw nothing is")
-            columns = None
-            continue
-        _, l, acc = found
-        columns, sound_l, sound_acc = tile.columns, l.isfinite().squeeze(-1), acc.isfinite().all(-1)
-        if not (sound_l & sound_acc).all():
-            what = "l, the sum of weights, is" if watch["scores"].isfinite().all() else "scores are"
-            return place(call, ~(sound_l & sound_acc), rows, columns, "o is" if sound_l.all() else what)
-    return None
-
-
-def first_bad_backward(call: Call) -> Place | None:
-    """The first weight or gradient of tiled's backward that is not finite."""
-    assert call.do is not None
-    config = replace(call.config, impl="tiled", autotune=False, kernel="auto", order="queries_outside")
-    o, lse = attention(call.q, call.k, call.v, config, seed=call.seed, documents=call.documents,
-                       break_it=call.break_it, return_lse=True)  # fmt: skip
-    saved, watch = (call.q, call.k, call.v, o, lse), dict[str, Tensor]()
-    for tile, so_far in backward_tiles(saved, call.do, None, call.problem(), call.loops, watch):
-        if tile is None:
-            continue
-        rows, columns, _ = tile
-        dq, *of_keys = so_far
-        dk, dv = (x[:, :, columns.start : columns.stop].flatten(0, 1) for x in of_keys)  # (N, S, D)
-        values = {"p, computed again, is": watch["zp"], "ds is": watch["ds"]}
-        # dv, dk and dq so far, in the dtype of the result
-        values |= {what: x.to(call.q.dtype) for what, x in (("dv is", dv), ("dk is", dk), ("dq is", dq))}
-        for what, x in values.items():
+    def watch_backward(rows, columns, zp, ds, dq, dk, dv, **others):
+        sums = {"dv is": dv, "dk is": dk, "dq is": dq}
+        sums = {what: x.to(call.q.dtype) for what, x in sums.items()}  # the result's dtype, which may overflow
+        for what, x in {"p, computed again, is": zp, "ds is": ds, **sums}.items():
             bad = ~x.isfinite().all(-1)
+            if what in ("dv is", "dk is"):  # sums over all rows and heads that share a key, so all of them count
+                bad = bad.any(-1, keepdim=True).expand(len(bad), dq.shape[1])
             if bad.any():
-                if what in ("dv is", "dk is"):  # sums over all rows and heads that share a key, so all of them count
-                    bad = bad.any(-1, keepdim=True).expand(len(bad), dq.shape[1])
-                return place(call, bad, rows, columns, what)
+                raise Found(place(call, bad, rows, columns, what))
+
+    with torch.autocast(call.q.device.type, enabled=False):
+        try:
+            o, _, lse2 = tiled.forward(call.q, call.k, call.v, problem, *tiles, watch_forward)
+            if call.do is not None:
+                tiled.backward(call.q, call.k, call.v, o, lse2, call.do, None, problem, *tiles, watch_backward)
+        except Found as found:
+            return found.args[0]
     return None
 
 
-def place(call: Call, bad: Tensor, rows: range, columns: range | None, what: str) -> Place:
-    """The first bad row as a Place. bad: bool (N, G * R), N = B * H_kv, for one tile. columns: None if the rows visited
-    no tile of keys."""
-    q, k, v = by_key_head(call.q, call.k, call.v)
-    N, G = q.shape[:2]
-    n, g = (bad.view(N, G, len(rows)).any(-1).nonzero()[0]).tolist()
+def place(call: Call, bad: Tensor, rows: range, columns: range, what: str) -> Place:
+    """The first bad row of a tile. bad: bool (N, R)."""
+    q, k, v = by_key_head(call.k.shape[1], call.q, call.k, call.v)
+    n, g = (bad.view(*q.shape[:2], len(rows)).any(-1).nonzero()[0]).tolist()
     batch, key_head = divmod(n, call.k.shape[1])
-    inputs, key_tile = {"q": q[n, g, rows.start : rows.stop]}, None
-    if columns is not None:
-        keys, key_tile = slice(columns.start, columns.stop), columns.start // call.config.block_n
-        inputs |= {"k": k[n, 0, keys], "v": v[n, 0, keys]}
+    keys = slice(columns.start, columns.stop)
+    inputs = {"q": q[n, g, rows.start : rows.stop], "k": k[n, 0, keys], "v": v[n, 0, keys]}
     spoilt = [name for name, x in inputs.items() if not x.isfinite().all()]
     what = f"{' and '.join(spoilt)} (input values) are" if spoilt else what
-    query_tile = rows.start // call.config.block_m
-    return Place(call.layer, batch, key_head * G + g, query_tile, key_tile, rows, columns, what)
+    query_tile, key_tile = rows.start // call.config.block_m, columns.start // call.config.block_n
+    return Place(call.layer, batch, key_head * q.shape[1] + g, query_tile, key_tile, rows, columns, what)

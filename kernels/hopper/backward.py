@@ -18,21 +18,20 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
     adder       two, of one warp each: adds a consumer's half to dq in memory (float32)
 
 - A sum of floats depends on its order. So the tiles of keys add to a tile of dq in a fixed order: the last tile of keys
-  first. `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn.
+  first. `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn. The
+  first one stores, so that nobody has to write zeros.
 - Programs take the last tile of keys of a head first. So an adder waits only for tiles that were taken before, and no
-  program waits for one that has not begun. With a causal mask that order also makes waiting rare: a tile of keys begins
-  at its diagonal, so it comes to a tile of queries one step after its predecessor.
-- The first to add a tile stores it, so that nobody has to write zeros first.
+  program waits for one that has not begun.
 - ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq, in the order in
   which threads hold them: see in_thread_order(). All else stays in registers.
 - Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
-Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. kernels/launch.py leaves the rest to
-flash.py.
+Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -52,37 +51,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.hopper.forward import (
-    all_threads,
-    as_matrix,
-    as_operand,
-    barriers,
-    copy_in,
-    copy_out,
-    philox,
-    processors,
-    shared_layout,
-)
-from kernels.launch import in_tiles, marks, run
-from kernels.problem import Problem, order_keys
+from kernels.hopper.forward import all_threads, as_matrix, as_operand, barriers, philox, processors, shared_layout
+from kernels.launch import in_tiles
+from kernels.problem import Problem
 
 
 @builtin
-def async_add(x, at, tile, _semantic=None):
-    """Starts to add a tile in shared memory to x. Triton has it from 3.8 on."""
+def add_out(x, at, tile, _semantic=None):
+    """Starts to add a tile in shared memory to x. Triton has a public function for it from 3.8 on."""
     from triton._C.libtriton import ir
 
     at = _semantic._convert_to_ir_values(at, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, x.handle, at, tile.handle)
 
 
-add_out = getattr(tma, "async_atomic_add", async_add)
-
 KEYS = 64  # of one consumer
 # Head size -> BLOCK_M. A consumer's scores, and what it needs beside them, fill its registers.
 BLOCK_M = {64: 128, 128: 64}
 # Head size -> whether a step computes dq of the tile before. Then no consumer waits for the other, but they compete for
-# shared memory. What is faster was measured (LOG.md).
+# shared memory. What is faster was measured.
 LATE = {64: True, 128: False}
 SUMS_BYTES = 2**29  # of float32 sums at a time, or what one key head needs: of a million tokens not all heads at once
 
@@ -98,7 +85,6 @@ class How:
     TURNS: gl.constexpr  # the consumers start their tiles in turn: wait_turn()
     CAUSAL: gl.constexpr
     DROPOUT: gl.constexpr
-    NUMBERS: gl.constexpr  # of the masks of dropout
 
 
 class Sizes(NamedTuple):
@@ -116,8 +102,7 @@ class Scoring(NamedTuple):
     scale2: float  # softmax_scale * log2(e)
     dk_scale: float  # what the sums of dk and dq are multiplied by
     dv_scale: float  # 1 / (share kept)
-    seed: Tensor  # of the masks of dropout; without, these are any tensors
-    numbers: Tensor  # (B * H,)
+    seed: Tensor  # of the masks of dropout; without, any tensor
     threshold: int
 
 
@@ -152,60 +137,51 @@ class Shared(NamedTuple):
 
 def launch_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor, dlse: Tensor | None,
-    found: tuple[Tensor, ...], problem: Problem,
+    dq: Tensor, dk: Tensor, dv: Tensor, problem: Problem,
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv into `found`. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is
-    contiguous. The caller has checked that this file can do it."""
+    """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
-    dq, dk, dv = found
-    rows, G, dropout, causal = BLOCK_M[D], H // H_kv, problem.dropout.seed is not None, problem.mask.at_most is not None
-    keep_scale = problem.keep_scale
-    times = 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
-    scale = problem.score.scale * keep_scale / times  # of dq and dk
+    rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
+    threshold = round(256 * problem.dropout_p) if dropout else 0
+    keep_scale, times = 256 / (256 - threshold), 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
+    scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)
     terms = lse2.new_empty(B, H, tiles, 2 * rows)
-    strides = o.stride()[:3], do.stride()[:3], dq.stride()[:3]
-    args: tuple = o, do, dlse, lse2, terms, *strides[0], *strides[1], H, T, times / keep_scale, rows, D
-    key = strides, q.stride(), k.stride(), v.stride(), marks(dlse)
-    run(row_terms_kernel, (B * H * tiles,), args, {"num_warps": 4}, problem, key)
+    row_terms_kernel[(B * H * tiles,)](
+        o, do, dlse, lse2, terms, *o.stride()[:3], *do.stride()[:3], H, T, times / keep_scale, rows, D, num_warps=4
+    )
     inputs = [
         *(in_tiles(x, rows, shared_layout(rows, D, q.dtype)) for x in (q, do)),
         *(in_tiles(x, KEYS, shared_layout(KEYS, D, q.dtype)) for x in (k, v, dk, dv)),
         in_tiles(terms, 1, FLAT),
     ]
-    unseeing = max(T - T_k, 0) if causal else 0  # the first rows see no key, and have no sums
-    N, _ = key_heads_at_once(B, H, H_kv, T, D)
-    sums = lse2.new_empty(1, N * G * tiles * 2, 16, 256)  # of dq: halves of tiles
-    for begin in range(0, B * H_kv, N):
-        N = min(N, B * H_kv - begin)
+    unseeing = max(T - T_k, 0) if problem.causal else 0  # the first rows see no key, and have no sums
+    # One key head needs the sums of dq of its G query heads.
+    of_one = 4 * G * tiles * rows * D
+    at_once = min(B * H_kv, max(1, SUMS_BYTES // of_one))
+    sums = lse2.new_empty(1, at_once * G * tiles * 2, 16, 256)  # of dq: halves of tiles
+    for begin in range(0, B * H_kv, at_once):
+        N = min(at_once, B * H_kv - begin)
         items = -(-T_k // (2 * KEYS)) * N
         counters = torch.zeros(1 + N * G * tiles * 2, dtype=torch.int32, device=q.device)  # tiles taken; turns
-        args = (
+        backward_kernel[(min(items, processors(q.device)),)](
             *inputs, in_tiles(sums, 16, FLAT), counters, begin, N, H, G, T, T_k,
-            problem.score.scale2, scale, keep_scale, problem.dropout.seed if dropout else terms,
-            terms if problem.dropout.numbers is None else problem.dropout.numbers, problem.dropout.threshold,
-            how(D, causal, dropout, problem.dropout.numbers is not None),
+            problem.scale * math.log2(math.e), scale, keep_scale, problem.seed if dropout else terms, threshold,
+            how(D, problem.causal, dropout), num_warps=4, maxnreg=168,
         )  # fmt: skip
-        grid, options = (min(items, processors(q.device)),), {"num_warps": 4, "maxnreg": 168}
-        run(backward_kernel, grid, args, options, problem, (key, N))
-        args = sums, dq, *strides[2], begin * G, H, T, unseeing, scale, rows, D
-        run(scaled_kernel, (N * G * tiles * 2,), args, {"num_warps": 4}, problem, (key, N))
-
-
-def key_heads_at_once(B: int, H: int, H_kv: int, T: int, D: int) -> tuple[int, int]:
-    """How many key heads launch_backward() computes at a time, and the bytes of one's sums of dq."""
-    of_one = 4 * H // H_kv * -(-T // BLOCK_M[D]) * BLOCK_M[D] * D
-    return min(B * H_kv, max(1, SUMS_BYTES // of_one)), of_one
+        scaled_kernel[(N * G * tiles * 2,)](
+            sums, dq, *dq.stride()[:3], begin * G, H, T, unseeing, scale, rows, D, num_warps=4
+        )
 
 
 FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)  # row after row
 
 
 @cache
-def how(D: int, causal: bool, dropout: bool, numbers: bool) -> How:
+def how(D: int, causal: bool, dropout: bool) -> How:
     """Makes the How of these arguments, once."""
-    turns = LATE[D] and not dropout  # where they were faster (LOG.md)
-    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], turns, causal, dropout, numbers)))
+    turns = LATE[D] and not dropout  # where they were faster
+    return How(*map(gl.constexpr, (KEYS, BLOCK_M[D], D, LATE[D], turns, causal, dropout)))
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -255,10 +231,10 @@ def scaled_kernel(sums, dq, dq_b, dq_h, dq_t, begin, H, T, unseeing, scale, ROWS
 
 @gluon.jit(do_not_specialize=["begin", "N", "H", "G", "T", "T_k", "threshold"])  # compiled once for all lengths
 def backward_kernel(q, do, k, v, dk, dv, terms, sums, counters, begin, N, H, G, T, T_k, scale2, dk_scale, dv_scale,
-                    seed, numbers, threshold, how: gl.constexpr):  # fmt: skip
+                    seed, threshold, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
     sizes = Sizes(begin, N, H, G, T, T_k)
-    scoring = Scoring(scale2, dk_scale, dv_scale, seed, numbers, threshold)
+    scoring = Scoring(scale2, dk_scale, dv_scale, seed, threshold)
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([how.KEYS, how.BLOCK_M], q.dtype)
     shared = Shared(
         gl.allocate_shared_memory(k.dtype, [2, 1, 1, how.KEYS, how.D], k.layout),
@@ -328,20 +304,20 @@ def producer(shared, q, do, k, v, terms, counters, sizes, how: gl.constexpr):
         mbarrier.expect(shared.kv_full.index(0), 4 * k.block_type.nbytes)
         for c in gl.static_range(2):
             row = (2 * tile + c) * how.KEYS
-            copy_in(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
-            copy_in(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
+            tma.async_copy_global_to_shared(k, [b, h_kv, row, 0], shared.kv_full.index(0), shared.k.index(c))
+            tma.async_copy_global_to_shared(v, [b, h_kv, row, 0], shared.kv_full.index(0), shared.v.index(c))
         for h in range(h_kv * sizes.G, (h_kv + 1) * sizes.G):
             for t in range(first, stop):
                 place, phase = count & 1, count >> 1 & 1
                 full = shared.q_full.index(place)
                 mbarrier.wait(shared.q_free.index(place), phase ^ 1)
                 mbarrier.expect(full, q.block_type.nbytes + terms.block_type.nbytes)
-                copy_in(terms, [b, h, t, 0], full, shared.terms.index(place))
-                copy_in(q, [b, h, t * how.BLOCK_M, 0], full, shared.q.index(place))
+                tma.async_copy_global_to_shared(terms, [b, h, t, 0], full, shared.terms.index(place))
+                tma.async_copy_global_to_shared(q, [b, h, t * how.BLOCK_M, 0], full, shared.q.index(place))
                 full = shared.do_full.index(place)
                 mbarrier.wait(shared.do_free.index(place), phase ^ 1)
                 mbarrier.expect(full, do.block_type.nbytes)
-                copy_in(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
+                tma.async_copy_global_to_shared(do, [b, h, t * how.BLOCK_M, 0], full, shared.do.index(place))
                 count += 1
         # Not earlier: other programs may already wait for the sums of the tile that is taken here.
         item = gl.atomic_add(counters, 1)
@@ -388,7 +364,7 @@ def adder(shared, sums, counters, sizes, how: gl.constexpr, C: gl.constexpr):
                     pass
                 mbarrier.wait(shared.dq_full.index(place), count >> 1 & 1)
                 if tile == last:
-                    copy_out(sums, [0, half, 0, 0], shared.dq.index(place))
+                    tma.async_copy_shared_to_global(sums, [0, half, 0, 0], shared.dq.index(place))
                 else:
                     add_out(sums, [0, half, 0, 0], shared.dq.index(place))
                 tma.store_wait(0)  # until it is read
@@ -430,14 +406,11 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.
     mbarrier.wait(shared.kv_full.index(0), phase)
     begun = count
     for h in range((sizes.begin + n) * sizes.G, (sizes.begin + n + 1) * sizes.G):
-        number = h
-        if how.NUMBERS:
-            number = gl.load(scoring.numbers + h)
         for t in range(first, whole):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, True, how, C)
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, sizes, scoring, seed, True, how, C)
             count += 1
         for t in range(whole, stop):
-            dk_c, dv_c = step(dk_c, dv_c, count, begun, number, t, column0, shared, sizes, scoring, seed, False, how, C)
+            dk_c, dv_c = step(dk_c, dv_c, count, begun, h, t, column0, shared, sizes, scoring, seed, False, how, C)
             count += 1
     if how.LATE:
         dq_c = warpgroup_mma_wait(0, [start_dq(count - 1, shared, how, C)])
@@ -449,8 +422,8 @@ def gradients(count, item, phase, shared, dk, dv, sizes, scoring, seed, how: gl.
     as_matrix(shared.v.index(C), how.KEYS, how).store((dv_c * scoring.dv_scale).to(dv.dtype))
     fence_async_shared()
     b, h_kv = head_at(n, sizes)
-    copy_out(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
-    copy_out(dv, [b, h_kv, column0, 0], shared.v.index(C))
+    tma.async_copy_shared_to_global(dk, [b, h_kv, column0, 0], shared.k.index(C))  # writes no rows past T_k
+    tma.async_copy_shared_to_global(dv, [b, h_kv, column0, 0], shared.v.index(C))
     tma.store_wait(0)
     mbarrier.arrive(shared.kv_free.index(0), count=1)
     return count
@@ -648,17 +621,15 @@ def as_kept_operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 @builtin
 def as_table(x, SQUARES, _semantic=None):
     """Shared memory as int32 (SQUARES, 2, 8, 8)."""
-    view = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
     shape = [SQUARES.value if hasattr(SQUARES, "value") else SQUARES, 2, 8, 8]
-    return view(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]), _semantic=_semantic)
+    return x._reinterpret(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]), _semantic=_semantic)
 
 
 @builtin
 def halves(x, _semantic=None):
     """Shared memory of a tile whose rows have 128 columns of 16 bits, as (2, 64, 64)."""
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], x.dtype)
-    view = x.reinterpret if hasattr(x, "reinterpret") else x._reinterpret
-    return view(x.dtype, [2, 64, 64], layout, _semantic=_semantic)
+    return x._reinterpret(x.dtype, [2, 64, 64], layout, _semantic=_semantic)
 
 
 @gluon.jit
@@ -695,6 +666,3 @@ def wait_written():
     """Waits until what this thread copied or added is in memory, for all programs."""
     wait: gl.constexpr = "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(wait, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-order_keys(globals())

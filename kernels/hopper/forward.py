@@ -13,17 +13,13 @@ other. Its warps have different jobs:
     consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
 
 - Copies and matrix products are asynchronous. A consumer starts the product q k^T of a tile and the product p v of the
-  tile before. While it computes a softmax, the products of the other consumers run. Its own p v could run then too, as
-  the code says, but ptxas moves the wait for it ahead of the softmax. Variants that hold the wait back were not faster.
+  tile before. While it computes a softmax, the products of the other consumers run.
 - Barriers in shared memory count the copies. `full`: a tile of k or v has arrived. `free`: all consumers have read it.
-- p never leaves the registers: it is the first operand of p v as it came out of the softmax.
-- Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is the first one, outside
-  of the loop.
+- Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is outside of the loop.
 - A program takes its next group from a counter in memory, and copies its tiles while this group is still computed.
 - tests/gluon_on_cpu.py runs this file on a CPU, in many orders of its jobs and copies.
 
-Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout. kernels/launch.py leaves
-the rest to flash.py.
+Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs of the warps and for the overlap; Triton's
 Gluon tutorials.
@@ -35,8 +31,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -48,17 +42,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.flash import key_tiles as tiles_of_flash
 from kernels.flash import philox as philox_of_flash
-from kernels.launch import LOWEST, how_for, in_tiles, run, task_of
-from kernels.problem import Mask, Problem, Visits, order_keys
-from kernels.problem import Task as Portable
-from kernels.sizes import Tiles
+from kernels.launch import LOWEST, in_tiles
+from kernels.problem import Problem
 
-# Triton 3.7 renamed the barrier of a job's threads, 3.8 the copies, and 3.9 refuses the old names.
-all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
 
 START = gl.constexpr(LOWEST)
 LN2 = gl.constexpr(math.log(2))
@@ -68,8 +56,7 @@ NAMES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 @dataclass(frozen=True, eq=False)
 class How:
-    """What the kernel is compiled for: every field is a constexpr. how() makes each one once, so that Triton can
-    compare them by identity."""
+    """What the kernel is compiled for: every field is a constexpr. how() makes each one once."""
 
     ROWS: gl.constexpr  # of queries, of one consumer
     D: gl.constexpr
@@ -82,11 +69,10 @@ class How:
     DOCUMENTS: gl.constexpr
     RAGGED: gl.constexpr  # the mask may cut more than a consumer's first tile
     DROPOUT: gl.constexpr
-    NUMBERS: gl.constexpr  # of the masks of dropout
 
 
 class Task(NamedTuple):
-    """What to compute, in the words of kernels/problem.py. A tensor that How says there is none of is any other."""
+    """What to compute, in the words of kernels/flash.py. A tensor that How says there is none of is any other."""
 
     N: int  # B * H
     section: int  # heads that are computed at the same time: group_at()
@@ -95,15 +81,12 @@ class Task(NamedTuple):
     T_k: int
     at_least: int  # the lowest column - position
     at_most: int  # the highest
-    documents_q: Tensor  # (B, T)
-    documents_k: Tensor  # (B, T_k)
-    visits: Tensor  # (B, tiles of queries, 4): what key_tiles() returns
+    documents: Tensor  # (B, T_k)
+    visits: Tensor  # (B, tiles of queries, 4): ranges of visits() in model/mask.py
     scale2: float  # softmax_scale * log2(e)
     seed: Tensor
     threshold: int
-    numbers: Tensor  # (N,)
     keep_scale: float  # 1 / (share kept)
-    zero: float  # 0.0: see Dropout of kernels/problem.py
 
 
 class Shared(NamedTuple):
@@ -128,72 +111,50 @@ class Shared(NamedTuple):
 
 ROWS = 64  # of a consumer's tile
 SECTION_BYTES = 32 * 2**20  # of the keys and values of a section of heads, which stay in the GPU's L2 cache
-# Consumers -> registers per thread when the program starts, 65,536 for all its threads together. The producer's warps
-# then give most of theirs to the consumers.
+# Consumers -> registers per thread at the start. The producer's warps then give most of theirs to the consumers.
 REGISTERS = {2: 168, 3: 128, 4: 96}
 
 
 def tiles_for(D: int, T_k: int, plain: bool) -> tuple[int, int, int]:
-    """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200 (LOG.md). plain: the mask cuts one tile of every tile
+    """BLOCK_N, CONSUMERS and STAGES: the fastest tried on an H200. plain: the mask cuts one tile of every tile
     of queries, and there is no dropout. Otherwise three or four consumers have too few registers."""
     if D == 64 and plain:
         return (64, 4, 6) if T_k <= 2048 else (128, 3, 2)
     return (128, 2, 3) if D == 64 else (128, 2, 2)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem) -> None:
-    """Writes o, lse, and lse in base 2 for the backward. The caller has asked hopper.why_not()."""
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, problem: Problem, table: Tensor | None
+) -> None:
+    """Writes o, lse, and lse in base 2 for the backward. table: for documents, ranges of visits() in model/mask.py."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
-    mask = problem.mask
-    documents, dropout = mask.documents_q is not None, problem.dropout.seed is not None
-    cut_once = mask.at_least is None and not documents and (mask.at_most is None or (T_k - T) % ROWS == 0)
-    rules = mask.at_least is not None, mask.at_most is not None, documents
+    window, documents, dropout = problem.window, problem.documents, problem.seed is not None
+    at_least, at_most = (0, 0) if window is None else (1 - window, window - 1)
+    at_most, bounded = 0 if problem.causal else at_most, problem.causal or window is not None
+    cut_once = window is None and documents is None and (not bounded or (T_k - T) % ROWS == 0)
     tiles = tiles_for(D, T_k, cut_once and not dropout)
     block_n, consumers, _ = tiles
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
     section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
-    visits = visits_of(q, k, problem, groups * consumers, block_n) if documents else lse
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    threshold = round(256 * problem.dropout_p) if dropout else 0
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
-    args = (
+    forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
         lse, lse2, taken, H // H_kv,
-        B * H, min(max(1, section), B * H), H, T, T_k, mask.at_least or 0, mask.at_most or 0,
-        mask.documents_q if documents else lse, mask.documents_k if documents else lse, visits,
-        problem.score.scale2, problem.dropout.seed if dropout else lse, problem.dropout.threshold,
-        lse if problem.dropout.numbers is None else problem.dropout.numbers, problem.keep_scale, 0.0,
-        how(D, *tiles, *rules, not cut_once, dropout, problem.dropout.numbers is not None),
+        B * H, min(max(1, section), B * H), H, T, T_k, at_least, at_most,
+        lse if documents is None else documents.contiguous(), lse if table is None else table,
+        problem.scale * math.log2(math.e), problem.seed if dropout else lse, threshold, 256 / (256 - threshold),
+        how(D, *tiles, window is not None, bounded, documents is not None, not cut_once, dropout),
+        num_warps=4, maxnreg=REGISTERS[consumers],
     )  # fmt: skip
-    grid, options = (min(groups * B * H, processors(q.device)),), {"num_warps": 4, "maxnreg": REGISTERS[consumers]}
-    run(forward_kernel, grid, args, options, problem, ("forward", q.stride(), k.stride(), v.stride()))
 
 
 @cache
 def how(D: int, block_n: int, consumers: int, *others) -> How:
     """Makes the How of these fields, once. others: those after TURNS."""
-    turns = consumers == 3 or (consumers == 2 and D == 128)  # where they were faster (LOG.md)
+    turns = consumers == 3 or (consumers == 2 and D == 128)  # where they were faster
     return How(*map(gl.constexpr, (ROWS, D, block_n, consumers, turns, *others)))
-
-
-def visits_of(q: Tensor, k: Tensor, problem: Problem, n: int, block_n: int) -> Tensor:
-    """Which tiles of keys each of n tiles of queries visits: int32 (B, n, 4), as key_tiles() returns them."""
-    visits = torch.empty(q.shape[0], n, 4, dtype=torch.int32, device=q.device)
-    tile = Tiles(ROWS, block_n, 1, 1)
-    task, grid = task_of(problem, problem.mask, q, k, tile), (n, q.shape[0])
-    run(visits_kernel, grid, (visits, task, how_for(q, problem, tile)), {"num_warps": 1}, problem, "visits")
-    return visits
-
-
-@triton.jit
-def visits_kernel(visits, task, how: tl.constexpr):
-    """Writes what key_tiles() of kernels/flash.py says for a tile of queries. Past the last: as for the last."""
-    mask, edges = Mask(*task.mask), Visits(*task.visits)  # made here because of Triton 3.6: see forward_kernel there
-    task = Portable(mask, task.score, task.dropout, edges, task.keep_scale, task.H, task.G)
-    b = tl.program_id(1)
-    where = tiles_of_flash(task, b, tl.minimum(tl.program_id(0), tl.cdiv(mask.T, how.BLOCK_M) - 1), how)
-    at = visits + (b * tl.num_programs(0) + tl.program_id(0)) * 4
-    for place in tl.static_range(4):
-        tl.store(at + place, where[place])
 
 
 @cache
@@ -214,11 +175,10 @@ def shared_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 # Compiled once for all sizes.
 @gluon.jit(do_not_specialize=["N", "section", "H", "T", "T_k", "G", "at_least", "at_most", "threshold"])
-def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents_q, documents_k,
-                   visits, scale2, seed, threshold, numbers, keep_scale, zero, how: gl.constexpr):  # fmt: skip
+def forward_kernel(q, k, v, o, lse, lse2, taken, G, N, section, H, T, T_k, at_least, at_most, documents, visits, scale2,
+                   seed, threshold, keep_scale, how: gl.constexpr):  # fmt: skip
     """Makes the buffers and barriers, and gives the warps their jobs."""
-    task = Task(N, section, H, T, T_k, at_least, at_most, documents_q, documents_k, visits, scale2, seed, threshold,
-                numbers, keep_scale, zero)  # fmt: skip
+    task = Task(N, section, H, T, T_k, at_least, at_most, documents, visits, scale2, seed, threshold, keep_scale)
     shared = Shared(
         gl.allocate_shared_memory(q.dtype, [how.CONSUMERS, 1, 1, how.ROWS, how.D], q.layout),
         gl.allocate_shared_memory(k.dtype, [how.STAGES, 1, 1, how.BLOCK_N, how.D], k.layout),
@@ -293,7 +253,8 @@ def key_tiles(b, row0, task, how: gl.constexpr):
     whole_start to whole_stop - 1. At least one is visited, so that a row that sees no key is as any other, with weights
     of 0. Returns start, whole_start, whole_stop, stop."""
     if how.DOCUMENTS:
-        at = task.visits + (b * (gl.cdiv(task.T, how.CONSUMERS * how.ROWS) * how.CONSUMERS) + row0 // how.ROWS) * 4
+        tiles = gl.cdiv(task.T, how.ROWS)
+        at = task.visits + (b * tiles + gl.minimum(row0 // how.ROWS, tiles - 1)) * 4
         start, whole_start, whole_stop, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     else:
         start, whole_start, whole_stop, stop = 0, 0, task.T_k // how.BLOCK_N, gl.cdiv(task.T_k, how.BLOCK_N)
@@ -356,7 +317,7 @@ def told(shared, turn):
 def copy(x, b, h, row, full, tile):
     """Starts to copy a tile of x. `full` completes its phase when the bytes are there. Rows outside x become 0."""
     mbarrier.expect(full, x.block_type.nbytes)
-    copy_in(x, [b, h, row, 0], full, tile)
+    tma.async_copy_global_to_shared(x, [b, h, row, 0], full, tile)
 
 
 @gluon.jit
@@ -400,7 +361,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     s = hide(s, b, i, stop - 1, task, how)  # 2
     p, m, l, alpha = online_softmax(s, m, l, task.scale2)  # 3
     # When the next tile's dropout is drawn: before its products begin, or beside its softmax. What is faster was timed
-    # (LOG.md). With more to mask, the former has too few registers.
+    # . With more to mask, the former has too few registers.
     early: gl.constexpr = how.D == 128 and not how.RAGGED
     words = words_of(n, task, how)
     p, keep = p.to(q_i.dtype), drawn(words, row0, stop - 1, task, s_layout, how)
@@ -439,7 +400,7 @@ def attend(count, group, phase, shared, o, lse, lse2, task, how: gl.constexpr, C
     tma.store_wait(0)  # until the previous o has left its place
     as_matrix(shared.o.index(C), how.ROWS, how).store((acc * gl.expand_dims(factor, 1)).to(o.dtype))
     fence_async_shared()
-    copy_out(o, [b, h, row0, 0], shared.o.index(C))  # writes no rows past T
+    tma.async_copy_shared_to_global(o, [b, h, row0, 0], shared.o.index(C))  # writes no rows past T
     return count
 
 
@@ -512,7 +473,7 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
         last = gl.minimum(position + task.at_most, last)
     if how.D == 128 and not how.RAGGED:
         # By arithmetic: three instructions for each weight, where ptxas takes five for a condition. At D = 64 it was
-        # no faster, and where the mask cuts more it needs too many registers (LOG.md).
+        # no faster, and where the mask cuts more it needs too many registers.
         reach = gl.maximum(gl.minimum(last - tile * how.BLOCK_N, how.BLOCK_N), -1).to(gl.float32) + 0.5
         j = gl.arange(0, how.BLOCK_N, gl.SliceLayout(0, s.type.layout)).to(gl.float32)
         return gl.minimum(s, (gl.expand_dims(reach, 1) - gl.expand_dims(j, 0)) * float("inf"))
@@ -520,8 +481,9 @@ def hide(s, b, i, tile, task, how: gl.constexpr):
     if how.AT_LEAST:
         seen = seen & (gl.expand_dims(j, 0) >= gl.expand_dims(position + task.at_least, 1))
     if how.DOCUMENTS:
-        of_row = gl.load(task.documents_q + b.to(gl.int64) * task.T + i, mask=i < task.T, other=0)
-        of_key = gl.load(task.documents_k + b.to(gl.int64) * task.T_k + j, mask=j < task.T_k, other=0)
+        documents = task.documents + b.to(gl.int64) * task.T_k
+        of_row = gl.load(documents + position, mask=i < task.T, other=0)
+        of_key = gl.load(documents + j, mask=j < task.T_k, other=0)
         seen = seen & (gl.expand_dims(of_row, 1) == gl.expand_dims(of_key, 0))
     return gl.where(seen, s, -float("inf"))
 
@@ -541,8 +503,6 @@ def words_of(n, task, how: gl.constexpr):
     which Philox wants. Without dropout any, for nothing."""
     words = n, n, n, n
     if how.DROPOUT:
-        if how.NUMBERS:
-            n = gl.load(task.numbers + n)
         seed = gl.load(task.seed)
         words = n.to(gl.uint32), (n ^ n).to(gl.uint32), seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     return words
@@ -621,6 +581,3 @@ def as_operand(p, o_layout: gl.constexpr, dtype: gl.constexpr):
 def as_matrix(tile, ROWS: gl.constexpr, how: gl.constexpr):
     """A tile (1, 1, ROWS, D) in shared memory as (ROWS, D)."""
     return tile.reshape((ROWS, how.D))
-
-
-order_keys(globals())

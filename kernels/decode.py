@@ -1,0 +1,135 @@
+"""Attention of one new token to the keys and values in a cache, in Triton (Flash-Decoding).
+
+    o = decode(q, k, v, keys, values, at, scale, softcap, slopes, window)
+
+B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a key head, D head size, S places in the cache.
+    q, o (B, H, 1, D)    k, v (B, H_kv, 1, D)    keys, values (B, H_kv, S, D)
+
+The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
+would leave most processors idle. So the tiles of keys are dealt to several splits like cards: what they read at one
+time lies together. All G query heads of a key head are rows of one matrix, so that each key is read once. A second
+kernel merges the splits, each with its own m, l and acc, by step 3 once more. The position is read from device memory,
+so one CUDA graph serves all tokens. The steps have the numbers of model/attention.py.
+
+Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
+"""
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.flash import LOG2E, tanh
+from kernels.launch import INTERPRETED, block_d, precision, shared_memory
+
+LOWEST = tl.constexpr(-torch.finfo(torch.float32).max)  # finite: -inf - -inf is NaN
+STAGES = 3  # tiles that are on their way at a time, where the memory of a processor has room for those of PROGRAMS
+PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: Tensor, scale: float, softcap: float | None,
+    slopes: Tensor | None, window: int | None,
+) -> Tensor:  # fmt: skip
+    """o (B, H, 1, D): attention of the new token to itself and the places before `at`. Writes k and v to place `at`.
+
+    float32, float16 or bfloat16; keys and values contiguous. at: int64 (1,), the position of the new token, below S.
+    scale, softcap, slopes, window: as in kernels/problem.py.
+    """
+    (B, H, _, D), (H_kv, S) = q.shape, keys.shape[1:3]
+    N, G, BLOCK_D = B * H_kv, H // H_kv, block_d(D)
+    rows = max(16, triton.next_power_of_2(G))  # a matrix product has at least 16
+    BLOCK_N = (32 if q.dtype == torch.float32 else 64) // (2 if BLOCK_D > 128 else 1)
+    splits = min(splits_for(N, q.device), triton.cdiv(S, BLOCK_N))
+    tile_bytes = 2 * BLOCK_N * BLOCK_D * q.itemsize  # keys and values
+    stages = STAGES if PROGRAMS * STAGES * tile_bytes <= shared_memory(q.device) else 2
+    acc, sums = q.new_empty(B * H, splits, D, dtype=torch.float32), q.new_empty(2, B * H, splits, dtype=torch.float32)
+    o = q.new_empty(B, 1, H, D).transpose(1, 2)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    with torch.cuda.device_of(q):
+        decode_kernel[(N, splits)](
+            q, k, v, keys, values, at, acc, sums[0], sums[1], slopes, S, H_kv, window,
+            scale, scale * math.log2(math.e), softcap, G, D, rows, BLOCK_D, BLOCK_N, precision(q.dtype),
+            num_warps=4, num_stages=stages,
+        )  # fmt: skip
+        merge_kernel[(B * H,)](acc, sums[0], sums[1], o, splits, D, BLOCK_D, triton.next_power_of_2(splits))
+    return o
+
+
+@cache
+def splits_for(N: int, device: torch.device) -> int:
+    """As many splits as give each of the GPU's processors PROGRAMS programs. In the interpreter: a few."""
+    if INTERPRETED:
+        return 3
+    return max(1, PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count // N)
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, keys, values, at, acc_of, m_of, l_of, slopes, S, H_kv, window, scale, scale2, softcap,
+    G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 to 5 of key head n and the tiles split, split + splits, split + 2 splits, ...; m is in base 2."""
+    n, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    g, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    row = n * G + g  # of q and o: b * H + h
+    inside = (g < G)[:, None] & (d < D)[None, :]
+    q_i = tl.load(q + row[:, None] * D + d[None, :], mask=inside, other=0.0)
+    position = tl.load(at).to(tl.int32)
+    first = 0
+    if window is not None:
+        first = tl.maximum(position + 1 - window, 0)
+    if slopes is not None:
+        slope = tl.load(slopes + n % H_kv * G + g, mask=g < G, other=0.0)[:, None]
+    keys += n * S * D
+    values += n * S * D
+    k_new = tl.load(k + n * D + d, mask=d < D, other=0.0)
+    v_new = tl.load(v + n * D + d, mask=d < D, other=0.0)
+    if (position // BLOCK_N - first // BLOCK_N) % splits == split:  # this program has the tile of the new token
+        tl.store(keys + position.to(tl.int64) * D + d, k_new, mask=d < D)
+        tl.store(values + position.to(tl.int64) * D + d, v_new, mask=d < D)
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for tile in tl.range(first // BLOCK_N + split, position // BLOCK_N + 1, splits):
+        j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        seen = (j <= position) & (j >= first)
+        place, new = j[:, None] * D + d[None, :], (j == position)[:, None]
+        known = (j < position)[:, None] & (d < D)[None, :]
+        k_j = tl.where(new, k_new[None, :], tl.load(keys + place, mask=known, other=0.0))
+        v_j = tl.where(new, v_new[None, :], tl.load(values + place, mask=known, other=0.0))
+        s = tl.dot(q_i, k_j.T, input_precision=PRECISION)  # 1: (ROWS, BLOCK_N)
+        factor = scale2
+        if (softcap is not None) or (slopes is not None):
+            s = s * scale
+            if softcap is not None:
+                s = softcap * tanh(s / softcap)
+            if slopes is not None:
+                s -= slope * (position - j).to(tl.float32)[None, :]
+            factor = LOG2E
+        s = tl.where(seen[None, :], s, -float("inf"))  # 2
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # 3
+        p = tl.exp2(tl.fma(s, factor, -m_new[:, None]))
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+        acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision=PRECISION)  # 5
+    tl.store(m_of + row * splits + split, m, mask=g < G)
+    tl.store(l_of + row * splits + split, l, mask=g < G)
+    tl.store(acc_of + (row * splits + split)[:, None] * D + d[None, :], acc, mask=inside)
+
+
+@triton.jit
+def merge_kernel(acc_of, m_of, l_of, o, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
+    """Step 3 over the splits of a row, then step 6. A split without keys has m = LOWEST and l = 0."""
+    row, i, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    m = tl.load(m_of + row * splits + i, mask=i < splits, other=LOWEST)
+    alpha = tl.exp2(m - tl.max(m, 0))
+    l = tl.sum(alpha * tl.load(l_of + row * splits + i, mask=i < splits, other=0.0), 0)
+    inside = (i < splits)[:, None] & (d < D)[None, :]
+    acc = tl.load(acc_of + (row * splits + i)[:, None] * D + d[None, :], mask=inside, other=0.0)
+    tl.store(o + row * D + d, (tl.sum(acc * alpha[:, None], 0) / l).to(o.dtype.element_ty), mask=d < D)

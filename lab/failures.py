@@ -1,0 +1,245 @@
+"""The failures of model/break_it.py in the lab: predicted exactly, and found.
+
+    for line in compare("no_max", "tiled", "float32"): print(line)
+
+FAILURES has an entry for each failure: its prediction, and inputs on which it acts and on which it sleeps. The table of
+`python breakit.py`, the page, the picture and the tests come from the entry. A failure that always acts, or that breaks
+the backward alone, needs only its prediction.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.problem import runs_kernels
+from lab.whole import FLOAT32, INF, Inputs, Results, Whole, attend, device_of, scored, seeds_drawn, usual
+from model import break_it
+from model.break_it import BreakIt
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EVERY, LAST = slice(None), slice(-1, None)
+
+
+class NoMax(Whole):
+    def m(self):
+        return torch.zeros_like(self.s[..., :1])
+
+
+class NoRescaleSum(Whole):
+    def m_of_l(self):
+        return self.running_maximum()
+
+
+class NoRescaleOutput(Whole):
+    def m_of_acc(self):
+        return self.running_maximum()
+
+
+class NoRescale(NoRescaleSum, NoRescaleOutput):
+    pass
+
+
+class ZeroInitMax(Whole):
+    def m(self):
+        return super().m().clamp(min=0.0)
+
+
+class LocalMask(Whole):
+    def seen(self):
+        return torch.arange(self.T_k) % self.N <= torch.arange(self.T)[:, None] % self.M
+
+
+class NoScale(Whole):
+    def scale(self):
+        return 1.0
+
+
+class UnguardedMask(Whole):
+    def m(self):
+        """NaN for a row that has seen no key yet in a tile that is visited: exp(-inf - -inf)."""
+        rows, keys = -(-self.T // self.M), -(-self.T_k // self.N)
+        padded = F.pad(self.seen(), (0, keys * self.N - self.T_k, 0, rows * self.M - self.T))
+        visited = padded.view(rows, self.M, keys, self.N).any(3).any(1)
+        visited = visited.repeat_interleave(self.M, 0).repeat_interleave(self.N, 1)[: self.T, : self.T_k]
+        return super().m().masked_fill((visited & (self.running_maximum() == -INF)).any(-1, keepdim=True), math.nan)
+
+
+class StaleSeed(Whole):
+    def __init__(self, inputs, *rest):
+        super().__init__(inputs, *rest)
+        self.seed_of_backward = None if self.seed is None else self.seed + 1
+
+
+class UnrestoredSeed(Whole):
+    """The backward is that of a second forward, which draws its own seed."""
+
+    def __init__(self, inputs, *rest):
+        super().__init__(inputs, *rest)
+        if self.seed is not None:
+            self.seed, self.seed_of_backward = seeds_drawn(self.seed, device_of(self.impl))
+
+    def gradients(self, o, p):
+        first, self.seed = self.seed, self.seed_of_backward
+        o, _, p = self.forward()
+        self.seed = first
+        return super().gradients(o, p)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The failures.
+
+
+USUAL, NOTHING, SHORT = {"usual inputs": usual()}, dict[str, Inputs](), {"one tile": usual(T=16)}
+
+
+class Entry(NamedTuple):
+    """A failure in the lab. acts, sleeps: the inputs, by what they are. again: it acts where the backward computes the
+    attention a second time."""
+
+    prediction: type[Whole]
+    acts: dict[str, Inputs] = USUAL
+    sleeps: dict[str, Inputs] = NOTHING
+    again: bool = False
+
+
+SEVERAL = {"several tiles": usual()}
+DROPPING, EVALUATION = {"dropout": usual(seed=7, dropout_p=0.2)}, {"evaluation": usual(dropout_p=0.2)}
+FAILURES = {
+    "no_max": Entry(
+        NoMax,
+        {
+            "equal scores of 86: l overflows": scored(8.0, 43.0, EVERY, EVERY, v=2.0**-10),
+            "one score of 106: its weight overflows": scored(8.0, 53.0, LAST, slice(40, 41)),
+        },
+        {"usual scores": usual()},
+    ),
+    "no_rescale": Entry(NoRescale, SEVERAL, SHORT),
+    "no_rescale_sum": Entry(NoRescaleSum, SEVERAL, SHORT),
+    "no_rescale_output": Entry(NoRescaleOutput, SEVERAL, SHORT),
+    "zero_init_max": Entry(
+        ZeroInitMax,
+        {"a single key, with a score of -88": scored(8.0, -44.0, EVERY, EVERY, window=1)},
+        {"usual scores": usual()},
+    ),
+    "local_mask": Entry(LocalMask, SEVERAL, SHORT),
+    "no_scale": Entry(NoScale, {"head size 16": usual()}, {"head size 1": usual(D=1)}),
+    "unguarded_mask": Entry(
+        UnguardedMask,
+        {"rows without a key": usual(T_k=248), "a window": usual(window=8)},
+        {"causal alone": usual()},
+    ),
+    "stale_seed": Entry(StaleSeed, DROPPING, EVALUATION),
+    "unrestored_seed": Entry(UnrestoredSeed, DROPPING, EVALUATION, again=True),
+}
+
+
+class Line(NamedTuple):
+    """A failure on one input: the errors |x - right| / |right| of o, and of dq, dk and dv together, each predicted and
+    found; NaN: not finite. difference: between found and predicted, in units of what rounding allows, so at most 1."""
+
+    failure: str
+    inputs: str
+    impl: str
+    dtype: str
+    o: tuple[float, float]
+    gradients: tuple[float, float]
+    difference: float
+
+    def __str__(self) -> str:
+        errors = "".join(f"{percent(x):>10}" for x in self.o + self.gradients)
+        return f"{self.failure:18}{self.inputs:40}{self.impl:8}{self.dtype:8}{errors}{self.difference:12.2f}"
+
+
+HEAD = (
+    f"{'':18}{'':40}{'':16}{'error of o':>20}{'of dq, dk, dv':>20}{'difference':>12}\n"
+    f"{'failure':18}{'inputs':40}{'':8}{'':8}" + f"{'predicted':>10}{'found':>10}" * 2 + f"{'(1: rounding)':>14}"
+)
+
+
+def percent(x: float) -> str:
+    return "NaN" if math.isnan(x) else "0" if x < 1e-12 else f"{x:.1e}" if x < 1e-3 else f"{100 * x:.1f} %"
+
+
+def why_left_out(failure: str, impl: str, dtype: str) -> str:
+    """Why this cannot be compared; empty if it can."""
+    parts = BreakIt(failure).broken if impl == "naive" else ()
+    why = next((why for part in parts if (why := break_it.FAILURES[part].not_in_naive)), "")
+    if impl == "triton" and device_of(impl) == "cpu" and (dtype == "bf16" or failure == "zero_init_max"):
+        why = "Triton's interpreter does not compute bf16 and subnormal numbers as a GPU does"
+    return why
+
+
+def compare(failure: str, impl: str, dtype: str) -> Iterator[Line]:
+    """Lines for all inputs of a failure, where why_left_out() is empty."""
+    entry = FAILURES[failure]
+    for name, inputs in (entry.acts | entry.sleeps).items():
+        predicted, found, right, allowed = tried(entry, failure, inputs, impl, dtype)
+        difference = max(distance(found[x], predicted[x]) / allowed[x] for x in predicted)
+        o = error(predicted, right, "o"), error(found, right, "o")
+        gradients = error(predicted, right, "dq", "dk", "dv"), error(found, right, "dq", "dk", "dv")
+        yield Line(failure, name, impl, dtype, o, gradients, difference)
+
+
+def table(names: list[str], dtypes: list[str]) -> list[Line]:
+    """Prints and returns the lines of these failures, in every implementation that runs here."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on a CPU
+    on_gpu = torch.cuda.is_available() and runs_kernels(torch.device("cuda"))
+    impls = ["naive", "tiled"] + ["triton"] * (interpreted or on_gpu)
+    print(HEAD)
+    lines = []
+    for name, impl, dtype in product(names, impls, dtypes):
+        if why := why_left_out(name, impl, dtype):
+            print(f"{name:18}{why}")
+            continue
+        for line in compare(name, impl, dtype):
+            lines.append(line)
+            print(line, flush=True)
+    wrong = sum(not line.difference <= 1 for line in lines)
+    print(f"{len(lines)} lines, {wrong or 'none'} of them not as predicted")
+    return lines
+
+
+def tried(
+    entry: Entry, failure: str, inputs: Inputs, impl: str, dtype: str
+) -> tuple[Results, Results, Results, dict[str, float]]:
+    """predicted, found, right; and by how much found may differ, as a share of the largest number predicted: twice the
+    whole algorithm's error on the same inputs, plus twice the rounding of that number and of its score."""
+    number = DTYPES[dtype]
+    found = attend(inputs, impl, number, BreakIt(failure), entry.again)
+    prediction = entry.prediction(inputs, impl, number)
+    same = replace(inputs, seed=prediction.seed)  # the seed of the forward
+    predicted, right, whole = prediction.results(), Whole(same, impl, number).results(), attend(same, impl, number)
+    top = float(prediction.s[prediction.s.isfinite()].abs().max())
+    rounding = torch.finfo(number).eps + top * FLOAT32.eps
+    found = {name: x.cpu().double() for name, x in found.items()}
+    allowed = {name: 2 * (distance(whole[name].cpu().double(), right[name]) + rounding) for name in right}
+    return predicted, found, right, allowed
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """The largest |found - wanted|, as a share of the largest |wanted|. Infinite if they are not NaN or infinite in the
+    same places."""
+    odd = [x.masked_fill(x.isfinite(), 0.0).nan_to_num(nan=0.5) for x in (found, wanted)]
+    if not torch.equal(*odd):
+        return INF
+    off, size = ((x.nan_to_num(0.0, 0.0, 0.0).abs().max().item()) for x in (found - wanted, wanted))
+    return off / max(size, FLOAT32.tiny)
+
+
+def error(found: Results, right: Results, *names: str) -> float:
+    """|found - right| / |right| of several results together; NaN if it is not finite."""
+    if not all(name in found for name in names):
+        return math.nan
+    x, y = (torch.cat([some[name].flatten() for name in names]) for some in (found, right))
+    off = float((x - y).norm() / y.norm())
+    return off if off < INF else math.nan
+
+
+assert set(FAILURES) == set(break_it.FAILURES), "each failure of model/break_it.py has an entry here"

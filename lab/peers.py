@@ -1,0 +1,126 @@
+"""Who races: ours (naive, tiled, triton) and the peers, each as a function of q, k and v for one case.
+
+B batch, T tokens, D head size, H query heads, H_kv key/value heads: q, o (B, H, T, D); k, v (B, H_kv, T, D).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels.problem import runs_kernels
+from model.attention import AttentionConfig, attention
+
+PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # FLOPs, in those of a forward
+OURS = ("naive", "tiled", "triton")
+# One backend at a time. If torch could choose, it might run another backend than the table names.
+SDPA = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+IMPLS = (*OURS, *SDPA, "flex", "flash4")
+Attention = Callable[..., Any]  # o = f(q, k, v)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem of the race."""
+
+    B: int
+    H: int
+    T: int
+    D: int
+    causal: bool
+    dropout_p: float
+    H_kv: int | None = None  # None: H
+    window: int | None = None  # keys that a query sees, itself included
+
+    @property
+    def share(self) -> float:
+        """The share of the T x T pairs of query and key that is visible. A causal mask alone counts as one half, as is
+        usual, though the diagonal makes it slightly more."""
+        if self.window is None:
+            return 0.5 if self.causal else 1.0
+        W = min(self.window, self.T)
+        causal = W * self.T - W * (W - 1) // 2  # row i sees min(i + 1, W) keys
+        return (causal if self.causal else 2 * causal - self.T) / self.T**2
+
+    def flops(self, which: str) -> float:
+        """FLOPs of a pass, as FlashAttention's benchmark counts them: a forward has two products, q k^T and p v, each
+        with 2 D FLOPs for each visible pair in each head. A backward counts 2.5 times as much."""
+        return PASSES[which] * 4 * self.B * self.H * self.T * self.T * self.D * self.share
+
+    def title(self) -> str:
+        """What all lengths of a series have in common."""
+        words = [f"head size {self.D}", f"{self.H} heads" + (f" on {self.H_kv} of keys" if self.H_kv else "")]
+        words += ["causal" if self.causal else "not causal"] + [f"window {self.window}"] * (self.window is not None)
+        return ", ".join([*words, f"dropout {self.dropout_p:g}"])
+
+
+def attention_of(name: str, case: Case, block: int, device: torch.device) -> Attention:
+    """f in o = f(q, k, v). The mask, the seed and the compiled function are made here, so they are not timed.
+
+    Raises ImportError for a peer that is not installed, ValueError for what the implementation lacks.
+    """
+    if name in OURS:
+        if name == "triton" and not runs_kernels(device):
+            raise ValueError(f"its kernels need an NVIDIA GPU from Ampere on, and this is {device}")
+        config = AttentionConfig(name, block, block, window=case.window, dropout_p=case.dropout_p)
+        seed = torch.tensor(case.T, device=device) if case.dropout_p else None
+        return partial(attention, config=config, causal=case.causal, seed=seed)
+    if case.window is not None and name != "flex":
+        raise ValueError("has no window without a mask of T x T")
+    if case.dropout_p and name not in SDPA:
+        raise ValueError("has no dropout")
+    return sdpa(name, case) if name in SDPA else flex(case, device) if name == "flex" else flash4(case)
+
+
+def sdpa(name: str, case: Case) -> Attention:
+    """One of torch's kernels."""
+
+    def run(q, k, v):
+        grouped = k.shape[1] != q.shape[1]
+        with sdpa_kernel(SDPA[name]):
+            return F.scaled_dot_product_attention(
+                q, k, v, dropout_p=case.dropout_p, is_causal=case.causal, enable_gqa=grouped
+            )
+
+    return run
+
+
+def flex(case: Case, device: torch.device) -> Attention:
+    """FlexAttention, compiled for the case."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Static shapes are fastest, but each shape is compiled anew. After eight compilations torch would run it
+    # uncompiled, with a table of T x T; reset() resets that count.
+    torch.compiler.reset()
+    compiled, mask = torch.compile(flex_attention, dynamic=False), flex_mask(case, device)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
+
+
+def flex_mask(case: Case, device: torch.device):
+    """FlexAttention's BlockMask of a case, or None if nothing is hidden."""
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+    rules: list[Callable] = [lambda b, h, i, j: i >= j] if case.causal else []
+    if (window := case.window) is not None:
+        rules.append(lambda b, h, i, j: (j > i - window) & (j < i + window))
+    return create_block_mask(and_masks(*rules), None, None, case.T, case.T, device=device) if rules else None
+
+
+def flash4(case: Case) -> Attention:
+    """FlashAttention-4, which takes (B, T, H, D)."""
+    from flash_attn.cute import flash_attn_func
+
+    def run(q, k, v):
+        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal)
+        o = found[0] if isinstance(found, tuple) else found  # some versions also return lse
+        return o.transpose(1, 2)
+
+    return run

@@ -1,0 +1,213 @@
+"""Attention in float64 by its formulas, a method for each step; and what implementations compute on the same inputs.
+
+    Whole(usual(), "tiled", torch.bfloat16).results()      o, lse, dq, dk, dv as they should be
+    attend(usual(), "tiled", torch.bfloat16)               the same by model/tiled.py
+
+The inputs are rounded to the dtype first. The gradients are those of sum(o * do). The prediction of a failure is a
+subclass that overrides the step that the failure breaks (lab/failures.py). Some failures are overflows, so Whole has
+the range of the numbers: weights, l and acc are held in float32, the weights that multiply v in the inputs' dtype.
+
+    q, do, o, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse (B, H, T)    scores, weights (B, H, T, T_k)
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import AttentionConfig, attention, problem_of
+from model.break_it import UNBROKEN, BreakIt
+from model.dropout import keep_mask, keep_scale
+from model.gpt import recomputed
+
+INF = math.inf
+FLOAT32 = torch.finfo(torch.float32)
+TILE = 32  # query rows and key rows of a tile in tiled
+Results = dict[str, Tensor]  # o, lse, dq, dk, dv
+
+
+@dataclass
+class Inputs:
+    """Numbers before they are rounded to a dtype, float64. options: of AttentionConfig."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    def rounded(self, dtype: torch.dtype, device: str) -> list[Tensor]:
+        return [x.to(device, dtype) for x in (self.q, self.k, self.v, self.do)]
+
+
+def usual(T: int = 256, T_k: int | None = None, D: int = 16, seed: int | None = None, **options: Any) -> Inputs:
+    """Normal numbers: scores of about 1. Two query heads share a key head."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, 2, T, D), (1, 1, T_k or T, D), (1, 1, T_k or T, D), (1, 2, T, D)]
+    q, k, v, do = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return Inputs(q, k, v, do, options, seed)
+
+
+def scored(q: float, k: float, rows: slice, keys: slice, v: float = 1.0, **options: Any) -> Inputs:
+    """As usual(), but the scores of rows x keys are exactly q k / sqrt(D), and those of these rows with other keys 0.
+    v: multiplies the values and divides do."""
+    made = usual(**options)
+    made.k[:, :, keys] *= 8  # what these keys have in common cancels out of dq, and should not be large beside the rest
+    made.q[..., 0], made.k[..., 0] = 0.0, 0.0
+    made.q[:, :, rows] = 0.0
+    made.q[:, :, rows, 0], made.k[:, :, keys, 0] = q, k
+    made.v, made.do = made.v * v, made.do / v
+    return made
+
+
+def held(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x as a number of that dtype: it may overflow to infinity, or round to 0."""
+    return x.to(dtype).double()
+
+
+class Whole:
+    """Attention as it should be, on inputs rounded to dtype. M x N: the tiles; naive has one of T x T_k."""
+
+    def __init__(self, inputs: Inputs, impl: str = "naive", dtype: torch.dtype = torch.float32):
+        self.impl, self.dtype, self.options = impl, dtype, inputs.options
+        self.q, self.k, self.v, self.do = (x.double() for x in inputs.rounded(dtype, "cpu"))
+        self.H_kv = self.k.shape[1]
+        self.k, self.v = (x.repeat_interleave(self.q.shape[1] // self.H_kv, 1) for x in (self.k, self.v))
+        self.T, self.T_k, self.D = self.q.shape[2], self.k.shape[2], self.q.shape[3]
+        self.seed = self.seed_of_backward = inputs.seed
+        self.M, self.N = (self.T, self.T_k) if impl == "naive" else tiles(impl, inputs, dtype)
+
+    def scale(self) -> float:
+        return self.D**-0.5
+
+    def seen(self) -> Tensor:
+        """Whether a row sees a key: bool (T, T_k)."""
+        i, j = torch.arange(self.T)[:, None] + self.T_k - self.T, torch.arange(self.T_k)
+        return (j <= i) & (j > i - self.options.get("window", self.T_k))
+
+    @cached_property
+    def s(self) -> Tensor:
+        """Steps 1 and 2."""
+        return (self.q @ self.k.mT * self.scale()).masked_fill(~self.seen(), -INF)
+
+    def m(self) -> Tensor:
+        """The maximum of each row after its last tile, (B, H, T, 1); 0 for a row that sees no key."""
+        m = self.s.amax(-1, keepdim=True)
+        return m.masked_fill(m == -INF, 0.0)
+
+    def m_of_l(self) -> Tensor:
+        """The maximum from which the sum l takes each weight: (B, H, T, 1), or one for each key (B, H, T, T_k)."""
+        return self.m()
+
+    def m_of_acc(self) -> Tensor:
+        """The same for the output acc."""
+        return self.m()
+
+    def running_maximum(self) -> Tensor:
+        """The maximum of each row after the tile of each key, tiles going from left to right: (B, H, T, T_k)."""
+        tiled = F.pad(self.s, (0, -self.T_k % self.N), value=-INF).unflatten(-1, (-1, self.N))
+        return tiled.amax(-1).cummax(-1).values.repeat_interleave(self.N, -1)[..., : self.T_k]
+
+    def Z(self, seed: int | None) -> Tensor | float:
+        """Step 4: 0 where a weight is dropped, 1 / (share kept) elsewhere."""
+        if seed is None:
+            return 1.0
+        p = self.options["dropout_p"]
+        keep = keep_mask(torch.tensor(seed), self.q.shape[1], range(self.T), range(self.T_k), p)
+        return keep[None] * keep_scale(p)
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps 3 to 6: o, lse (B, H, T, 1), and the weights of the backward, step 8."""
+        of_l, of_acc = (held(torch.exp(self.s - m)) for m in (self.m_of_l(), self.m_of_acc()))
+        if flushes(self.impl):
+            of_l, of_acc = (x.masked_fill(x < FLOAT32.tiny, 0.0) for x in (of_l, of_acc))
+        l = held(of_l.sum(-1, keepdim=True))
+        lse = self.m() + l.log()
+        divisor = l.masked_fill(l == 0, 1.0) if self.impl == "triton" else l.clamp(min=FLOAT32.tiny)
+        if self.impl == "naive":  # divides the weights and then rounds them
+            p = of_acc / divisor
+            return held(self.Z(self.seed) * p, self.dtype) @ self.v, lse, p
+        acc = held(held(self.Z(self.seed) * of_acc, self.dtype) @ self.v)
+        return acc / divisor, lse, torch.exp(self.s - lse.masked_fill(lse == -INF, INF))
+
+    def delta(self, o: Tensor) -> Tensor:
+        """Step 7."""
+        return (self.do * o).sum(-1, keepdim=True)
+
+    def results(self) -> Results:
+        """All of RESULTS. The gradients are left out where o is not finite: the training has stopped by then."""
+        o, lse, p = self.forward()
+        found = {"o": o, "lse": lse[..., 0]}
+        return found | self.gradients(o, p) if o.isfinite().all() else found
+
+    def gradients(self, o: Tensor, p: Tensor) -> Results:
+        """Steps 9 to 12. The heads that share a key head add up in dk and dv."""
+        Z = self.Z(self.seed_of_backward)
+        dv = (Z * p).mT @ self.do
+        ds = p * (Z * (self.do @ self.v.mT) - self.delta(o)) * self.scale()
+        dk, dv = (x.unflatten(1, (self.H_kv, -1)).sum(2) for x in (ds.mT @ self.q, dv))
+        return {"dq": ds @ self.k, "dk": dk, "dv": dv}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the implementations compute.
+
+
+def config_of(impl: str, inputs: Inputs) -> AttentionConfig:
+    return AttentionConfig(impl, TILE, TILE, **inputs.options)
+
+
+def tiles(impl: str, inputs: Inputs, dtype: torch.dtype) -> tuple[int, int]:
+    """The tile of the forward, M x N. triton chooses its own."""
+    if impl != "triton":
+        return TILE, TILE
+    from kernels.launch import forward_tiles
+
+    q, k, *_ = inputs.rounded(dtype, device_of(impl))
+    seed = None if inputs.seed is None else torch.tensor(inputs.seed)
+    return forward_tiles(q, problem_of(q, k, k, config_of("triton", inputs), seed=seed))[0][:2]
+
+
+def device_of(impl: str) -> str:
+    """triton: the GPU, or Triton's interpreter on the CPU."""
+    return "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBROKEN, again: bool = False) -> Results:
+    """o, lse, dq, dk and dv of attention(). again: through recomputed() of model/gpt.py, so the backward computes the
+    attention a second time. Raises ValueError where this implementation has nothing to remove."""
+    device, config = device_of(impl), config_of(impl, inputs)
+    q, k, v, do = inputs.rounded(dtype, device)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    seed = None if inputs.seed is None else torch.tensor(inputs.seed, device=device)
+
+    def block(q: Tensor, rope: None, seed: Tensor | None, documents: None, layer: None) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, config, seed=seed, break_it=broken, return_lse=True)
+
+    if again and inputs.seed is not None:
+        made: Any = block  # with what recomputed() asks a block for
+        made.config = SimpleNamespace(recompute="true", dropout_p=0.0)
+        made.attention = SimpleNamespace(attention_config=config, break_it=broken)
+        torch.manual_seed(inputs.seed)
+        o, lse = recomputed(made, q, None, seed, None, None)
+    else:
+        o, lse = block(q, None, seed, None, None)
+    o.backward(do)
+    return {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def flushes(impl: str) -> bool:
+    """Whether exp2 takes what is below the smallest normal number for 0, as on a GPU."""
+    return device_of(impl) == "cuda"
+
+
+def seeds_drawn(start: int, device: str) -> list[int]:
+    """The seeds of the forward and of the backward's second forward, with torch's generator at `start`."""
+    torch.manual_seed(start)
+    return [int(torch.randint(2**62, (), device=device)) for _ in range(2)]

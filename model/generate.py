@@ -1,0 +1,108 @@
+"""Generating text: choose the next token from the logits, append it, repeat.
+
+With a cache the prompt runs once, and then each token alone. A text that is longer than the context goes on from its
+last half, with and without a cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.keys import check, key
+from model.cache import KVCache
+from model.gpt import GPT
+
+WARM_UP = 2  # tokens before the CUDA graph is recorded: in them kernels are compiled
+
+
+@dataclass
+class Sampler:
+    temperature: float = key(0.8, "divides the logits; lower is less random", least=0, usual="0: the most likely token")
+    top_k: int | None = key(None, "sample from the k most likely tokens only", least=1, usual="null: from all")
+    top_p: float = key(1.0, "sample from the most likely tokens that add up to this probability", above=0, most=1)
+
+    def __post_init__(self):
+        check(self)
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Logits (B, V) to token ids (B, 1). The host does not wait for a GPU, as it would in torch.multinomial."""
+        logits = logits.float()
+        if self.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)  # the largest is 0
+        if self.top_k is not None:
+            smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < smallest, -torch.inf)
+        p = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = p.sort(descending=True, dim=-1)
+            enough = ordered.cumsum(-1) - ordered >= self.top_p  # the likelier ones suffice; the likeliest always stays
+            p = p.masked_fill(enough.scatter(-1, order, enough), 0.0)
+        return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1, keepdim=True)  # a draw from p
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT, idx: Tensor, count: int, sampler: Sampler, generator: torch.Generator | None = None, cache: bool = True
+) -> Iterator[Tensor]:
+    """Yields the next token of each sequence, (B, 1), `count` times. idx: the prompts (B, T), T at least 1."""
+    assert not model.training, "call model.eval() first: dropout would garble the text"
+    context = model.config.context_length
+    # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
+    cache = cache and not model.break_it.label and model.attention_config.block_mask is None
+    held, step, text = KVCache(model, len(idx)) if cache else None, None, idx[:, -context:]
+    for made in range(count):
+        if text.shape[1] > context:
+            text = text[:, -max(1, context // 2) :]
+            if held is not None:
+                held.clear()
+        new = text if held is None else text[:, held.length :]
+        if made > 0 and idx.is_cuda and held is not None and held.at is not None and new.shape[1] == 1:
+            step = step or Step(model, held, sampler, generator)
+            token = step(new)
+        else:
+            logits = model(new, sequence=held)[:, -1]
+            if made == 0 and not logits.isfinite().all():
+                raise ValueError("the logits are NaN or infinite: the weights are spoilt; use an earlier checkpoint")
+            token = sampler.choose(logits, generator)
+            if held is not None:
+                held.grow(new.shape[1])
+        text = torch.cat((text, token), dim=1)
+        yield token
+
+
+class Step:
+    """One token on a CUDA GPU, recorded as a graph, because its launches from Python take ten times as long."""
+
+    def __init__(self, model: GPT, cache: KVCache, sampler: Sampler, generator: torch.Generator | None):
+        self.model, self.cache, self.sampler, self.generator = model, cache, sampler, generator
+        self.token: Any = None  # and self.next: the graph's input and output, which stay where they are
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.count = 0
+
+    def run(self) -> None:
+        self.next = self.sampler.choose(self.model(self.token, sequence=self.cache)[:, -1], self.generator)
+        self.cache.at.add_(1)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Token ids (B, 1) to the next ones (B, 1)."""
+        self.token = token.clone() if self.count == 0 else self.token.copy_(token)
+        if self.count == WARM_UP:
+            self.graph = torch.cuda.CUDAGraph()
+            if self.generator is not None:
+                self.graph.register_generator_state(self.generator)
+            stream = torch.cuda.Stream()
+            # thread_local: in a run of several processes NCCL's watchdog thread queries events meanwhile
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                self.run()
+            torch.cuda.current_stream().wait_stream(stream)  # where torch sets what the first replay draws
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        self.count += 1
+        self.cache.length += 1
+        return self.next.clone()

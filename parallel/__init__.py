@@ -1,1 +1,0 @@
-"""Several processes that train one model: how they share batches, sequences and weights."""

@@ -1,1 +1,0 @@
-"""Text from a model: generation, the cache of keys and values, one new token and its kernels."""

@@ -1,0 +1,96 @@
+"""trace: one row of attention, tile by tile."""
+
+import re
+
+import pytest
+import torch
+
+import breakit
+from lab.trace import Head, head_of, made, tell, trace, worked_example
+from model.attention import AttentionConfig
+from model.break_it import FAILURES, BreakIt
+from model.gpt import GPT, GPTConfig
+from training.probe import record
+
+CAT_ON = [0.2854, 0.2854, 0.2106, 0.4089]  # o of "on", docs/attention.md
+
+
+CAT = worked_example()
+
+
+def lines(head: Head = CAT, row: int = 3, M: int = 2, N: int = 2, causal: bool = False, **options):
+    return list(trace(head, row, M, N, causal, **options))
+
+
+def numbers(line: str) -> list[float]:
+    """m, l and alpha of a line, and the first four numbers of o."""
+    return [float(x) for x in re.findall(r"-?\d+\.\d{4}|nan|inf", line)][:7]
+
+
+@pytest.mark.parametrize("N", [1, 2, 3, 5])
+def test_every_tile_size_ends_at_the_published_output(N):
+    said = lines(N=N)
+    assert len(said) == 3 + -(-5 // N) + 1
+    assert numbers(said[-1])[:4] == pytest.approx(CAT_ON, abs=6e-5)
+    assert numbers(said[-2])[3:] == pytest.approx(CAT_ON, abs=6e-5)  # acc / l after the last tile
+
+
+def test_a_line_has_the_state_after_its_tile_and_the_sentence_says_what_changed():
+    first, second, third = lines()[3:6]
+    assert numbers(first)[:3] == [0.5, 2.0, 0.0]
+    assert numbers(second)[:3] == [1.0, 2.5809, 0.6065]
+    assert "nothing yet to rescale" in first
+    assert "m grows from 0.5 to 1, so l and acc are multiplied by alpha = 0.6065" in second
+    assert "alpha is 1" in third
+
+
+@pytest.mark.parametrize("failure", [name for name in FAILURES if "seed" not in name])
+def test_the_last_lines_compare_with_the_whole_algorithm(failure):
+    gain = 400.0 if failure == "no_max" else 1.0
+    said = lines(made(7), row=4, causal=True, failure=failure, score_gain=gain)
+    broken, right = (numbers(next(x for x in said if words in x))[:4] for words in ("o, and lse", "whole algorithm"))
+    told = tell(made(7), 4, 2, 2, True, BreakIt(failure, gain))
+    assert broken == pytest.approx(told[1].tolist(), abs=6e-5, nan_ok=True)
+    changes = broken != right
+    assert ("changes nothing in this row" in said[-1]) == (not changes)
+    assert changes == (failure not in ("zero_init_max", "unguarded_mask"))
+
+
+def test_it_counts_keys_of_the_future_and_keys_that_are_missed():
+    """Exercise 10: row 0 sees two keys of the future, and row 4 misses two."""
+    of = [" ".join(lines(row=row, causal=True, failure="local_mask")) for row in range(5)]
+    leaks = [sum(map(int, re.findall(r"Sees (\d)", text))) for text in of]
+    misses = [sum(map(int, re.findall(r"Misses (\d)", text))) for text in of]
+    assert (leaks, misses) == ([2, 3, 1, 1, 0], [0, 0, 1, 0, 2])
+
+
+def test_a_row_without_keys_is_nan_without_the_guard():
+    head = worked_example()._replace(k=worked_example().k[2:], v=worked_example().v[2:])
+    assert "nan" in lines(head, 0, 5, 3, True, failure="unguarded_mask")[-2]
+    assert "It sees no key of this tile: nothing changes." in lines(head, 0, 5, 3, True)[3]
+
+
+@pytest.mark.parametrize("head", range(4))
+def test_a_head_of_a_model_ends_at_the_models_own_output(head):
+    config = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, context_length=16, vocab_size=20, position="rope")
+    model = GPT(config, AttentionConfig("tiled", softmax_scale=0.7)).eval()
+    call = record(model, torch.randint(20, (1, 16)))[1]
+    one = head_of(call, head, ["x"] * 16, "a model")
+    for row in (0, 9, 15):
+        torch.testing.assert_close(tell(one, row, 4, 4, True)[1], call.o[0, head, row])
+
+
+def test_the_script_traces_and_refuses_a_row_that_is_not_there(call):
+    said = call(breakit, "trace=true", "failure=no_rescale")
+    assert said.code == 0
+    assert "17.8 % away" in said.out
+    refused = call(breakit, "trace=true", "row=5")
+    assert refused.code == 1
+    assert "there are 5 rows" in refused.err
+
+
+def test_a_head_with_more_than_the_causal_mask_is_refused():
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, context_length=16, vocab_size=20)
+    call = record(GPT(config, AttentionConfig("tiled", window=3)).eval(), torch.randint(20, (1, 16)))[0]
+    with pytest.raises(ValueError, match=r"attention\.window"):
+        head_of(call, 0, ["x"] * 16, "a model")

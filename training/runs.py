@@ -1,0 +1,54 @@
+"""A table of runs.
+
+python -m training.runs                  the runs in runs/
+python -m training.runs runs/sweep-DATE  a sweep's, the best first
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+
+def row(folder: Path) -> dict[str, str | float]:
+    """What one run was and has reached."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    evaluated = [record for record in records if "val_loss" in record and math.isfinite(record["val_loss"])]
+    best = min(evaluated, key=lambda record: record["val_loss"], default=None)
+    return {
+        "run": folder.name,
+        "step": records[-1]["step"] if records else 0,
+        "best val loss": round(best["val_loss"], 4) if best else math.inf,
+        "bits per byte": round(best["val_bits_per_byte"], 4) if best else math.inf,
+        "at step": best["step"] if best else 0,
+        "minutes": round(evaluated[-1]["seconds"] / 60, 1) if evaluated else 0.0,
+    }
+
+
+def differing(folders: list[Path]) -> dict[str, dict[str, str]]:
+    """Of each run the keys in which the runs' configurations differ, but for their names."""
+    flat: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        groups = {name: values for name, values in config.items() if isinstance(values, dict)}
+        flat[folder.name] = {name: str(value) for name, value in config.items() if name not in groups} | {
+            f"{group}.{name}": str(value) for group, values in groups.items() for name, value in values.items()
+        }
+    keys = sorted({key for config in flat.values() for key in config} - {"name", "resume", "runs"})
+    varied = [key for key in keys if len({config.get(key) for config in flat.values()}) > 1]
+    return {name: {key: config.get(key, "") for key in varied} for name, config in flat.items()}
+
+
+if __name__ == "__main__":
+    parent = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
+    found = [path.parent for path in sorted(parent.glob("*/metrics.jsonl"))]
+    if not found:
+        sys.exit(f"{parent} has no runs: python -m training.runs FOLDER")
+    more = differing(found) if "sweep" in parent.name else {}
+    rows: list[dict] = [{**row(folder), **more.get(folder.name, {})} for folder in found]
+    widths = {name: max(len(name), *(len(str(r[name])) for r in rows)) for name in rows[0]}
+    for line in (dict(zip(widths, widths, strict=True)), *sorted(rows, key=lambda r: r["best val loss"])):
+        print("  ".join(str(line[name]).ljust(width) for name, width in widths.items()))
