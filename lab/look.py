@@ -51,7 +51,7 @@ def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, ou
     broken = trained.state["broken"]
     nets = {f"as trained: {broken}" if broken else "as trained": network(trained, "tiled", cpu)}
     if broken:
-        trained.state["config"]["break_it"] = {}
+        trained.state["config"]["break_it"]["broken"] = []
         nets["the whole algorithm"] = network(trained, "tiled", cpu)
     config = next(iter(nets.values())).config
     idx, documents = text_of(trained, prompt, tokens or min(TOKENS, config.context_length))

@@ -116,7 +116,7 @@ def draw_errors(axes: Axes, predicted: Results, found: Results, right: Results) 
     axes.set_xlabel(f"tile of {TILE} rows (red: not finite)", fontsize=13)
     axes.set_ylabel("|x - right| / |right|", fontsize=13)
     axes.set_ylim(0, 1.15 * top)
-    axes.legend(fontsize=11, loc="upper center", ncols=5)
+    axes.legend(fontsize=10, loc="upper center", ncols=5, handlelength=1, columnspacing=1)
 
 
 def draw_losses(axes: Axes, losses: dict[str, list[float]]) -> None:

@@ -113,7 +113,8 @@ def backward(
             if watch is not None:
                 watch(rows, columns, delta=delta_i, s=s_was, p=p, z=z, zp=zp, ds=ds, dq=dq_i, dk=dk_j, dv=dv_j)
         dq[:, :, rows.start : rows.stop] = dq_i.view(*q.shape[:2], len(rows), -1)
-    dq, dk = dq * problem.scale, dk * problem.scale  # here and not in every tile
+    dq *= problem.scale  # here and not in every tile
+    dk *= problem.scale
     dq, dk, dv = (x.view(shape).to(dtype) for x, shape in zip((dq, dk, dv), shapes, strict=True))
     return dq, dk, dv
 

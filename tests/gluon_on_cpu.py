@@ -3,19 +3,14 @@
     with hopper_on_cpu(seed):                                  its kernels, with a Gluon that is made here
         attention(q, k, v, AttentionConfig("triton"))
 
-Triton's interpreter knows no Gluon. Here every job of every program is a thread, and only one of them runs at a time.
-Whenever a job does something that others can see, the seed picks who goes on: another job, or a copy or matrix product
-that was started before. A place in shared memory holds NaN from the start of a copy to its end. So a job that does not
-wait, or that frees a place too early, gives other results in some order, or breaks a barrier. A job counts as one
-thread: what its own 32 or 128 threads do to each other is not seen. The small kernels in plain Triton run in Triton's
-interpreter.
+Triton's interpreter knows no Gluon. Here every job of every program is a thread, and tests/orders.py lets one at a time
+go on. A place in shared memory holds NaN from the start of a copy to its end. So a job that does not wait, or that
+frees a place too early, gives other results in some order, or breaks a barrier. A job counts as one thread: what its
+own 32 or 128 threads do to each other is not seen. The small kernels in plain Triton run in Triton's interpreter.
 """
 
 import math
-import random
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -29,93 +24,10 @@ from torch import Tensor
 
 from kernels import launch
 from model.dropout import philox as philox_of_model
+from tests.orders import Job, Orders, job
 
 LOW = 0xFFFFFFFF
 FOLDER = Path(launch.__file__).parent / "hopper"
-
-
-class Orders:
-    """Each job, copy and product has a speed of its own, from 1 to 100,000. So it may be late by far."""
-
-    def __init__(self, seed: int):
-        self.random, self.main = random.Random(seed), threading.Semaphore(0)
-        self.hardware: dict[tuple, Barrier] = {}
-        self.met: Counter[int] = Counter()  # of a program: how often its consumers called meet()
-        self.speeds: dict[Any, float] = {}  # of the jobs that have not ended, and the copies and products in flight
-
-    def add(self, one: Any) -> None:
-        self.speeds[one] = 10 ** self.random.uniform(0, 5)
-
-    def run(self) -> None:
-        while self.speeds:
-            able = {one: speed for one, speed in self.speeds.items() if not isinstance(one, Job) or one.ready()}
-            assert able, "deadlock: " + ", ".join(sorted(job.name for job in self.speeds))
-            (chosen,) = self.random.choices(list(able), list(able.values()))
-            if isinstance(chosen, Job):
-                chosen.turn.release()
-                self.main.acquire()
-                if chosen.error:
-                    raise chosen.error
-            else:
-                del self.speeds[chosen]
-                chosen()
-
-
-class Job(threading.Thread):
-    """A job of a program. until: what it waits for."""
-
-    def __init__(self, orders: Orders, program: int, programs: int, do: Callable, *args):
-        super().__init__(daemon=True, name=getattr(do, "__name__", "?"))
-        self.orders, self.do, self.args = orders, do, args
-        self.program, self.programs = Number(program), Number(programs)
-        self.turn, self.error = threading.Semaphore(0), None
-        self.ready: Callable[[], bool] = lambda: True
-        self.products: list[Product] = []  # in flight, the oldest first
-        self.leaving = 0  # copies to memory that have not read their place
-        self.landing = 0  # those that have not written to memory
-        self.meetings = 0
-        self.seen: tuple | None = None  # what acquired() found last
-        orders.add(self)
-        self.start()
-
-    def run(self) -> None:
-        self.turn.acquire()
-        try:
-            self.do(*self.args)
-        except Exception as error:  # goes to the thread of the test
-            self.error = error
-        del self.orders.speeds[self]
-        self.orders.main.release()
-
-    def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Lets others go on, until `until` holds."""
-        self.ready = until
-        self.orders.main.release()
-        self.turn.acquire()
-
-    def wait_copies(self, left: int) -> None:
-        self.pause(lambda: self.leaving <= left)
-
-    def wait_written(self) -> None:
-        self.pause(lambda: self.landing == 0)
-
-    def meet(self) -> None:
-        """Both consumers meet once for each of their calls."""
-        self.meetings += 1
-        self.orders.met[self.program] += 1
-        self.pause(lambda: self.orders.met[self.program] >= 2 * self.meetings)
-
-
-def job() -> Job:
-    found = threading.current_thread()
-    assert isinstance(found, Job)
-    return found
-
-
-def warp_specialize(jobs: list, warps: list[int], registers: list[int]) -> None:
-    mine = job()
-    begun = [Job(mine.orders, mine.program, mine.programs, do, *args) for do, args in jobs]
-    mine.pause(lambda: mine.orders.speeds.keys().isdisjoint(begun))
 
 
 class Number(int):
@@ -160,6 +72,12 @@ def least_or_greatest(of_ints: Callable, of_tensors: Callable) -> Callable:
         return Number(of_ints(a, b))
 
     return found
+
+
+def warp_specialize(jobs: list, warps: list[int], registers: list[int]) -> None:
+    mine = job()
+    begun = [Job(mine.orders, mine.program, mine.programs, do, *args) for do, args in jobs]
+    mine.pause(lambda: mine.orders.speeds.keys().isdisjoint(begun))
 
 
 class Place:
@@ -345,8 +263,8 @@ LANGUAGE: dict[str, Any] = {
     "constexpr": lambda x: x,
     "static_range": range,
     "static_assert": lambda holds, why: None,
-    "program_id": lambda axis: job().program,
-    "num_programs": lambda axis: job().programs,
+    "program_id": lambda axis: Number(job().program),
+    "num_programs": lambda axis: Number(job().programs),
     "barrier": lambda: job().pause(),
     "warp_specialize": warp_specialize,
     "inline_asm_elementwise": assembly,

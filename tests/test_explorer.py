@@ -41,7 +41,7 @@ def page():
 
 
 def settings() -> list[dict]:
-    """Twenty-four: every failure on both pages, and whole; the rest at random."""
+    """Two dozen: every failure on both pages, and whole; the rest at random."""
     rng, found = random.Random(3), []
     failures = ["none", "no_max", "no_rescale", "no_rescale_sum", "no_rescale_output", "zero_init_max", "local_mask"]
     for page, failure in product(("forward", "backward"), [*failures, "no_scale", "unguarded_mask", "stale_seed"]):
@@ -58,7 +58,9 @@ def settings() -> list[dict]:
         one |= {"T": rng.randint(5, 8), "D": rng.randint(1, 4), "M": rng.randint(1, 5), "N": rng.randint(1, 5)}
         one |= {"dropout": rng.randint(0, 1), "draw": rng.randint(1, 99), "step": 1}
         found.append(one | {"causal": 1} if failure in ("local_mask", "unguarded_mask") else one)
-    return [*(one | {"dropout": 1} if one["failure"] == "stale_seed" else one for one in found), *found[:5]]
+    found = [one | {"dropout": 1} if one["failure"] == "stale_seed" else one for one in found]
+    low = {"failure": "zero_init_max", "data": "own", "own": "9!-1!1!1", "dropout": 0}  # l is exp(-9)
+    return [*found, *found[:4], found[0] | low]
 
 
 def numbers(x) -> torch.Tensor:
