@@ -8,16 +8,15 @@
     python bench.py --help                        every key, with its meaning
 
 The race compares each implementation with naive in float64, in o and all gradients. If one of ours is wrong, it ends; a
-peer that is wrong is left out. Then it times forward and backward apart: medians of many runs, each with a cleared L2
-cache. FLOPs count 4 B H D for each visible pair of query and key in the forward, 2.5 times that in the backward. MiB is
-the peak memory of a forward and backward beyond the inputs. Instead of numbers a line may have a word:
+peer that is wrong is left out. Then it times forward and backward apart: medians of many runs, on a GPU each with a
+cleared L2 cache. FLOPs count 4 B H D for each visible pair of query and key in the forward, 2.5 times that in the
+backward. MiB is the peak memory of a forward and backward beyond the inputs. Instead of numbers a line may have a word:
     -         it cannot do this; the reason is printed once
     memory    it ran out of memory
     slow      it would have taken longer than patience
 Rows go to results.csv in the folder out. speed.png and memory.png are drawn from those of this race.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -26,6 +25,7 @@ from typing import cast
 
 import hydra
 import torch
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
 from conf.keys import check, key
@@ -56,13 +56,13 @@ class Bench:
     kv_heads: int | None = key(None, "race: heads of k and v, a divisor of heads; null: as many as heads", least=1)
     tokens: int = key(32768 if GPU else 1, "race: tokens per batch; B = max(1, tokens // T)", least=1)
     causal: list[bool] = key([True], "race, traffic: [true] | [false] | [true,false]")
-    window: int | None = key(None, "race, traffic: keys that a query sees, itself included", least=1)
+    window: int | None = key(None, "race: keys that a query sees, itself included", least=1)
     dropout_p: list[float] = key([0.0, 0.1], "race: probability of dropping an attention weight", least=0, below=1)
     dtype: str = key("bf16" if GPU else "float32", "race: of q, k and v", among="float32 | bf16 | fp16")
     block: int = key(512 if GPU else 128, "race: tile size of tiled", least=1)
     patience: float = key(1.0, "race: seconds; a case that is expected to take longer is left out", above=0)
     on_chip: list[int] = key([4096, 8192, 16384, 32768], "traffic: M, words that the chip holds", least=1)
-    peer: str | None = key(None, "step: path of nanoGPT's model.py; null: our step alone")
+    peer: str | None = key(None, "step: path of nanoGPT's model.py")
     device: str = key("auto", "auto (a GPU if there is one) | cpu | cuda | cuda:1 | mps")
     out: str = key("runs/bench", "race: the folder for results.csv and pictures", least=1)
 
@@ -72,9 +72,8 @@ class Bench:
         if unknown := set(self.impls) - set(IMPLS):
             raise ValueError(f"impls={sorted(unknown)} is not known: choose {', '.join(IMPLS)}")
         if len(self.heads) != len(self.head_sizes) or any(H % (self.kv_heads or 1) for H in self.heads):
-            raise ValueError(
-                f"heads={self.heads}: give one for each of head_sizes={self.head_sizes}, multiples of kv_heads"
-            )
+            sizes = f"head_sizes={self.head_sizes}, multiples of kv_heads={self.kv_heads}"
+            raise ValueError(f"heads={self.heads}: give one for each of {sizes}")
 
     def series(self) -> list[list[Case]]:
         """The cases of the race: a list for each head size, dropout and mask, the shortest case first."""
@@ -87,14 +86,13 @@ class Bench:
 def bench(cfg: Bench) -> None:
     """Runs the mode. Raises ValueError for a user's mistake, RuntimeError if one of our implementations is wrong."""
     device = pick_device(cfg.device)
-    match cfg.mode:
-        case "race":
-            race(cfg.series(), cfg.impls, cfg.block, device, cfg.dtype, cfg.patience, Path(cfg.out))
-        case "traffic":
-            for D, causal in product(cfg.head_sizes, cfg.causal):
-                traffic(cfg.lengths, D, cfg.on_chip, causal, cfg.window)
-        case "step":
-            compare_steps(cfg.lengths, cfg.peer, device)
+    if cfg.mode == "race":
+        race(cfg.series(), cfg.impls, cfg.block, device, cfg.dtype, cfg.patience, Path(cfg.out))
+    elif cfg.mode == "step":
+        compare_steps(cfg.lengths, cfg.peer or "", device)
+    else:
+        for D, causal in product(cfg.head_sizes, cfg.causal):
+            traffic(cfg.lengths, D, cfg.on_chip, causal)
 
 
 config.register(Bench, "bench_schema")
@@ -106,12 +104,9 @@ def main(typed: DictConfig) -> None:
     try:
         bench(cast(Bench, OmegaConf.to_object(typed)))
     except (ValueError, OSError) as error:  # a program error keeps its traceback
-        if os.environ.get("HYDRA_FULL_ERROR"):
-            raise
-        print(f"bench: {error}", file=sys.stderr)
-        sys.exit(1)
+        raise CompactHydraException(f"bench: {error}") from None
 
 
 if __name__ == "__main__":
-    config.refuse_unknown(sys.argv[1:], Bench, "bench")
+    config.check_arguments(sys.argv[1:], Bench, "bench")
     main()

@@ -5,23 +5,89 @@
     python breakit.py trainings=true out=docs                    docs/break-it.md, and its pictures in docs/break
     python breakit.py trace=true                                 a row of attention, tile by tile
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
-    python breakit.py trace=true run=latest layer=3 head=1       a row of your own model's head
-    python breakit.py look=true run=latest 'prompt="def f(x):"'  what each head of your model reads, as a page
+    python breakit.py look=true run=latest prompt='def f(x):'    what each head of your model reads, as a page
     python breakit.py replay=runs/NAME/faults/step_000123        the batch again that ended a run with NaN
     python breakit.py --help                                     every key
 
 docs/explorer.html shows attention and its failures tile by tile, in a browser; it needs no command.
 """
 
-import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import hydra
+import torch
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
-from lab.modes import Lab, run
+from conf.keys import check, key
+from lab import failures, page
+from lab.look import look, replay
+from lab.trace import trace, worked_example
+from model.break_it import FAILURES
 from training import config
+from training.machine import about
+
+
+@dataclass
+class Lab:
+    """breakit.py's keys."""
+
+    failure: str | None = key(None, f"one of {', '.join(FAILURES)}; null: all, and in a trace none")
+    dtypes: list[str] = key(["float32"], f"of the comparison: {', '.join(failures.DTYPES)}")
+    trainings: bool = key(False, "also two short trainings of each failure, whole and broken: some seconds each")
+    out: str | None = key(None, "folder for break-it.md and its pictures; look: the file", least=1)
+
+    trace: bool = key(False, "print a row of attention, tile by tile")
+    look: bool = key(False, "write a page of what each head of a run's model reads")
+    replay: str | None = key(None, "a kept fault, runs/NAME/faults/step_N: run its batch again", least=1)
+
+    run: str | None = key(None, "look: a run's name; null or latest: the one that saved last", least=1)
+    runs: str = key("runs", "folder of all runs", least=1)
+    prompt: str | None = key(None, "look: the text; null: the run's validation text", least=1)
+    tokens: int | None = key(None, "look: how many of the validation text", least=1)
+    row: int = key(3, "trace: which query, from 0", least=0)
+    block_m: int = key(2, "trace: query rows per tile", least=1)
+    block_n: int = key(2, "trace: key rows per tile", least=1)
+    causal: bool = key(False, "trace: with the causal mask")
+    score_gain: float = key(1.0, "trace: multiplies the scores", above=0)
+
+    def __post_init__(self):
+        check(self)
+        if self.failure not in (None, *FAILURES):
+            raise ValueError(f"failure={self.failure} is not known; choose {', '.join(FAILURES)}")
+        if unknown := set(self.dtypes) - set(failures.DTYPES):
+            raise ValueError(f"dtypes={sorted(unknown)} are not known; choose {', '.join(failures.DTYPES)}")
+
+
+def lab(cfg: Lab) -> None:
+    """Raises ValueError for a user's mistake."""
+    if cfg.replay:
+        replay(Path(cfg.replay))
+    elif cfg.look:
+        run = None if cfg.run == "latest" else cfg.run
+        look(run, Path(cfg.runs), cfg.prompt, cfg.tokens, Path(cfg.out) if cfg.out else None)
+    elif cfg.trace:
+        tiles = cfg.block_m, cfg.block_n
+        print(*trace(worked_example(), cfg.row, *tiles, cfg.causal, cfg.failure or "none", cfg.score_gain), sep="\n")
+    else:
+        compare(cfg, [cfg.failure] if cfg.failure else list(FAILURES))
+
+
+def compare(cfg: Lab, names: list[str]) -> None:
+    """The table; with trainings= the trainings, and with out= the page."""
+    torch.set_num_threads(1)  # two are no faster on such small tiles, and slower on a busy machine
+    lines, losses = failures.table(names, cfg.dtypes), {}
+    for name in names if cfg.trainings else []:
+        losses[name] = page.trainings(name)
+        print(f"{name}, {FAILURES[name].wakes}: {page.in_words(losses[name])}", flush=True)
+    if cfg.out:
+        for name in names:
+            page.picture(name, losses.get(name), Path(cfg.out) / "break" / f"{name}.png")
+        print(page.write_page(Path(cfg.out), lines, losses, about(torch.device("cpu"))))
+
 
 config.register(Lab, "breakit_schema")
 
@@ -30,14 +96,12 @@ config.register(Lab, "breakit_schema")
 def main(typed: DictConfig) -> None:
     """Exits with 1 for a mistake of the user's, in one line."""
     try:
-        run(cast(Lab, OmegaConf.to_object(typed)))
+        lab(cast(Lab, OmegaConf.to_object(typed)))
     except (ValueError, OSError) as error:  # a program error keeps its traceback
-        if os.environ.get("HYDRA_FULL_ERROR"):
-            raise
-        print(f"breakit: {error}", file=sys.stderr)
-        sys.exit(1)
+        raise CompactHydraException(f"breakit: {error}") from None
 
 
 if __name__ == "__main__":
-    config.refuse_unknown(sys.argv[1:], Lab, "breakit")
+    config.check_arguments(sys.argv[1:], Lab, "breakit")
+    sys.argv[1:] = map(config.quoted, sys.argv[1:])
     main()

@@ -138,15 +138,7 @@ def read_prompt(cfg: Config) -> str:
         raise ValueError(f"the prompt is not UTF-8 at byte {error.start}; convert it") from error
 
 
-def quoted(argument: str) -> str:
-    """prompt=TEXT in quotes, for Hydra, which would otherwise read the text by its own grammar."""
-    if not argument.startswith("prompt="):
-        return argument
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", argument.removeprefix("prompt="))  # no interpolation
-    return "prompt='" + re.sub(r"(\\*)('|\Z)", r"\1\1\2", text).replace("'", r"\'") + "'"
-
-
 if __name__ == "__main__":
-    config.refuse_unknown(sys.argv[1:], Config, "sample")
-    sys.argv[1:] = map(quoted, sys.argv[1:])
+    config.check_arguments(sys.argv[1:], Config, "sample")
+    sys.argv[1:] = map(config.quoted, sys.argv[1:])
     main()

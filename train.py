@@ -23,9 +23,9 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -39,7 +39,7 @@ from omegaconf import DictConfig, OmegaConf
 from data.dataset import Dataset, open_data
 from data.loader import Batch, Loader, validation_batches
 from data.made import SHORTEST
-from data.tokenizer import END_OF_TEXT, TextStream, from_json, to_json
+from data.tokenizer import TextStream, from_json, to_json
 from model.attention import resolve
 from model.generate import Sampler, generate
 from model.gpt import GPT
@@ -50,9 +50,9 @@ from training.huggingface import find_weights
 from training.metrics import Metrics
 from training.optimizer import build_optimizers, learning_rate
 from training.parallel import Ranks, join
-from training.step import Numbers, Report, TrainStep, choose_way
+from training.step import PendingStats, StepStats, TrainStep, choose_mode
 
-STOP: list[int] = []  # signals received: Ctrl-C (SIGINT), SIGTERM
+SIGNALS: list[int] = []  # received: Ctrl-C (SIGINT), SIGTERM
 
 
 @dataclass
@@ -60,36 +60,39 @@ class Run:
     """What the loop needs."""
 
     cfg: Config  # with name, model.vocab_size, optimizer.lr and tokens_per_step filled in
-    folder: Path  # runs/NAME
     lock: FileLock
     facts: dict  # commit, versions, device, dtype, attention
     ranks: Ranks
     dataset: Dataset
     loader: Loader
+    validation: Callable[[], Iterator[Batch]]  # the validation batches, always the same ones
     train_step: TrainStep
     metrics: Metrics
-    step: int = 0  # updates enqueued
-    began: float = 0.0  # when the run's time was 0, by time.perf_counter(); time before a resume counts
-    seconds: float = 0.0  # of the run, as all ranks have agreed
+    tokens_per_step: int
+    checks: tuple[int, ...]  # steps after which a broken run checks whether the failure acts
+    step: int  # updates enqueued
+    seconds: float  # of the run, as all ranks have agreed
+    start: float  # when the run's time was 0, by time.perf_counter(); time before a resume counts
+    unfinished: bool  # a signal has cut the evaluation of this step short
     signal: int = 0  # that ends the run; 0: none
-    ended: bool = False  # the last step is made: number `steps`, or max_minutes are over
-    unfinished: bool = False  # a signal has cut the evaluation of this step short
-    val_loss: float | None = None  # after this step; None if it was not evaluated
     clock: float = 0.0  # when the last update's numbers arrived
-    pace: float = 0.0  # seconds a step, a moving average
 
-    def look_at_signals(self) -> int:
-        """The signal that ends the run, the same on all ranks; 0 for none. Also sets the time."""
-        elapsed = time.perf_counter() - self.began
-        self.signal, self.seconds = self.ranks.agree(STOP[0] if STOP else 0, elapsed)
+    def sync_time_and_signal(self) -> int:
+        """Sets the time and the signal that ends the run (0: none), the same on all ranks. Returns the signal."""
+        number = SIGNALS[0] if SIGNALS else 0
+        self.signal, self.seconds = self.ranks.agree(number, time.perf_counter() - self.start)
         return self.signal
 
-    def asks_awake(self) -> bool:
-        """Whether this is a broken run's step at which it looks whether the failure acts."""
-        return bool(self.cfg.break_it.broken) and self.step in awake.LOOKS
+    def is_over(self) -> bool:
+        """Whether the last step is made: number `steps`, or max_minutes are over."""
+        return self.step >= self.cfg.steps or self.seconds >= 60 * (self.cfg.max_minutes or math.inf)
+
+    def is_due(self, every: int) -> bool:
+        """Whether to do now what is done every so many steps (0: never) and at the end."""
+        return every > 0 and (self.is_over() or self.step % every == 0)
 
 
-config.register(Config, "config_schema")  # the schema and --help, before Hydra looks for them
+config.register(Config, "config_schema")  # the schema, before Hydra looks for it
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -100,8 +103,6 @@ def main(cfg: DictConfig) -> float:
     try:
         run = set_up(cfg)
     except (ValueError, OSError) as error:  # a mistake: one line. A program error keeps its traceback
-        if os.environ.get("HYDRA_FULL_ERROR"):
-            raise
         print(f"train: {error}", file=sys.stderr, flush=True)
         if in_sweep:
             raise CompactHydraException(str(error)) from None
@@ -110,8 +111,9 @@ def main(cfg: DictConfig) -> float:
     try:
         code = train(run)
     except torch.OutOfMemoryError as error:
-        less = f"batch_size={max(1, run.cfg.batch_size // 2)} tokens_per_step={run.cfg.tokens_per_step}"
-        raise CompactHydraException(f"out of memory: {less} learns the same ({error})") from None
+        less = [n for n in range(1, run.cfg.batch_size) if run.cfg.batch_size % n == 0]
+        smaller = f"batch_size={less[-1]} tokens_per_step={run.tokens_per_step}" if less else "model.recompute=true"
+        raise CompactHydraException(f"out of memory: {smaller} learns the same ({error})") from None
     finally:
         run.metrics.close(code)
         run.lock.release()
@@ -122,55 +124,53 @@ def main(cfg: DictConfig) -> float:
 
 
 # --- set up: the quick checks come first, and the folder is made after all of them
-
-
 def set_up(typed: DictConfig) -> Run:
     """Configuration, data, model, optimizer, folder. ValueError for what cannot run."""
     resumed = find_checkpoint(typed.resume, Path(typed.runs), typed.name) if typed.resume else None
     parent = find_weights(typed.init_from, Path(typed.runs)) if typed.init_from and not resumed else None
-    cfg = configuration(typed, resumed, parent)
+    cfg, source = configuration(typed, resumed, parent), resumed or parent
     ranks = join(cfg.parallel, cfg.device)
     device = machine.pick_device(ranks.device)
     dtype = machine.pick_dtype(cfg.dtype, device)
     attention = resolve(cfg.attention, device.type, cfg.model.head_size, cfg.model.context_length, cfg.break_it)
     ranks.check(cfg, attention)
-    refuse_attention(cfg, attention, device)
-    way = choose_way(cfg.compile, device, attention, cfg.model, cfg.parallel.shard)
-    facts = {**machine.about(device), "dtype": dtype, "attention": attention.impl, "step": way}
+    refuse_attention(cfg, attention, dtype, device)
+    mode = choose_mode(cfg.compile, device, attention, cfg.model, cfg.parallel.shard)
+    facts = {**machine.about(device), "dtype": dtype, "attention": attention.impl, "step": mode}
 
-    begun = resumed or parent
-    with ranks.first_goes_first():  # rank 0 prepares the data, the others open it
-        dataset = open_data(cfg.data, cfg.tokenizer, from_json(begun.tokenizer) if begun else None,
-                            cfg.model.context_length, cfg.runs)  # fmt: skip
-    fill_in(cfg, dataset.encoding.n_vocab, ranks.data_size, device)
-    loader = make_loader(cfg, dataset, ranks, cfg.length(resumed.step if resumed else 1))
-    validation(cfg, dataset)  # ValueError for a text that is too short
+    kept = from_json(source.tokenizer) if source else None
+    with ranks.main_process_first():  # rank 0 prepares the data, the others open it
+        dataset = open_data(cfg.data, cfg.tokenizer, kept, cfg.model.context_length, cfg.runs)
+    tokens_per_step = fill_in(cfg, dataset.encoding.n_vocab, ranks.data_size, device)
+    step, state = (resumed.step, resumed.state) if resumed else (0, {})
+    loader = make_loader(cfg, dataset, ranks, cfg.length(max(1, step)))
+    sizes = cfg.batch_size, cfg.model.context_length, cfg.eval_tokens, cfg.attention.documents
+    validation = partial(validation_batches, dataset.val, dataset.val_documents, *sizes)
+    validation()  # ValueError for a text that is too short
     torch.manual_seed(cfg.seed)
     model = ranks.prepare(GPT(cfg.model, attention, cfg.break_it), device)
     optimizers = build_optimizers(model, cfg.optimizer)
     # Many gradients are below 6e-8, the smallest number in fp16, so the loss is multiplied by a power of two.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
     autocast = machine.set_precision(dtype, device)
-    train_step = TrainStep(model, optimizers, scaler, autocast, way, cfg.optimizer.grad_clip, cfg.stop_on_nan, ranks)
+    train_step = TrainStep(model, optimizers, scaler, autocast, mode, cfg.optimizer.grad_clip, cfg.stop_on_nan, ranks)
     if parent:
         take_weights(parent, model, ranks)
-    if ranks.size > 1:
-        torch.manual_seed(cfg.seed + ranks.rank)  # each draws its own dropout
     if resumed:
-        loader.load_state_dict(resumed.state["loader"])
-        scaler.load_state_dict(resumed.state["scaler"])
+        loader.load_state_dict(state["loader"])
+        scaler.load_state_dict(state["scaler"])
         restore(resumed, model, optimizers, ranks)  # also the random state, so nothing may draw after it
 
     cfg.name = name_of(cfg, resumed)
-    folder, step, state = Path(cfg.runs) / cfg.name, resumed.step if resumed else 0, resumed.state if resumed else {}
+    folder = Path(cfg.runs) / cfg.name
     lock = open_folder(folder, resumed, ranks)
     if ranks.first:
         OmegaConf.save(OmegaConf.create(asdict(cfg)), folder / "config.yaml")
     metrics = Metrics(folder, cfg.steps, cfg.break_it.label, step, ranks.first)
-    run = Run(cfg, folder, lock, facts, ranks, dataset, loader, train_step, metrics, step)
-    run.unfinished, run.began = state.get("unfinished", False), time.perf_counter() - state.get("seconds", 0.0)
-    run.look_at_signals()
-    introduce(run, begun.path if begun else None)
+    seconds, checks = state.get("seconds", 0.0), awake.STEPS if cfg.break_it.broken else ()
+    run = Run(cfg, lock, facts, ranks, dataset, loader, validation, train_step, metrics, tokens_per_step, checks, step,
+              seconds, start=time.perf_counter() - seconds, unfinished=state.get("unfinished", False))  # fmt: skip
+    introduce(run, source.path if source else None)
     metrics.begin_wandb(cfg.wandb, {**asdict(cfg), "about": facts})
     return run
 
@@ -184,85 +184,62 @@ def make_loader(cfg: Config, dataset: Dataset, ranks: Ranks, length: int) -> Loa
     )  # fmt: skip
 
 
-def validation(cfg: Config, dataset: Dataset) -> Iterator[Batch]:
-    """The validation batches, always the same ones."""
-    size = cfg.batch_size, cfg.model.context_length, cfg.eval_tokens, cfg.attention.documents
-    return validation_batches(dataset.val, dataset.val_documents, *size)
-
-
-def introduce(run: Run, begun: Path | None) -> None:
+def introduce(run: Run, source: Path | None) -> None:
     """The first lines: a run explains itself."""
-    cfg, data, say, stamp = run.cfg, run.dataset, run.metrics.say, run.metrics.stamp
-    say(f"{stamp}run: {run.folder}" + (f", from {begun}" if begun else ""))
+    cfg, data, say, count = run.cfg, run.dataset, run.metrics.say, run.train_step.model.parameter_count()
+    say(f"run: {run.metrics.folder}" + (f", from {source}" if source else ""))
     say(" | ".join(f"{name} {value}" for name, value in run.facts.items()))
-    say(
-        f"model: {run.train_step.model.parameter_count():,} parameters | data: {data.folder}, {len(data.train):,} "
-        f"training tokens, {len(data.val):,} for validation | {cfg.tokens_per_step:,} tokens a step"
-    )
-    limit = f"{cfg.steps:,} steps" + (f" or {cfg.max_minutes:g} minutes" if cfg.max_minutes else "")
-    if run.step:
-        lr = learning_rate(cfg.place(run.step, run.seconds), cfg.steps, cfg.optimizer)
-        limit += f", of which {run.step:,} steps and {run.seconds / 60:.1f} minutes are over; learning rate {lr:.2e}"
-    will = "has made its" if is_last(run) else "trains for"
-    say(f"{will} {limit}; at the end the learning rate is {cfg.optimizer.min_lr_ratio:g} of its peak")
-    if stamp:
-        say(f"{stamp}broken on purpose: this run's numbers and text are worth nothing")
+    say(f"{count:,} parameters | {data.folder}: {len(data.train):,} tokens | {run.tokens_per_step:,} tokens a step")
+    lr = learning_rate(cfg.place(max(1, run.step), run.seconds), cfg.steps, cfg.optimizer)
+    limit = f" or minute {cfg.max_minutes:g}" if cfg.max_minutes else ""
+    say(f"trains from step {run.step:,} (minute {run.seconds / 60:.1f}, rate {lr:.2e}) to step {cfg.steps:,}{limit}")
 
 
 # --- the loop
-
-
 def on_signal(number: int, frame) -> None:
     """The first signal sets a flag, which the loop and evaluate() look at. A second one kills."""
-    if STOP:
+    if SIGNALS:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-    STOP.append(number)
+    SIGNALS.append(number)
     os.write(2, b"\nstopping after this step; a second signal stops at once, without saving\n")  # print() may be busy
 
 
 def train(run: Run) -> int:
-    """Trains to the last step, the time limit, a signal or a NaN. Returns the exit code. The host is up to two updates
-    ahead of a GPU: it enqueues one, then logs the one before. So the GPU never waits."""
-    cfg, train_step = run.cfg, run.train_step
-    pending: deque[tuple[int, float, Report, Batch, dict]] = deque()  # numbers have not arrived yet
+    """Returns the exit code. The host enqueues an update, then logs the one before: so a GPU never waits."""
+    cfg, train_step, say = run.cfg, run.train_step, run.metrics.say
+    pending: deque[tuple[int, float, PendingStats, Batch, dict]] = deque()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     train_step.model.train()
-    run.ended = is_last(run)
     stopped = run.unfinished and finish_step(run)
     run.clock = time.perf_counter()
-    while not run.ended and not stopped:
+    while not (stopped or run.is_over()):
         batch = next_batch(run)
         run.step += 1
         lr = learning_rate(cfg.place(run.step, run.seconds), cfg.steps, cfg.optimizer)
         rng = machine.rng_state() if cfg.probe.every else {}  # before the step: dropout is then that of the step
         pending.append((run.step, lr, train_step(batch, lr), batch, rng))
-        run.look_at_signals()
-        run.ended = is_last(run)
-        every = (cfg.eval_every, cfg.sample_every, cfg.checkpoint_every, cfg.probe.every)
-        due = run.signal or run.ended or run.asks_awake() or any(n and run.step % n == 0 for n in every)
+        run.sync_time_and_signal()
+        intervals = (cfg.eval_every, cfg.sample_every, cfg.checkpoint_every, cfg.probe.every)
+        due = run.signal or run.step in run.checks or any(map(run.is_due, intervals))
         while pending and (due or len(pending) > train_step.ahead):
-            step, lr, report, batch, rng = pending.popleft()
-            if (numbers := log(run, step, lr, report)).stopped:
-                return stop_at_nan(run, step, numbers, batch, rng)
+            step, lr, update, batch, rng = pending.popleft()
+            stats = log(run, step, lr, update)
+            if stats.stopped:
+                return stop_at_nan(run, step, stats, batch, rng)
         if due:
             stopped = finish_step(run)
             run.clock = time.perf_counter()
-    run.metrics.draw(last=True)
-    again = f"python train.py resume=auto name={cfg.name}" + f" runs={cfg.runs}" * (cfg.runs != "runs")
+    loss, step = run.metrics.best
+    again = f"python train.py resume=auto name={cfg.name} runs={cfg.runs}"
     if stopped:
-        run.metrics.say(f"stopped at step {run.step}, saved; to go on: {again}")
+        say(f"stopped at step {run.step}, saved; to go on: {again}")
         return 128 + run.signal
-    best = "best validation loss {:.4f} at step {}".format(*run.metrics.best)
     more = f"max_minutes={2 * cfg.max_minutes:g}" if cfg.max_minutes else f"steps={2 * cfg.steps}"
-    run.metrics.say(f"{run.metrics.stamp}done: {best}; all in {run.folder}\nnext: {again} {more}")
+    say(f"done: best validation loss {loss:.4f} at step {step}; all in {run.metrics.folder}")
+    say(f"next: {again} {more}")
     return 0
-
-
-def is_last(run: Run) -> bool:
-    """Whether the run's last step is made."""
-    return run.step >= run.cfg.steps or run.seconds >= 60 * (run.cfg.max_minutes or math.inf)
 
 
 def next_batch(run: Run) -> Batch:
@@ -270,131 +247,124 @@ def next_batch(run: Run) -> Batch:
     cfg, length = run.cfg, run.cfg.length(run.step + 1)
     if length != run.loader.context_length:  # the warm-up of the length is over
         run.loader = make_loader(cfg, run.dataset, run.ranks, length)
-    assert cfg.tokens_per_step is not None, "fill_in() has set it"
-    count = cfg.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
-    x, y, documents = zip(*(run.loader.next() for _ in range(count)), strict=True)
+    passes = run.tokens_per_step // (cfg.batch_size * cfg.model.context_length * run.ranks.data_size)
+    x, y, documents = zip(*(run.loader.next() for _ in range(passes)), strict=True)
     return Batch(torch.stack(x), torch.stack(y), None if documents[0] is None else torch.stack(documents))
 
 
-def log(run: Run, step: int, lr: float, report: Report) -> Numbers:
+def log(run: Run, step: int, lr: float, update: PendingStats) -> StepStats:
     """Waits for an update and logs it."""
-    cfg, model, device = run.cfg, run.train_step.model, run.train_step.device
-    numbers, now = report.numbers(), time.perf_counter()
+    cfg, train_step, device = run.cfg, run.train_step, run.train_step.device
+    stats, now = update.wait(), time.perf_counter()
     seconds, run.clock = now - run.clock, now
-    run.pace = seconds if run.train_step.steps <= 4 else 0.9 * run.pace + 0.1 * seconds  # the first ones compile
-    left = min(run.pace * (cfg.steps - step), 60 * (cfg.max_minutes or math.inf) - run.seconds)
+    speed = run.tokens_per_step / seconds
+    left = min(run.seconds / step * (cfg.steps - step), 60 * (cfg.max_minutes or math.inf) - run.seconds)
     peak = machine.peak_flops(device) if run.facts["dtype"] != "float32" else None
-    speed = (cfg.tokens_per_step or 0) / seconds
-    record = {"step": step, "loss": numbers.loss, "lr": lr, "grad_norm": numbers.grad_norm, "ms": seconds * 1e3,
+    flops = train_step.model.flops_per_token(cfg.length(step)) * speed / run.ranks.size
+    record = {"step": step, "loss": stats.loss, "lr": lr, "grad_norm": stats.grad_norm, "ms": seconds * 1e3,
               "tokens_per_second": speed, "memory_gib": machine.memory_gib(device), "eta_s": max(0.0, left),
-              "mfu": model.flops_per_token(cfg.length(step)) * speed / peak / run.ranks.size if peak else None
-              }  # fmt: skip
-    if run.train_step.scaler.is_enabled():
-        record["loss_scale"] = numbers.loss_scale
-    if step % cfg.log_every == 0 or step == cfg.steps or numbers.stopped:
+              "mfu": flops / peak if peak else None, "loss_scale": stats.loss_scale}  # fmt: skip
+    if step % cfg.log_every == 0 or stats.stopped or (step == run.step and run.is_due(cfg.eval_every)):
         run.metrics.log(record)
-    return numbers
+    return stats
 
 
-def stop_at_nan(run: Run, step: int, numbers: Numbers, batch: Batch, rng: dict) -> int:
+def stop_at_nan(run: Run, step: int, stats: StepStats, batch: Batch, rng: dict) -> int:
     """Says what to try, and with probe.every the first tile with a NaN. The weights are those before the update."""
-    say, one, run.step = run.metrics.say, run.train_step, step  # later updates were left out
-    say(f"{run.metrics.stamp}step {step}: loss {numbers.loss}, norm {numbers.grad_norm}: stopped before the update")
+    say, train_step = run.metrics.say, run.train_step
+    run.step = step  # later updates were skipped
+    say(f"step {step}: loss {stats.loss}, norm {stats.grad_norm}: stopped before the update")
     say(f"try: a lower optimizer.lr (it is {run.cfg.optimizer.lr:g}); dtype=float32; probe.every=100, to find the tile")
     if run.cfg.probe.every:
-        with one.uncompiled():
-            found = probe.search(one.model, list(batch.parts()), rng, one.device, one.autocast)
+        with train_step.uncompiled():
+            found = probe.search(train_step.model, list(batch.parts()), rng, train_step.device, train_step.autocast)
         say(f"  probe: {found[0]}" if found else "  probe: the NaN does not begin in attention")
         if found:
-            say(f"  to see it again: python breakit.py replay={save(run, 'faults', found[1])}")
-    run.metrics.draw(last=True)
+            fault = save(run, into="faults", fault=found[1])
+            say(f"  to see it again: python breakit.py replay={fault}")
     return 1
 
 
 # --- between two steps: evaluate, sample, save
-
-
 def finish_step(run: Run) -> bool:
-    """Evaluates, samples and saves, as far as it is due after this step. Returns whether a signal ends the run. An
-    evaluation that a signal cuts short is left for the resumed run, which begins with it."""
-    cfg, due = run.cfg, lambda every: bool(every) and (run.ended or run.step % every == 0)
-    if run.asks_awake() or (cfg.probe.every and run.step % cfg.probe.every == 0):
-        look(run)
-    run.val_loss = evaluate(run) if due(cfg.eval_every) else None
-    run.unfinished = due(cfg.eval_every) and run.val_loss is None
-    if due(cfg.sample_every) and not run.unfinished:
+    """Evaluates, samples, saves if due. Returns whether a signal ends the run (perhaps with evaluate() unfinished)."""
+    cfg = run.cfg
+    if not run.unfinished and (run.step in run.checks or run.is_due(cfg.probe.every)):
+        probe_attention(run)
+    val_loss = evaluate(run) if run.is_due(cfg.eval_every) else None
+    run.unfinished = run.is_due(cfg.eval_every) and val_loss is None
+    if run.is_due(cfg.sample_every) and not run.unfinished:
         sample(run)
-    if run.signal or due(cfg.checkpoint_every):
-        save(run)
+    if run.signal or run.is_due(cfg.checkpoint_every):
+        save(run, val_loss)
     run.metrics.draw()
     return bool(run.signal)
 
 
 def evaluate(run: Run) -> float | None:
     """Logs the mean loss over the validation windows and returns it; None if a signal has come meanwhile."""
-    losses, counts, sizes = [], [], []  # nats a token, tokens, bytes of this rank's batches
+    nats, tokens, size = 0.0, 0.0, 0.0  # of this rank's batches; size in bytes
     run.train_step.model.eval()
-    for batch, mine in run.ranks.shares(validation(run.cfg, run.dataset)):
-        if run.look_at_signals():
+    for batch, counts in run.ranks.shares(run.validation()):
+        if run.sync_time_and_signal():
             break
-        loss, y = run.train_step.loss_of(batch), run.ranks.cut(batch)[1]
-        losses.append(loss)
-        counts.append(y.numel() * mine)
-        sizes.append(int(run.dataset.token_bytes[y.numpy()].sum()) * mine)
+        y = run.ranks.cut(batch)[1]
+        nats += float(run.train_step.loss_of(batch)) * y.numel() * counts
+        tokens += y.numel() * counts
+        size += int(run.dataset.token_bytes[y.numpy()].sum()) * counts
     run.train_step.model.train()
     if run.signal:
         return None
-    summed = sum(float(loss) * n for loss, n in zip(losses, counts, strict=True))
-    nats, tokens, size = run.ranks.sum([summed, sum(counts), sum(sizes)])
+    nats, tokens, size = run.ranks.sum([nats, tokens, size])
     record = {"val_loss": nats / tokens, "val_bits_per_byte": nats / math.log(2) / size, "seconds": run.seconds}
     run.metrics.log({"step": run.step, **record})
     return nats / tokens
 
 
-def look(run: Run) -> None:
+def probe_attention(run: Run) -> None:
     """Logs the probe's gauges of attention on the first validation sequence; of a broken run also whether it acts."""
     step, rng = run.train_step, machine.rng_state()
-    x, y, documents = next(validation(run.cfg, run.dataset)).each(lambda part: part[:1]).to(step.device)
+    x, y, documents = next(run.validation()).each(lambda part: part[:1]).to(step.device)
     with step.autocast, step.uncompiled():  # in training mode, for dropout
         calls = probe.record(step.model, x, documents, y)
-        found = awake.effects(calls) if run.asks_awake() else []
+        found = awake.effects(calls) if run.step in run.checks else []
     machine.set_rng_state(rng)  # training's random numbers stay as they are
-    run.metrics.log({"step": run.step, **probe.reading(calls), **(awake.record_of(found) if found else {})})
-    if run.asks_awake():
-        run.metrics.say(run.metrics.stamp + awake.in_words(found, run.cfg, run.step))
+    errors = {f"{of}_error": effect.broken for of, effect in awake.worst(found).items()}
+    run.metrics.log({"step": run.step, **probe.reading(calls), **errors})
+    if run.step in run.checks:
+        run.metrics.say(awake.in_words(found, run.cfg, run.step))
 
 
 def sample(run: Run) -> None:
     """Writes the model's text after an end-of-text token, where documents begin."""
     model, encoding, device = run.train_step.model.eval(), run.dataset.encoding, run.train_step.device
-    stream, end = TextStream(encoding), encoding.encode_single_token(END_OF_TEXT)
+    stream, end = TextStream(encoding), encoding.eot_token
     generator = torch.Generator(device).manual_seed(run.cfg.seed)  # its own: training's random numbers stay as they are
+    # FSDP2 gathers weights on all ranks together: all make all tokens, without a cache, which has a CUDA graph.
+    options = run.cfg.sample_tokens, Sampler(), generator, not run.cfg.parallel.shard
     try:
         with run.train_step.autocast, run.train_step.uncompiled():
-            # FSDP2 gathers weights on all ranks together: all make all tokens, without a cache, which has a CUDA graph.
-            made = [*generate(model, torch.tensor([[end]], device=device), run.cfg.sample_tokens, Sampler(), generator,
-                              cache=not run.cfg.parallel.shard)]  # fmt: skip
-            ids = (token for token in takewhile(end.__ne__, map(int, made)) if token < encoding.n_vocab)
-            text = "".join(map(stream.feed, ids)) + stream.flush()
-        run.metrics.sample(run.step, text)
+            ids = [int(token) for token in generate(model, torch.tensor([[end]], device=device), *options)]
+        text = "".join(map(stream.feed, ids[: ids.index(end)] if end in ids else ids))
+        run.metrics.sample(run.step, text + stream.flush())
     except ValueError as error:  # the logits are NaN
-        run.metrics.say(f"{run.metrics.stamp}no sample at step {run.step}: {error}")
+        run.metrics.say(f"no sample at step {run.step}: {error}")
     model.train()
 
 
-def save(run: Run, into: str = "checkpoints", fault: dict | None = None) -> Path:
+def save(run: Run, val_loss: float | None = None, into: str = "checkpoints", fault: dict | None = None) -> Path:
     """Saves a checkpoint: all that a resumed run needs to be the same run. fault: saved in place of the optimizer."""
     step, cfg = run.train_step, run.cfg
-    state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": run.val_loss,
+    state = {"config": asdict(cfg), "about": run.facts, "broken": cfg.break_it.label, "val_loss": val_loss,
              "loader": run.loader.state_dict(), "scaler": step.scaler.state_dict(), "unfinished": run.unfinished,
              "seconds": run.seconds}  # fmt: skip
     weights, training = tensors_of(step.model, step.optimizers, run.ranks)
+    folder, tokenizer = run.metrics.folder / into, to_json(run.dataset.encoding)
     if not run.ranks.first:
-        return run.folder
-    text, folder = to_json(run.dataset.encoding), run.folder / into
-    return save_checkpoint(folder, run.step, weights, fault or training, state, text, cfg.keep_last)
+        return folder
+    return save_checkpoint(folder, run.step, weights, fault or training, state, tokenizer, cfg.keep_last)
 
 
 if __name__ == "__main__":
-    config.refuse_unknown(sys.argv[1:], Config, "train")
+    config.check_arguments(sys.argv[1:], Config, "train")
     main()

@@ -63,12 +63,12 @@ def open_data(
     context_length: int | None = None,
     runs: str | None = None,
 ) -> Dataset:
-    """Opens the data that the configuration names; prepares or downloads it at first use. ValueError for the user's
-    mistakes. The arguments are those of prepare(), which may set data.path."""
+    """Opens the data that the configuration names; prepares or downloads it at first use. The arguments are those of
+    prepare(), which may set data.path. ValueError for the user's mistakes."""
     check_keys(data)
     if data.source == "bin":
         path = Path(data.path or "").expanduser()
-        files = text.find(str(path / "*.bin" if path.is_dir() else path))[0]
+        files = text.find(str(path / "*.bin" if path.is_dir() else path))
         return open_shards(files, encoding_of(files[0].parent, tokenizer, kept), data.val_fraction)
     if data.source == "fineweb":
         if tokenizer.kind != "gpt2":
@@ -76,8 +76,7 @@ def open_data(
         return open_shards(download.fineweb(data.shards), build(tokenizer, []), data.val_fraction)
     folder = prepare(data, tokenizer, kept, context_length, runs)
     encoding = from_json((folder / "tokenizer.json").read_bytes())
-    tokens = [read_tokens(folder / f"{name}.bin") for name in ("train", "val")]
-    return Dataset(folder, encoding, *tokens, *(np.load(folder / f"{name}_documents.npy") for name in ("train", "val")))
+    return open_shards([folder / "train.bin", folder / "val.bin"], encoding, data.val_fraction)
 
 
 def read_tokens(path: Path) -> np.ndarray:
@@ -93,18 +92,13 @@ def read_tokens(path: Path) -> np.ndarray:
     return tokens
 
 
-# ---- shards from elsewhere
-
-
 def encoding_of(folder: Path, tokenizer: TokenizerConfig, kept: tiktoken.Encoding | None) -> tiktoken.Encoding:
     """The tokenizer of shards: the tokenizer.json beside them or that of init_from= (kept), or a named one."""
     file = folder / "tokenizer.json"
     beside = from_json(file.read_bytes()) if file.exists() else None
-    if tokenizer.kind == "bpe":
-        raise ValueError("tokenizer=bpe learns from text, and data=bin has none: use tokenizer=kept, gpt2 or byte")
-    found = beside or kept if tokenizer.kind == "kept" else build(tokenizer, [])
+    found = beside or kept if tokenizer.kind == "kept" else None if tokenizer.kind == "bpe" else build(tokenizer, [])
     if found is None:
-        raise ValueError(f"{file} is missing: name the tokenizer of the tokens, as in tokenizer=gpt2")
+        raise ValueError(f"data=bin with tokenizer={tokenizer.kind} and no {file}: use tokenizer=gpt2 or byte")
     if beside and to_json(beside) != to_json(found):
         raise ValueError(f"{file} is of tokenizer {beside.name}, not of {found.name}: use tokenizer=kept")
     return found
@@ -113,8 +107,8 @@ def encoding_of(folder: Path, tokenizer: TokenizerConfig, kept: tiktoken.Encodin
 def open_shards(files: list[Path], encoding: tiktoken.Encoding, val_fraction: float) -> Dataset:
     """Opens token files as one text, in the order given. Files whose name has a word of FOR_VALIDATION are for
     validation; without one, the last `val_fraction` of the tokens, from the start of a document if there is one near.
-    Reads all tokens once (a second per GB) for the documents' starts and the largest id. ValueError for an id that the
-    tokenizer lacks: on a GPU it would kill the process without a clear message."""
+    Reads all tokens once (a second per GB). ValueError for an id that the tokenizer lacks: on a GPU it would kill the
+    process without a clear message."""
     common = os.path.commonpath([file.parent for file in files])
     words = {file: re.findall("[a-z]+", str(file.relative_to(common)).lower()) for file in files}
     for_val = [file for file in files if not FOR_VALIDATION.isdisjoint(words[file])]
@@ -124,22 +118,17 @@ def open_shards(files: list[Path], encoding: tiktoken.Encoding, val_fraction: fl
     arrays = [read_tokens(file) for file in files]
     for file, tokens in zip(files, arrays, strict=True):
         if (largest := int(tokens.max(initial=0))) >= encoding.n_vocab:
-            raise ValueError(
-                f"{file} has token {largest}, tokenizer {encoding.name} has {encoding.n_vocab}: "
-                "name the tokenizer that it was made with, or put its tokenizer.json beside it"
-            )
+            way_out = "name the tokenizer that it was made with, or put its tokenizer.json beside it"
+            raise ValueError(f"{file} has token {largest}, {encoding.name} has {encoding.n_vocab}: {way_out}")
     whole = Shards(arrays)
     count, begins = len(whole), whole.ends - [len(tokens) for tokens in arrays]
     starts = [np.flatnonzero(tokens == encoding.eot_token) for tokens in arrays]
     documents = np.concatenate([begin + found for begin, found in zip(begins, starts, strict=True)])
+    cut, what = int(count * (1 - val_fraction)), "the end, because no file is named val"
     if for_val:
-        cut = int(begins[-len(for_val)])
-        what = f"{len(for_val)} of {len(files)} files, {for_val[0].name}" + " ..." * (len(for_val) > 1)
-    else:
-        cut = int(count * (1 - val_fraction))
-        later = documents[(documents >= cut) & (documents < (cut + count) / 2)]
-        cut = int(later[0]) if len(later) else cut
-        what = "the end, because no file is named val"
+        cut, what = int(begins[-len(for_val)]), f"{len(for_val)} of {len(files)} files, the first: {for_val[0].name}"
+    elif len(later := documents[(documents >= cut) & (documents < (cut + count) / 2)]):
+        cut = int(later[0])
     print(f"data: {cut:,} training tokens, {count - cut:,} for validation ({what})", file=sys.stderr)
     # A part may begin in the middle of a document. That document then has number 0.
     return Dataset(

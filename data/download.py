@@ -15,17 +15,17 @@ FINEWEB = "kjj0/fineweb10B-gpt2"  # modded-nanogpt's shards of FineWeb as GPT-2 
 def shakespeare(cache: Path) -> Path:
     """tinyshakespeare, downloaded at first use; the user may have put it there. ValueError if it cannot be had."""
     file = cache / "shakespeare" / "input.txt"
-    put = f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
     if file.exists():
         return file
     try:
         print("downloading", SHAKESPEARE_URL, file=sys.stderr)
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             text = response.read()
+        if hashlib.sha256(text).hexdigest() != SHAKESPEARE_SHA256:
+            raise OSError("it is another file, or was cut")
     except (OSError, http.client.HTTPException) as error:
+        put = f"put the file (SHA-256 {SHAKESPEARE_SHA256}) at {file.resolve()}"
         raise ValueError(f"{SHAKESPEARE_URL} cannot be downloaded: {error}; run again, or {put}") from error
-    if (found := hashlib.sha256(text).hexdigest()) != SHAKESPEARE_SHA256:
-        raise ValueError(f"{SHAKESPEARE_URL} is another file or was cut (SHA-256 {found}): run again, or {put}")
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_suffix(".tmp")
     aside.write_bytes(text)
@@ -41,8 +41,7 @@ def fineweb(shards: int) -> list[Path]:
 
 def hub(path: str) -> Path:
     """OWNER/NAME/FILE of a dataset on Hugging Face."""
-    owner, _, rest = path.partition("/")
-    name, _, file = rest.partition("/")
+    owner, name, file = [*path.split("/", 2), "", ""][:3]
     if not file:
         raise ValueError(f"data.path={path}: data=hub reads a file of a dataset: data.path=OWNER/NAME/FILE")
     return from_hub(f"{owner}/{name}", file)

@@ -51,8 +51,7 @@ class Loader:
 
     An epoch cuts the text into windows one after the other, N // T of them, and returns each once, in random order. The
     text is a ring: each epoch begins cutting at a random token, and the window that reaches the end goes on at the
-    start. So every token is a target equally often over the epochs, and has contexts of every length. (Independent
-    random windows, the usual shortcut, miss 37 % of the text in an epoch.)
+    start. So every token is a target equally often. (Independent random windows miss 37 % of the text in an epoch.)
     """
 
     tokens: np.ndarray | Shards  # (N,)
@@ -99,10 +98,8 @@ class Loader:
         """Continue after `state`. Batch size and number of ranks may change: no sample is repeated or missed.
         ValueError if `state` is of another text, context length or seed."""
         if state["text"] != self.text:
-            raise ValueError(
-                "the checkpoint was trained on another text, or on this one before it was edited: leave out data= and "
-                "tokenizer=, or begin a new run with its weights by init_from="
-            )
+            way_out = "leave out data= and tokenizer=, or begin a new run with its weights by init_from="
+            raise ValueError(f"the checkpoint was trained on another text, or on this one before an edit: {way_out}")
         for name in ("context_length", "seed"):
             if state[name] != getattr(self, name):
                 raise ValueError(f"the checkpoint was trained with {name}={state[name]}, not {getattr(self, name)}")
@@ -161,8 +158,5 @@ def fingerprint(tokens: np.ndarray | Shards) -> int:
 def check_length(tokens: np.ndarray | Shards, context_length: int, what: str) -> None:
     """ValueError if the text is shorter than one window. what: "training" or "validation"."""
     if len(tokens) < context_length + 1:
-        fraction = "a larger data.val_fraction, " if what == "validation" else ""
-        raise ValueError(
-            f"the {what} text has {len(tokens):,} tokens, one window takes {context_length + 1:,}: "
-            f"use {fraction}more text or a smaller model.context_length"
-        )
+        way_out = "use a smaller model.context_length, more text" + " or data.val_fraction" * (what == "validation")
+        raise ValueError(f"the {what} text has {len(tokens):,} tokens, a window takes {context_length + 1}: {way_out}")

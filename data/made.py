@@ -3,9 +3,8 @@
     recall     EOT s \\n s          s is a random string. The second one can be predicted only from the first.
     passkey    EOT filler, a number, filler, the question for the number, the number; then another number, and so on
 
-A document fills one window of model.context_length tokens exactly, so the loader cuts none. (tokenizer=byte: a byte is
-a token.) The same length always gives the same text: every document has a seed of its own. The passkey's text is that
-of Mohtashami and Jaggi (arXiv 2305.16300).
+A document fills one window of model.context_length tokens (bytes) exactly, so the loader cuts none. The same length
+always gives the same text. The passkey's text is that of Mohtashami and Jaggi (arXiv 2305.16300).
 """
 
 import math
@@ -30,18 +29,11 @@ SHORTEST = {"recall": 8, "passkey": 128}  # tokens of a document
 def documents(source: str, length: int, val_fraction: float) -> list[str]:
     """The documents of recall or passkey, each of length - 1 bytes: with its end-of-text token it fills a context.
     ValueError for a length that does not fit, and for one that leaves too few documents for validation."""
-    least = SHORTEST[source]
-    if length < least or length % 2:
-        raise ValueError(
-            f"model.context_length={length}: data={source} fills each context with one document, and needs an even "
-            f"length of at least {least}"
-        )
+    if length < SHORTEST[source] or length % 2:
+        raise ValueError(f"model.context_length={length}: data={source} takes an even one, {SHORTEST[source]} or more")
     count = max(1, min(DOCUMENTS, BYTES // length))
     if count * val_fraction < 2:  # the last window needs the first token of another document
-        raise ValueError(
-            f"data.val_fraction={val_fraction} of {count} documents leaves fewer than two for validation: "
-            f"use data.val_fraction={min(0.5, 2 / count):g} or more, or a shorter context"
-        )
+        raise ValueError(f"data.val_fraction={val_fraction} of {count} documents is less than two: raise it")
     write = recall if source == "recall" else passkeys
     return [write(length, np.random.default_rng([SEED, length, i])) for i in range(count)]
 

@@ -3,9 +3,8 @@
     data/cache/pystdlib-byte-1f0c2a9be7d4/
         train.bin, val.bin                        tokens, as in llm.c and modded-nanogpt: a header of 256 int32, then a
                                                   uint16 (or uint32) each; end of text stands BEFORE each document
-        train_documents.npy, val_documents.npy    index of each document's first token, int64
         tokenizer.json                            turns the tokens back into text
-        about                                     a line: the counts, and what was left out
+        about                                     a line: how many documents there are, and what was left out
 
 The last part of its name is a hash of the files' paths, sizes and times of change, so an edited text gets a new folder.
 A folder is written aside and renamed when it is complete; a start only opens it. The text is read into memory.
@@ -24,13 +23,12 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 from filelock import FileLock
-from tqdm import tqdm
 
 from conf.keys import check, key, one_line
 from data import download, made, text
 from data.tokenizer import END_OF_TEXT, TokenizerConfig, build, encode_all, to_json
 
-FORMAT = 3  # increase it if the same text gives other files
+FORMAT = 4  # increase it if the same text gives other files
 LEARN = 1 << 28  # characters that bpe learns from; more change few merges, and rustbpe's counts need memory
 NOT_READ = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}  # of Python's folders
 SOURCES = ("pystdlib", "pypackages", "text", "hub", "shakespeare", "bin", "fineweb", "recall", "passkey")
@@ -48,13 +46,9 @@ class DataConfig:
     """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
 
     source: str = key("pystdlib", among=" | ".join(SOURCES))
-    path: str | None = key(
-        None, "data=text or bin: a file, folder or glob; text also - (standard input); hub: OWNER/NAME/FILE", least=1
-    )
+    path: str | None = key(None, "text, bin: file, folder or glob; text: or - (a pipe); hub: OWNER/NAME/FILE", least=1)
     field: str = key("text", "field of a .jsonl line that holds the text", least=1)
-    val_fraction: float = key(
-        0.05, "fraction for validation; data=bin: if no file is named val, dev, test or the like", above=0, most=0.5
-    )
+    val_fraction: float = key(0.05, "for validation; data=bin: if no file is named val, dev or test", above=0, most=0.5)
     shards: int = key(1, "data=fineweb: number of training files of 100 M tokens", least=1, most=103)
     cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", least=1)
 
@@ -89,7 +83,7 @@ def prepare(
     length = context_length if data.source in made.SHORTEST else None
     if length and (kept.name if kept else tokenizer.kind) != "byte":
         raise ValueError(f"tokenizer={tokenizer.kind}: data={data.source} counts in bytes: use tokenizer=byte")
-    files, others = files_of(data, runs)
+    files = files_of(data, runs)
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     named = [to_json(kept) if kept else tokenizer.label, data.source, data.field, data.val_fraction, length]
     digest = hashlib.sha256(json.dumps([FORMAT, states, *named]).encode()).hexdigest()
@@ -100,32 +94,28 @@ def prepare(
             if not folder.exists():
                 texts, refused = read(data, files, length)
                 note = f"; files that cannot be read: {len(refused)}, the first: {refused[0]}" if refused else ""
-                note += f"; with a suffix that is not read: {len(others)}, the first: {others[0]}" if others else ""
                 make(folder, texts, data.val_fraction, kept or tokenizer, note)
     print(f"data: {one_line((folder / 'about').read_text(encoding='utf-8'))}", file=sys.stderr)
     return folder
 
 
-# ---- which text
-
-
-def files_of(data: DataConfig, runs: str | None) -> tuple[list[Path], list[Path]]:
-    """The files of a source, and those of its folder that are left out for their suffix. None for a made text."""
+def files_of(data: DataConfig, runs: str | None) -> list[Path]:
+    """The files of a source; none for a made text."""
     cache, path = Path(data.cache), data.path or ""
     match data.source:
         case "pystdlib" | "pypackages":
             names = ("stdlib",) if data.source == "pystdlib" else ("purelib", "platlib")
             roots = {Path(sysconfig.get_path(name)).resolve() for name in names}  # lib64 may be a link to lib
-            return sorted(file for root in roots for file in text.walk(root, NOT_READ) if file.suffix == ".py"), []
+            return sorted(file for root in roots for file in text.walk(root, NOT_READ) if file.suffix == ".py")
         case "text":
             if path == "-":
                 path = data.path = str(text.standard_input(cache.absolute()))
             return text.find(path, [cache, *([runs] if runs else [])])
         case "shakespeare":
-            return [download.shakespeare(cache)], []
+            return [download.shakespeare(cache)]
         case "hub":
-            return [download.hub(path)], []
-    return [], []
+            return [download.hub(path)]
+    return []
 
 
 def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[str], list[str]]:
@@ -150,9 +140,6 @@ def read(data: DataConfig, files: list[Path], length: int | None) -> tuple[list[
     return [*texts], refused
 
 
-# ---- training and validation
-
-
 def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
     """(training, validation) documents; validation has about val_fraction of the bytes.
 
@@ -160,69 +147,55 @@ def split(texts: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
     or added. Takes each one that still fits, half of them at most. If they fill less than half of the share (the text
     is one or a few big files), the rest comes from the end of the largest other document, from the start of a line.
     """
-    hashes = [hashlib.sha256(document.encode()).digest() for document in texts]
-    sizes = [len(document.encode()) for document in texts]
-    share = left = val_fraction * sum(sizes)
-    chosen: set[int] = set()
-    for i in sorted(range(len(texts)), key=hashes.__getitem__):
-        if sizes[i] <= left and 2 * len(chosen) < len(texts):
-            chosen.add(i)
-            left -= sizes[i]
-    end = ""
+    sizes = {document: len(document.encode()) for document in texts}  # no two are equal
+    share = left = val_fraction * sum(sizes.values())
+    for document in sorted(texts, key=lambda document: hashlib.sha256(document.encode()).digest()):
+        if sizes[document] <= left and 2 * len(sizes) > len(texts):
+            left -= sizes.pop(document)
+    train, val = [*sizes], [document for document in texts if document not in sizes]
     if left > share / 2:
-        largest = max((i for i in range(len(texts)) if i not in chosen), key=sizes.__getitem__)
-        document = texts[largest]
-        missing = min(len(document) // 2, int(left * len(document) / sizes[largest]))
-        at = line_start(document, len(document) - missing, reach=missing // 2)
-        texts[largest], end = document[:at], document[at:]
-    val = [texts[i] for i in sorted(chosen)] + [end] * bool(end)
-    return [document for i, document in enumerate(texts) if i not in chosen], val
+        largest = max(train, key=sizes.__getitem__)
+        missing = min(len(largest) // 2, int(left * len(largest) / sizes[largest]))
+        at = line_start(largest, len(largest) - missing, reach=missing // 2)
+        train[train.index(largest)] = largest[:at]
+        val += [largest[at:]] * (at < len(largest))
+    return train, val
 
 
 def make(
     folder: Path, texts: list[str], val_fraction: float, tokenizer: TokenizerConfig | tiktoken.Encoding, note: str
 ) -> None:
-    """Makes the folder with all its files: it is complete or absent. note: for the file about, after the counts."""
-    count = len(texts)
+    """Makes the folder with all its files. note: for the file about, after the counts."""
+    print(f"data: making {folder}", file=sys.stderr)
     train, val = split(texts, val_fraction)
     aside = folder.with_suffix(".tmp")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed or failed
     aside.mkdir()
-    try:
-        # Training text only: a tokenizer that knows the validation text makes its bits per byte too low.
-        every = 1 + sum(map(len, train)) // LEARN
-        learned = islice((piece for document in train for piece in pieces(document)), 0, None, every)
-        encoding = build(tokenizer, learned) if isinstance(tokenizer, TokenizerConfig) else tokenizer
-        (aside / "tokenizer.json").write_text(to_json(encoding), encoding="utf-8")
-        tokens = [write_tokens(aside, name, part, encoding) for name, part in (("train", train), ("val", val))]
-        documents = f"{count:,} document{'s' * (count != 1)}"
-        about = f"{documents}, {tokens[0]:,} training and {tokens[1]:,} validation tokens ({encoding.name})"
-        (aside / "about").write_text(about + note, encoding="utf-8", errors="replace")
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # it is there only after an error
+    # Training text only: a tokenizer that knows the validation text makes its bits per byte too low.
+    every = 1 + sum(map(len, train)) // LEARN
+    learned = islice((piece for document in train for piece in pieces(document)), 0, None, every)
+    encoding = build(tokenizer, learned) if isinstance(tokenizer, TokenizerConfig) else tokenizer
+    (aside / "tokenizer.json").write_text(to_json(encoding), encoding="utf-8")
+    write_tokens(aside / "train.bin", train, encoding)
+    write_tokens(aside / "val.bin", val, encoding)
+    about = f"{len(texts):,} document{'s' * (len(texts) != 1)} ({encoding.name}){note}"
+    (aside / "about").write_text(about, encoding="utf-8", errors="replace")
+    aside.rename(folder)
 
 
-def write_tokens(folder: Path, name: str, documents: list[str], encoding: tiktoken.Encoding) -> int:
-    """Writes NAME.bin, and NAME_documents.npy with each document's first index. Returns the number of tokens."""
+def write_tokens(path: Path, documents: list[str], encoding: tiktoken.Encoding) -> None:
+    """Writes the documents' tokens with the header."""
     magic, dtype = next(item for item in MAGIC.items() if encoding.n_vocab <= 1 << 8 * item[1].itemsize)
-    starts, count = [], 0
+    begin, count = np.array(encoding.eot_token, dtype).tobytes(), 0
     stream = ((i == 0, piece) for document in documents for i, piece in enumerate(pieces(document)))
-    with open(folder / f"{name}.bin", "wb") as file, tqdm(desc=name, unit="tok", unit_scale=True, disable=None) as bar:
+    with open(path, "wb") as file:
         file.write(bytes(HEADER))
         while batch := list(islice(stream, 64)):  # some 100 MB of Python's integers at a time
-            found = encode_all(encoding, [piece for _, piece in batch])
-            for (first, _), ids in zip(batch, found, strict=True):
-                if first:
-                    starts.append(count)
-                    file.write(np.array(encoding.eot_token, dtype).tobytes())
-                file.write(np.asarray(ids, dtype).tobytes())
+            for (first, _), ids in zip(batch, encode_all(encoding, [piece for _, piece in batch]), strict=True):
+                file.write(begin * first + np.asarray(ids, dtype).tobytes())
                 count += first + len(ids)
-            bar.update(count - bar.n)
         file.seek(0)
         file.write(np.array([*magic, min(count, 2**31 - 1)], "<i4").tobytes())  # read_tokens() reads the file's size
-    np.save(folder / f"{name}_documents.npy", np.array(starts, np.int64))
-    return count
 
 
 def pieces(document: str) -> Iterator[str]:

@@ -20,38 +20,33 @@ TEXT_SUFFIXES = {
 }
 
 
-def find(path: str, never: Iterable[str | Path] = ()) -> tuple[list[Path], list[Path]]:
-    """The files that data.path names, sorted: a file, all files in a folder, or those that a glob matches ("**" does
-    not follow links to folders). The second list has a folder's files that are left out for their suffix.
+def find(path: str, never: Iterable[str | Path] = ()) -> list[Path]:
+    """The files that data.path names, sorted: a file, a folder's texts, or all files that a glob matches ("**" does not
+    follow links to folders).
 
     never: folders whose files are no text: runs= and data.cache=. They are left out, as hidden files and folders are,
     unless `path` names a file or a folder inside them. ValueError if nothing is left."""
     named = Path(path).expanduser()
     if named.is_file():
-        return [named], []
-    folder = named.is_dir()
-    parts = [] if folder else [*takewhile(lambda part: not set(part) & set("*?["), named.parts)]
-    root = (named if folder else Path(*parts)).resolve()
-    if not folder and (len(parts) == len(named.parts) or not root.is_dir()):
-        what = "is no file or folder; pipe it in with data.path=-" if named.exists() else "does not exist"
-        raise ValueError(f"data.path={path} {what} (seen from {Path.cwd()})")
+        return [named]
+    parts = [*takewhile(lambda part: not set(part) & set("*?["), named.parts)]
+    root, folder = Path(*parts).resolve(), len(parts) == len(named.parts)
+    if not root.is_dir():
+        raise ValueError(f"data.path={path} is no file or folder (seen from {Path.cwd()}); data.path=- reads a pipe")
     skipped = {other.resolve() for other in map(Path, never)} - {*root.parents}
     matches = walk(root) if folder else root.glob(str(Path(*named.parts[len(parts) :])))
-    seen = sorted(
+    found = sorted(
         file for file in matches
         if not any(part.startswith(".") for part in file.relative_to(root).parts)
-        and skipped.isdisjoint(file.parents) and file.is_file()
+        and skipped.isdisjoint(file.parents) and file.is_file() and (not folder or suffix(file) in TEXT_SUFFIXES)
     )  # fmt: skip
-    folders = {file.parent for file in seen} - {root}
+    folders = {file.parent for file in found} - {root}  # those of another runs= are no text either
     runs = {run for run in folders if (run / "metrics.jsonl").exists() and (run / "config.yaml").exists()}
-    seen = [file for file in seen if runs.isdisjoint(file.parents)]  # those of another runs= are no text either
-    left_out = [file for file in seen if folder and suffix(file) not in TEXT_SUFFIXES]
-    found = [file for file in seen if not folder or suffix(file) in TEXT_SUFFIXES]
+    found = [file for file in found if runs.isdisjoint(file.parents)]
     if not found:
-        what = "only files with suffixes that are not read from a folder" if left_out else "no file"
-        hint = f"name them by a glob, {path}/*{left_out[0].suffix}" if left_out else "give a file, a folder or a glob"
-        raise ValueError(f"data.path={path} has {what} (runs=, data.cache= and hidden files do not count): {hint}")
-    return found, left_out
+        why = "hidden files, runs= and data.cache= do not count, nor data files like .csv in a folder"
+        raise ValueError(f"data.path={path} has no text ({why}): name a file, or files by a glob like FOLDER/*.csv")
+    return found
 
 
 def walk(root: Path, left_out: Container[str] = ()) -> Iterator[Path]:
@@ -90,15 +85,13 @@ def text_of(line: str, field: str, where: str) -> str:
     """The string in `field` of a line of .jsonl. ValueError names the fields that have a string."""
     try:
         record = json.loads(line)
-        text = record.get(field) if isinstance(record, dict) else None
-        if isinstance(text, str):
-            text.encode()  # JSON may hold half a surrogate pair
-            return text
     except ValueError as error:
         raise ValueError(f"{where}: no JSON that can be read ({error}): mend this line") from error
-    others = [name for name, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
-    hint = f": data.field= could be {' or '.join(others[:8])}" if others else ""
-    raise ValueError(f'{where}: no field "{field}" with a string{hint}')
+    texts = {name: x for name, x in record.items() if isinstance(x, str)} if isinstance(record, dict) else {}
+    if field not in texts:
+        hint = f": data.field= could be {' or '.join([*texts][:8])}" if texts else ""
+        raise ValueError(f'{where}: no field "{field}" with a string{hint}')
+    return texts[field].encode(errors="replace").decode()  # JSON may hold half a surrogate pair
 
 
 @functools.cache  # each job of a sweep gets the same text

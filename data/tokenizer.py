@@ -1,20 +1,18 @@
 """Text <-> token ids. Each tokenizer is a tiktoken Encoding, so other code treats them alike.
 
-    byte   257 tokens: byte b is token b, and 256 is end of text. Nothing to train or download, and it encodes any text.
-           The price: 3.5 times as many tokens as bpe, so a context covers 3.5 times less text.
+    byte   257 tokens: byte b is token b, and 256 is end of text. 3.5 times as many tokens as bpe.
     bpe    Byte-pair encoding learned from the training text (rustbpe; 12 MB take about a second).
     gpt2   GPT-2's 50,257 tokens, which tiktoken downloads once.
     kept   The tokenizer.json beside token files (data=bin), or the tokenizer of init_from= or of a resumed run.
 
-Token files and checkpoints have their tokenizer beside them as JSON. A pickle would take less code, but loading a
-stranger's pickle runs the code in it.
+Token files and checkpoints have their tokenizer beside them as JSON: loading a stranger's pickle would run code.
 """
 
 import base64
 import codecs
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,14 +45,11 @@ class TokenizerConfig:
 
 def build(config: TokenizerConfig, texts: Iterable[str]) -> tiktoken.Encoding:
     """The tokenizer that `config` names. Only bpe reads `texts`. ValueError for kept, which has to come from a file."""
-    match config.kind:
-        case "byte":
-            return byte_encoding()
-        case "bpe":
-            return train_bpe(texts, config.vocab_size or BPE_SYMBOLS)
-        case "gpt2":
-            return gpt2_encoding()
-    raise ValueError("tokenizer=kept is that of init_from= or of data=bin: choose tokenizer=byte, bpe or gpt2")
+    if config.kind == "kept":
+        raise ValueError("tokenizer=kept is that of init_from= or of data=bin: choose tokenizer=byte, bpe or gpt2")
+    if config.kind == "bpe":
+        return train_bpe(texts, config.vocab_size or BPE_SYMBOLS)
+    return byte_encoding() if config.kind == "byte" else gpt2_encoding()
 
 
 def byte_encoding() -> tiktoken.Encoding:
@@ -85,21 +80,19 @@ def gpt2_encoding() -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # OSError: no connection; ValueError: a download with the wrong hash
-        raise ValueError(
-            f"tokenizer=gpt2 has to download its vocabulary and could not ({type(error).__name__}): set "
-            "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has kept it elsewhere, or use tokenizer=bpe"
-        ) from error
+        way_out = "set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has kept it elsewhere, or use tokenizer=bpe"
+        raise ValueError(f"tokenizer=gpt2 could not be downloaded ({type(error).__name__}): {way_out}") from error
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
-    """Token ids of ordinary text, uint32 (tokens,). "<|endoftext|>" in a text is encoded like any other characters:
-    a file that only mentions it, like this one, must not become two documents."""
+    """Token ids of ordinary text, uint32 (tokens,). "<|endoftext|>" in it is ordinary text, too: a file that only
+    mentions it, like this one, must not become two documents."""
     if encoding.name == "byte":
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
     return encoding.encode_to_numpy(text, disallowed_special=()).copy()  # the copy: tiktoken's own is read-only
 
 
-def encode_all(encoding: tiktoken.Encoding, texts: list[str]) -> Sequence[Sequence[int] | np.ndarray]:
+def encode_all(encoding: tiktoken.Encoding, texts: list[str]) -> list:
     """Token ids of each text, as encode() gives them. tiktoken uses all cores."""
     if encoding.name == "byte":
         return [encode(encoding, text) for text in texts]
@@ -116,8 +109,8 @@ def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 class TextStream:
-    """Turns token ids into text, one by one, for printing while generating. A character of several bytes may be split
-    over several tokens; its parts are kept until it is complete."""
+    """Turns token ids into text, one by one. The bytes of a character may be split over several tokens; they are kept
+    until it is complete."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self.encoding = encoding
@@ -139,13 +132,8 @@ def to_json(encoding: tiktoken.Encoding) -> str:
     """The whole tokenizer as JSON, a token per line, by rank. Tokens are in base64: one may be half a character."""
     # The names with an underscore are those that tiktoken's README uses to extend an Encoding.
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
-    content = {
-        "name": encoding.name,
-        "pattern": encoding._pat_str,
-        "special_tokens": encoding._special_tokens,
-        "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
-    }
-    return json.dumps(content, indent=0)
+    content = {"name": encoding.name, "pattern": encoding._pat_str, "special_tokens": encoding._special_tokens}
+    return json.dumps(content | {"ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks}}, indent=0)
 
 
 def from_json(text: str | bytes) -> tiktoken.Encoding:

@@ -6,10 +6,10 @@ B sequences, H query heads, H_kv key heads, G = H / H_kv query heads a key head,
     q, o (B, H, 1, D)    k, v (B, H_kv, 1, D)    keys, values (B, H_kv, S, D)
 
 The kernel reads many keys and values and computes little, so the memory's speed is its limit. One program a key head
-would leave most processors idle. So the tiles of keys are dealt to several splits like cards: what they read at one
-time lies together. All G query heads of a key head are rows of one matrix, so that each key is read once. A second
-kernel merges the splits, each with its own m, l and acc, by step 3 once more. The position is read from device memory,
-so one CUDA graph serves all tokens. The steps have the numbers of model/attention.py.
+would leave most of the GPU idle. So each split of the keys has a program: split s takes the tiles s, s + splits, ...,
+and at one time all read neighbouring tiles. All G query heads of a key head are rows of one matrix, so that each key is
+read once. A second kernel merges the splits, each with its own m, l and acc, by step 3 once more. The position is read
+from device memory, so one CUDA graph serves all tokens. The steps have the numbers of model/attention.py.
 
 Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding.
 """
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from kernels.flash import LOG2E, tanh
 from kernels.launch import INTERPRETED, block_d, precision, shared_memory
+from kernels.problem import LOWEST
 
-LOWEST = tl.constexpr(-torch.finfo(torch.float32).max)  # finite: -inf - -inf is NaN
-STAGES = 3  # tiles that are on their way at a time, where the memory of a processor has room for those of PROGRAMS
+START = tl.constexpr(LOWEST)
+STAGES = 3  # tiles in flight, where the memory of a processor has room for those of PROGRAMS
 PROGRAMS = 2  # programs for each of the GPU's processors, few enough for all to run at once
 
 
@@ -92,7 +93,7 @@ def decode_kernel(
     if (position // BLOCK_N - first // BLOCK_N) % splits == split:  # this program has the tile of the new token
         tl.store(keys + position.to(tl.int64) * D + d, k_new, mask=d < D)
         tl.store(values + position.to(tl.int64) * D + d, v_new, mask=d < D)
-    m = tl.full([ROWS], LOWEST, tl.float32)
+    m = tl.full([ROWS], START, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for tile in tl.range(first // BLOCK_N + split, position // BLOCK_N + 1, splits):
@@ -125,9 +126,9 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(acc_of, m_of, l_of, o, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
-    """Step 3 over the splits of a row, then step 6. A split without keys has m = LOWEST and l = 0."""
+    """Step 3 over the splits of a row, then step 6. A split without keys has m = START and l = 0."""
     row, i, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    m = tl.load(m_of + row * splits + i, mask=i < splits, other=LOWEST)
+    m = tl.load(m_of + row * splits + i, mask=i < splits, other=START)
     alpha = tl.exp2(m - tl.max(m, 0))
     l = tl.sum(alpha * tl.load(l_of + row * splits + i, mask=i < splits, other=0.0), 0)
     inside = (i < splits)[:, None] & (d < D)[None, :]

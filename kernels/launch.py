@@ -11,7 +11,6 @@ Documents and block masks need tables besides: which tiles are visited, by visit
 
 import math
 import os
-from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,12 +20,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.flash import How, Task, dkdv_kernel, dq_kernel, forward_kernel
-from kernels.problem import Problem, as_heads, runs_kernels
+from kernels.problem import LOWEST, Problem, as_heads, runs_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads this when kernels/flash.py is imported
-# Where the running maximum starts. From the lowest float32, a row with a hidden first tile has exp(-inf - LOWEST) = 0.
-# From -inf it would have exp(-inf - -inf), which is NaN.
-LOWEST = -torch.finfo(torch.float32).max
 NARROW = 512  # keys in a window: below, the Hopper forward is slower with dropout than the portable one
 
 
@@ -136,32 +132,20 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# (kernel, BLOCK_D up to) -> the fastest tiles for 16-bit inputs on an H200.
+# kernel -> tiles for head sizes up to 64, 128 and 256: the fastest for 16-bit inputs on an H200. Head size 256: of dq
+# and dkdv not measured, those that spill the fewest registers.
 MEASURED = {
-    ("forward", 64): Tiles(64, 128, 4, 2),
-    ("forward", 128): Tiles(64, 64, 4, 3),
-    ("dq", 64): Tiles(64, 64, 4, 2),
-    ("dq", 128): Tiles(128, 64, 8, 3),
-    ("dkdv", 64): Tiles(64, 64, 4, 3),
-    ("dkdv", 128): Tiles(64, 64, 4, 2),
-    # Head size 256. Forward: the fastest tried. dq and dkdv: not measured, they spill the fewest registers.
-    ("forward", 256): Tiles(128, 64, 8, 2),
-    ("dq", 256): Tiles(64, 32, 8, 2),
-    ("dkdv", 256): Tiles(32, 64, 8, 1),
+    "forward": (Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)),
+    "dq": (Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
+    "dkdv": (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 1)),
 }
-DROPPING = MEASURED | {("forward", 64): Tiles(64, 64, 4, 3)}  # dropout needs registers
+DROPPING = MEASURED | {"forward": (Tiles(64, 64, 4, 3), *MEASURED["forward"][1:])}  # dropout needs registers
 # Tiles for GPUs with less than 160 KiB of shared memory per program (sm_86, sm_89, sm_120), not measured. Before Hopper
 # the forward of head size 256 uses them too; it would spill otherwise.
 LEAN = {
-    ("forward", 64): Tiles(64, 64, 4, 2),
-    ("forward", 128): Tiles(64, 64, 4, 2),
-    ("forward", 256): Tiles(64, 32, 8, 2),
-    ("dq", 64): Tiles(64, 64, 4, 2),
-    ("dq", 128): Tiles(64, 64, 4, 2),
-    ("dq", 256): Tiles(32, 64, 8, 1),
-    ("dkdv", 64): Tiles(64, 64, 4, 2),
-    ("dkdv", 128): Tiles(32, 64, 4, 2),
-    ("dkdv", 256): Tiles(32, 32, 8, 1),
+    "forward": (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 8, 2)),
+    "dq": (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 1)),
+    "dkdv": (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 32, 8, 1)),
 }
 ROOMY = 160 * 1024
 FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 float32 runs on plain cores and spills: for checks, not for speed
@@ -169,13 +153,13 @@ FLOAT32 = Tiles(32, 32, 8, 1)  # without TF32 float32 runs on plain cores and sp
 
 def tiles_for(kernel: str, q: Tensor, problem: Problem) -> Tiles:
     """The tiles of kernel "forward", "dq" or "dkdv" for q (B, H, T, D), on q's device."""
-    BLOCK_D = max(64, block_d(q.shape[3]))
     if q.dtype == torch.float32:
         return FLOAT32
-    spills = kernel == "forward" and BLOCK_D == 256 and not has_descriptors(q.device)
+    size = (q.shape[3] > 64) + (q.shape[3] > 128)
+    spills = kernel == "forward" and size == 2 and not has_descriptors(q.device)
     if shared_memory(q.device) < ROOMY or spills:
-        return LEAN[kernel, BLOCK_D]
-    return (MEASURED if problem.seed is None else DROPPING)[kernel, BLOCK_D]
+        return LEAN[kernel][size]
+    return (MEASURED if problem.seed is None else DROPPING)[kernel][size]
 
 
 def block_d(D: int) -> int:
@@ -197,14 +181,17 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
+# The fields of a Problem that kernels/hopper/ computes. The backward has no window and no documents.
+ON_HOPPER = {"T", "T_k", "causal", "window", "documents", "block_size", "scale", "seed", "dropout_p", "broken"}
+
+
 def hopper(q: Tensor, problem: Problem) -> bool:
-    """Whether kernels/hopper/ computes it: 16 bits, D of 64 or 128; causal, dropout, and in the forward window and
-    documents."""
+    """Whether kernels/hopper/ computes it: 16 bits, head size 64 or 128, and the fields of ON_HOPPER alone."""
     if not is_hopper(q.device) or q.dtype == torch.float32 or q.shape[3] not in (64, 128):
         return False
     narrow = problem.seed is not None and problem.window is not None and problem.window < NARROW
-    others = problem.softcap, problem.slopes, problem.blocks
-    return all(x is None for x in others) and not problem.broken and not narrow
+    others = (value for name, value in problem._asdict().items() if name not in ON_HOPPER)
+    return all(value is None for value in others) and not problem.broken and not narrow
 
 
 @cache
@@ -226,9 +213,8 @@ def how(M: int, N: int, BLOCK_D: int, precision: str, broken: tuple[str, ...]) -
     """What a kernel is compiled for, made once. BLOCK_D: head size, rounded up to a power of two."""
     low = -math.inf if "unguarded_mask" in broken else LOWEST
     start = 0.0 if "zero_init_max" in broken or "no_max" in broken else low
-    values = [M, N, BLOCK_D, precision, start]
-    values += [failure.name.lower() in broken for failure in fields(How)[len(values) :]]
-    return How(*map(tl.constexpr, values))
+    flags = (name in broken for name in ("no_max", "no_rescale_sum", "no_rescale_output", "unguarded_mask"))
+    return How(*map(tl.constexpr, (M, N, BLOCK_D, precision, start, *flags)))
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -236,22 +222,29 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def task_of(q: Tensor, k: Tensor, problem: Problem, table: Tensor | None = None) -> Task:
+def task_of(q: Tensor, k: Tensor, problem: Problem, table: Tensor | None) -> Task:
     """The Task of a kernel of kernels/flash.py. table: which tiles it visits; None: it computes that."""
-    window, local_m, local_n = problem.window, None, None
-    at_least, at_most = (None, None) if window is None else (1 - window, window - 1)
-    at_most = 0 if problem.causal else at_most
+    H, window, documents, blocks = q.shape[1], problem.window, problem.documents, problem.blocks
+    at_most = 0 if problem.causal else None if window is None else window - 1
+    local_m = local_n = None
     if "local_mask" in problem.broken:  # all kernels count from the corner of the forward's tile
         at_most, (local_m, local_n) = None, tiles_for("forward", q, problem)[:2]
-    threshold, H, blocks = round(256 * problem.dropout_p), q.shape[1], problem.blocks
-    return Task(
-        H, H // k.shape[1], problem.T, problem.T_k, at_least, at_most, local_m, local_n,
-        None if problem.documents is None else problem.documents.contiguous(),
-        None if blocks is None else blocks.contiguous(), problem.block_size, 0 if blocks is None else blocks.shape[1],
-        table, 0 if table is None or len(table) == 1 else table.stride(0), 0 if table is None else table.shape[2],
-        problem.scale, problem.scale * math.log2(math.e), problem.softcap, problem.slopes, problem.seed, threshold, 0.0,
-        256 / (256 - threshold) if problem.seed is not None else 1.0,
-    )  # fmt: skip
+    threshold = drop_threshold(problem)
+    values = problem._asdict() | {
+        "H": H, "G": H // k.shape[1], "at_least": None if window is None else 1 - window, "at_most": at_most,
+        "local_m": local_m, "local_n": local_n, "documents": None if documents is None else documents.contiguous(),
+        "blocks": None if blocks is None else blocks.contiguous(),
+        "block_columns": 0 if blocks is None else blocks.shape[1],
+        "visits": table, "visits_b": 0 if table is None or len(table) == 1 else table.stride(0),
+        "visits_n": 0 if table is None else table.shape[2], "scale2": problem.scale * math.log2(math.e),
+        "threshold": threshold, "zero": 0.0, "keep_scale": 256 / (256 - threshold),
+    }  # fmt: skip
+    return Task(*(values[name] for name in Task._fields))
+
+
+def drop_threshold(problem: Problem) -> int:
+    """A weight is dropped if its random byte is below this; 0 without dropout."""
+    return 0 if problem.seed is None else round(256 * problem.dropout_p)
 
 
 class Strided(NamedTuple):

@@ -7,6 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Where the running maximum m starts: a row with a hidden first tile then has exp(-inf - LOWEST) = 0. The papers start
+# at -inf, where it would have exp(-inf - -inf) = NaN.
+LOWEST = torch.finfo(torch.float32).min
+
 
 class Problem(NamedTuple):
     """A call of attention() without q, k and v. B batch, T query rows, T_k key rows, H query heads. None: no such rule.

@@ -15,7 +15,6 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.problem import runs_kernels
@@ -64,10 +63,9 @@ class NoScale(Whole):
 class UnguardedMask(Whole):
     def m(self):
         """NaN for a row that has seen no key yet in a tile that is visited: exp(-inf - -inf)."""
-        rows, keys = -(-self.T // self.M), -(-self.T_k // self.N)
-        padded = F.pad(self.seen(), (0, keys * self.N - self.T_k, 0, rows * self.M - self.T))
-        visited = padded.view(rows, self.M, keys, self.N).any(3).any(1)
-        visited = visited.repeat_interleave(self.M, 0).repeat_interleave(self.N, 1)[: self.T, : self.T_k]
+        visited = torch.zeros(self.T, self.T_k, dtype=torch.bool)
+        for i, j in product(range(0, self.T, self.M), range(0, self.T_k, self.N)):
+            visited[i : i + self.M, j : j + self.N] = self.seen()[i : i + self.M, j : j + self.N].any()
         return super().m().masked_fill((visited & (self.running_maximum() == -INF)).any(-1, keepdim=True), math.nan)
 
 
@@ -90,10 +88,6 @@ class UnrestoredSeed(Whole):
         o, _, p = self.forward()
         self.seed = first
         return super().gradients(o, p)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The failures.
 
 
 USUAL, NOTHING, SHORT = {"usual inputs": usual()}, dict[str, Inputs](), {"one tile": usual(T=16)}
@@ -148,42 +142,38 @@ class Line(NamedTuple):
     inputs: str
     impl: str
     dtype: str
-    o: tuple[float, float]
-    gradients: tuple[float, float]
+    o: list[float]
+    gradients: list[float]
     difference: float
 
     def __str__(self) -> str:
-        errors = "".join(f"{percent(x):>10}" for x in self.o + self.gradients)
-        return f"{self.failure:18}{self.inputs:40}{self.impl:8}{self.dtype:8}{errors}{self.difference:12.2f}"
+        cells = [self.inputs, f"{self.impl}, {self.dtype}", *map(percent, self.o + self.gradients)]
+        return f"| {' | '.join(cells)} | {self.difference:.2f} |"
 
 
-HEAD = (
-    f"{'':18}{'':40}{'':16}{'error of o':>20}{'of dq, dk, dv':>20}{'difference':>12}\n"
-    f"{'failure':18}{'inputs':40}{'':8}{'':8}" + f"{'predicted':>10}{'found':>10}" * 2 + f"{'(1: rounding)':>14}"
-)
+HEAD = """| inputs | | o: predicted | o: found | dq, dk, dv: predicted | dq, dk, dv: found | difference |
+|---|---|---|---|---|---|---|"""
 
 
 def percent(x: float) -> str:
     return "NaN" if math.isnan(x) else "0" if x < 1e-12 else f"{x:.1e}" if x < 1e-3 else f"{100 * x:.1f} %"
 
 
-def why_left_out(failure: str, impl: str, dtype: str) -> str:
-    """Why this cannot be compared; empty if it can."""
-    parts = BreakIt(failure).broken if impl == "naive" else ()
-    why = next((why for part in parts if (why := break_it.FAILURES[part].not_in_naive)), "")
+def why_left_out(failure: str, impl: str, dtype: str) -> str | None:
+    """Why this cannot be compared; None if it can."""
     if impl == "triton" and device_of(impl) == "cpu" and (dtype == "bf16" or failure == "zero_init_max"):
-        why = "Triton's interpreter does not compute bf16 and subnormal numbers as a GPU does"
-    return why
+        return "Triton's interpreter does not compute bf16 and subnormal numbers as a GPU does"
+    parts = BreakIt(failure).broken if impl == "naive" else ()
+    return next((why for part in parts if (why := break_it.FAILURES[part].not_in_naive)), None)
 
 
 def compare(failure: str, impl: str, dtype: str) -> Iterator[Line]:
-    """Lines for all inputs of a failure, where why_left_out() is empty."""
+    """Lines for all inputs of a failure, where why_left_out() is None."""
     entry = FAILURES[failure]
     for name, inputs in (entry.acts | entry.sleeps).items():
         predicted, found, right, allowed = tried(entry, failure, inputs, impl, dtype)
         difference = max(distance(found[x], predicted[x]) / allowed[x] for x in predicted)
-        o = error(predicted, right, "o"), error(found, right, "o")
-        gradients = error(predicted, right, "dq", "dk", "dv"), error(found, right, "dq", "dk", "dv")
+        o, gradients = ([error(x, right, *names) for x in (predicted, found)] for names in (["o"], ["dq", "dk", "dv"]))
         yield Line(failure, name, impl, dtype, o, gradients, difference)
 
 
@@ -191,36 +181,34 @@ def table(names: list[str], dtypes: list[str]) -> list[Line]:
     """Prints and returns the lines of these failures, in every implementation that runs here."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on a CPU
     on_gpu = torch.cuda.is_available() and runs_kernels(torch.device("cuda"))
-    impls = ["naive", "tiled"] + ["triton"] * (interpreted or on_gpu)
-    print(HEAD)
-    lines = []
-    for name, impl, dtype in product(names, impls, dtypes):
-        if why := why_left_out(name, impl, dtype):
-            print(f"{name:18}{why}")
-            continue
-        for line in compare(name, impl, dtype):
-            lines.append(line)
-            print(line, flush=True)
+    impls, lines = ["naive", "tiled"] + ["triton"] * (interpreted or on_gpu), list[Line]()
+    for name in names:
+        print(f"\n{name}: without {break_it.FAILURES[name].removed}\n\n{HEAD}")
+        for impl, dtype in product(impls, dtypes):
+            if why := why_left_out(name, impl, dtype):
+                print(f"| {impl}, {dtype}: {why} |")
+                continue
+            for line in compare(name, impl, dtype):
+                lines.append(line)
+                print(line, flush=True)
     wrong = sum(not line.difference <= 1 for line in lines)
-    print(f"{len(lines)} lines, {wrong or 'none'} of them not as predicted")
+    print(f"\n{len(lines)} lines, {wrong or 'none'} of them not as predicted (difference above 1: more than rounding)")
     return lines
 
 
-def tried(
-    entry: Entry, failure: str, inputs: Inputs, impl: str, dtype: str
-) -> tuple[Results, Results, Results, dict[str, float]]:
+def tried(entry: Entry, failure: str, inputs: Inputs, impl: str, dtype: str) -> tuple[Results, Results, Results, dict]:
     """predicted, found, right; and by how much found may differ, as a share of the largest number predicted: twice the
     whole algorithm's error on the same inputs, plus twice the rounding of that number and of its score."""
     number = DTYPES[dtype]
-    found = attend(inputs, impl, number, BreakIt(failure), entry.again)
-    prediction = entry.prediction(inputs, impl, number)
+    found, prediction = (
+        attend(inputs, impl, number, BreakIt(failure), entry.again),
+        entry.prediction(inputs, impl, number),
+    )
     same = replace(inputs, seed=prediction.seed)  # the seed of the forward
-    predicted, right, whole = prediction.results(), Whole(same, impl, number).results(), attend(same, impl, number)
-    top = float(prediction.s[prediction.s.isfinite()].abs().max())
-    rounding = torch.finfo(number).eps + top * FLOAT32.eps
-    found = {name: x.cpu().double() for name, x in found.items()}
-    allowed = {name: 2 * (distance(whole[name].cpu().double(), right[name]) + rounding) for name in right}
-    return predicted, found, right, allowed
+    right, whole = Whole(same, impl, number).results(), attend(same, impl, number)
+    rounding = torch.finfo(number).eps + float(prediction.s[prediction.s.isfinite()].abs().max()) * FLOAT32.eps
+    allowed = {name: 2 * (distance(whole[name], right[name]) + rounding) for name in right}
+    return prediction.results(), found, right, allowed
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

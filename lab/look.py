@@ -1,7 +1,7 @@
 """What the heads of a trained model read on a text, as an HTML page; and the batch again that ended a run.
 
     look("latest", Path("runs"), "def f(x):", None, Path("look.html"))
-    replay(Path("runs/NAME/faults/step_000123"), device)
+    replay(Path("runs/NAME/faults/step_000123"))
 
 The page loads no other file: it is look.html of this folder with the weights as JSON. The page of a broken run has its
 weights as they are and, beside them, those of the whole algorithm with the same parameters.
@@ -26,7 +26,7 @@ from data.tokenizer import TokenizerConfig, encode, from_json
 from kernels.problem import runs_kernels
 from model.attention import attention
 from training.checkpoint import Checkpoint, load_checkpoint, set_rng_state
-from training.machine import set_precision
+from training.machine import pick_device, set_precision
 from training.probe import Call, find, gauges, record
 from training.trained import find_trained, network
 
@@ -48,7 +48,7 @@ def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, ou
     """Writes the page of a run's best checkpoint. prompt: the text; None: the first `tokens` of the validation text.
     out: the file; None: look.html in the run's folder. ValueError for a text longer than the model's context."""
     trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
-    broken = trained.state["broken"]
+    broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
     nets = {f"as trained: {broken}" if broken else "as trained": network(trained, "tiled", cpu)}
     if broken:
         trained.state["config"]["break_it"]["broken"] = []
@@ -56,12 +56,9 @@ def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, ou
     config = next(iter(nets.values())).config
     idx, documents = text_of(trained, prompt, tokens or min(TOKENS, config.context_length))
     point = math.ceil(idx.shape[1] / math.sqrt(2 * BYTES / (len(nets) * config.n_layer * config.n_head)))
-    views = [
-        {"name": name, "layers": [of_layer(call, idx[0], point) for call in record(net, idx, documents)]}
-        for name, net in nets.items()
-    ]
+    layers = [[of_layer(call, idx[0], point) for call in record(net, idx, documents)] for net in nets.values()]
     page: dict[str, Any] = {
-        "title": f"{trained.path.parents[1].name}, {trained.path.name}",
+        "title": title,
         "text": "the beginning of its validation text" if prompt is None else "your text",
         "broken": broken,
         "tokens": [from_json(trained.tokenizer).decode([token]) for token in idx[0].tolist()],
@@ -69,14 +66,14 @@ def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, ou
         "patterns": PATTERNS,
         "steps": STEPS,
         "point": point,  # tokens along a side of a point of a picture
-        "views": views,
+        "views": [{"name": name, "layers": view} for name, view in zip(nets, layers, strict=True)],
     }
     data = json.dumps(page, separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     out = out or trained.path.parents[1] / "look.html"
     out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data), encoding="utf-8")
     stamp = f"BROKEN[{broken}] " if broken else ""
-    print(f"{stamp}{page['title']}: {idx.shape[1]} tokens, {out}: {out.stat().st_size / 2**10:,.0f} KiB")
-    for layer in page["views"][0]["layers"]:
+    print(f"{stamp}{title}: {idx.shape[1]} tokens, {out}: {out.stat().st_size / 2**10:,.0f} KiB")
+    for layer in layers[0]:
         for number, head in enumerate(layer["heads"]):
             if pattern := head["pattern"]:
                 share = f"{head['shares'][pattern]:.0%} of its weight"
@@ -120,7 +117,7 @@ def keys_of(tokens: Tensor) -> dict[str, Tensor]:
         "previous": j == i - 1,
         "itself": j == i,
         "first": (j == 0) & (i > 1),  # row 1 would count twice
-        "induction": (tokens.roll(1) == tokens[:, None]) & (j > 0) & (j <= i) & (j != i),
+        "induction": (tokens.roll(1) == tokens[:, None]) & (j > 0) & (j < i),
         "same": (tokens == tokens[:, None]) & (j < i),
     }
 
@@ -131,8 +128,7 @@ def of_layer(call: Call, tokens: Tensor, point: int) -> dict[str, Any]:
     p, keys, T = weights_of(call), keys_of(tokens), len(tokens)
     N = -(-T // point)
     padded = F.pad(p, (0, N * point - T, 0, N * point - T)).view(-1, N, point, N, point)
-    rows = (torch.arange(T) // point).bincount()
-    maps = padded.sum((2, 4)) / rows[:, None]  # the mean over a block of rows of the weight of a block of keys
+    maps = padded.sum((2, 4)) / (torch.arange(T) // point).bincount()[:, None]  # a row's weights, the mean of its rows
     entropy = torch.special.entr(p).sum(-1)[:, 1:].mean(-1)  # row 0 sees itself alone
     back = (torch.arange(T) - p.argmax(-1))[:, 1:]
     shares = {name: (p * x).sum(-1)[:, x.any(-1)].mean(-1) for name, x in keys.items() if x.any(-1).sum() >= FEWEST}
@@ -151,17 +147,17 @@ def of_layer(call: Call, tokens: Tensor, point: int) -> dict[str, Any]:
 def of_picture(picture: Tensor) -> dict[str, Any]:
     """The lower triangle of a picture (N, N), row by row, as bytes in base64."""
     finite = picture.isfinite()
-    scale = max(1.0, float(picture[finite].abs().max())) if finite.any() else 1.0
+    scale = max([1.0, *picture[finite].abs().flatten().tolist()])
     levels = (picture.abs() / scale).sqrt().mul(STEPS).round().nan_to_num(0.0, 0.0, 0.0)
     levels = torch.where(finite, levels, LOST).to(torch.uint8)
     rows, columns = torch.tril_indices(len(picture), len(picture))
     return {"map": base64.b64encode(levels[rows, columns].numpy().tobytes()).decode(), "scale": scale}
 
 
-def replay(path: Path, device: torch.device) -> None:
+def replay(path: Path) -> None:
     """Runs the kept batch again. Prints the gauges of every attention call and the first tile that is not finite. path:
     a folder in runs/NAME/faults. ValueError for another checkpoint, because that holds no batch."""
-    kept = load_checkpoint(path)
+    kept, device = load_checkpoint(path), pick_device("auto")
     if "batch.x" not in kept.training:
         raise ValueError(f"replay={path} holds no batch: name a folder in runs/NAME/faults, of a run with probe.every=")
     about, broken = kept.state["about"], kept.state["broken"]
@@ -173,16 +169,12 @@ def replay(path: Path, device: torch.device) -> None:
         calls = record(net, batch["batch.x"], batch.get("batch.documents"), batch["batch.y"])
     stamp = f"BROKEN[{broken}] " if broken else ""
     print(f"{stamp}{path}: {len(batch['batch.x'])} sequences, {impl}, {about['dtype']}, on {device}")
-    print("score, weight: the largest; headroom: nats until exp overflows; l: the least; error: |o - right| / |right|")
-    print("layer     score  headroom   weight         l     error   o         dq        dk        dv")
+    print("score: the largest; headroom: nats until exp overflows; error: |o - right| / |right|")
+    print("layer     score  headroom     error   not finite")
     for call in calls:
         g = gauges(call)
-        results = "".join(f"{kind_of(x):10}" for x in (call.o, *call.gradients))
-        numbers = f"{g.max_score:10.2f}{g.headroom:10.2f}{g.max_weight:9.4f}{g.min_l:10.3g}{g.error:10.1e}"
-        print(f"{call.layer:5}{numbers}   {results}".rstrip())
+        results = dict(zip(("o", "dq", "dk", "dv"), (call.o, *call.gradients), strict=True))
+        lost = " ".join(name for name, x in results.items() if not x.isfinite().all())
+        numbers = f"{g.max_score:10.2f}{g.headroom:10.2f}{g.error:10.1e}"
+        print(f"{call.layer:5}{numbers}   {lost}".rstrip())
     print(f"first: {place}" if (place := find(calls)) else "in this batch it does not begin in attention")
-
-
-def kind_of(x: Tensor) -> str:
-    """What a result has at its worst."""
-    return "NaN" if x.isnan().any() else "infinity" if x.isinf().any() else "finite"

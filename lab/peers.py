@@ -16,14 +16,6 @@ from kernels.problem import runs_kernels
 from model.attention import AttentionConfig, attention
 
 PASSES = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # FLOPs, in those of a forward
-OURS = ("naive", "tiled", "triton")
-# One backend at a time. If torch could choose, it might run another backend than the table names.
-SDPA = {
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-IMPLS = (*OURS, *SDPA, "flex", "flash4")
 Attention = Callable[..., Any]  # o = f(q, k, v)
 
 
@@ -55,12 +47,6 @@ class Case:
         with 2 D FLOPs for each visible pair in each head. A backward counts 2.5 times as much."""
         return PASSES[which] * 4 * self.B * self.H * self.T * self.T * self.D * self.share
 
-    def title(self) -> str:
-        """What all lengths of a series have in common."""
-        words = [f"head size {self.D}", f"{self.H} heads" + (f" on {self.H_kv} of keys" if self.H_kv else "")]
-        words += ["causal" if self.causal else "not causal"] + [f"window {self.window}"] * (self.window is not None)
-        return ", ".join([*words, f"dropout {self.dropout_p:g}"])
-
 
 def attention_of(name: str, case: Case, block: int, device: torch.device) -> Attention:
     """f in o = f(q, k, v). The mask, the seed and the compiled function are made here, so they are not timed.
@@ -73,48 +59,39 @@ def attention_of(name: str, case: Case, block: int, device: torch.device) -> Att
         config = AttentionConfig(name, block, block, window=case.window, dropout_p=case.dropout_p)
         seed = torch.tensor(case.T, device=device) if case.dropout_p else None
         return partial(attention, config=config, causal=case.causal, seed=seed)
-    if case.window is not None and name != "flex":
-        raise ValueError("has no window without a mask of T x T")
-    if case.dropout_p and name not in SDPA:
-        raise ValueError("has no dropout")
-    return sdpa(name, case) if name in SDPA else flex(case, device) if name == "flex" else flash4(case)
+    make, lacks = PEERS[name]
+    if missing := [what for what in lacks if getattr(case, what)]:
+        raise ValueError(f"has no {missing[0]}")
+    return make(case, device)
 
 
-def sdpa(name: str, case: Case) -> Attention:
-    """One of torch's kernels."""
+def sdpa(backend: SDPBackend, case: Case, device: torch.device) -> Attention:
+    """One of torch's kernels. If torch could choose, it might run another one than the table names."""
 
     def run(q, k, v):
-        grouped = k.shape[1] != q.shape[1]
-        with sdpa_kernel(SDPA[name]):
-            return F.scaled_dot_product_attention(
-                q, k, v, dropout_p=case.dropout_p, is_causal=case.causal, enable_gqa=grouped
-            )
+        options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": k.shape[1] != q.shape[1]}
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=case.dropout_p, **options)
 
     return run
 
 
 def flex(case: Case, device: torch.device) -> Attention:
     """FlexAttention, compiled for the case."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Static shapes are fastest, but each shape is compiled anew. After eight compilations torch would run it
-    # uncompiled, with a table of T x T; reset() resets that count.
-    torch.compiler.reset()
-    compiled, mask = torch.compile(flex_attention, dynamic=False), flex_mask(case, device)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
-
-
-def flex_mask(case: Case, device: torch.device):
-    """FlexAttention's BlockMask of a case, or None if nothing is hidden."""
-    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
     rules: list[Callable] = [lambda b, h, i, j: i >= j] if case.causal else []
     if (window := case.window) is not None:
         rules.append(lambda b, h, i, j: (j > i - window) & (j < i + window))
-    return create_block_mask(and_masks(*rules), None, None, case.T, case.T, device=device) if rules else None
+    mask = create_block_mask(and_masks(*rules), None, None, case.T, case.T, device=device) if rules else None
+    # Static shapes are fastest, but each shape is compiled anew. After eight compilations torch would run it
+    # uncompiled, with a table of T x T; reset() resets that count.
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
-def flash4(case: Case) -> Attention:
+def flash4(case: Case, device: torch.device) -> Attention:
     """FlashAttention-4, which takes (B, T, H, D)."""
     from flash_attn.cute import flash_attn_func
 
@@ -124,3 +101,14 @@ def flash4(case: Case) -> Attention:
         return o.transpose(1, 2)
 
     return run
+
+
+OURS = ("naive", "tiled", "triton")
+PEERS: dict[str, tuple[Callable[..., Attention], tuple[str, ...]]] = {  # and what each lacks
+    "sdpa_flash": (partial(sdpa, SDPBackend.FLASH_ATTENTION), ("window",)),
+    "sdpa_cudnn": (partial(sdpa, SDPBackend.CUDNN_ATTENTION), ("window",)),
+    "sdpa_efficient": (partial(sdpa, SDPBackend.EFFICIENT_ATTENTION), ("window",)),
+    "flex": (flex, ("dropout_p",)),
+    "flash4": (flash4, ("window", "dropout_p")),
+}
+IMPLS = (*OURS, *PEERS)

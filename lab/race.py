@@ -4,25 +4,25 @@ B batch, T tokens, D head size, H query heads, H_kv key/value heads: q, o, do (B
 """
 
 import csv
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from lab.charts import memory_picture, speed_picture
 from lab.meter import is_out_of_memory, median_ms, peak_bytes
-from lab.peers import OURS, PASSES, Attention, Case, attention_of
+from lab.peers import IMPLS, OURS, PASSES, Attention, Case, attention_of
 from training.machine import DTYPES, about
 
-ROUNDED = ("ms", "tflops", "peak_mib")  # to four digits in the table
 COLUMNS = ["commit", "device", "torch", "triton", "impl", "dtype", "B", "H", "H_kv", "T", "D", "causal", "window"]
-COLUMNS += ["documents", "block_mask", "share", "dropout_p", "tile", "pass", *ROUNDED]  # two are empty: no such masks
-Found = list[dict] | str  # a row for each pass, or the word in their place: -, memory, slow
+COLUMNS += ["share", "dropout_p", "pass", "ms", "tflops", "peak_mib"]
+BOTH = "forward+backward"
 
 
 def race(
@@ -31,71 +31,66 @@ def race(
     """Checks, races and draws. Appends a row for each measurement to out/results.csv, draws speed.png and memory.png.
 
     series: lists of cases that differ in T and B alone, shortest first. block: tile size of tiled. patience: seconds.
-    Raises ValueError if nobody can run, or results.csv has other columns; RuntimeError if one of ours is wrong.
+    Raises ValueError if nobody can run; RuntimeError if one of ours is wrong.
     """
-    facts, table, rows = about(device) | {"dtype": dtype}, out / "results.csv", list[dict]()
+    facts, table, raced = about(device) | {"dtype": dtype}, out / "results.csv", list[dict]()
     print("{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**facts), flush=True)
-    append(table, [])  # another header is refused before anything is measured
-    told: set[str] = set()  # why peers cannot run, each printed once
-    names = check(impls, small_cases(series), block, device, DTYPES[dtype], told)
+    names = check(impls, small_cases(series), block, device, DTYPES[dtype])
     if not names:
         raise ValueError(f"impls={impls}: none of them can run here")
+    unit, scale = ("TFLOP/s", 1) if device.type == "cuda" else ("GFLOP/s", 1000)
     for cases in series:
-        unit = "TFLOP/s" if device.type == "cuda" else "GFLOP/s"
-        print(f"\n{cases[0].title()}\n{'':27}" + "".join(f"{which:>18}" for which in PASSES))
+        shared = ", ".join(f"{name}={x}" for name, x in asdict(cases[0]).items() if name not in "BT")
+        print(f"\n{shared}\n{'':27}" + "".join(f"{which:>18}" for which in PASSES))
         print(f"{'T':>7}{'B':>4}  {'':14}" + f"{'ms':>9}{unit:>9}" * 3 + f"{'x fastest':>10}{'MiB':>8}", flush=True)
-        found: dict[str, Found] = {}
+        found: dict[str, list[dict]] = {}  # of each implementation: the rows of the longest case so far
         for case in cases:
-            x = attempt(told, "inputs", inputs, case, device, DTYPES[dtype])
+            x = attempt("inputs", inputs, case, device, DTYPES[dtype])
             for name in names:
-                last = found.get(name, [])  # at the length before
-                if isinstance(last, str):
-                    continue
-                seconds = case.flops("forward+backward") / (last[-1]["tflops"] * 1e12) if last else 0.0
-                word = "slow" if seconds > patience else x if isinstance(x, str) else ""
-                found[name] = word or attempt(told, name, weigh, name, case, block, x)
-            show(case, found, unit)
-            rows += (made := [facts | row for row in rows_of(case, found, block)])
+                last = found[name][-1] if name in found else dict[str, Any](word="", tflops=None)
+                slow = last["tflops"] and case.flops(BOTH) / last["tflops"] / 1e12 > patience
+                word = last["word"] or ("slow" if slow else x if isinstance(x, str) else "")
+                found[name] = rows_of(case, name, word or attempt(name, weigh, name, case, block, x))
+            show(found, scale)
+            made = [facts | row for rows in found.values() for row in rows if row["word"] in ("", "memory")]
             append(table, made)
-    if any(row["ms"] for row in rows):
-        print(f"\n{table}, {speed_picture(rows, out / 'speed.png')}, {memory_picture(rows, out / 'memory.png')}")
+            raced += made
+    if any(row["ms"] for row in raced):
+        speed = picture(raced, "tflops", ["forward", "backward"], "linear", out / "speed.png")
+        print(f"\n{table}, {speed}, {picture(raced, 'peak_mib', [BOTH], 'log', out / 'memory.png')}")
 
 
 def append(table: Path, rows: list[dict]) -> None:
-    """Appends rows at once, so that a race that is cut short keeps what it has. ValueError for another header."""
+    """Appends rows at once, so that a race that is cut short keeps what it has. A table keeps the columns it has."""
     table.parent.mkdir(parents=True, exist_ok=True)
     with open(table, "a+", newline="", encoding="utf-8") as file:
         file.seek(0)
-        if (header := next(csv.reader(file), None)) not in (None, COLUMNS):
-            raise ValueError(f"{table} has other columns than this race writes; move it away or use another out=")
-        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+        header = next(csv.reader(file), None)
+        writer = csv.DictWriter(file, header or COLUMNS, extrasaction="ignore")
         if header is None:
             writer.writeheader()
-        writer.writerows(row | {key: f"{row[key]:.4g}" for key in ROUNDED if row[key] is not None} for row in rows)
+        writer.writerows({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
 
 
-def rows_of(case: Case, found: dict[str, Found], block: int) -> list[dict]:
-    """The rows of a case. Running out of memory is a result too: rows without numbers."""
-    nothing = [{"pass": which} | dict.fromkeys(ROUNDED) for which in PASSES]
-    rows = []
-    for name, passes in found.items():
-        shape = asdict(case) | {"impl": name, "share": case.share, "tile": block if name == "tiled" else None}
-        passes = passes if isinstance(passes, list) else nothing if passes == "memory" else []
-        rows += [shape | passed for passed in passes]
-    return rows
+def rows_of(case: Case, name: str, measured: tuple[dict[str, float], float] | str) -> list[dict]:
+    """A row for each pass; without numbers if there is a word in their place: -, memory, slow."""
+    ms, peak = (dict.fromkeys(PASSES), None) if isinstance(measured, str) else measured
+    shape = asdict(case) | {"impl": name, "share": case.share, "word": measured if isinstance(measured, str) else ""}
+    rows = [{"pass": which, "ms": x, "tflops": x and case.flops(which) / x / 1e9} for which, x in ms.items()]
+    return [shape | row | {"peak_mib": peak if row["pass"] == BOTH else None} for row in rows]
 
 
-def show(case: Case, found: dict[str, Found], unit: str) -> None:
+def show(found: dict[str, list[dict]], scale: float) -> None:
     """Prints a line for each implementation: for each pass ms and FLOP/s; then the time of both passes relative to the
     fastest, and their memory. Or a word instead of the numbers."""
-    fastest = min((passes[-1]["ms"] for passes in found.values() if isinstance(passes, list)), default=0.0)
-    for name, passes in found.items():
-        line = f"{case.T:>7}{case.B:>4}  {name:14}"
-        if isinstance(passes, list):
-            for passed in passes:
-                line += f"{short(passed['ms']):>9}{short(passed['tflops'] * (1 if unit[0] == 'T' else 1e3)):>9}"
-            line += f"{passes[-1]['ms'] / fastest:>10.2f}{short(passes[-1]['peak_mib']):>8}"
-        print(line if isinstance(passes, list) else f"{line}{passes:>9}", flush=True)
+    fastest = min((rows[-1]["ms"] for rows in found.values() if rows[-1]["ms"]), default=0.0)
+    for name, rows in found.items():
+        last = rows[-1]
+        line = f"{last['T']:>7}{last['B']:>4}  {name:14}" + f"{last['word']:>9}" * bool(last["word"])
+        if last["ms"]:
+            line += "".join(f"{short(row['ms']):>9}{short(scale * row['tflops']):>9}" for row in rows)
+            line += f"{last['ms'] / fastest:>10.2f}{short(last['peak_mib']):>8}"
+        print(line, flush=True)
 
 
 def short(x: float) -> str:
@@ -107,16 +102,14 @@ def small_cases(series: list[list[Case]]) -> list[Case]:
     """Cases to check: one for each mask, head size and dropout of the race, and the same without dropout."""
     T = 333  # no tile size divides it; a window is cut so that it hides keys
     found: dict[Case, None] = {}
-    for case in (cases[0] for cases in series):
+    for case, *_ in series:
         window = None if case.window is None else min(T // 3, case.window)
         small = replace(case, B=2, H=2, T=T, H_kv=None if case.H_kv is None else 1, window=window)
         found |= {replace(small, dropout_p=0.0): None, small: None}
     return list(found)
 
 
-def check(
-    impls: list[str], cases: list[Case], block: int, device: torch.device, dtype: torch.dtype, told: set[str]
-) -> list[str]:
+def check(impls: list[str], cases: list[Case], block: int, device: torch.device, dtype: torch.dtype) -> list[str]:
     """The implementations that are right: in every case that they can do, o, dq, dk and dv are each within
     2 * (naive's error + eps * max |reference|) of naive in float64. Peers drop other weights than ours do, so they are
     compared without dropout. Raises RuntimeError if one of ours is wrong.
@@ -124,23 +117,18 @@ def check(
     problems = [(case, *allowance(case, device, dtype)) for case in cases]
     right = []
     for name in impls:
-        worst = -1.0  # the largest share of the allowed error
+        shares: list[float] = []  # of the allowed errors
         for case, x, reference, allowed in problems:
-            found = "-" if case.dropout_p and name not in OURS else attempt(told, name, results, name, case, block, x)
+            found = "-" if case.dropout_p and name not in OURS else attempt(name, results, name, case, block, x)
             if not isinstance(found, str):
-                errors = [float((f - r).abs().max()) for f, r in zip(found, reference, strict=True)]
-                worst = max(worst, *map(share_of, errors, allowed))
-        if worst > 1 and name in OURS:
-            raise RuntimeError(f"{name} is wrong, {worst:.3g} times the allowed error: nothing is timed")
-        if worst >= 0:
-            print(f"check {name:14} {'WRONG, left out' if worst > 1 else 'right'}: {worst:.2f} of the allowed error")
-            right += [name] * (worst <= 1)
+                shares += [float((f - r).abs().max()) / a for f, r, a in zip(found, reference, allowed, strict=True)]
+        wrong = not all(share <= 1 for share in shares)  # NaN is wrong
+        if wrong and name in OURS:
+            raise RuntimeError(f"{name} is wrong, {max(shares):.3g} times the allowed error: nothing is timed")
+        if shares:
+            print(f"check {name:14} {'WRONG, left out' if wrong else 'right'}: {max(shares):.2f} of the allowed error")
+            right += [name] * (not wrong)
     return right
-
-
-def share_of(error: float, allowed: float) -> float:
-    """error / allowed; infinite for NaN, 0 for 0 of 0."""
-    return error / allowed if allowed and not math.isnan(error) else math.inf if error else 0.0
 
 
 def allowance(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[float]]:
@@ -149,10 +137,8 @@ def allowance(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[lis
     reference = results("naive", case, 1, [t.detach().double().requires_grad_() for t in x])
     # A result that is 0 throughout, as dq of rows that see one key is, is rounded at the scale of the others.
     largest, eps = [float(r.abs().max()) for r in reference], torch.finfo(dtype).eps
-    allowed = [
-        2 * (float((found - r).abs().max()) + eps * (scale or max(largest)))
-        for found, r, scale in zip(results("naive", case, 1, x), reference, largest, strict=True)
-    ]
+    errors = [float((f - r).abs().max()) for f, r in zip(results("naive", case, 1, x), reference, strict=True)]
+    allowed = [2 * (error + eps * (scale or max(largest))) for error, scale in zip(errors, largest, strict=True)]
     return x, reference, allowed
 
 
@@ -171,12 +157,20 @@ def results(name: str, case: Case, block: int, x: list[Tensor]) -> list[Tensor]:
 
 
 def forward_and_backward(f: Attention, x: list[Tensor]) -> list[Tensor]:
-    q, k, v, do = x
-    o = f(q, k, v)
-    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+    o = f(*x[:3])
+    return [o.detach(), *torch.autograd.grad(o, x[:3], x[3])]
 
 
-def attempt(told: set[str], name: str, action: Callable, *arguments):
+def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> tuple[dict[str, float], float]:
+    """The ms of each pass, and the peak memory of both together in MiB."""
+    f, device = attention_of(name, case, block, x[0].device), x[0].device
+    peak = peak_bytes(partial(forward_and_backward, f, x), device)
+    forward = median_ms(lambda: f(*x[:3]), device)
+    backward = median_ms(lambda o: torch.autograd.grad(o, x[:3], x[3]), device, lambda: (f(*x[:3]),))
+    return {"forward": forward, "backward": backward, BOTH: forward + backward}, peak / 2**20
+
+
+def attempt(name: str, action: Callable, *arguments):
     """Returns action(*arguments), or a word: "memory" if it ran out of memory, "-" if the implementation cannot do it.
     Prints why, once. Other errors of ours are bugs and are raised."""
     try:
@@ -189,20 +183,48 @@ def attempt(told: set[str], name: str, action: Callable, *arguments):
         if name in OURS and not isinstance(error, ValueError | ImportError):
             raise
         why = str(said[-1].message) if said and isinstance(error, RuntimeError) else str(error)
-        line = f"{name}: {why.partition(' (Triggered')[0].strip().partition(chr(10))[0]}"
-        if line not in told:
-            print(line, flush=True)
-            told.add(line)
+        say(f"{name}: {why.partition(' (Triggered')[0].strip().partition(chr(10))[0]}")
         return "-"
 
 
-def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> list[dict]:
-    """Measures one implementation: a row for each pass with its ms, tflops and peak_mib (for both passes together)."""
-    q, k, v, do = x
-    f = attention_of(name, case, block, q.device)
-    peak = peak_bytes(partial(forward_and_backward, f, x), q.device)
-    forward = median_ms(lambda: f(q, k, v), q.device)
-    backward = median_ms(lambda o: torch.autograd.grad(o, (q, k, v), do), q.device, prepare=lambda: f(q, k, v))
-    ms = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
-    rows = [{"pass": which, "ms": ms[which], "tflops": case.flops(which) / ms[which] / 1e9} for which in PASSES]
-    return [row | {"peak_mib": peak / 2**20 if row["pass"] == "forward+backward" else None} for row in rows]
+@cache
+def say(line: str) -> None:
+    """Prints a line, once."""
+    print(line, flush=True)
+
+
+def picture(rows: list[dict], value: str, passes: list[str], scale: str, path: Path) -> Path:
+    """Draws row[value] over length: a row of panels for each series, a column for each pass. scale: of the vertical
+    axis, linear or log. Returns the path."""
+    keys = ("D", "H", "H_kv", "causal", "window", "dropout_p")
+    series = list({tuple(row[key] for key in keys): None for row in rows})
+    figure = Figure(figsize=(11, 3.2 * len(series) + 1.5), layout="constrained")
+    where = "{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**rows[0])
+    figure.suptitle(f"attention: {value}\n{where}", fontsize=11)
+    grid = figure.subplots(len(series), len(passes), squeeze=False)
+    for one, line in zip(series, grid, strict=True):
+        for which, axes in zip(passes, line, strict=True):
+            wanted = dict(zip(keys, one, strict=True)) | {"pass": which}
+            plot(axes, [row for row in rows if wanted.items() <= row.items()], value)
+            shown = ", ".join(f"{key} {x}" for key, x in wanted.items() if x is not None and key != "pass")
+            axes.set_title(f"{which}: {shown}", fontsize=9)
+            axes.set_yscale("log") if scale == "log" else axes.set_ylim(0)
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.savefig(path, dpi=100)
+    return path
+
+
+def plot(axes: Axes, rows: list[dict], value: str) -> None:
+    """A line for each implementation, solid for ours. Its label says where it ran out of memory."""
+    for n, impl in enumerate(IMPLS):
+        found = {row["T"]: row[value] for row in rows if row["impl"] == impl}
+        died = [T for T, y in found.items() if not y]
+        ended = {T: y for T, y in found.items() if y}
+        if found:
+            label = impl + (f" (out of memory at {died[0]:,})" if died else "")
+            axes.plot([*ended], [*ended.values()], f"C{n}{'osD^vPX*'[n]}{'-' if impl in OURS else '--'}", label=label)
+    lengths = sorted({row["T"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{T:,}" for T in lengths], minor=False)
+    axes.set_xlabel("context length T (tokens)")
+    axes.grid(alpha=0.3)

@@ -8,22 +8,20 @@ that of train.py, recorded as a CUDA graph. B sequences, T tokens in each.
 import gc
 import importlib.util
 import itertools
-import math
-import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 
 import torch
 
 from data.loader import Batch
-from lab.meter import is_out_of_memory, ms_of
+from lab.meter import ms_of
 from model.attention import AttentionConfig, resolve
 from model.gpt import GPT, GPTConfig
 from training.machine import about, set_precision
@@ -38,75 +36,59 @@ WARM_UP, TURNS, STEPS = 5, 5, 4  # steps before the first turn; turns of each si
 Step = Callable[[Batch], None]  # makes one update; may return before the GPU has made it
 
 
-def compare_steps(lengths: list[int], peer: str | None, device: torch.device) -> None:
-    """Prints for each context length: ms a step of both sides (medians of turns in one process), their ratio, and the
-    peak memory of each. peer: path of nanoGPT's model.py; None: our step alone. Raises ValueError for another file."""
-    cuda, tokens = device.type == "cuda", TOKENS.get(device.type, 4096)
-    module, autocast = load(Path(peer)) if peer else None, set_precision("bf16" if cuda else "float32", device)
+def compare_steps(lengths: list[int], peer: str, device: torch.device) -> None:
+    """Prints for each context length: ms a step of both sides (medians of turns A B A B in one process), their ratio,
+    and the peak memory of each. peer: path of nanoGPT's model.py. Raises ValueError for another file."""
+    cuda, tokens, module = device.type == "cuda", TOKENS.get(device.type, 4096), load(Path(peer))
+    autocast = set_precision("bf16" if cuda else "float32", device)
     print("{device}, torch {torch}, triton {triton}, commit {commit}".format(**about(device)))
     print(f"{tokens:,} tokens a step; the ratio is nanoGPT's ms / ours, with the slowest and the fastest turn\n")
     print(f"{'T':>7}  residual_dtype   ours ms  nanoGPT ms{'ratio':>25}  ours GiB  nanoGPT GiB", flush=True)
-    for T in lengths:
+    for T, residual_dtype in itertools.product(lengths, ("float32", "autocast") if cuda else ("float32",)):
         torch.compiler.reset()  # or a model of another length would be compiled for variable lengths
-        config = replace(GPT2 if cuda else NANO, context_length=T)
+        config = replace(GPT2 if cuda else NANO, context_length=T, residual_dtype=residual_dtype)
         batches = some_batches(config, max(1, tokens // T), device)
-        theirs = make(partial(their_step, module, config, autocast, device), batches, device) if module else (None, 0)
-        for residual_dtype in ("float32", "autocast") if cuda else ("float32",):
-            config.residual_dtype = residual_dtype
-            ours = make(partial(our_step, config, autocast, device), batches, device)
-            (our_ms, their_ms), ratio = in_turn([ours[0], theirs[0]], batches, device)
-            gib = f"{ours[1]:>10.1f}{theirs[1]:>13.1f}"
-            print(f"{T:>7}  {residual_dtype:14}{our_ms:>10.1f}{their_ms:>12.1f}{ratio:>25}{gib}", flush=True)
-            del ours  # its memory is free before the next one is made
-        del theirs
+        ours, our_gib = warm(partial(our_step, config, autocast, device), batches, device)
+        theirs, their_gib = warm(partial(their_step, module, config, autocast, device), batches, device)
+        turns = [(turn(ours, batches, device), turn(theirs, batches, device)) for _ in range(TURNS)]
+        ratios = [b / a for a, b in turns]
+        ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        ms = "".join(f"{median(side):>12.1f}" for side in zip(*turns, strict=True))
+        print(f"{T:>7}  {residual_dtype:12}{ms}{ratio:>25}{our_gib:>10.1f}{their_gib:>13.1f}", flush=True)
+        del ours, theirs  # their memory is free before the next ones are made
 
 
-def make(build: Callable[[], Step], batches: list[Batch], device: torch.device) -> tuple[Step | None, float]:
-    """Builds one side and makes its first steps. Returns its step, None if memory runs out, and its peak memory in GiB,
-    on a GPU, beyond what was there before. (A recorded step takes its memory when it is recorded, in these steps.)"""
+def warm(build: Callable[[], Step], batches: list[Batch], device: torch.device) -> tuple[Step, float]:
+    """Builds one side and makes its first steps. Returns its step and, on a GPU, its peak memory in GiB beyond what was
+    there before. (A recorded step takes its memory when it is recorded, in these steps.)"""
     gc.collect()
-    before, cuda = 0, device.type == "cuda"
+    cuda, before = device.type == "cuda", 0
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    step: Step | None = None
-    try:
-        made = build()
-        for batch in batches:
-            made(batch)
-        step = made
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+    step = build()
+    for batch in batches:
+        step(batch)
     return step, (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else 0.0
 
 
-def in_turn(steps: list[Step | None], batches: list[Batch], device: torch.device) -> tuple[list[float], str]:
-    """The median ms of a step of each side, over turns A B A B, NaN for None; and the second's over the first's."""
-
-    def turn(step: Step | None) -> float:
-        if step is None:
-            return math.nan
-        return ms_of(lambda: [step(batch) for batch in batches[:STEPS]], device) / STEPS
-
-    turns = [[turn(step) for step in steps] for _ in range(TURNS)]
-    ratios = [theirs / ours for ours, theirs in turns]
-    ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-    return [statistics.median(ms) for ms in zip(*turns, strict=True)], ratio
+def turn(step: Step, batches: list[Batch], device: torch.device) -> float:
+    """ms a step."""
+    return ms_of(lambda: [*map(step, batches[:STEPS])], device) / STEPS
 
 
 def our_step(config: GPTConfig, autocast: AbstractContextManager, device: torch.device) -> Step:
     """The step of train.py."""
     model = GPT(config, resolve(AttentionConfig(), str(device), config.head_size, config.context_length)).to(device)
-    scaler, way = torch.amp.GradScaler(device.type, enabled=False), "recorded" if device.type == "cuda" else "eager"
-    train_step = TrainStep(model, build_optimizers(model, OPTIMIZER), scaler, autocast, way)
-    sent: deque = deque()
+    scaler, mode = torch.amp.GradScaler(device.type, enabled=False), "graph" if device.type == "cuda" else "eager"
+    train_step = TrainStep(model, build_optimizers(model, OPTIMIZER), scaler, autocast, mode)
+    pending: deque = deque()
 
     def step(batch: Batch) -> None:
-        sent.append(train_step(batch, LR))
-        if len(sent) > train_step.ahead:
-            assert not sent.popleft().numbers().stopped, "the loss is NaN"
+        pending.append(train_step(batch, LR))
+        if len(pending) > train_step.ahead:
+            assert not pending.popleft().wait().stopped, "the loss is NaN"
 
     return step
 
@@ -114,12 +96,10 @@ def our_step(config: GPTConfig, autocast: AbstractContextManager, device: torch.
 def their_step(module: ModuleType, config: GPTConfig, autocast: AbstractContextManager, device: torch.device) -> Step:
     """nanoGPT's step: its model, compiled on a GPU; its optimizer, fused AdamW; its loop."""
     sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "bias", "vocab_size")}
+    model = module.GPT(module.GPTConfig(block_size=config.context_length, dropout=0.0, **sizes)).to(device)
     betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
-    with redirect_stdout(StringIO()):  # it prints what it does
-        model = module.GPT(module.GPTConfig(block_size=config.context_length, dropout=0.0, **sizes)).to(device)
-        optimizer = model.configure_optimizers(OPTIMIZER.weight_decay, LR, betas, device.type)
-    loss_of = torch.compile(model) if device.type == "cuda" else model
-    steps = itertools.count(1)
+    optimizer = model.configure_optimizers(OPTIMIZER.weight_decay, LR, betas, device.type)
+    loss_of, steps = torch.compile(model) if device.type == "cuda" else model, itertools.count(1)
 
     def step(batch: Batch) -> None:
         x, y = (part[0].to(device, non_blocking=True) for part in (batch.x, batch.y))
@@ -136,14 +116,12 @@ def their_step(module: ModuleType, config: GPTConfig, autocast: AbstractContextM
 
 
 def load(path: Path) -> ModuleType:
-    """nanoGPT's model.py as a module. ValueError if it is not there or is something else."""
+    """nanoGPT's model.py as a module. ValueError if it is not there."""
     spec = importlib.util.spec_from_file_location("peer_model", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ValueError(f"peer={path} is no Python file; give the path of nanoGPT's model.py")
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # a dataclass looks its module up
     spec.loader.exec_module(module)
-    if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
-        raise ValueError(f"peer={path} has no GPT and GPTConfig; give the path of nanoGPT's model.py")
     return module
 
 

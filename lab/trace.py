@@ -15,7 +15,6 @@ from model import tiled
 from model.attention import AttentionConfig, problem_of
 from model.break_it import FAILURES, UNBROKEN, BreakIt
 from model.tiled import INF, LOG2E, LOWEST, TINY
-from training.probe import Call
 
 ROUNDING = 1e-6  # a smaller share of o is rounding
 
@@ -23,7 +22,6 @@ ROUNDING = 1e-6  # a smaller share of o is rounding
 class Head(NamedTuple):
     """One head of one sequence."""
 
-    about: str
     labels: list[str]  # (T,): the tokens
     q: Tensor  # (T, D)
     k: Tensor  # (T_k, D)
@@ -48,29 +46,10 @@ def worked_example() -> Head:
     k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
     v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
     labels = ["The", "cat", "sat", "on", "mat"]
-    return Head("the cat sat on (the) mat", labels, torch.tensor(q).float(), torch.tensor(k), torch.tensor(v), 0.5)
+    return Head(labels, torch.tensor(q).float(), torch.tensor(k), torch.tensor(v), 0.5)
 
 
-def made(T: int, D: int = 4, seed: int = 1) -> Head:
-    """Normal random numbers."""
-    q, k, v = torch.randn(3, T, D, generator=torch.Generator().manual_seed(seed))
-    return Head(f"{T} random tokens", [f"t{i}" for i in range(T)], q, k, v, D**-0.5)
-
-
-def head_of(call: Call, head: int, labels: list[str], about: str) -> Head:
-    """A head of a recorded call of one sequence. Raises ValueError for a call with more than the causal mask."""
-    beyond = [name for name in ("window", "block_mask", "softcap", "alibi") if getattr(call.config, name)]
-    if beyond or call.documents is not None:
-        name = beyond[0] if beyond else "documents"
-        raise ValueError(f"layer {call.layer} has attention.{name}, a trace only the causal mask: use look=true")
-    key_head = head * call.k.shape[1] // call.q.shape[1]
-    q, k, v = (x[0, h].float() for x, h in ((call.q, head), (call.k, key_head), (call.v, key_head)))
-    return Head(f"{about}, layer {call.layer}, head {head}", labels, q, k, v, call.problem(broken=()).scale)
-
-
-def tell(
-    head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt = UNBROKEN
-) -> tuple[list[Tile], Tensor, float]:
+def tell(head: Head, row: int, M: int, N: int, causal: bool, break_it: BreakIt = UNBROKEN):
     """The tiles of a row, in the order of the visits; its o (D,) and lse."""
     found: list[Tile] = []
 
@@ -97,7 +76,7 @@ def trace(
     break_it = BreakIt(failure, score_gain)
     tiles, o, lse = tell(head, row, M, N, causal, break_it)
     right = tell(head, row, M, N, causal, BreakIt("none", score_gain))[1]
-    yield f"{head.about}, row {row}, {head.labels[row]!r}"
+    yield f"{' '.join(head.labels)}: row {row}, {head.labels[row]!r}"
     yield f"failure={failure}, score_gain={score_gain:g}, causal={causal}, tiles of {M} x {N}"
     yield line("keys", "m", "l", "alpha", f"{'o':>9}", "what changed")
     last = row + len(head.k) - len(head.q) if causal else len(head.k)  # the last key that the row may see
@@ -105,41 +84,46 @@ def trace(
     for tile in tiles:
         alpha = float(torch.tensor(m - tile.m).exp()) if m > -INF or tile.m != tile.m else 0.0
         so_far = tile.acc / (tile.l if "unguarded_mask" in break_it.broken else max(tile.l, TINY))
+        words = sees(tile, last) + sentence(tile, m, l, alpha, break_it.broken)
         keys = f"{tile.columns[0]}-{tile.columns[-1]}"
-        words = sentence(tile, m, l, alpha, last, break_it)
         yield line(keys, number(tile.m), number(tile.l), number(alpha), numbers(so_far), words)
         m, l = tile.m, tile.l
     yield line("end", "", "", "", numbers(o), f"o, and lse = {lse:.4f}")
     if failure != "none":
         off = float((o - right).norm() / right.norm())
-        far = f"{100 * off:.1f} % away" if off == off and off < INF else "not finite"
+        far = f"{100 * off:.1f} % away" if off < INF else "not finite"
         yield line("", "", "", "", numbers(right), f"o of the whole algorithm; the one above is {far}")
         if off < ROUNDING:
             yield f"{failure} changes nothing in this row: it acts {FAILURES[failure].acts}."
 
 
-def sentence(tile: Tile, m: float, l: float, alpha: float, last: int, break_it: BreakIt) -> str:
-    """What the tile changed. m, l: before it. last: the last key that the row may see."""
-    seen, top, broken = tile.s > -INF, float(tile.s.max()), break_it.broken
-    leaks = sum(j > last for j, one in zip(tile.columns, seen, strict=True) if one)
-    misses = sum(j <= last for j, one in zip(tile.columns, seen, strict=True) if not one)
+def sees(tile: Tile, last: int) -> str:
+    """Where the mask is wrong. last: the last key that the row may see."""
+    seen = dict(zip(tile.columns, (tile.s > -INF).tolist(), strict=True))
+    leaks = sum(j > last for j in seen if seen[j])
+    misses = sum(j <= last for j in seen if not seen[j])
     words = f"Sees {leaks} of the future's keys. " if leaks else ""
-    words += f"Misses {misses} that it may see. " if misses else ""
+    return words + (f"Misses {misses} that it may see. " if misses else "")
+
+
+def sentence(tile: Tile, m: float, l: float, alpha: float, broken: tuple[str, ...]) -> str:
+    """What the tile changed. m, l: before it."""
+    top = float(tile.s.max())
     if l != l:
-        return words + "It was NaN before and stays NaN."
-    if not seen.any():
+        return "It was NaN before and stays NaN."
+    if top == -INF:
         unseen = "m is still -inf, and exp(-inf - -inf) is NaN" if tile.l != tile.l else "nothing changes"
-        return words + f"It sees no key of this tile: {unseen}."
+        return f"It sees no key of this tile: {unseen}."
     if "no_max" in broken or ("zero_init_max" in broken and tile.m == 0 > top):
-        largest = f"the largest weight is exp({top:.4g}) = {float(tile.p.max()):.4g}."
-        return words + ("No maximum: " if "no_max" in broken else "m began at 0 and stays there: ") + largest
+        why = "No maximum" if "no_max" in broken else "m began at 0 and stays there"
+        return f"{why}: the largest weight is exp({top:.4g}) = {float(tile.p.max()):.4g}."
     if l == 0:
-        return words + f"The first keys that it sees: m = {tile.m:.4g}, and nothing yet to rescale."
+        return f"The first keys that it sees: m = {tile.m:.4g}, and nothing yet to rescale."
     if tile.m == m:
-        return words + f"No score above m = {m:.4g}: alpha is 1, and the new weights are added as they are."
+        return f"No score above m = {m:.4g}: alpha is 1, and the new weights are added as they are."
     left = [name for name, part in (("l", "no_rescale_sum"), ("acc", "no_rescale_output")) if part in broken]
     so = f"but {' and '.join(left)} {'are' if left[1:] else 'is'} not" if left else "so l and acc are"
-    return words + f"A larger score: m grows from {m:.4g} to {tile.m:.4g}, {so} multiplied by alpha = {alpha:.4g}."
+    return f"A larger score: m grows from {m:.4g} to {tile.m:.4g}, {so} multiplied by alpha = {alpha:.4g}."
 
 
 def line(keys: str, m: str, l: str, alpha: str, o: str, words: str) -> str:

@@ -4,8 +4,8 @@
     attend(usual(), "tiled", torch.bfloat16)               the same by model/tiled.py
 
 The inputs are rounded to the dtype first. The gradients are those of sum(o * do). The prediction of a failure is a
-subclass that overrides the step that the failure breaks (lab/failures.py). Some failures are overflows, so Whole has
-the range of the numbers: weights, l and acc are held in float32, the weights that multiply v in the inputs' dtype.
+subclass that overrides the step that the failure breaks (lab/failures.py). Some failures are overflows, so weights, l
+and acc are held in float32, and the weights that multiply v in the inputs' dtype.
 
     q, do, o, dq (B, H, T, D)    k, v, dk, dv (B, H_kv, T_k, D)    lse (B, H, T)    scores, weights (B, H, T, T_k)
 """
@@ -105,9 +105,7 @@ class Whole:
         """The maximum from which the sum l takes each weight: (B, H, T, 1), or one for each key (B, H, T, T_k)."""
         return self.m()
 
-    def m_of_acc(self) -> Tensor:
-        """The same for the output acc."""
-        return self.m()
+    m_of_acc = m_of_l  # from which the output acc takes it
 
     def running_maximum(self) -> Tensor:
         """The maximum of each row after the tile of each key, tiles going from left to right: (B, H, T, T_k)."""
@@ -116,11 +114,10 @@ class Whole:
 
     def Z(self, seed: int | None) -> Tensor | float:
         """Step 4: 0 where a weight is dropped, 1 / (share kept) elsewhere."""
+        p = self.options.get("dropout_p", 0.0)
         if seed is None:
             return 1.0
-        p = self.options["dropout_p"]
-        keep = keep_mask(torch.tensor(seed), self.q.shape[1], range(self.T), range(self.T_k), p)
-        return keep[None] * keep_scale(p)
+        return keep_mask(torch.tensor(seed), self.q.shape[1], range(self.T), range(self.T_k), p)[None] * keep_scale(p)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Steps 3 to 6: o, lse (B, H, T, 1), and the weights of the backward, step 8."""
@@ -155,14 +152,6 @@ class Whole:
         return {"dq": ds @ self.k, "dk": dk, "dv": dv}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What the implementations compute.
-
-
-def config_of(impl: str, inputs: Inputs) -> AttentionConfig:
-    return AttentionConfig(impl, TILE, TILE, **inputs.options)
-
-
 def tiles(impl: str, inputs: Inputs, dtype: torch.dtype) -> tuple[int, int]:
     """The tile of the forward, M x N. triton chooses its own."""
     if impl != "triton":
@@ -171,7 +160,8 @@ def tiles(impl: str, inputs: Inputs, dtype: torch.dtype) -> tuple[int, int]:
 
     q, k, *_ = inputs.rounded(dtype, device_of(impl))
     seed = None if inputs.seed is None else torch.tensor(inputs.seed)
-    return forward_tiles(q, problem_of(q, k, k, config_of("triton", inputs), seed=seed))[0][:2]
+    config = AttentionConfig("triton", **inputs.options)
+    return forward_tiles(q, problem_of(q, k, k, config, seed=seed))[0][:2]
 
 
 def device_of(impl: str) -> str:
@@ -180,9 +170,9 @@ def device_of(impl: str) -> str:
 
 
 def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBROKEN, again: bool = False) -> Results:
-    """o, lse, dq, dk and dv of attention(). again: through recomputed() of model/gpt.py, so the backward computes the
-    attention a second time. Raises ValueError where this implementation has nothing to remove."""
-    device, config = device_of(impl), config_of(impl, inputs)
+    """o, lse, dq, dk and dv of attention(), as float64 on the CPU. again: through recomputed() of model/gpt.py, whose
+    backward computes the attention a second time. ValueError where this implementation has nothing to remove."""
+    device, config = device_of(impl), AttentionConfig(impl, TILE, TILE, **inputs.options)
     q, k, v, do = inputs.rounded(dtype, device)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     seed = None if inputs.seed is None else torch.tensor(inputs.seed, device=device)
@@ -199,7 +189,8 @@ def attend(inputs: Inputs, impl: str, dtype: torch.dtype, broken: BreakIt = UNBR
     else:
         o, lse = block(q, None, seed, None, None)
     o.backward(do)
-    return {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    found = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: x.detach().cpu().double() for name, x in found.items()}
 
 
 def flushes(impl: str) -> bool:

@@ -37,7 +37,7 @@ from kernels.problem import FIELDS, Problem, as_heads, runs_kernels
 from model import tiled
 from model.break_it import FAILURES, UNBROKEN, BreakIt
 from model.dropout import drop_threshold, keep_mask, keep_scale
-from model.mask import places, visible, visits
+from model.mask import positions, visible, visits
 
 INF = math.inf
 # On a Hopper GPU a training step is faster with triton than with sdpa from this context length on, by head size.
@@ -111,7 +111,7 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         raise ValueError(f"{shapes}: want q (B, H, T, D) and k, v both (B, H_kv, T_k, D)")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if 0 in k.shape or q.shape[1] % k.shape[1]:
         raise ValueError(f"{shapes}: H = {q.shape[1]} query heads are not a multiple of H_kv = {k.shape[1]}")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()):
         raise ValueError(f"q {q.dtype} {q.device}, k {k.dtype} {k.device}, v {v.dtype} {v.device}: want one of each")
@@ -135,8 +135,8 @@ def problem_of(q, k, v, config: AttentionConfig, causal=True, seed=None, documen
     )  # fmt: skip
 
 
-# Both are kept, because a CUDA graph cannot contain a copy from the host, and made outside inference mode, because
-# autograd cannot save a tensor that was made inside.
+# Both tensors are cached, because a CUDA graph cannot contain a copy from the host. They are made outside inference
+# mode, because autograd cannot save a tensor that was made inside.
 @cache
 @torch.inference_mode(False)
 def blocks_of(picture: tuple[str, ...], device: torch.device) -> Tensor:
@@ -170,7 +170,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     if problem.softcap is not None:
         s = problem.softcap * torch.tanh(s / problem.softcap)
     if problem.slopes is not None:
-        i, j = places(problem, rows, columns, q.device)
+        i, j = positions(problem, rows, columns, q.device)
         s = s - problem.slopes.to(s.dtype)[:, None, None] * (i - j).abs()
     s = s.masked_fill(~visible(problem, rows, columns, q.device)[:, None], -INF)  # 2
     # 3: m cancels out of p and its gradient. A row that sees no key has m = -inf, and exp(-inf - -inf) would be NaN.
@@ -239,11 +239,11 @@ def tables(q: Tensor, problem: Problem, tiles_of: Callable) -> list[Tensor]:
     return [visits(problem, M, N, form, q.device) for M, N, form in tiles_of(q, problem)]
 
 
-REST = f"{FIELDS}, str impl, SymInt M, SymInt N) -> (Tensor, Tensor, Tensor)"
+REST = f"{FIELDS}, str impl, SymInt M, SymInt N"
 # Not by custom_op(), whose first call imports torch._dynamo: 1.5 s.
-torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}")
+torch.library.define("tilegpt::attention", f"(Tensor q, Tensor k, Tensor v, {REST}) -> (Tensor, Tensor, Tensor)")
 GRADIENTS = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor do, Tensor? dlse"
-torch.library.define("tilegpt::attention_backward", f"({GRADIENTS}, {REST}")
+torch.library.define("tilegpt::attention_backward", f"({GRADIENTS}, {REST}) -> (Tensor, Tensor, Tensor)")
 torch.library.impl("tilegpt::attention", "default", forward)
 torch.library.impl("tilegpt::attention_backward", "default", backward)
 flash_attention, flash_backward = torch.ops.tilegpt.attention, torch.ops.tilegpt.attention_backward
@@ -267,15 +267,15 @@ def keep_for_backward(ctx, inputs, output):
     ctx.mark_non_differentiable(lse2)
     ctx.set_materialize_grads(False)
     ctx.rest = [None if isinstance(x, Tensor) else x for x in rest]
-    ctx.places = [i for i, x in enumerate(rest) if isinstance(x, Tensor)]
-    ctx.save_for_backward(q, k, v, o, lse2, *(rest[i] for i in ctx.places))
+    ctx.tensors = [i for i, x in enumerate(rest) if isinstance(x, Tensor)]
+    ctx.save_for_backward(q, k, v, o, lse2, *(rest[i] for i in ctx.tensors))
 
 
 @once_differentiable
 def backward_of_op(ctx, do, dlse, _):
     q, k, v, o, lse2, *tensors = ctx.saved_tensors
     rest = list(ctx.rest)
-    for i, x in zip(ctx.places, tensors, strict=True):
+    for i, x in zip(ctx.tensors, tensors, strict=True):
         rest[i] = x
     do = torch.zeros_like(o) if do is None else do
     return *flash_backward(q, k, v, o, lse2, do, dlse, *rest), *[None] * len(rest)
@@ -301,7 +301,8 @@ def resolve(
     wanted = config.dropout_p > 0 or break_it.broken or any(getattr(config, name) for name in NOT_SDPA)
     impl = "tiled"
     if device.startswith("cuda"):
-        kernels, hopper = runs_kernels(torch.device(device)), torch.cuda.get_device_capability(device)[0] == 9
+        kernels = runs_kernels(torch.device(device)) and head_size <= 256
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
         faster = kernels and (T is None or (hopper and T >= HOPPER_FROM.get(head_size, INF)))
         impl = "sdpa" if not (wanted or faster) else "triton" if kernels else "tiled"
     return replace(config, impl=impl)

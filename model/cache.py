@@ -14,21 +14,22 @@ class LayerCache:
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")  # (B, H_kv, T, D)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, **others) -> Tensor:
-        """Keeps k and v (B, H_kv, T, D) of the new tokens. Returns their attention to all that is held, like q."""
+        """Keeps k and v (B, H_kv, T, D) of the new tokens. Returns their attention to all that is held, like q. others:
+        not needed, because sampling has no dropout and no documents, and a broken model has no cache."""
         cache, T = self.cache, q.shape[2]
-        if T == 1 and cache.at is not None:  # the position is read from the device, so one CUDA graph serves all tokens
+        if T == 1 and cache.position is not None:  # it is read on the device, so one CUDA graph serves all tokens
             from kernels.decode import decode
 
             slopes = alibi_slopes(q.shape[1], q.device) if config.alibi else None
             scale = config.softmax_scale or q.shape[3] ** -0.5
-            return decode(q, k, v, self.k, self.v, cache.at, scale, config.softcap, slopes, config.window)
+            return decode(q, k, v, self.k, self.v, cache.position, scale, config.softcap, slopes, config.window)
         held = cache.length + T
         self.k[:, :, cache.length : held], self.v[:, :, cache.length : held] = k, v
         return attention(q, self.k[:, :, :held], self.v[:, :, :held], config)  # the last query is at the last key
 
 
 class KVCache:
-    """model(idx, sequence=cache) runs the tokens idx (B, T) behind those that are held. Then call cache.grow(T)."""
+    """model(idx, sequence=cache) runs the tokens idx (B, T) behind those that are held. Then call cache.advance(T)."""
 
     def __init__(self, model, B: int):
         config, weight = model.config, model.embedding.weight
@@ -39,18 +40,18 @@ class KVCache:
         self.length = 0  # tokens that are held
         # The same on a GPU, for kernels/decode.py.
         triton = model.attention_config.impl == "triton"
-        self.at: Any = torch.zeros(1, dtype=torch.int64, device=device) if triton else None
+        self.position: Any = torch.zeros(1, dtype=torch.int64, device=device) if triton else None
 
     def positions(self, T: int) -> Tensor:
         """Of the next T tokens: int64 (T,)."""
-        if self.at is not None:
-            return self.at if T == 1 else self.at + torch.arange(T, device=self.at.device)
+        if self.position is not None:
+            return self.position if T == 1 else self.position + torch.arange(T, device=self.position.device)
         return torch.arange(self.length, self.length + T, device=self.layers[0].k.device)
 
-    def grow(self, T: int) -> None:
+    def advance(self, T: int) -> None:
         self.length += T
-        if self.at is not None:
-            self.at += T
+        if self.position is not None:
+            self.position += T
 
     def clear(self) -> None:
-        self.grow(-self.length)
+        self.advance(-self.length)

@@ -1,13 +1,13 @@
 """The dropout mask of the attention weights: one pure function of a seed and a place.
 
-    keep_mask(seed, n, rows, columns) -> bool        n = b*H + h, query rows, key columns
+    keep_mask(seed, N, rows, columns, dropout_p) -> bool (N, rows, columns)        n = b*H + h, query rows, key columns
 
 A stored mask would take T x T_k booleans per head, and tiling exists to avoid memory of that size. So the mask is a
 function, and the backward computes it again. Rows and columns count from 0 in the whole sequence.
 
 The mask does not depend on tiles or launches: a 16 x 16 tile in the forward and a 128 x 64 tile in the backward get the
 same bits. The counter is four separate 32-bit words. A single 32-bit number (n*T + row)*T_k + column would overflow,
-and repeat the mask from T = 18,918 on with 12 heads.
+and repeat the mask from T = 18,919 on with 12 heads.
 
 Source of the bits: Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with seven rounds.
 Seven is the fewest that pass the paper's statistical tests. The paper's ten include a margin, not needed here.

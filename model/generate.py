@@ -50,26 +50,28 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next token of each sequence, (B, 1), `count` times. idx: the prompts (B, T), T at least 1."""
     assert not model.training, "call model.eval() first: dropout would garble the text"
-    context = model.config.context_length
+    context, kv_cache, step = model.config.context_length, None, None
     # A cache computes unbroken attention, and a block mask is a picture of a whole sequence.
-    cache = cache and not model.break_it.label and model.attention_config.block_mask is None
-    held, step, text = KVCache(model, len(idx)) if cache else None, None, idx[:, -context:]
+    if cache and not model.break_it.label and model.attention_config.block_mask is None:
+        kv_cache = KVCache(model, len(idx))
+        if idx.is_cuda and kv_cache.position is not None:
+            step = Step(model, kv_cache, sampler, generator)
+    text = idx[:, -context:]
     for made in range(count):
         if text.shape[1] > context:
             text = text[:, -max(1, context // 2) :]
-            if held is not None:
-                held.clear()
-        new = text if held is None else text[:, held.length :]
-        if made > 0 and idx.is_cuda and held is not None and held.at is not None and new.shape[1] == 1:
-            step = step or Step(model, held, sampler, generator)
+            if kv_cache is not None:
+                kv_cache.clear()
+        new = text if kv_cache is None else text[:, kv_cache.length :]
+        if made > 0 and step is not None and new.shape[1] == 1:
             token = step(new)
         else:
-            logits = model(new, sequence=held)[:, -1]
+            logits = model(new, sequence=kv_cache)[:, -1]
             if made == 0 and not logits.isfinite().all():
                 raise ValueError("the logits are NaN or infinite: the weights are spoilt; use an earlier checkpoint")
             token = sampler.choose(logits, generator)
-            if held is not None:
-                held.grow(new.shape[1])
+            if kv_cache is not None:
+                kv_cache.advance(new.shape[1])
         text = torch.cat((text, token), dim=1)
         yield token
 
@@ -85,7 +87,7 @@ class Step:
 
     def run(self) -> None:
         self.next = self.sampler.choose(self.model(self.token, sequence=self.cache)[:, -1], self.generator)
-        self.cache.at.add_(1)
+        self.cache.position.add_(1)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Token ids (B, 1) to the next ones (B, 1)."""

@@ -152,7 +152,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, "train.py sets vocab_size from the tokenizer"
         if config.recompute == "selective" and attention_config.impl == "naive":
             raise ValueError(
-                "model.recompute=selective keeps o and lse, and naive needs its weights; use true or tiled"
+                "model.recompute=selective keeps o and lse, but naive needs its weights; use model.recompute=true"
             )
         if "unrestored_seed" in break_it.broken and config.recompute != "true":
             raise ValueError(f"break_it={break_it.label}: no block is computed again; use model.recompute=true")

@@ -3,10 +3,8 @@
 Shapes: N tokens (B*T), C model width, V vocabulary.
 
 With GPT-2's vocabulary the float32 logits of 65,536 tokens take 13 GB, and softmax and its gradient need as much again.
-That is more than the rest of a small model. So the head and the cross-entropy run together over chunks of tokens. Each
-chunk's gradient is computed in the forward, while its logits are still in memory. This takes no extra time (there are
-the same three products), and the largest table is CHUNK x V. Keeping each chunk's logits for the backward would bring
-the whole table back. Computing them again there would cost a fourth product.
+So the head and the cross-entropy run together over chunks of tokens, and each chunk's gradient is computed in the
+forward, while its logits are still in memory. This takes no extra time: there are the same three products.
 
 by_torch is the definition of what happens to a chunk's logits. On a GPU the kernel of kernels/loss.py does the same
 without a float32 copy of them: it writes their gradient over them.

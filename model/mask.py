@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.problem import Problem
 
 
-def places(problem: Problem, rows: range, columns: range, device: torch.device) -> tuple[Tensor, Tensor]:
+def positions(problem: Problem, rows: range, columns: range, device: torch.device) -> tuple[Tensor, Tensor]:
     """Positions of the rows, (R, 1), and the columns, (S,)."""
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + (problem.T_k - problem.T)
     return i, torch.arange(columns.start, columns.stop, device=device)
@@ -22,10 +22,12 @@ def places(problem: Problem, rows: range, columns: range, device: torch.device) 
 
 def visible(problem: Problem, rows: range, columns: range, device: torch.device) -> Tensor:
     """Whether each row sees each column: bool (1, R, S), or (B, R, S) with documents."""
-    i, j = places(problem, rows, columns, device)
+    i, j = positions(problem, rows, columns, device)
     seen = torch.ones(len(rows), len(columns), dtype=torch.bool, device=device)
-    if problem.causal:  # broken: rows and columns are counted from the corner of the tile
-        seen &= j - columns.start <= i - i[0] if "local_mask" in problem.broken else j <= i
+    if "local_mask" in problem.broken:  # rows and columns are counted from the corner of the tile
+        seen &= j - columns.start <= i - i[0]
+    elif problem.causal:
+        seen &= j <= i
     if problem.window is not None:
         seen &= (i - j).abs() < problem.window
     if problem.blocks is not None:  # a row before the first key (T > T_k) counts as in the first block

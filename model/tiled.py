@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.problem import Problem, as_heads
+from kernels.problem import LOWEST, Problem, as_heads
 from model.dropout import keep_mask, keep_scale
-from model.mask import places, tile_table, visible
+from model.mask import positions, tile_table, visible
 
 INF = math.inf
 LOG2E = math.log2(math.e)
-# m starts here. The papers start at -inf, where a row with a hidden first tile would get exp(-inf - -inf) = NaN.
-LOWEST = torch.finfo(torch.float32).min
 TINY = torch.finfo(torch.float32).tiny  # below the sum l of any row that sees a key: its largest weight is 1
 
 Watch = Callable[..., None] | None  # watch(rows, columns, s=, p=, ...) is called after each tile
@@ -127,9 +125,9 @@ def scores(q_i: Tensor, k_j: Tensor, rows: range, columns: range, cut: bool, pro
         t = torch.tanh(s / (problem.softcap * LOG2E))
         s, bend = t * (problem.softcap * LOG2E), 1 - t * t
     if problem.slopes is not None:
-        i, j = places(problem, rows, columns, s.device)
-        far = (problem.slopes.to(s.dtype) * LOG2E)[:, None, None] * (i - j).abs()  # (H, R / G, S)
-        s = (s.view(-1, *far.shape) - far).view_as(s)
+        i, j = positions(problem, rows, columns, s.device)
+        bias = (problem.slopes.to(s.dtype) * LOG2E)[:, None, None] * (i - j).abs()  # (H, R / G, S)
+        s = (s.view(-1, *bias.shape) - bias).view_as(s)
     if cut:
         seen = visible(problem, rows, columns, s.device)[:, None]  # (1 or B, 1, R / G, S): the same for all heads
         # On a CPU masked_fill takes twice as long as exp2.

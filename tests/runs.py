@@ -12,7 +12,7 @@ from training import checkpoint
 from training.config import CONF
 
 # What depends on the clock.
-TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "seconds"}
+TIMES = {"ms", "tokens_per_second", "eta_s", "memory_gib", "seconds", "mfu"}
 
 
 def composed(*typed: str) -> train.Config:

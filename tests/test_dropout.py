@@ -29,7 +29,7 @@ def test_philox_gives_random123s_known_answers(counter, key, words):
 @pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345, -(2**63), 2**32 + 1])
 @pytest.mark.parametrize(("row", "column", "R", "S"), [(29, 5, 42, 39), (2**20, 0, 9, 9), (0, 2**31, 9, 9)])
 def test_the_mask_of_any_tile_is_its_definition_weight_by_weight(row, column, R, S, seed, device):
-    """(n*T + row)*T + column in 32 bits would repeat the mask from T = 18,918 on with 12 heads."""
+    """(n*T + row)*T + column in 32 bits would repeat the mask from T = 18,919 on with 12 heads."""
     mask = keep_mask(torch.tensor(seed, device=device), 3, range(row, row + R), range(column, column + S), 0.3)
     right = [
         [[reference.keep(seed, n, row + i, column + j, 0.3) for j in range(S)] for i in range(R)] for n in range(3)

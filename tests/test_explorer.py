@@ -1,5 +1,6 @@
 """The explorer's page computes what model/tiled.py computes, in a headless Chromium."""
 
+import json
 import math
 import random
 import re
@@ -15,7 +16,6 @@ from model.break_it import BreakIt
 from tests.browser import MISSING, browser
 
 PAGE = Path(__file__).parents[1] / "docs" / "explorer.html"
-in_a_browser = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 FORWARD = ("s", "p", "m", "l", "alpha", "acc")
 BACKWARD = ("s", "p", "dp", "ds", "dq", "dk", "dv")
 # What the page has for the current settings. JSON has no NaN and no infinity.
@@ -24,12 +24,14 @@ const story = storyOf(state.failure), x = input();
 return JSON.stringify([x, story], (key, y) => typeof y === "number" && !Number.isFinite(y) ? String(y) : y)"""
 
 
+def in_a_browser(test):
+    return pytest.mark.slow(pytest.mark.skipif(bool(MISSING), reason=MISSING)(test))
+
+
 def test_the_page_is_one_small_file():
     text = PAGE.read_text()
     assert len(text) < 66_000
-    assert "http://" not in text
-    assert "https://" not in text
-    assert 'src="' not in text
+    assert not re.search('https?://|src="', text)
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +50,15 @@ def settings() -> list[dict]:
         if (page, failure) == ("forward", "stale_seed"):
             continue
         data = {"no_max": "large", "zero_init_max": "low", "unguarded_mask": "few"}.get(failure, "random")
-        one = {
-            "page": page,
-            "failure": failure,
-            "data": data,
-            "causal": rng.randint(0, 1),
-            "seed": rng.randint(0, 2**31),
+        one = {"page": page, "failure": failure, "data": data, "causal": rng.randint(0, 1)}
+        one |= {"seed": rng.randint(0, 2**31), "T": rng.randint(5, 8), "D": rng.randint(1, 4)}
+        one |= {
+            "M": rng.randint(1, 5),
+            "N": rng.randint(1, 5),
+            "dropout": rng.randint(0, 1),
+            "draw": rng.randint(1, 99),
+            "step": 1,
         }
-        one |= {"T": rng.randint(5, 8), "D": rng.randint(1, 4), "M": rng.randint(1, 5), "N": rng.randint(1, 5)}
-        one |= {"dropout": rng.randint(0, 1), "draw": rng.randint(1, 99), "step": 1}
         found.append(one | {"causal": 1} if failure in ("local_mask", "unguarded_mask") else one)
     found = [one | {"dropout": 1} if one["failure"] == "stale_seed" else one for one in found]
     low = {"failure": "zero_init_max", "data": "own", "own": "9!-1!1!1", "dropout": 0}  # l is exp(-9)
@@ -112,12 +114,9 @@ def assert_close(found, wanted: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5 * max(size, 1e-3), equal_nan=True, msg=what)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@in_a_browser
 @pytest.mark.parametrize("given", settings(), ids=lambda x: f"{x['page']}-{x['failure']}-{x['M']}x{x['N']}")
 def test_the_page_computes_what_tiled_computes_in_every_tile(page, given):
-    import json
-
     x, story = json.loads(page.run(STORY, given))
     given = given | {"M": min(given["M"], len(x["q"])), "N": min(given["N"], len(x["k"]))}
     tiles, results = of_tiled(given, x)
@@ -142,17 +141,12 @@ SHOWN = [
     ("causal=0", ["failure-local_mask"], {"#": "causal=1"}),
     ("causal=0", ["failure-local_mask", "failure-none"], {"#": "causal=0"}),  # what a failure switches on, it puts back
     ("page=backward", ["failure-stale_seed"], {"#": "dropout=1", "wrong": "Wrong so far|Right so far"}),
-    (
-        "data=nothing&M=99&step=-1&failure=luck&own=1;x",
-        [],
-        {"count": "1 / 3", "#": "data=cat"},
-    ),
+    ("data=nothing&M=99&step=-1&failure=luck&own=1;x", [], {"count": "1 / 3", "#": "data=cat"}),
     ("data=own&own=1;2!3!4!5;6&M=1&N=1&step=end", [], {"count": "2 / 2", "rows": "4.0000"}),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@in_a_browser
 @pytest.mark.parametrize(("address", "clicks", "shown"), SHOWN)
 def test_what_is_pressed_is_shown(page, address, clicks, shown):
     page.open(f"{PAGE.as_uri()}#{address}")
@@ -163,8 +157,7 @@ def test_what_is_pressed_is_shown(page, address, clicks, shown):
         assert re.search(words, page.run(script, id)), id
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@in_a_browser
 def test_numbers_that_are_typed_are_computed_and_a_mistake_is_explained(page):
     page.open(PAGE.as_uri())
     page.run("document.getElementById('edit').click()")
@@ -177,8 +170,7 @@ def test_numbers_that_are_typed_are_computed_and_a_mistake_is_explained(page):
     assert "every row has to have 4 numbers" in page.run("return document.getElementById('own-said').textContent")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@in_a_browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (844, 390)])
 def test_no_view_is_wider_than_its_window_and_nothing_is_asked_of_the_network(page, width, height):
     page.window(width, height)

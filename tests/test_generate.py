@@ -65,7 +65,7 @@ def test_a_token_has_the_logits_of_the_whole_text(name, impl):
         last = cache.length + T - 1
         found = model(idx[:, cache.length : last + 1], sequence=cache)[:, 0]
         assert_within_budget({"logits": found}, {"logits": naive[:, last]}, {"logits": right[:, last]})
-        cache.grow(T)
+        cache.advance(T)
     assert cache.length == CONTEXT
 
 
@@ -107,7 +107,7 @@ def test_under_autocast_the_cache_is_bf16_and_the_logits_are_within_the_budget()
         naive, cache = made("naive")(idx)[:, -1], KVCache(model, 1)
         for T in (6, 1, 1, 1):
             found = model(idx[:, cache.length : cache.length + T], sequence=cache)[:, -1]
-            cache.grow(T)
+            cache.advance(T)
     assert cache.layers[0].k.dtype == torch.bfloat16
     assert_within_budget({"logits": found}, {"logits": naive}, {"logits": right})
 
@@ -154,9 +154,10 @@ def test_a_model_in_training_and_spoilt_weights_are_refused():
     model = made("tiled")
     with pytest.raises(AssertionError):
         written(model.train(), prompts(1, 4), 1)
-    model.eval().norm.weight.data.fill_(torch.nan)
-    with pytest.raises(ValueError, match="NaN"):
-        written(model, prompts(1, 4), 1)
+    for spoilt in (torch.nan, torch.inf):
+        model.eval().norm.bias.data[0] = spoilt  # inf: the logits are infinite, none is NaN
+        with pytest.raises(ValueError, match="NaN"):
+            written(model, prompts(1, 4), 1)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

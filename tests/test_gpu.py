@@ -257,13 +257,13 @@ RECIPES = {
 }
 
 
-def step_of(way: str, config: AttentionConfig, of_model: dict, kind: str, dtype: torch.dtype = BF16) -> TrainStep:
+def step_of(mode: str, config: AttentionConfig, of_model: dict, kind: str, dtype: torch.dtype = BF16) -> TrainStep:
     torch.manual_seed(0)
     torch.compiler.reset()  # the steps of earlier tests count to the limit of recompilations
     model = GPT(replace(SIZE, **of_model), config).cuda()
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
     optimizers = build_optimizers(model, OptimizerConfig(kind=kind))
-    return TrainStep(model, optimizers, scaler, torch.autocast("cuda", dtype), way)
+    return TrainStep(model, optimizers, scaler, torch.autocast("cuda", dtype), mode)
 
 
 def batches(count: int, documents: bool = False) -> Iterator[Batch]:
@@ -279,11 +279,11 @@ def batches(count: int, documents: bool = False) -> Iterator[Batch]:
 def test_a_recorded_step_has_the_bits_of_the_eager_one(recipe, repeatable, late):
     """Loss, norm and scale of ten steps, and all weights. Its blocks are not compiled here."""
     found = []
-    for way in ("eager", "recorded"):
+    for mode in ("eager", "graph"):
         step = step_of("eager", *recipe)
-        step.way = way
-        numbers = [step(batch, 1e-3).numbers() for batch in batches(10, recipe[0].documents)]
-        assert (step.graph is None) == (way == "eager")
+        step.mode = mode
+        numbers = [step(batch, 1e-3).wait() for batch in batches(10, recipe[0].documents)]
+        assert (step.graph is None) == (mode == "eager")
         found.append((repr(numbers), list(step.model.parameters())))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
@@ -292,21 +292,21 @@ def test_a_recorded_step_has_the_bits_of_the_eager_one(recipe, repeatable, late)
 @pytest.mark.parametrize("impl", ["triton", "sdpa"])
 def test_a_compiled_step_learns_as_the_eager_one_and_recorded_it_has_the_same_bits(impl, repeatable):
     losses: dict[str, Tensor] = {}
-    for way in ("eager", "compiled", "recorded"):
-        step = step_of(way, AttentionConfig(impl), {}, "adamw")
-        losses[way] = torch.tensor([step(batch, 1e-3).numbers().loss for batch in list(batches(1)) * 6])
+    for mode in ("eager", "compiled", "graph"):
+        step = step_of(mode, AttentionConfig(impl), {}, "adamw")
+        losses[mode] = torch.tensor([step(batch, 1e-3).wait().loss for batch in list(batches(1)) * 6])
     assert losses["eager"][-1] < losses["eager"][0] - 0.05
     assert (losses["eager"] - losses["compiled"]).abs().max() <= torch.finfo(torch.bfloat16).eps * losses["eager"][0]
-    assert torch.equal(losses["compiled"], losses["recorded"])
+    assert torch.equal(losses["compiled"], losses["graph"])
 
 
-@pytest.mark.parametrize("way", ["eager", "recorded"])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_no_step_waits_for_the_device(way, kind):
+def test_no_step_waits_for_the_device(mode, kind):
     """torch raises an error at anything for which the host waits: a number read, memory copied that is not pinned."""
     step = step_of("eager", DROPPING, {"dropout_p": 0.1}, kind, torch.float16)
-    step.way, (batch,) = way, batches(1)
-    first, *_ = (step(batch, 1e-3).numbers().loss for _ in range(5))
+    step.mode, (batch,) = mode, batches(1)
+    first, *_ = (step(batch, 1e-3).wait().loss for _ in range(5))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -314,7 +314,7 @@ def test_no_step_waits_for_the_device(way, kind):
             report = step(batch, 1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert report.numbers().loss < first
+    assert report.wait().loss < first
 
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(small_run, call, tmp_path, repeatable):
@@ -367,7 +367,7 @@ def test_logits_of_single_tokens_are_within_twice_naives_error(changes, dtype):
         last = cache.length + T - 1
         found = model(text[:, cache.length : last + 1], sequence=cache)[:, 0]
         assert_within_budget({"logits": found}, {"logits": naive[:, last]}, {"logits": right[:, last]})
-        cache.grow(T)
+        cache.advance(T)
 
 
 @MODELS

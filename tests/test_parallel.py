@@ -212,6 +212,7 @@ REFUSED = {  # ParallelConfig, GPTConfig, AttentionConfig
     "63 tokens": ({"context": 2}, {"context_length": 63}, {}),
     "alibi": ({"context": 2}, {}, {"alibi": True}),
     "fp16": ({"shard": True}, {}, {}),
+    "probe.every": ({}, {}, {}),
 }
 
 
@@ -219,9 +220,10 @@ REFUSED = {  # ParallelConfig, GPTConfig, AttentionConfig
 def test_what_the_ranks_cannot_share_is_refused(name):
     parallel, model, attention = REFUSED[name]
     model = GPTConfig(**model)
-    cfg = SimpleNamespace(model=model, dtype="fp16", length=lambda step: model.context_length)
+    probe = SimpleNamespace(every=5)
+    cfg = SimpleNamespace(model=model, dtype="fp16", probe=probe, length=lambda step: model.context_length)
     with pytest.raises(ValueError, match=name):
-        Ranks(config=ParallelConfig(**parallel)).check(cfg, AttentionConfig(**attention))
+        Ranks(size=2, config=ParallelConfig(**parallel)).check(cfg, AttentionConfig(**attention))
 
 
 @pytest.mark.parametrize("options", [{"shard": True}, {"context": 2}])

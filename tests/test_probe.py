@@ -64,8 +64,6 @@ def test_gauges_are_what_they_are_said_to_be(config):
     expected = {
         "max_score": s.max(),
         "headroom": LIMIT - (s.logsumexp(-1) + right.abs().amax(-1).clamp(min=1).log()).max(),
-        "max_weight": p.max(),
-        "min_l": (s - s.amax(-1, keepdim=True)).exp().sum(-1).min(),
         "error": (call.o.double() - right).norm() / right.norm(),
         "entropy": -torch.special.xlogy(p, p).sum(-1).mean((0, 2)),
     }
@@ -78,7 +76,7 @@ def test_the_headroom_of_fp16_ends_at_11():
     assert math.isclose(found.headroom + found.max_score, math.log(65504))
 
 
-def test_the_error_and_the_smallest_l_of_a_broken_call_are_those_of_what_is_broken():
+def test_the_error_of_a_broken_call_is_that_of_what_is_broken():
     case = Case(64, sigma=3.0)
     inputs = case.inputs(torch.float32)
     call, right = call_of(inputs, TILED, "no_rescale_output"), oracle(inputs, case)["o"]
@@ -86,9 +84,6 @@ def test_the_error_and_the_smallest_l_of_a_broken_call_are_those_of_what_is_brok
     found = torch.tensor(gauges(call).error, dtype=torch.float64)
     assert_float64_right({"error": found}, {"error": expected}, terms=64)
     assert expected > 0.1
-    inputs["q"][..., 0], inputs["k"][..., 0] = 40.0, -40.0
-    assert gauges(call_of(inputs)).min_l >= 1
-    assert gauges(call_of(inputs, TILED, "zero_init_max")).min_l < 1e-100
 
 
 def test_a_call_without_its_scale_is_compared_with_the_right_one():
@@ -102,7 +97,7 @@ def test_a_layer_of_nan_is_not_hidden_by_the_sound_ones_before_it():
     model, x, _ = model_and_batch()
     plant(model, 2, 0, 0, 0, math.nan)
     found = reading(record(model, x))
-    for name in ("max_score", "headroom", "max_weight", "min_l", "attention_error"):
+    for name in ("max_score", "headroom", "attention_error"):
         assert math.isnan(found[name]), name
 
 

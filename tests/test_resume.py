@@ -1,5 +1,6 @@
 """A resumed run is the run that was never stopped, bit for bit."""
 
+import json
 import random
 import signal
 import time
@@ -110,6 +111,14 @@ def test_an_evaluation_that_a_signal_ended_is_made_by_the_resumed_run(small_run,
     assert [record["step"] for record in records(tmp_path / "x", "val_loss")] == [4, 4, 6]
 
 
+def test_what_was_probed_before_a_signal_is_not_probed_again(small_run, tmp_path):
+    small_run("steps=4 probe.every=4 checkpoint_every=4")
+    state = last(tmp_path / "x") / "state.json"
+    state.write_text(state.read_text().replace('"unfinished": false', '"unfinished": true'))
+    small_run("resume=auto steps=4 probe.every=4")
+    assert len(records(tmp_path / "x", "max_score")) == 1
+
+
 def test_from_an_earlier_checkpoint_later_ones_are_set_aside_and_later_records_deleted(small_run, tmp_path):
     small_run("steps=6 checkpoint_every=2 keep_last=9")
     x = tmp_path / "x"
@@ -140,9 +149,10 @@ def test_what_contradicts_a_resumed_run_is_refused(small_run, call, tmp_path, ty
 
 def test_the_first_lines_of_a_resumed_run_say_where_it_is_and_what_it_will_do(small_run, tmp_path):
     small_run("steps=2 max_minutes=5 optimizer.warmup_steps=1")
-    said = small_run("resume=auto steps=4 max_minutes=7").out
-    first = said.splitlines()[:6]
-    assert any("2 steps" in line and "7 minutes" in line and "learning rate" in line for line in first), first
+    state = last(tmp_path / "x") / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 180.0}))
+    first = small_run("resume=auto steps=4 max_minutes=7").out.splitlines()[:6]
+    assert any(all(said in line for said in ("step 2 ", "minute 3.", "minute 7", "rate")) for line in first), first
 
 
 def test_init_from_takes_the_weights_and_the_model_and_begins_at_step_0(small_run, call, tmp_path, small):

@@ -20,6 +20,7 @@ from model import generate
 from model.attention import AttentionConfig
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
+from training import config
 from training.checkpoint import FOLDER, save_checkpoint
 
 END = 256  # tokenizer=byte's end-of-text token
@@ -101,7 +102,7 @@ def test_a_typed_prompt_means_itself_to_hydra():
     prompts = ["", CHARACTERS, '"cat"', "null", "~a=[1", "ends\r\n", "\\", "\\\n", "\\${a}", "<|endoftext|>"]
     prompts += ["".join(draw.choices("\\\\'\"${}a, =[]:\n\t#%", k=draw.randrange(9))) for _ in range(1000)]
     for prompt in prompts:
-        (override,) = OverridesParser.create().parse_overrides([sample.quoted(f"prompt={prompt}")])
+        (override,) = OverridesParser.create().parse_overrides([config.quoted(f"prompt={prompt}")])
         assert OmegaConf.create({"prompt": override.value()}).prompt == prompt
 
 

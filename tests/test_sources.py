@@ -42,7 +42,7 @@ def refusal(function, *arguments, **options) -> str:
 
 NO_TEXT = {
     "empty.txt": b"", "binary.txt": b"a\0b", "latin1.txt": b"caf\xe9", "cut.txt.gz": b"\x1f\x8b", "pictures/a.png": b"",
-    "list.jsonl": b"[1]\n", "broken.jsonl": b'{"text": "a"}\n{"te', "half.jsonl": b'{"text": "\\ud83d"}\n',
+    "list.jsonl": b"[1]\n", "broken.jsonl": b'{"text": "a"}\n{"te',
 }  # fmt: skip
 FORMS = {  # {form: (files, data.path)}, each with DOCUMENTS
     "folder": ({f"a/{i}/b.md": text for i, text in enumerate(DOCUMENTS)}, "."),
@@ -72,7 +72,7 @@ def test_a_glob_comes_back_from_links_that_lead_in_circles(tmp_path):
     folder = write(tmp_path / "corpus", {"deeper/a.txt": "a\n"})
     for name in ("one", "two"):
         (folder / "deeper" / name).symlink_to(folder)
-    assert find(f"{folder}/**/*.txt")[0] == find(str(folder))[0] == [folder / "deeper" / "a.txt"]
+    assert find(f"{folder}/**/*.txt") == find(str(folder)) == [folder / "deeper" / "a.txt"]
 
 
 @pytest.mark.parametrize("path", [".", "**/*", "{here}", "{here}/**/*.txt"])
@@ -85,12 +85,12 @@ def test_runs_the_cache_and_hidden_files_are_never_text(tmp_path, monkeypatch, p
     write(tmp_path, {"text.txt": "text", "a/data/cache.txt": "text"} | dict.fromkeys(own, "no text"))
     monkeypatch.chdir(tmp_path)
     for runs in ("runs", tmp_path / "runs"):
-        found, left_out = find(path.format(here=tmp_path), ["data/cache", runs])
-        assert ([str(file.relative_to(tmp_path)) for file in found], left_out) == (["a/data/cache.txt", "text.txt"], [])
+        found = find(path.format(here=tmp_path), ["data/cache", runs])
+        assert [str(file.relative_to(tmp_path)) for file in found] == ["a/data/cache.txt", "text.txt"]
     data = DataConfig("text", ".", cache="data/cache")
     assert prepare(data, BYTE, runs="runs") == prepare(data, BYTE, runs="runs")
     assert "data.path=. " in refusal(find, ".", ["."])
-    assert [file.name for file in find("runs/a", ["runs"])[0]] == ["metrics.jsonl", "samples.txt"]  # asked for by name
+    assert [file.name for file in find("runs/a", ["runs"])] == ["metrics.jsonl", "samples.txt"]  # asked for by name
 
 
 def test_of_a_folder_what_cannot_be_read_is_left_out_and_counted(make, tmp_path, capsys):
@@ -102,7 +102,6 @@ def test_of_a_folder_what_cannot_be_read_is_left_out_and_counted(make, tmp_path,
         assert arrived(make(tmp_path / "texts")) == sorted(DOCUMENTS)
         (said,) = [line for line in capsys.readouterr().err.splitlines() if "40 documents" in line]
         assert f"cannot be read: 4, the first: {tmp_path}/texts/binary.txt" in said
-        assert f"with a suffix that is not read: 2, the first: {tmp_path}/texts/b.csv" in said
 
 
 @pytest.mark.parametrize("name", [*NO_TEXT, "nowhere", "*.nothing"])
@@ -147,11 +146,11 @@ def test_python_code_is_read_without_its_tests(tmp_path, monkeypatch):
     for room in rooms.values():
         write(tmp_path / room, dict.fromkeys(("x.py", "deep/y.py", "z.so", "test/z.py", "tests/z.py"), room))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / rooms[name]))
-    assert len(files_of(DataConfig("pystdlib"), None)[0]) == 2
-    assert len(files_of(DataConfig("pypackages"), None)[0]) == 4
+    assert len(files_of(DataConfig("pystdlib"), None)) == 2
+    assert len(files_of(DataConfig("pypackages"), None)) == 4
     (tmp_path / "d").symlink_to(tmp_path / "b")
     monkeypatch.setitem(rooms, "platlib", "d")
-    assert len(files_of(DataConfig("pypackages"), None)[0]) == 2
+    assert len(files_of(DataConfig("pypackages"), None)) == 2
 
 
 def test_a_file_of_the_hub_is_split_at_its_end_of_text(tmp_path, monkeypatch):
@@ -228,7 +227,7 @@ def test_shards_of_another_tokenizer_and_cut_ones_are_refused(tmp_path, gpt2):
     data = DataConfig("bin", str(shard(tmp_path / "a.bin", [70_000, 1, 2, 0], (20240801, 7), "<u4")))
     assert "a.bin has token 70000" in refusal(open_data, data, BYTE)
     assert "tokenizer=gpt2" in refusal(open_data, data, TokenizerConfig("kept"))
-    assert "tokenizer=bpe learns" in refusal(open_data, data, TokenizerConfig("bpe"))
+    assert "tokenizer=bpe" in refusal(open_data, data, TokenizerConfig("bpe"))
     whole = shard(tmp_path / "b.bin", [1, 2, 3]).read_bytes()
     for name, content in ("cut", whole[:-1]), ("text", b"text" * 300), ("empty", b""):
         write(tmp_path / name, {"a.bin": content})

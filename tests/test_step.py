@@ -13,43 +13,46 @@ from model.attention import AttentionConfig
 from model.gpt import GPT, GPTConfig
 from tests.runs import assert_same_run, records
 from training.optimizer import OptimizerConfig, build_optimizers
-from training.step import TrainStep, choose_way
+from training.step import TrainStep, choose_mode
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("device", "impl", "model", "sharded", "way"),
+    ("device", "impl", "model", "sharded", "mode"),
     [
-        (CUDA, "triton", {}, False, "recorded"),
-        (CUDA, "naive", {}, False, "recorded"),
-        (CUDA, "sdpa", {"recompute": "true"}, False, "recorded"),
+        (CUDA, "triton", {}, False, "graph"),
+        (CUDA, "naive", {}, False, "graph"),
+        (CUDA, "sdpa", {"recompute": "true"}, False, "graph"),
         (CUDA, "sdpa", {"recompute": "true", "dropout_p": 0.1}, False, "compiled"),  # reads the random state in Python
-        (CUDA, "sdpa", {"dropout_p": 0.1}, False, "recorded"),
+        (CUDA, "sdpa", {"dropout_p": 0.1}, False, "graph"),
+        (CUDA, "sdpa dropping", {"recompute": "true"}, False, "compiled"),
+        (CUDA, "triton dropping", {"recompute": "true"}, False, "graph"),  # its mask needs no random state
         (CUDA, "triton", {}, True, "compiled"),
         (CUDA, "tiled", {}, False, "eager"),  # it chooses its tiles in Python
         (CPU, "tiled", {}, False, "eager"),
         (CPU, "sdpa", {}, False, "eager"),
     ],
 )
-def test_auto_takes_the_fastest_way_and_a_graph_of_what_cannot_be_recorded_is_refused(
-    device, impl, model, sharded, way
+def test_auto_takes_the_fastest_mode_and_a_graph_of_what_cannot_be_recorded_is_refused(
+    device, impl, model, sharded, mode
 ):
-    arguments = device, AttentionConfig(impl), GPTConfig(**model), sharded
-    assert choose_way("auto", *arguments) == way
-    assert choose_way("true", *arguments) == "compiled"
-    assert choose_way("false", *arguments) == "eager"
-    if way == "recorded":
-        assert choose_way("graph", *arguments) == "recorded"
+    config = AttentionConfig(impl.split()[0], dropout_p=0.1 if "dropping" in impl else 0.0)
+    arguments = device, config, GPTConfig(**model), sharded
+    assert choose_mode("auto", *arguments) == mode
+    assert choose_mode("true", *arguments) == "compiled"
+    assert choose_mode("false", *arguments) == "eager"
+    if mode == "graph":
+        assert choose_mode("graph", *arguments) == "graph"
     else:
         with pytest.raises(ValueError, match="compile=auto"):
-            choose_way("graph", *arguments)
+            choose_mode("graph", *arguments)
 
 
 class Trained:
     """A small model and its TrainStep."""
 
-    def __init__(self, kind: str = "adamw", scale: float | None = None, way: str = "eager", **options):
+    def __init__(self, kind: str = "adamw", scale: float | None = None, mode: str = "eager", **options):
         torch.manual_seed(0)
         self.factor = 1.0  # of the loss's gradient, NaN: of the loss
         size = GPTConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=31)
@@ -57,7 +60,7 @@ class Trained:
         self.model.register_forward_hook(self.spoil)
         self.optimizers = build_optimizers(self.model, OptimizerConfig(kind=kind))
         scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, init_scale=scale or 1.0)
-        self.step = TrainStep(self.model, self.optimizers, scaler, nullcontext(), way, **options)
+        self.step = TrainStep(self.model, self.optimizers, scaler, nullcontext(), mode, **options)
         self.generator = torch.Generator().manual_seed(1)
 
     def spoil(self, model, inputs, loss):
@@ -69,7 +72,7 @@ class Trained:
 
     def update(self, factor: float = 1.0):
         self.factor = factor
-        return self.step(self.batch(), 1e-2).numbers()
+        return self.step(self.batch(), 1e-2).wait()
 
     def everything(self) -> dict[str, torch.Tensor]:
         """All that an update may change, copied."""
@@ -133,7 +136,7 @@ def gradients(trained: Trained, batch: Batch) -> tuple[float, torch.Tensor]:
     trained.optimizers[0].register_step_pre_hook(
         lambda *_: found.extend(p.grad.flatten() for p in trained.model.parameters())
     )
-    return trained.step(batch, 1e-2).numbers().grad_norm, torch.cat(found)
+    return trained.step(batch, 1e-2).wait().grad_norm, torch.cat(found)
 
 
 def test_the_gradient_is_that_of_the_mean_over_all_passes():
@@ -144,9 +147,9 @@ def test_the_gradient_is_that_of_the_mean_over_all_passes():
     assert (of_two - right).norm() < 1e-5 * right.norm()
 
 
-@pytest.mark.parametrize("scale", [None, 1024.0])
-def test_the_norm_is_the_gradients_before_clipping_and_without_the_scale(scale):
-    trained = Trained(scale=scale, grad_clip=0.125)
+@pytest.mark.parametrize(("kind", "scale"), [("adamw", None), ("adamw", 1024.0), ("muon", 1024.0)])
+def test_the_norm_is_the_gradients_before_clipping_and_without_the_scale(kind, scale):
+    trained = Trained(kind, scale, grad_clip=0.125)
     batch = trained.batch(passes=1)
     loss = trained.model(batch.x[0], batch.y[0])
     right = torch.nn.utils.get_total_norm(torch.autograd.grad(loss, list(trained.model.parameters())))
@@ -160,7 +163,7 @@ def test_a_batch_of_another_shape_trains_on():
     trained = Trained()
     trained.update()
     x, y = torch.randint(31, (2, 2, 8, 8))
-    assert math.isfinite(trained.step(Batch(x, y, None), 1e-2).numbers().loss)
+    assert math.isfinite(trained.step(Batch(x, y, None), 1e-2).wait().loss)
 
 
 def test_a_run_that_hears_late_writes_what_one_that_hears_at_once_writes(small_run, tmp_path, monkeypatch):
@@ -181,7 +184,7 @@ def test_a_run_that_hears_late_of_nan_logs_no_step_after_it(small_run, tmp_path,
 
 @pytest.mark.slow
 def test_a_compiled_step_is_the_eager_one():
-    eager, compiled = Trained(), Trained(way="compiled")
+    eager, compiled = Trained(), Trained(mode="compiled")
     for _ in range(3):
         a, b = eager.update(), compiled.update()
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-4, atol=1e-5)

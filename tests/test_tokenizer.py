@@ -20,10 +20,7 @@ def test_text_survives_the_way_to_ids_and_back(encoding):
     assert encoding.decode(ids.tolist()) == TEXT
     assert encoding.eot_token not in ids
     assert encode(encoding, "").shape == (0,)
-    assert [list(found) for found in tokenizer.encode_all(encoding, [TEXT, "a"])] == [
-        ids.tolist(),
-        encode(encoding, "a").tolist(),
-    ]
+    assert [list(found) for found in tokenizer.encode_all(encoding, [TEXT])] == [ids.tolist()]
 
 
 def test_token_bytes_add_up_to_the_text(encoding):

@@ -38,6 +38,13 @@ def test_every_attention_trains_on_one_curve(small_run, tmp_path, options):
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "naive"), abs=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="elsewhere the kernels run in Triton's interpreter")
+def test_triton_trains_in_its_interpreter(small_run, tmp_path):
+    small_run("steps=1 eval_tokens=128 attention=triton")
+    small_run("steps=1 eval_tokens=128 attention=naive name=naive")
+    assert losses(tmp_path / "x") == pytest.approx(losses(tmp_path / "naive"), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "option", ["attention.window=4", "attention.windows=[4,null]", "attention.alibi=true", "attention.softcap=0.01",
                "attention.softmax_scale=2.0", "attention.documents=true"]
@@ -115,6 +122,12 @@ def test_a_run_whose_minutes_are_over_evaluates_saves_and_ends_with_its_lowest_r
     assert "max_minutes=0.04" in said
 
 
+def test_the_last_step_is_logged_though_log_every_passes_over_it(small_run, tmp_path):
+    small_run("steps=1000000 max_minutes=0.005 log_every=1000000")
+    (row,) = records(tmp_path / "x")
+    assert row["step"] == records(tmp_path / "x", "val_loss")[-1]["step"]
+
+
 def test_the_scale_of_fp16_is_logged_and_the_loss_is_not_scaled(small_run, tmp_path):
     small_run("steps=3 dtype=fp16 attention=sdpa")
     rows = records(tmp_path / "x")
@@ -132,14 +145,18 @@ def test_a_length_warmup_trains_on_shorter_sequences_and_as_many_tokens(small_ru
     assert shapes == [(2, 16, 8)] * 2 + [(2, 4, 32)] * 2
 
 
-def test_out_of_memory_is_one_line_with_a_smaller_batch_that_learns_the_same(small_run, monkeypatch):
+@pytest.mark.parametrize(("size", "smaller"), [(4, 2), (9, 3), (5, 1)])
+def test_out_of_memory_is_one_line_with_a_smaller_batch_that_learns_the_same(small_run, monkeypatch, size, smaller):
+    """A divisor: another size would be refused. With one sequence it is recompute."""
+
     def full(self, batch, lr):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(TrainStep, "__call__", full)
-    err = small_run("steps=2", code=1).err
-    assert "batch_size=2 tokens_per_step=128" in err
+    err = small_run(f"steps=2 batch_size={size} tokens_per_step={size * 32}", code=1).err
+    assert f"batch_size={smaller} tokens_per_step={size * 32}" in err
     assert "Traceback" not in err
+    assert "model.recompute=true" in small_run("steps=2 name=y batch_size=1", code=1).err
 
 
 def test_a_run_that_failed_lets_go_of_its_folder(small_run, tmp_path, monkeypatch):

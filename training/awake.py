@@ -6,7 +6,7 @@ broken call is farther off than rounding explains. Memory is O(T), except in a r
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from model.attention import attention
 from model.break_it import FAILURES
 from training.config import Config
-from training.probe import Call
+from training.probe import Call, wide
 
-LOOKS = (1, 10, 100, 1000)  # the steps at which a broken run looks
+STEPS = (1, 10, 100, 1000)  # after which a broken run checks whether the failure acts
 BEYOND_ROUNDING = 3.0  # an error this many times the whole algorithm's acts; another order of sums gives less
 EXACT = torch.finfo(torch.float32).eps  # the least error to compare with: for a row of one key the whole one has none
 
@@ -27,7 +27,7 @@ class Effect(NamedTuple):
     """The error of a call's o, or of its dq, dk and dv together: |x - right| / |right|."""
 
     layer: int
-    of: str  # o | gradients
+    of: str  # o | gradient
     broken: float
     whole: float  # the error of the whole algorithm: rounding
 
@@ -40,18 +40,15 @@ class Effect(NamedTuple):
 def effects(calls: Sequence[Call]) -> list[Effect]:
     """For each call, recorded with gradients: the effect on o, then that on the gradients. Leaves out what cannot be
     compared: a right answer that is not finite, and sdpa with dropout, because only PyTorch knows its mask."""
-    return [effect for call in calls for effect in effects_of(call)]
-
-
-def effects_of(call: Call) -> Iterator[Effect]:
-    if call.config.impl == "sdpa" and call.seed is not None:
-        return
-    wide = torch.float32 if call.q.device.type == "mps" else torch.float64
-    right, whole = computed(call, "tiled", wide), computed(call, call.config.impl, call.q.dtype)
-    broken = [call.o, *call.gradients]
-    for of, part in (("o", slice(0, 1)), ("gradients", slice(1, 4))):
-        if all(x.isfinite().all() for x in right[part]):
-            yield Effect(call.layer, of, distance(broken[part], right[part]), distance(whole[part], right[part]))
+    found = []
+    for call in (call for call in calls if call.config.impl != "sdpa" or call.seed is None):
+        right, whole = computed(call, "tiled", wide(call.q)), computed(call, call.config.impl, call.q.dtype)
+        broken = [call.o, *call.gradients]
+        for of, part in (("o", slice(0, 1)), ("gradient", slice(1, 4))):
+            if all(x.isfinite().all() for x in right[part]):
+                errors = (distance(x[part], right[part]) for x in (broken, whole))
+                found.append(Effect(call.layer, of, *errors))
+    return found
 
 
 def computed(call: Call, impl: str, dtype: torch.dtype) -> list[Tensor]:
@@ -70,34 +67,20 @@ def distance(found: list[Tensor], right: list[Tensor]) -> float:
     return math.sqrt(off / max(sum(float(r.square().sum()) for r in right), 1e-300))
 
 
-def acts(found: Sequence[Effect]) -> bool:
-    """Whether the failure changes more than rounding does."""
-    return any(e.more_than_rounding for e in found)
-
-
-def largest(found: Sequence[Effect], of: str) -> Effect | None:
-    """The first effect that is not finite, or else the largest; None if there is none."""
-    those = [e for e in found if e.of == of]
-    return next((e for e in those if not math.isfinite(e.broken)), max(those, key=lambda e: e.broken, default=None))
-
-
-def record_of(found: Sequence[Effect]) -> dict[str, float]:
-    """The largest error of any layer, for metrics.jsonl; NaN if nothing could be compared."""
-    worst = {"o_error": largest(found, "o"), "gradient_error": largest(found, "gradients")}
-    return {name: effect.broken if effect else math.nan for name, effect in worst.items()}
+def worst(found: Sequence[Effect]) -> dict[str, Effect]:
+    """The largest error of any layer, by what it is of; NaN is the largest."""
+    return {e.of: e for e in sorted(found, key=lambda e: e.broken if math.isfinite(e.broken) else math.inf)}
 
 
 def in_words(found: Sequence[Effect], cfg: Config, step: int) -> str:
     """One line. If the failure acts: the largest error and its layer. If it sleeps: when it acts and what wakes it."""
-    names = [name for name in cfg.break_it.label.split("+") if name in FAILURES]
-    who = f"{'+'.join(names)} at step {step}"
-    worst = [effect for of in ("o", "gradients") if (effect := largest(found, of))]
-    if not worst:
+    failures = {name: FAILURES[name] for name in cfg.break_it.label.split("+") if name in FAILURES}
+    who = f"{'+'.join(failures)} at step {step}"
+    if not found:
         return f"{who}: cannot be compared: attention's inputs are not finite, or sdpa drops weights"
-    errors = ", ".join(f"{e.of} off by {e.broken:.1e} in layer {e.layer} (whole: {e.whole:.1e})" for e in worst)
-    if acts(found):
+    shown = worst(found).values()
+    errors = ", ".join(f"{e.of} off by {e.broken:.1e} in layer {e.layer} (whole: {e.whole:.1e})" for e in shown)
+    if any(e.more_than_rounding for e in found):
         return f"{who} acts: {errors}"
-    wakes = "; ".join(
-        f"it acts {FAILURES[name].acts}: python train.py break_it={name} {FAILURES[name].wakes}" for name in names
-    )
-    return f"{who} sleeps: {errors}; {wakes}"
+    wakes = (f"it acts {x.acts}: python train.py break_it={name} {x.wakes}" for name, x in failures.items())
+    return f"{who} sleeps: {errors}; {'; '.join(wakes)}"

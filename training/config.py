@@ -14,24 +14,26 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf.keys import check, key
 from data.prepare import DataConfig
 from data.tokenizer import TokenizerConfig
-from kernels.problem import runs_kernels
 from model.attention import AttentionConfig, problem_of
 from model.break_it import BreakIt
 from model.gpt import GPTConfig
 from training.checkpoint import Checkpoint
+from training.machine import DTYPES
 from training.metrics import WandbConfig
 from training.optimizer import OptimizerConfig, base_rate
 from training.parallel import ParallelConfig
@@ -61,15 +63,11 @@ class Config:
     name: str | None = key(None, "name of the run and its folder; null: the date", least=1)
     runs: str = key("runs", "folder of all runs", least=1)
     resume: str | None = key(None, "go on with a run: auto (name=, or the newest) | a run's name | a checkpoint's path")
-    init_from: str | None = key(
-        None, "begin with the weights of a run, a checkpoint, a folder of transformers, or hf:NAME of the hub"
-    )
+    init_from: str | None = key(None, "begin with weights: a run, a checkpoint, a folder of transformers, or hf:NAME")
     seed: int = key(1337, "seed of the initial weights, the data's order, dropout and samples", least=0)
 
     steps: int = key(700, "number of training steps (updates of the weights)", least=1)
-    max_minutes: float | None = key(
-        None, "time limit, at which the learning rate is lowest; null: none, also where steps= is given alone", above=0
-    )
+    max_minutes: float | None = key(None, "time limit; null: none, also where steps= is given alone", above=0)
     batch_size: int = key(16, "sequences per pass; fewer need less memory", least=1)
     tokens_per_step: int | None = key(None, "tokens per update, by gradient accumulation; null: one pass", least=1)
     length_warmup_steps: int = key(0, "first steps, on shorter sequences and as many tokens; 0: none", least=0)
@@ -115,9 +113,8 @@ class Config:
 
 
 def register(schema: type, name: str) -> None:
-    """Tells Hydra of a script's keys, and of the text for --help. Called when the script is loaded."""
+    """Tells Hydra of a script's keys. Called when the script is loaded."""
     ConfigStore.instance().store(name=name, node=schema)
-    OmegaConf.register_new_resolver("help_text", partial(help_text, schema), replace=True)
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -129,25 +126,27 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield from leaves(entry.default_factory, f"{prefix}{entry.name}.")
 
 
-def help_text(schema: type, *, _root_: DictConfig) -> str:
-    """What --help prints: ${help_text:} in conf/config.yaml. _root_: the composed configuration, from OmegaConf."""
-    lines = []
-    for group, chosen in _root_.hydra.runtime.choices.items():
+def help_text(schema: type, cfg: DictConfig) -> str:
+    """What --help prints. cfg: the composed configuration, with Hydra's own."""
+    lines = [cfg.hydra.help.template]
+    for group, chosen in cfg.hydra.runtime.choices.items():
         if (CONF / group).is_dir() and not group.startswith("hydra"):
             names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
             lines.append(f"  {group}= " + " ".join("*" * (name == chosen) + name for name in names))
-    if lines:
-        lines = ["", "Groups: each option is a file in conf/ that sets several keys; * is in use.", "", *lines]
+    if len(lines) > 1:
+        lines[1:1] = ["", "Groups: each option is a file in conf/ that sets several keys; * is in use.", ""]
     lines += ["", "Keys, each with its value for this command:", ""]
     for name, meaning in leaves(schema):
-        value = OmegaConf.select(_root_, name)
+        value = OmegaConf.select(cfg, name)
         lines.append(f"  {name}={'null' if value is None else value}".ljust(42) + f" {meaning}")
-    return "\n".join(lines).replace("$", "$$")  # Hydra substitutes $NAME in it
+    return "\n".join(lines)
 
 
-def refuse_unknown(arguments: list[str], schema: type, script: str) -> None:
-    """Exits with the nearest right name for a key that does not exist. Hydra's own message has no suggestion."""
-    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name in (*fields_of(schema), "experiment")]
+def check_arguments(arguments: list[str], schema: type, script: str) -> None:
+    """Exits with the nearest right name for a key that does not exist, which Hydra's message does not have. Answers
+    --help, for which Hydra would copy all keys once for each group: 0.8 s."""
+    names = ["experiment", *(entry.name for entry in fields(schema))]
+    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name in names]
     known = [*groups, *(name for name, _ in leaves(schema))]
     for argument in arguments:
         name, equals, value = argument.lstrip("-").partition("=")
@@ -164,21 +163,34 @@ def refuse_unknown(arguments: list[str], schema: type, script: str) -> None:
         why = "options are written key=value, without dashes" if argument[0] == "-" else f"there is no key {name}"
         if not argument.startswith("--") or name not in ("config-name", "config-path", "config-dir", "cfg", "package"):
             sys.exit(f"{script}: {argument}: {why}; {hint}")
+    if {"--help", "-h"} & {*arguments}:
+        typed = [argument for argument in arguments if not argument.startswith("-")]
+        try:
+            with initialize_config_dir(str(CONF), version_base="1.3"):
+                cfg = compose("config" if script == "train" else script, typed, return_hydra_config=True)
+        except HydraException as error:
+            sys.exit(f"{script}: {error}")
+        print(help_text(schema, cfg))
+        sys.exit()
 
 
-def fields_of(schema: type) -> list[str]:
-    return [entry.name for entry in fields(schema)]
+def quoted(argument: str) -> str:
+    """prompt=TEXT in quotes, for Hydra, which would otherwise read the text by its own grammar."""
+    if not argument.startswith("prompt="):
+        return argument
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", argument.removeprefix("prompt="))  # no interpolation
+    return "prompt='" + re.sub(r"(\\*)('|\Z)", r"\1\1\2", text).replace("'", r"\'") + "'"
 
 
 def configuration(cfg: DictConfig, resumed: Checkpoint | None, parent: Checkpoint | None) -> Config:
     """What was typed, over the configuration of a resumed checkpoint, or over the model, attention and break_it of a
     parent (init_from=). ValueError for a value that is not allowed or contradicts a resumed run."""
     typed = [override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task]
-    begun, chosen = resumed or parent, HydraConfig.get().runtime.choices
+    source, chosen = resumed or parent, HydraConfig.get().runtime.choices
     if resumed and "experiment" in typed:
         raise ValueError("a resumed run has its experiment's values already: leave experiment= out")
-    if begun:
-        theirs = begun.state["config"]
+    if source:
+        theirs = source.state["config"]
         if parent:
             groups = ("model", "attention", "break_it")
             theirs = {name: theirs[name] for name in groups} | {"tokenizer": {"kind": "kept"}}
@@ -227,17 +239,24 @@ def name_of(cfg: Config, resumed: Checkpoint | None) -> str:
     return name + broken if cfg.break_it.label and broken not in name else name
 
 
-def refuse_attention(cfg: Config, attention: AttentionConfig, device: torch.device) -> None:
-    """ValueError for an attention that cannot run."""
-    if attention.impl == "triton" and not runs_kernels(device):
-        raise ValueError(f"attention=triton: its kernels need an NVIDIA GPU from Ampere on, not {device}; use tiled")
-    q, k = (torch.zeros(1).expand(1, heads, cfg.model.context_length, cfg.model.head_size)
-            for heads in (cfg.model.n_head, cfg.model.kv_heads))  # fmt: skip
-    problem_of(q, k, k, attention.layer(0), break_it=cfg.break_it)
+def refuse_attention(cfg: Config, attention: AttentionConfig, dtype: str, device: torch.device) -> None:
+    """ValueError for an attention that cannot run in one of the layers."""
+    T, D = cfg.model.context_length, cfg.model.head_size
+    if attention.impl == "triton":
+        if not find_spec("triton"):
+            raise ValueError("attention=triton: Triton, which is made for Linux, is not installed; use attention=tiled")
+        from kernels.launch import refuse
+
+        refuse(DTYPES[dtype], D, device)
+    q, k = (torch.zeros(1).expand(1, heads, T, D) for heads in (cfg.model.n_head, cfg.model.kv_heads))
+    documents = torch.zeros(1, dtype=torch.int32).expand(1, T) if attention.documents else None
+    for i in range(cfg.model.n_layer):
+        problem_of(q, k, k, attention.layer(i), documents=documents, break_it=cfg.break_it)
 
 
-def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> None:
-    """Sets what depends on data and machine. n_vocab: of the tokenizer; data_size: processes with their own batches."""
+def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> int:
+    """Sets what depends on data and machine, and returns tokens_per_step. n_vocab: of the tokenizer. data_size:
+    processes with batches of their own."""
     rounded = -(-n_vocab // 64) * 64 if device.type == "cuda" else n_vocab  # matrix products like round sizes
     cfg.model.vocab_size = cfg.model.vocab_size or rounded
     if cfg.model.vocab_size < n_vocab:
@@ -249,3 +268,4 @@ def fill_in(cfg: Config, n_vocab: int, data_size: int, device: torch.device) -> 
         of = f" * {data_size} processes" if data_size > 1 else ""
         raise ValueError(f"tokens_per_step={cfg.tokens_per_step} is no multiple of {one_pass}, which is batch_size * "
                          f"model.context_length{of}")  # fmt: skip
+    return cfg.tokens_per_step

@@ -13,39 +13,30 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # name in the configuration: torch's
 
-# Dense bf16 FLOP/s with float32 accumulation, by the name from torch.cuda.get_device_name(). The first match counts.
-# Sources: NVIDIA's data sheets (half of the figure "with sparsity"); for GeForce, the architecture white papers.
-# Laptop GPUs, slices of a GPU and GPUs that are not in the list have no peak. A wrong peak would be worse: nanoGPT uses
-# the A100's peak everywhere and prints 104 % on an H100.
-PEAK_FLOPS = (
-    (r"Laptop|MIG|Max-Q", None),
-    (r"\bGB200\b", 2500e12),
-    (r"\bB200\b", 2250e12),
-    (r"\bH200 NVL\b", 835e12),
-    (r"\bG?H200\b", 989e12),
-    (r"\bH100 PCIe\b", 756e12),
-    (r"\bH100 NVL\b", 835e12),
-    (r"\bH100\b", 989e12),
-    (r"\bA100\b", 312e12),
-    (r"\bL40S\b", 362e12),
-    (r"\bL40\b", 181e12),
-    (r"\bL4\b", 121e12),
-    (r"\bA40\b", 149.7e12),
-    (r"\bA30\b", 165e12),
-    (r"\bA10\b", 125e12),
-    (r"\bRTX 5090$", 209.5e12),
-    (r"\bRTX 4090$", 165.2e12),
-    (r"\bRTX 3090$", 71e12),
-)
+# Dense bf16 FLOP/s with float32 accumulation, by a part of torch.cuda.get_device_name(); the first match counts.
+# Sources: NVIDIA's data sheets (half of the figure "with sparsity") and GeForce's white papers. Other GPUs, those of
+# laptops and slices of one have no peak: nanoGPT uses the A100's everywhere, and prints 104 % on an H100.
+PEAK_FLOPS = {
+    r"Laptop|MIG|Max-Q|NVL|H100 PCIe": None,
+    r"\bB200\b": 2250e12,
+    r"\bG?H200\b": 989e12,
+    r"\bH100\b": 989e12,
+    r"\bA100\b": 312e12,
+    r"\bL40S\b": 362e12,
+    r"\bL4\b": 121e12,
+    r"\bA10\b": 125e12,
+    r"\bRTX 4090$": 165.2e12,
+    r"\bRTX 3090$": 71e12,
+}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The dense bf16 peak of `device` in FLOP/s, or None where it is not known (MFU is then printed as n/a)."""
+    """The dense bf16 peak of `device` in FLOP/s, or None where it is not known."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of(name: str) -> float | None:
-    return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
+    return next((flops for pattern, flops in PEAK_FLOPS.items() if re.search(pattern, name)), None)
 
 
 def memory_gib(device: torch.device) -> float | None:

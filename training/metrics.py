@@ -81,7 +81,7 @@ class Metrics:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()  # flushed lines survive kill -9
         self.note(record)
-        self.say(self.stamp + self.line(record))
+        self.say(self.line(record))
         self.to_wandb({name: x for name, x in record.items() if x is not None})
 
     def line(self, record: dict) -> str:
@@ -102,7 +102,7 @@ class Metrics:
         )
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(self.stamp + text, flush=True)
 
     def sample(self, step: int, text: str) -> None:
         """Adds a text to samples.txt."""
@@ -110,7 +110,7 @@ class Metrics:
         if self.writes:
             with open(self.folder / "samples.txt", "a", encoding="utf-8") as file:
                 file.write(f"=====\n{step}\n{self.stamp}{text}\n")
-        self.say(f"{self.stamp}sample at step {step}: {text}")
+        self.say(f"sample at step {step}: {text}")
 
     def draw(self, last: bool = False) -> None:
         """loss.png, if the last picture took less than DRAWING of the time since then; in any case at the end."""
@@ -173,6 +173,7 @@ class Metrics:
 
     def close(self, exit_code: int = 0) -> None:
         self.file.close()
+        self.draw(last=True)
         if self.wandb is not None:
             self.wandb.finish(exit_code=exit_code)
 

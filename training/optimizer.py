@@ -15,10 +15,6 @@ from training.parallel import like, local, whole
 
 TOGETHER = 2**24  # elements of the matrices that Muon updates together
 
-# Defaults of the keys that only one optimizer or one schedule has. With the other one the key must be None.
-MOMENTUM = 0.95  # of Muon, as in Keller Jordan's post and in torch
-DECAY_FRACTION = 0.2  # of the steps, as in arXiv 2405.18392
-
 
 @dataclass
 class OptimizerConfig:
@@ -27,33 +23,17 @@ class OptimizerConfig:
     kind: str = key("adamw", among="adamw | muon (Muon for the blocks' matrices, AdamW for the other weights)")
     lr: float | None = key(None, "peak learning rate", above=0, usual="null: by width; adamw 6e-4, muon 1.2e-3 at 768")
     schedule: str = key("cosine", "learning rate schedule", among="cosine | wsd (warm-up, stable, then linear decay)")
-    decay_fraction: float | None = key(
-        None, "fraction of the steps in wsd's decay", above=0, most=1, usual=f"null: {DECAY_FRACTION}"
-    )
-    min_lr_ratio: float = key(
-        0.1, "final learning rate, as a fraction of the peak", least=0, most=1, usual="1: a constant rate"
-    )
+    decay_fraction: float = key(0.2, "fraction of the steps in wsd's decay (arXiv 2405.18392)", above=0, most=1)
+    min_lr_ratio: float = key(0.1, "final learning rate as a fraction of the peak; 1: a constant rate", least=0, most=1)
     warmup_steps: int = key(100, "number of steps over which the learning rate rises to its peak", least=0)
-    weight_decay: float = key(
-        0.1, "weight decay of matrices and embeddings, for Muon and AdamW", least=0, usual="0.1 is usual"
-    )
-    beta1: float = key(0.9, "AdamW's decay rate for the mean of the gradient", least=0, below=1, usual="0.9 is usual")
-    beta2: float = key(
-        0.95, "AdamW's decay rate for the mean of the squared gradient", least=0, below=1, usual="0.95 is usual"
-    )
-    momentum: float | None = key(
-        None, "Muon's momentum (optimizer=muon only)", least=0, below=1, usual=f"null: {MOMENTUM}"
-    )
-    grad_clip: float = key(
-        1.0, "maximum norm of the gradient over all weights", least=0, most=math.inf, usual="0: no clipping"
-    )
+    weight_decay: float = key(0.1, "weight decay of matrices and embeddings, for Muon and AdamW", least=0)
+    beta1: float = key(0.9, "AdamW's decay rate for the mean of the gradient", least=0, below=1)
+    beta2: float = key(0.95, "AdamW's decay rate for the mean of the squared gradient", least=0, below=1)
+    momentum: float = key(0.95, "Muon's momentum", least=0, below=1)
+    grad_clip: float = key(1.0, "maximum norm of the gradient over all weights; 0: no clipping", least=0, most=math.inf)
 
     def __post_init__(self):
         check(self, "optimizer.")
-        if self.momentum is not None and self.kind != "muon":
-            raise ValueError(f"optimizer.momentum={self.momentum} is Muon's: use optimizer=muon or optimizer.beta1")
-        if self.decay_fraction is not None and self.schedule != "wsd":
-            raise ValueError(f"optimizer.decay_fraction={self.decay_fraction} is wsd's: use optimizer.schedule=wsd")
 
 
 def base_rate(n_embd: int, kind: str) -> float:
@@ -83,14 +63,7 @@ def build_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     optimizers: list[Optimizer] = []
     if config.kind == "muon":
         matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-        optimizers.append(
-            Muon(
-                matrices,
-                lr=lr,
-                weight_decay=config.weight_decay,
-                momentum=MOMENTUM if config.momentum is None else config.momentum,
-            )
-        )
+        optimizers.append(Muon(matrices, lr, config.weight_decay, config.momentum))
         taken = set(matrices)  # a Parameter's hash is its identity
         parameters = [p for p in parameters if p not in taken]
     groups = [
@@ -175,7 +148,7 @@ def orthogonal(x: Tensor) -> Tensor:
     Muon, 2024, which found the coefficients). They need only matrix products.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    y = x.bfloat16() if x.is_cuda else x.float()  # many CPUs multiply bfloat16 some ten times as slowly (LOG.md)
+    y = x.bfloat16() if x.is_cuda else x.float()  # many CPUs multiply bfloat16 ten times as slowly (docs/findings.md)
     tall = x.shape[1] > x.shape[2]
     y = y.mT if tall else y  # the smaller Gram matrix
     y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -198,8 +171,7 @@ def learning_rate(step: float, steps: int, config: OptimizerConfig) -> float:
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "wsd":
-        decay_steps = steps * (config.decay_fraction or DECAY_FRACTION)
-        height = min(1.0, (steps - step) / decay_steps)
+        height = min(1.0, (steps - step) / (steps * config.decay_fraction))
     else:
         progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
         height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -64,10 +64,14 @@ class Ranks:
             raise ValueError(f"parallel.context={N} has no attention.alibi: use model.position=rope")
         if self.config.shard and cfg.dtype == "fp16":
             raise ValueError("parallel.shard=true has no dtype=fp16: use bf16 or float32")
+        if self.size > 1 and cfg.probe.every:
+            raise ValueError(f"probe.every={cfg.probe.every} with {self.size} processes: probe a run of one process")
 
     def prepare(self, model: GPT, device: torch.device) -> GPT:
-        """The model on the device; call it before the optimizers are made. With parallel.shard blocks are cut and moved
-        one by one, so the model may be larger than the device's memory."""
+        """The model on the device; call it before the optimizers are made. Gives each rank a seed of its own, for
+        dropout. With parallel.shard blocks are cut and moved one by one, so the model may be larger than the memory."""
+        if self.size > 1:
+            torch.manual_seed(torch.initial_seed() + self.rank)
         if self.config.context > 1:
             self.sequence = Ulysses(self.config.context, len(model.blocks), device)
         if not self.config.shard:
@@ -78,7 +82,7 @@ class Ranks:
         for module in (*model.blocks, model):
             # By default the embedding and the head would stay whole after an evaluation, and be saved so.
             unit = fully_shard(module, mesh=mesh, reshard_after_forward=True)
-            unit.set_gradient_divide_factor(1.0)  # a sum, as in add_up()
+            unit.set_gradient_divide_factor(1.0)  # a sum, as in all_reduce()
             unit.set_force_sum_reduction_for_comms(True)  # not a scaled sum, which gloo does not have
         return model
 
@@ -88,7 +92,7 @@ class Ranks:
         x, y = (tokens.chunk(N, dim=1)[self.rank % N] for tokens in (batch.x, batch.y))
         return x, y, batch.documents, self.sequence
 
-    def add_up(self, loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    def all_reduce(self, loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         """Replaces every p.grad by its sum over the ranks, and returns the sum of the losses. (FSDP2 has summed the
         gradients.) One all-reduce, which a CUDA graph can record. Several during the backward were no faster."""
         if self.size == 1:
@@ -116,7 +120,7 @@ class Ranks:
         return int(largest[0]), largest[1]
 
     @contextmanager
-    def first_goes_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """Rank 0 runs the body, then the others do: they read what it has written, or fail as it does."""
         if not self.first:
             self.sum([0.0])  # a barrier on the host; dist.barrier() would be one on the GPUs

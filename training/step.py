@@ -1,17 +1,18 @@
 """One update: forward, backward, clip, guard, optimizer; without a wait for the device.
 
-    train_step = TrainStep(model, optimizers, scaler, autocast, way, grad_clip, stop_on_nan)
-    report = train_step(batch, lr)      enqueues the update
-    report.numbers()                    waits for it: loss, gradient norm, ...
+    train_step = TrainStep(model, optimizers, scaler, autocast, mode, grad_clip, stop_on_nan)
+    pending = train_step(batch, lr)     enqueues the update
+    pending.wait()                      waits for its loss, gradient norm, ...
 
-update() is the step, and it is the same code in all three ways to run it:
-    eager      Python launches every operation
-    compiled   torch.compile has fused each block's operations
-    recorded   the compiled step is one CUDA graph: a small model no longer waits for Python (5 ms a step instead of 12)
+update() is the step, and it is the same code in all three modes:
+    eager      compile=false: Python launches every operation
+    compiled   compile=true: torch.compile fuses each block's operations
+    graph      compile=graph: the compiled step is one CUDA graph. A small model no longer waits for Python (5 ms a step
+               instead of 12)
 
 The guard is on the device, because asking it "is the loss finite?" before each update would stop the GPU. The device
-looks itself and leaves a bad update out, and all after it: when the host hears of it, one or two steps later, the
-weights are still those before the NaN.
+itself skips a bad update and all after it. When the host learns of it, one or two steps later, the weights are still
+those before the NaN.
 
 B batch size, T sequence length. A step's batch has an axis in front, the passes: (passes, B, T).
 """
@@ -29,48 +30,50 @@ from model.gpt import GPT, GPTConfig
 from training.parallel import ALONE, Ranks
 
 AHEAD = {"cuda": 2}  # updates that may be enqueued before the host waits for the oldest; elsewhere none
-WARM_UP = 3  # steps before the recording: kernels are compiled and the optimizers' state is made
+WARM_UP = 3  # steps before the capture: kernels are compiled and the optimizers' state is made
 
 
-class Numbers(NamedTuple):
+class StepStats(NamedTuple):
     loss: float  # nats per token, mean over all passes
     grad_norm: float  # of the whole gradient, before clipping
     loss_scale: float  # in fp16; 1 in other dtypes
-    stopped: bool  # this update or one before it was left out, because loss or gradient was not finite
+    stopped: bool  # this update or one before it was skipped, because loss or gradient was not finite
 
 
-class Report(NamedTuple):
+class PendingStats(NamedTuple):
     """An update's numbers, on their way to the host."""
 
-    arrival: Tensor  # pinned memory, so that the copy needs no wait
+    buffer: Tensor  # pinned memory, so that the copy needs no wait
     event: torch.cuda.Event | None
 
-    def numbers(self) -> Numbers:
+    def wait(self) -> StepStats:
         if self.event is not None:
             self.event.synchronize()
-        loss, norm, scale, stopped = self.arrival.tolist()
-        return Numbers(loss, norm, scale, bool(stopped))
+        loss, norm, scale, stopped = self.buffer.tolist()
+        return StepStats(loss, norm, scale, bool(stopped))
 
 
-def choose_way(
+def choose_mode(
     wanted: str, device: torch.device, attention: AttentionConfig, model: GPTConfig, sharded: bool = False
 ) -> str:
-    """eager, compiled or recorded. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
+    """eager, compiled or graph. wanted: compile=auto | false | true | graph. attention: resolved, not auto."""
+    # These draw from torch's generator. With recompute, Python saves and restores its state (recomputed() in gpt.py).
+    draws = model.dropout_p > 0 or (attention.impl == "sdpa" and attention.dropout_p > 0)
     obstacle = None
     if device.type != "cuda":
         obstacle = f"a CUDA graph needs a CUDA GPU, not device={device.type}"
     elif attention.impl == "tiled":
         obstacle = "attention=tiled chooses its tiles in Python"
-    elif model.recompute != "false" and (model.dropout_p > 0 or attention.dropout_p > 0):
+    elif model.recompute != "false" and draws:
         obstacle = f"model.recompute={model.recompute} with dropout reads the random state in Python"
     elif sharded:
-        obstacle = "parallel.shard=true sends weights from Python"
+        obstacle = "parallel.shard=true gathers weights from Python"
     if wanted == "graph" and obstacle:
         raise ValueError(f"compile=graph: {obstacle}; use compile=auto")
     if wanted in ("false", "true"):
         return {"false": "eager", "true": "compiled"}[wanted]
     if not obstacle:
-        return "recorded"
+        return "graph"
     return "compiled" if device.type == "cuda" and attention.impl != "tiled" else "eager"
 
 
@@ -81,54 +84,54 @@ class TrainStep:
         optimizers: list[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler,
         autocast: AbstractContextManager,
-        way: str,
+        mode: str,
         grad_clip: float = 1.0,
         stop_on_nan: bool = True,
         ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.optimizers, self.scaler, self.autocast = model, optimizers, scaler, autocast
-        self.way, self.grad_clip, self.stop_on_nan, self.ranks = way, grad_clip, stop_on_nan, ranks
+        self.mode, self.grad_clip, self.stop_on_nan, self.ranks = mode, grad_clip, stop_on_nan, ranks
         self.device = device = next(model.parameters()).device
-        if way != "eager":
+        if mode != "eager":
             for block in model.blocks:  # alike, so compiled once; the whole model takes ten times as long to compile
                 block.compile(dynamic=False)
         self.ahead = AHEAD.get(device.type, 0)
         self.steps = 0  # enqueued
-        self.record_at = WARM_UP
+        self.capture_at = WARM_UP
         self.graph: torch.cuda.CUDAGraph | None = None
-        # A recorded step has the addresses of what it reads and writes, so these tensors stay where they are.
+        # A CUDA graph has the addresses of what it reads and writes, so these tensors stay where they are.
         self.batch: Batch | None = None
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
-        self.left_out = torch.zeros((), device=device)  # 1: leave this update out
+        self.skip_update = torch.zeros((), device=device)  # 1: skip it
         for optimizer in optimizers:  # torch's fused AdamW reads found_inf; GradScaler sets it in the same way
-            optimizer.found_inf = self.left_out  # type: ignore[attr-defined]
-        self.measured = torch.zeros(4, device=device)
+            optimizer.found_inf = self.skip_update  # type: ignore[attr-defined]
+        self.stats = torch.zeros(4, device=device)
         pinned = device.type == "cuda"
-        self.arrivals = [torch.zeros(4, pin_memory=pinned) for _ in range(self.ahead + 1)]
+        self.buffers = [torch.zeros(4, pin_memory=pinned) for _ in range(self.ahead + 1)]
 
-    def __call__(self, batch: Batch, lr: float) -> Report:
-        """Enqueues one update. batch: on the CPU, int64 (passes, B, T). At most `ahead` reports may be on their way."""
+    def __call__(self, batch: Batch, lr: float) -> PendingStats:
+        """Enqueues one update. batch: on the CPU, int64 (passes, B, T). At most `ahead` updates may be pending."""
         cuda = self.device.type == "cuda"
         if self.batch is None or self.batch.x.shape != batch.x.shape:  # the first, or after length_warmup_steps
             if cuda:
                 torch.cuda.synchronize(self.device)  # the GPU may still use what is dropped here
-            self.graph, self.record_at = None, self.steps + WARM_UP
+            self.graph, self.capture_at = None, self.steps + WARM_UP
             self.batch = batch.each(lambda part: torch.empty_like(part, device=self.device))
         self.batch.copy_(batch.each(Tensor.pin_memory) if cuda else batch)
         set_learning_rate(self.optimizers, lr)
-        if self.way == "recorded" and self.graph is None and self.steps == self.record_at:
+        if self.mode == "graph" and self.graph is None and self.steps == self.capture_at:
             self.graph = self.capture(self.batch)
         if self.graph is not None:
             self.graph.replay()
         else:
             self.update(self.batch)
-        arrival = self.arrivals[self.steps % len(self.arrivals)]
-        arrival.copy_(self.measured, non_blocking=True)
+        buffer = self.buffers[self.steps % len(self.buffers)]
+        buffer.copy_(self.stats, non_blocking=cuda)  # without an event nothing would wait for it
         event = torch.cuda.Event() if cuda else None
         if event is not None:
             event.record()
         self.steps += 1
-        return Report(arrival, event)
+        return PendingStats(buffer, event)
 
     def update(self, batch: Batch) -> None:
         """The step: everything that the device does with a batch."""
@@ -139,7 +142,8 @@ class TrainStep:
                 share = self.model(*self.ranks.cut(part)) / (len(batch.x) * self.ranks.size)
             self.scaler.scale(share).backward()
             loss += share.detach()
-        loss = self.ranks.add_up(loss, self.model.parameters())  # over several GPUs, in place; alone it does nothing
+        # All-reduce: sums gradients in place, returns the summed loss.
+        loss = self.ranks.all_reduce(loss, self.model.parameters())
 
         # Clip.
         for optimizer in self.optimizers:
@@ -148,31 +152,31 @@ class TrainStep:
         if self.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
 
-        # The guard. In fp16 with a scale above 1 an infinite gradient is normal: this update alone is left out, and the
-        # scaler answers with a smaller scale. Otherwise the model itself made it; NaN in weights cannot be repaired.
+        # The guard. In fp16 with a scale above 1 an infinite gradient is normal: this update alone is skipped, and the
+        # scaler lowers its scale. Otherwise the model diverged, and NaN in weights cannot be repaired.
         scale = self.scaler.scale(torch.ones((), device=self.device))
         if self.stop_on_nan:
             self.stopped |= ~(loss.isfinite() & (norm.isfinite() | (scale > 1)))
-        self.left_out.copy_(self.stopped | ~norm.isfinite() if self.scaler.is_enabled() else self.stopped)
+        self.skip_update.copy_((self.stopped | ~norm.isfinite()) if self.scaler.is_enabled() else self.stopped)
 
         # The update. Not by scaler.step(), which of two optimizers skips only the one with an infinite gradient. On
         # Apple's GPUs torch's AdamW ignores found_inf (pytorch/pytorch#186360), so there the host waits and looks.
-        if self.device.type != "mps" or not self.left_out:
+        if self.device.type != "mps" or not self.skip_update:
             for optimizer in self.optimizers:
                 optimizer.step()
         self.scaler.update()
         self.model.zero_grad(set_to_none=True)
-        self.measured.copy_(torch.stack((loss, norm, scale, self.stopped.float())))
+        self.stats.copy_(torch.stack((loss, norm, scale, self.stopped.float())))
 
     def capture(self, batch: Batch) -> torch.cuda.CUDAGraph:
-        """Records update() as a CUDA graph. Computes nothing: the first replay does."""
+        """Captures update() as a CUDA graph. Computes nothing: the first replay does."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         torch.cuda.synchronize(self.device)
-        # With several GPUs, NCCL's watchdog thread asks for events meanwhile, which "global" forbids.
+        # With several GPUs, NCCL's watchdog thread queries events meanwhile, which "global" forbids.
         mode = "thread_local" if self.ranks.size > 1 else "global"
         with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
             self.update(batch)
-        # On that stream torch has set the random generator to where the first replay draws.
+        # torch sets the generator for the first replay on this stream: wait for it.
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
@@ -184,11 +188,11 @@ class TrainStep:
 
     def uncompiled(self) -> AbstractContextManager:
         """Inside, compiled blocks run eagerly: for inputs of other shapes, which would be compiled again and again."""
-        return nullcontext() if self.way == "eager" else torch.compiler.set_stance("force_eager")
+        return nullcontext() if self.mode == "eager" else torch.compiler.set_stance("force_eager")
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
-    """On a GPU the rate is a tensor there: a number would be recorded, and stay as it was."""
+    """On a GPU the rate is a tensor there: a graph would keep a number as it was when captured."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)

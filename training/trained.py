@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.problem import runs_kernels
 from model.attention import AttentionConfig, resolve
 from model.break_it import BreakIt
 from model.gpt import GPT, GPTConfig
@@ -23,12 +22,11 @@ def find_trained(run: str | None, checkpoint: str, runs: Path) -> Checkpoint:
 
 
 def network(trained: Checkpoint, impl: str, device: torch.device) -> GPT:
-    """The model with its weights, float32, in evaluation mode. impl: of attention; auto prefers triton on a GPU, which
-    generate() makes a CUDA graph of."""
+    """The model with its weights, float32, in evaluation mode. impl: of attention; auto: what resolve() chooses for
+    sampling."""
     groups = trained.state["config"]
-    config, attention = GPTConfig(**groups["model"]), AttentionConfig(**groups["attention"])
-    attention.impl = "triton" if impl == "auto" and runs_kernels(device) else impl
-    break_it = BreakIt(**groups["break_it"])
+    config, break_it = GPTConfig(**groups["model"]), BreakIt(**groups["break_it"])
+    attention = AttentionConfig(**{**groups["attention"], "impl": impl})
     model = GPT(config, resolve(attention, device.type, config.head_size, break_it=break_it), break_it)
     model.load_state_dict(trained.weights, strict=False)  # a tied head is in the file once
     return model.to(device).eval()

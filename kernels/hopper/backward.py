@@ -17,17 +17,13 @@ A program has 2 * KEYS rows of keys and values, and visits the tiles of queries 
                 the tile's dq, over the keys of both consumers
     adder       two, of one warp each: adds a consumer's half to dq in memory (float32)
 
-- A sum of floats depends on its order. So the tiles of keys add to a tile of dq in a fixed order: the last tile of keys
-  first. `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn. The
-  first one stores, so that nobody has to write zeros.
-- Programs take the last tile of keys of a head first. So an adder waits only for tiles that were taken before, and no
-  program waits for one that has not begun.
+- The tiles of keys add to a tile of dq in a fixed order, the last tile of keys first: then two runs give the same bits.
+  `counters[1:]` has, for each half of a tile of dq, how many have been added. An adder waits for its turn.
 - ds goes through shared memory, because dq sums over the keys of both consumers. So do the parts of dq, in the order in
   which threads hold them: see in_thread_order(). All else stays in registers.
 - Dropout: with few registers left, a decision is the sign of p, and ds is doubled. p + |p| is 2 p or 0.
 
-Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout.
-
+Limits: float16 and bfloat16, D 64 or 128, the causal mask or none, dropout. docs/hopper.md tells more.
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs and the tiles.
 """
 
@@ -52,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.hopper.forward import all_threads, as_matrix, as_operand, barriers, philox, processors, shared_layout
-from kernels.launch import in_tiles
+from kernels.launch import drop_threshold, in_tiles
 from kernels.problem import Problem
 
 
@@ -142,7 +138,7 @@ def launch_backward(
     """Writes dq, dk and dv. lse2 (B, H, T) is in base 2, as launch_forward writes it; dlse (B, H, T) is contiguous."""
     (B, H, T, D), (H_kv, T_k) = q.shape, k.shape[1:3]
     rows, G, dropout = BLOCK_M[D], H // H_kv, problem.seed is not None
-    threshold = round(256 * problem.dropout_p) if dropout else 0
+    threshold = drop_threshold(problem)
     keep_scale, times = 256 / (256 - threshold), 2.0 if dropout else 1.0  # with dropout step() computes 2 ds
     scale = problem.scale * keep_scale / times  # of dq and dk
     tiles = -(-T // rows)

@@ -7,18 +7,13 @@ The steps have the numbers of model/attention.py; kernels/flash.py has the same 
 kernels/launch.py calls launch_forward.
 
 A group is CONSUMERS tiles of ROWS query rows each. Each processor runs one program, which computes one group after the
-other. Its warps have different jobs:
+other. Its warps have different jobs (docs/hopper.md):
 
     producer    one warp: takes the groups; copies q, then tiles of k and v, to shared memory, ahead of their use (TMA)
     consumer    four warps (a warpgroup) for each tile of queries of a group: steps 1 to 6
 
-- Copies and matrix products are asynchronous. A consumer starts the product q k^T of a tile and the product p v of the
-  tile before. While it computes a softmax, the products of the other consumers run.
-- Barriers in shared memory count the copies. `full`: a tile of k or v has arrived. `free`: all consumers have read it.
-- Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is outside of the loop.
-- A program takes its next group from a counter in memory, and copies its tiles while this group is still computed.
-- tests/gluon_on_cpu.py runs this file on a CPU, in many orders of its jobs and copies.
-
+Barriers in shared memory count the copies. `full`: a tile of k or v has arrived. `free`: all consumers have read it.
+Tiles of keys are visited from the last to the first. So the tile that the causal mask cuts is outside of the loop.
 Limits: float16 and bfloat16, D 64 or 128; causal masks, windows, documents and dropout.
 
 Sources: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608) for the jobs of the warps and for the overlap; Triton's
@@ -43,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash import philox as philox_of_flash
-from kernels.launch import LOWEST, in_tiles
-from kernels.problem import Problem
+from kernels.launch import drop_threshold, in_tiles
+from kernels.problem import LOWEST, Problem
 
 all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
 
@@ -137,7 +132,7 @@ def launch_forward(
     groups = -(-T // (ROWS * consumers))  # of CONSUMERS tiles of queries, in a head
     section = SECTION_BYTES * H // (H_kv * 2 * k[0, 0].nbytes)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    threshold = round(256 * problem.dropout_p) if dropout else 0
+    threshold = drop_threshold(problem)
     tensors = ((q, ROWS), (k, block_n), (v, block_n), (o, ROWS))
     forward_kernel[(min(groups * B * H, processors(q.device)),)](
         *[in_tiles(x, n, shared_layout(n, D, q.dtype)) for x, n in tensors],
