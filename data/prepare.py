@@ -32,7 +32,7 @@ FORMAT = 4  # increase it if the same text gives other files
 LEARN = 1 << 28  # characters that bpe learns from; more change few merges, and rustbpe's counts need memory
 NOT_READ = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}  # of Python's folders
 SOURCES = ("pystdlib", "pypackages", "text", "hub", "shakespeare", "bin", "fineweb", "recall", "passkey")
-READERS = {"path": ("text", "bin", "hub"), "field": ("text", "hub"), "shards": ("fineweb",)}  # sources that read a key
+READERS = ("text", "bin", "hub")  # sources that read data.path
 HEADER = 1024  # bytes
 MAGIC: dict[tuple[int, ...], np.dtype] = {  # first two numbers of llm.c's GPT-2 and Llama 3 shards
     (20240520, 1): np.dtype("<u2"),
@@ -57,15 +57,11 @@ class DataConfig:
 
 
 def check_keys(data: DataConfig) -> None:
-    """ValueError for a key that this source would ignore, and for a missing path."""
-    for name, sources in READERS.items():
-        value = getattr(data, name)
-        if value != getattr(DataConfig, name) and data.source not in sources:
-            readers = " or ".join(f"data={source}" for source in sources)
-            raise ValueError(f"data.{name}={value} is read with {readers} only: choose that, or leave it out")
-    if data.path is None and data.source in READERS["path"]:
-        what = "OWNER/NAME/FILE" if data.source == "hub" else "FILE, a folder or a glob"
-        raise ValueError(f"data={data.source} needs a path: data.path={what}")
+    """ValueError for a path that this source would ignore, and for a missing one."""
+    if data.path is None and data.source in READERS:
+        raise ValueError(f"data={data.source} needs a path: data.path=FILE, a folder or a glob; hub: OWNER/NAME/FILE")
+    if data.path is not None and data.source not in READERS:
+        raise ValueError(f"data.path={data.path} is read with data={' or '.join(READERS)}: choose it, or leave it out")
 
 
 def prepare(

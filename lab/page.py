@@ -87,12 +87,13 @@ def picture(failure: str, losses: Losses | None, path: Path) -> None:
     errors = {name: by_tile(found[name], right[name]) for name in ("o", "dq", "dk", "dv")}
     top = 1.1 * max([0.1, *(x for some in errors.values() for x in some if math.isfinite(x))])
     for n, (name, some) in enumerate(errors.items()):
-        places = [tile + 0.2 * (n - 1.5) for tile in range(len(some))]
-        colours = [f"C{n}" if math.isfinite(x) else "red" for x in some]
+        places, colour = [tile + 0.2 * (n - 1.5) for tile in range(len(some))], f"C{'0152'[n]}"
+        colours = [colour if math.isfinite(x) else "red" for x in some]
         axes.bar(places, [x if math.isfinite(x) else top for x in some], 0.2, color=colours)
-        axes.bar(0, 0, color=f"C{n}", label=f"{name}, found")
+        axes.bar(0, 0, color=colour, label=f"{name}, found")
         if name in predicted:
             axes.plot(places, by_tile(predicted[name], right[name]), "kx", label=None if n else "predicted")
+    axes.set_ylim(0, 1.15 * top)
     label(axes, f"tile of {TILE} rows (red: not finite)", "|x - right| / |right|")
     if losses:
         axes = rest[0]
@@ -109,7 +110,7 @@ def picture(failure: str, losses: Losses | None, path: Path) -> None:
 def label(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x, fontsize=13)
     axes.set_ylabel(y, fontsize=13)
-    axes.legend(fontsize=10)
+    axes.legend(fontsize=10, loc="upper center", ncols=5)
 
 
 def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: dict) -> Path:

@@ -80,7 +80,7 @@ def turn(step: Step, batches: list[Batch], device: torch.device) -> float:
 
 def our_step(config: GPTConfig, autocast: AbstractContextManager, device: torch.device) -> Step:
     """The step of train.py."""
-    model = GPT(config, resolve(AttentionConfig(), str(device), config.head_size, config.context_length)).to(device)
+    model = GPT(config, resolve(AttentionConfig(), device.type, config.head_size, config.context_length)).to(device)
     scaler, mode = torch.amp.GradScaler(device.type, enabled=False), "graph" if device.type == "cuda" else "eager"
     train_step = TrainStep(model, build_optimizers(model, OPTIMIZER), scaler, autocast, mode)
     pending: deque = deque()

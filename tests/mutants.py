@@ -1,9 +1,9 @@
 """Sixty planted faults: wrong lines that the tests have to notice.
 
-    make mutants                       plants one fault after the other: half an hour on one core
+    make mutants                       plants one fault after the other: a quarter of an hour
     make mutants ARGS="clip dropout"   those whose name contains one of these words
 
-Each fault is planted in a copy of the tree, where its tests run until one fails. Exits with 1 if none does.
+Each fault is planted in a copy of the tree, where its tests run until one fails. Exits with 1 if one goes unnoticed.
 tests/test_mutants.py checks that every text to replace is found once: after an edit, the table follows.
 """
 
@@ -62,7 +62,6 @@ TABLE = {
         ("a full cache is not cleared", "kv_cache.clear()", "pass", "generate")],
     "kernels/launch.py": [
         ("triton's window shows one key more", "None if window is None else 1 - window", "window and -window", "flash"),
-        ("triton's dropout rounds down", "else round(256 * problem.dropout_p)", "else int(256 * problem.dropout_p)", "flash"),
         ("all sequences visit the first one's tiles", "len(table) == 1 else table.stride(0)", "True else 0", "flash"),
         ("Hopper takes softcap and ignores it", '"dropout_p", "broken"}', '"dropout_p", "broken", "softcap"}',
          "hopper::test_which_kernels_compute_what")],
@@ -141,7 +140,9 @@ def plant(fault: Fault) -> str:
         text = (tree / fault.file).read_text(encoding="utf-8")
         (tree / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-qx", "-n0", "-p", "no:cacheprovider", "-m", marks, *tests]
-        ended = subprocess.run(command, cwd=tree, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=-1, text=True)
+        ended = subprocess.run(
+            command, cwd=tree, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+        )
     if ended.returncode not in (0, 1):  # such as a fault that cannot be imported, which any test would notice
         return f"NOT NOTICED, pytest ended with {ended.returncode}: {ended.stdout[-500:]}"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)

@@ -59,7 +59,7 @@ class Run:
         numbers = []
         for t, tokens in enumerate(self.batches(), 1):
             batch = Batch(tokens[..., :-1], tokens[..., 1:], None)
-            numbers.append(step(batch, learning_rate(t, self.steps, rate)).numbers()[:2])
+            numbers.append(step(batch, learning_rate(t, self.steps, rate)).wait()[:2])
         losses, norms = torch.tensor(numbers).T
         return {"losses": losses, "norms": norms, **{name: p.detach() for name, p in model.named_parameters()}}
 

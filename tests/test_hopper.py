@@ -60,7 +60,7 @@ VALUES = [
     Case(97, 150, B=1, D=64, causal=False, dropout_p=0.3),
     Case(140, B=1, D=128, dropout_p=0.1),
     Case(300, B=1, H=1, D=64, window=70),
-    Case(200, B=2, H=1, D=128, documents=(60, 0, 140)),
+    Case(200, B=2, H=1, D=128, documents=(140, 0, 60)),
 ]
 
 

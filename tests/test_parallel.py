@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from model.attention import AttentionConfig
-from model.gpt import GPTConfig
+from model.gpt import GPT, GPTConfig
 from tests.runs import last, read_metrics, records
 from training.checkpoint import load_checkpoint
 from training.parallel import ParallelConfig, Ranks, join
@@ -106,6 +106,15 @@ def test_two_ranks_with_a_pass_each_have_the_gradient_of_one_process_bit_for_bit
 def test_ranks_that_share_sequences_have_the_gradient_of_one_process(model, layout, found):
     """naive and tiled, learned positions and rope, fewer key heads, windows, documents, blocks computed again."""
     assert_close(found[model, layout], found[model, "one"], 2**-46)
+
+
+def test_each_rank_draws_its_own_dropout():
+    model, drawn = GPT(GPTConfig(n_layer=1, n_embd=12, vocab_size=2), AttentionConfig("naive")), set()
+    for rank in range(3):
+        torch.manual_seed(0)
+        Ranks(rank=rank, size=3).prepare(model, torch.device("cpu"))
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 3
 
 
 def test_a_sharded_rank_holds_its_part_of_the_weights(found):

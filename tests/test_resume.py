@@ -147,12 +147,13 @@ def test_what_contradicts_a_resumed_run_is_refused(small_run, call, tmp_path, ty
     assert read_metrics(tmp_path / "x" / "metrics.jsonl") == before
 
 
-def test_the_first_lines_of_a_resumed_run_say_where_it_is_and_what_it_will_do(small_run, tmp_path):
+def test_a_resumed_run_goes_on_with_its_minutes_and_says_where_it_is_and_what_it_will_do(small_run, tmp_path):
     small_run("steps=2 max_minutes=5 optimizer.warmup_steps=1")
     state = last(tmp_path / "x") / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 180.0}))
     first = small_run("resume=auto steps=4 max_minutes=7").out.splitlines()[:6]
     assert any(all(said in line for said in ("step 2 ", "minute 3.", "minute 7", "rate")) for line in first), first
+    assert records(tmp_path / "x", "val_loss")[-1]["seconds"] > 180
 
 
 def test_init_from_takes_the_weights_and_the_model_and_begins_at_step_0(small_run, call, tmp_path, small):
