@@ -101,7 +101,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         qk_norm = RMSNorm if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = (qk_norm(config.head_size, eps=config.norm_eps) for _ in "qk")
+        self.q_norm = qk_norm(config.head_size, eps=config.norm_eps)
+        self.k_norm = qk_norm(config.head_size, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rope=None, seed=None, documents=None, layer=None) -> Tensor:
         B, T, C = x.shape
@@ -121,7 +122,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         gated = config.mlp == "swiglu"
-        hidden = config.mlp_hidden or (-(-config.n_embd * 8 // (3 * 64)) * 64 if gated else 4 * config.n_embd)
+        hidden = config.mlp_hidden or (64 * math.ceil(config.n_embd / 24) if gated else 4 * config.n_embd)
         self.act: Callable[[Tensor], Tensor] = F.silu if gated else ACTIVATIONS[config.mlp]
         self.up = nn.Linear(config.n_embd, hidden, bias=config.bias)
         self.gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None

@@ -4,7 +4,6 @@
 def test_no_seed_means_no_dropout(row): ...
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,8 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # PyTorch's guide "Extending PyTorch" points to it
-from torch.utils._pytree import tree_leaves
 
 from model.attention import AttentionConfig
 from tests.reference import DTYPES
@@ -72,28 +69,3 @@ def sized(monkeypatch) -> Sized:
     if HAS_TRITON and not CUDA:
         sized(TRITON, 64, 64)
     return sized
-
-
-class PeakBytes(TorchDispatchMode):
-    """The peak number of bytes in tensors that were made inside this context."""
-
-    def __init__(self):
-        super().__init__()
-        self.held = self.peak = 0
-        self.made: set[int] = set()  # addresses of the storages that were made inside and are still held
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
-            key, size = storage.data_ptr(), storage.nbytes()
-            if size and key not in given and key not in self.made:
-                weakref.finalize(storage, self.freed, key, size)
-                self.made.add(key)
-                self.held += size
-                self.peak = max(self.peak, self.held)
-        return result
-
-    def freed(self, key: int, size: int) -> None:
-        self.made.remove(key)
-        self.held -= size

@@ -35,7 +35,7 @@ TABLE = {
         ("lse has no gradient", "lse2, do, dlse, *rest), *[None]", "lse2, do, None, *rest), *[None]", "attention")],
     "model/tiled.py": [
         ("tiled does not rescale l", "else alpha * l) + p.sum", "else l) + p.sum", "attention"),
-        ("tiled does not rescale acc", "acc = alpha * acc + zp", "acc = acc + zp", "attention"),
+        ("tiled holds T x T floats", "o = as_heads(q)\n", "o, t = as_heads(q), q.new_empty(B, H, T, T)\n", "attention"),
         ("dk lacks the scale", "dk *= problem.scale", "dk *= 1.0", "attention"),
         ("lse is half in base 2", "(m / LOG2E + l.log())", "(m + l.log())", "attention")],
     "model/mask.py": [

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lab.meter import PeakBytes
 from model import attention as attention_module
 from model.attention import HOPPER_FROM, AttentionConfig, attention, flash_attention, resolve
 from model.break_it import FAILURES, BreakIt
 from model.dropout import keep_mask
-from tests.implementations import CUDA, DEVICE, HALVES, NAIVE, ROWS, SDPA, TILED, PeakBytes, over, param, sized
+from tests.implementations import CUDA, DEVICE, HALVES, NAIVE, ROWS, SDPA, TILED, over, param, sized
 from tests.reference import (
     CASES,
     DTYPES,

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.meter import PeakBytes
 from model import loss as loss_module
 from model.loss import IGNORE, next_token_loss, token_losses
-from tests.implementations import CUDA, DEVICE, HAS_TRITON, ON_GPU, PeakBytes
+from tests.implementations import CUDA, DEVICE, HAS_TRITON, ON_GPU
 from tests.reference import DTYPES, assert_float64_right, assert_within_budget
 
 pytestmark = ON_GPU
