@@ -124,7 +124,7 @@ def test_a_sharded_rank_holds_its_part_of_the_weights(found):
 
 
 @pytest.mark.slow
-def test_ulysses_compiles_without_a_graph_break(found, tmp_path):
+def test_compiled_blocks_that_share_sequences_have_the_gradient_of_one_process(found, tmp_path):
     file = str(tmp_path / "found")
     run_all([[2, "gradients", [file, {"context": 2}, *MODELS["gqa"], True]]])
     assert_close(torch.load(file), found["gqa", "one"], 2**-40)

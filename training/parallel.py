@@ -218,6 +218,8 @@ class Ulysses:
         mesh = init_device_mesh(device.type, (dist.get_world_size() // N, N), mesh_dim_names=("data", "context"))
         self.N, self.group, self.rank, self.device = N, mesh.get_group("context"), dist.get_rank() % N, device
         self.layers = [self] * n_layer
+        # Compiled by torch 2.11, AllToAll gives zero gradients (as in deepspeedai/DeepSpeed#8491).
+        self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
     def positions(self, n: int) -> Tensor:
         """Where this rank's n tokens are in the sequence: int64 (n,)."""
