@@ -14,21 +14,17 @@ backward. MiB is the peak memory of a forward and backward beyond the inputs. In
     -         it cannot do this; the reason is printed once
     memory    it ran out of memory
     slow      it would have taken longer than patience
-Rows go to results.csv in the folder out. speed.png and memory.png are drawn from those of this race.
+Rows are appended to results.csv in the folder out. speed.png and memory.png show this race.
 """
 
-import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import cast
 
-import hydra
 import torch
-from hydra.errors import CompactHydraException
-from omegaconf import DictConfig, OmegaConf
 
 from conf.keys import check, key
+from lab.command import command
 from lab.peers import IMPLS, Case
 from lab.race import race
 from lab.step import compare_steps
@@ -59,7 +55,6 @@ class Bench:
     window: int | None = key(None, "race: keys that a query sees, itself included", least=1)
     dropout_p: list[float] = key([0.0, 0.1], "race: probability of dropping an attention weight", least=0, below=1)
     dtype: str = key("bf16" if GPU else "float32", "race: of q, k and v", among="float32 | bf16 | fp16")
-    block: int = key(512 if GPU else 128, "race: tile size of tiled", least=1)
     patience: float = key(1.0, "race: seconds; a case that is expected to take longer is left out", above=0)
     on_chip: list[int] = key([4096, 8192, 16384, 32768], "traffic: M, words that the chip holds", least=1)
     peer: str | None = key(None, "step: path of nanoGPT's model.py")
@@ -69,6 +64,8 @@ class Bench:
     def __post_init__(self):
         check(self)
         self.lengths = sorted(self.lengths or LENGTHS[self.mode])
+        if self.mode == "step" and not self.peer:
+            raise ValueError("mode=step needs peer=PATH of nanoGPT's model.py")
         if unknown := set(self.impls) - set(IMPLS):
             raise ValueError(f"impls={sorted(unknown)} is not known: choose {', '.join(IMPLS)}")
         if len(self.heads) != len(self.head_sizes) or any(H % (self.kv_heads or 1) for H in self.heads):
@@ -87,7 +84,7 @@ def bench(cfg: Bench) -> None:
     """Runs the mode. Raises ValueError for a user's mistake, RuntimeError if one of our implementations is wrong."""
     device = pick_device(cfg.device)
     if cfg.mode == "race":
-        race(cfg.series(), cfg.impls, cfg.block, device, cfg.dtype, cfg.patience, Path(cfg.out))
+        race(cfg.series(), cfg.impls, device, cfg.dtype, cfg.patience, Path(cfg.out))
     elif cfg.mode == "step":
         compare_steps(cfg.lengths, cfg.peer or "", device)
     else:
@@ -97,16 +94,5 @@ def bench(cfg: Bench) -> None:
 
 config.register(Bench, "bench_schema")
 
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="bench")
-def main(typed: DictConfig) -> None:
-    """Exits with 1 for a mistake of the user's, in one line."""
-    try:
-        bench(cast(Bench, OmegaConf.to_object(typed)))
-    except (ValueError, OSError) as error:  # a program error keeps its traceback
-        raise CompactHydraException(f"bench: {error}") from None
-
-
 if __name__ == "__main__":
-    config.check_arguments(sys.argv[1:], Bench, "bench")
-    main()
+    command("bench", Bench, bench)

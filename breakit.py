@@ -2,7 +2,7 @@
 
     python breakit.py                                            every failure: predicted and found
     python breakit.py failure=no_max trainings=true              one, with two short trainings, whole and broken
-    python breakit.py trainings=true out=docs                    docs/break-it.md, and its pictures in docs/break
+    python breakit.py failure=no_max out=docs                    its section of docs/break-it.md, and its picture
     python breakit.py trace=true                                 a row of attention, tile by tile
     python breakit.py trace=true failure=no_rescale              the same without the rescaling
     python breakit.py look=true run=latest prompt='def f(x):'    what each head of your model reads, as a page
@@ -12,18 +12,14 @@
 docs/explorer.html shows attention and its failures tile by tile, in a browser; it needs no command.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-import hydra
 import torch
-from hydra.errors import CompactHydraException
-from omegaconf import DictConfig, OmegaConf
 
 from conf.keys import check, key
 from lab import failures, page
+from lab.command import command
 from lab.look import look, replay
 from lab.trace import trace, worked_example
 from model.break_it import FAILURES
@@ -38,7 +34,7 @@ class Lab:
     failure: str | None = key(None, f"one of {', '.join(FAILURES)}; null: all, and in a trace none")
     dtypes: list[str] = key(["float32"], f"of the comparison: {', '.join(failures.DTYPES)}")
     trainings: bool = key(False, "also two short trainings of each failure, whole and broken: some seconds each")
-    out: str | None = key(None, "folder for break-it.md and its pictures; look: the file", least=1)
+    out: str | None = key(None, "folder for break-it.md and pictures, with trainings; look: the file", least=1)
 
     trace: bool = key(False, "print a row of attention, tile by tile")
     look: bool = key(False, "write a page of what each head of a run's model reads")
@@ -77,31 +73,19 @@ def lab(cfg: Lab) -> None:
 
 
 def compare(cfg: Lab, names: list[str]) -> None:
-    """The table; with trainings= the trainings, and with out= the page."""
+    """The table; with trainings= or out= the trainings, and with out= the page."""
     torch.set_num_threads(1)  # two are no faster on such small tiles, and slower on a busy machine
     lines, losses = failures.table(names, cfg.dtypes), {}
-    for name in names if cfg.trainings else []:
+    for name in names if cfg.trainings or cfg.out else []:
         losses[name] = page.trainings(name)
         print(f"{name}, {FAILURES[name].wakes}: {page.in_words(losses[name])}", flush=True)
     if cfg.out:
         for name in names:
-            page.picture(name, losses.get(name), Path(cfg.out) / "break" / f"{name}.png")
+            page.picture(name, losses[name], Path(cfg.out) / "break" / f"{name}.png")
         print(page.write_page(Path(cfg.out), lines, losses, about(torch.device("cpu"))))
 
 
 config.register(Lab, "breakit_schema")
 
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="breakit")
-def main(typed: DictConfig) -> None:
-    """Exits with 1 for a mistake of the user's, in one line."""
-    try:
-        lab(cast(Lab, OmegaConf.to_object(typed)))
-    except (ValueError, OSError) as error:  # a program error keeps its traceback
-        raise CompactHydraException(f"breakit: {error}") from None
-
-
 if __name__ == "__main__":
-    config.check_arguments(sys.argv[1:], Lab, "breakit")
-    sys.argv[1:] = map(config.quoted, sys.argv[1:])
-    main()
+    command("breakit", Lab, lab)

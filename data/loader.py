@@ -49,9 +49,9 @@ class Batch(NamedTuple):
 class Loader:
     """Endless training batches for one rank.
 
-    An epoch cuts the text into windows one after the other, N // T of them, and returns each once, in random order. The
-    text is a ring: each epoch begins cutting at a random token, and the window that reaches the end goes on at the
-    start. So every token is a target equally often. (Independent random windows miss 37 % of the text in an epoch.)
+    An epoch cuts the text into N // T windows and returns each once, in random order. The text is a ring: each epoch
+    begins cutting at a random token, and the window that reaches the end goes on at the start. So every token is a
+    target equally often. (Independent random windows miss 37 % of the text in an epoch.)
     """
 
     tokens: np.ndarray | Shards  # (N,)
@@ -140,13 +140,13 @@ def make_batch(tokens: np.ndarray | Shards, documents: np.ndarray | None, starts
         window = tokens[start : start + T + 1]
         windows.append(window if len(window) > T else np.concatenate([window, tokens[: T + 1 - len(window)]]))
     both = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
-    numbers = None
-    if documents is not None:
-        rounds, places = np.divmod(np.array(starts)[:, None] + np.arange(T), N)  # (B, T)
-        # A position belongs to the last document that starts at or before it.
-        found = np.searchsorted(documents, places, side="right") - 1 + rounds * len(documents)
-        numbers = torch.from_numpy(found.astype(np.int32))
-    return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous(), numbers)
+    x, y = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    if documents is None:
+        return Batch(x, y, None)
+    rounds, places = np.divmod(np.array(starts)[:, None] + np.arange(T), N)  # (B, T)
+    # A position belongs to the last document that starts at or before it.
+    numbers = np.searchsorted(documents, places, side="right") - 1 + rounds * len(documents)
+    return Batch(x, y, torch.from_numpy(numbers.astype(np.int32)))
 
 
 def fingerprint(tokens: np.ndarray | Shards) -> int:

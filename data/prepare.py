@@ -34,34 +34,29 @@ NOT_READ = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 SOURCES = ("pystdlib", "pypackages", "text", "hub", "shakespeare", "bin", "fineweb", "recall", "passkey")
 READERS = ("text", "bin", "hub")  # sources that read data.path
 HEADER = 1024  # bytes
-MAGIC: dict[tuple[int, ...], np.dtype] = {  # first two numbers of llm.c's GPT-2 and Llama 3 shards
-    (20240520, 1): np.dtype("<u2"),
-    (20240801, 7): np.dtype("<u4"),
-}
+# The first two numbers of llm.c's shards for GPT-2 and for Llama 3.
+MAGIC: dict[tuple[int, ...], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 PIECE = 1 << 18  # characters that are encoded at a time: the tokenizers' patterns give up at a million spaces in a row
 
 
 @dataclass
 class DataConfig:
-    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.)"""
+    """Which text, and how much of it is for validation. (data=NAME sets the related keys too.) ValueError for a path
+    that the source would ignore, and for a missing one."""
 
     source: str = key("pystdlib", among=" | ".join(SOURCES))
     path: str | None = key(None, "text, bin: file, folder or glob; text: or - (a pipe); hub: OWNER/NAME/FILE", least=1)
     field: str = key("text", "field of a .jsonl line that holds the text", least=1)
-    val_fraction: float = key(0.05, "for validation; data=bin: if no file is named val, dev or test", above=0, most=0.5)
+    val_fraction: float = key(0.05, "share of the text that is for validation", above=0, most=0.5)
     shards: int = key(1, "data=fineweb: number of training files of 100 M tokens", least=1, most=103)
     cache: str = key("data/cache", "folder of prepared tokens and downloads (Hugging Face's: HF_HOME)", least=1)
 
     def __post_init__(self):
         check(self, "data.")
-
-
-def check_keys(data: DataConfig) -> None:
-    """ValueError for a path that this source would ignore, and for a missing one."""
-    if data.path is None and data.source in READERS:
-        raise ValueError(f"data={data.source} needs a path: data.path=FILE, a folder or a glob; hub: OWNER/NAME/FILE")
-    if data.path is not None and data.source not in READERS:
-        raise ValueError(f"data.path={data.path} is read with data={' or '.join(READERS)}: choose it, or leave it out")
+        if self.path is None and self.source in READERS:
+            raise ValueError(f"data={self.source} needs data.path=FILE, a folder or a glob; hub: OWNER/NAME/FILE")
+        if self.path is not None and self.source not in READERS:
+            raise ValueError(f"data.path={self.path} needs data={' or '.join(READERS)}: choose it, or leave it out")
 
 
 def prepare(
@@ -74,7 +69,7 @@ def prepare(
     """The folder of token files for this text and tokenizer; made if it is missing. ValueError for the user's mistakes.
 
     kept: the tokenizer for tokenizer=kept. context_length: tokens of a document of recall and passkey. runs: the folder
-    of all runs, whose files are no text. Sets data.path=- to the copy of standard input."""
+    of all runs, whose files are no text. data.path=- becomes the path of a copy of standard input."""
     kept = kept if tokenizer.kind == "kept" else None
     length = context_length if data.source in made.SHORTEST else None
     if length and (kept.name if kept else tokenizer.kind) != "byte":
@@ -182,14 +177,14 @@ def make(
 def write_tokens(path: Path, documents: list[str], encoding: tiktoken.Encoding) -> None:
     """Writes the documents' tokens with the header."""
     magic, dtype = next(item for item in MAGIC.items() if encoding.n_vocab <= 1 << 8 * item[1].itemsize)
-    begin, count = np.array(encoding.eot_token, dtype).tobytes(), 0
+    begin = np.array(encoding.eot_token, dtype).tobytes()
     stream = ((i == 0, piece) for document in documents for i, piece in enumerate(pieces(document)))
     with open(path, "wb") as file:
         file.write(bytes(HEADER))
         while batch := list(islice(stream, 64)):  # some 100 MB of Python's integers at a time
             for (first, _), ids in zip(batch, encode_all(encoding, [piece for _, piece in batch]), strict=True):
                 file.write(begin * first + np.asarray(ids, dtype).tobytes())
-                count += first + len(ids)
+        count = (file.tell() - HEADER) // dtype.itemsize
         file.seek(0)
         file.write(np.array([*magic, min(count, 2**31 - 1)], "<i4").tobytes())  # read_tokens() reads the file's size
 

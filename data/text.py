@@ -35,14 +35,11 @@ def find(path: str, never: Iterable[str | Path] = ()) -> list[Path]:
         raise ValueError(f"data.path={path} is no file or folder (seen from {Path.cwd()}); data.path=- reads a pipe")
     skipped = {other.resolve() for other in map(Path, never)} - {*root.parents}
     matches = walk(root) if folder else root.glob(str(Path(*named.parts[len(parts) :])))
-    found = sorted(
-        file for file in matches
-        if not any(part.startswith(".") for part in file.relative_to(root).parts)
-        and skipped.isdisjoint(file.parents) and file.is_file() and (not folder or suffix(file) in TEXT_SUFFIXES)
-    )  # fmt: skip
-    folders = {file.parent for file in found} - {root}  # those of another runs= are no text either
-    runs = {run for run in folders if (run / "metrics.jsonl").exists() and (run / "config.yaml").exists()}
-    found = [file for file in found if runs.isdisjoint(file.parents)]
+    shown = (file for file in matches if not any(part.startswith(".") for part in file.relative_to(root).parts))
+    files = [file for file in shown if file.is_file() and (not folder or suffix(file) in TEXT_SUFFIXES)]
+    folders = {file.parent for file in files} - {root}  # those of another runs= are no text either
+    skipped |= {run for run in folders if (run / "metrics.jsonl").exists() and (run / "config.yaml").exists()}
+    found = sorted(file for file in files if skipped.isdisjoint(file.parents))
     if not found:
         why = "hidden files, runs= and data.cache= do not count, nor data files like .csv in a folder"
         raise ValueError(f"data.path={path} has no text ({why}): name a file, or files by a glob like FOLDER/*.csv")

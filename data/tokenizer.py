@@ -62,16 +62,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
     """Byte-pair encoding learned from `texts`: 256 bytes, `vocab_size` - 257 merges, and end of text as the last id.
     ValueError if the texts have too few pairs for so many merges."""
     trainer = rustbpe.Tokenizer()
-    # buffer_size: rustbpe copies so many texts before it counts them. Its default, 8192, could be gigabytes.
+    # buffer_size: how many texts rustbpe copies before it counts them. Its default, 8192, could be gigabytes.
     trainer.train_from_iterator(iter(texts), vocab_size - 1, buffer_size=256)
     if trainer.vocab_size < vocab_size - 1:  # it stops early without an error
-        raise ValueError(
-            f"tokenizer.vocab_size={vocab_size} is more than this text has pairs for: "
-            f"use tokenizer.vocab_size={trainer.vocab_size + 1} or less, tokenizer=byte, or more text"
-        )
+        way_out = f"use tokenizer.vocab_size={trainer.vocab_size + 1} or less, tokenizer=byte, or more text"
+        raise ValueError(f"tokenizer.vocab_size={vocab_size} is more than this text has pairs for: {way_out}")
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
-    special = {END_OF_TEXT: vocab_size - 1}
-    name, pattern = f"bpe{vocab_size}", trainer.get_pattern()
+    name, pattern, special = f"bpe{vocab_size}", trainer.get_pattern(), {END_OF_TEXT: vocab_size - 1}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 

@@ -1,7 +1,5 @@
 """The failures of model/break_it.py in the lab: predicted exactly, and found.
 
-    for line in compare("no_max", "tiled", "float32"): print(line)
-
 FAILURES has an entry for each failure: its prediction, and inputs on which it acts and on which it sleeps. The table of
 `python breakit.py`, the page, the picture and the tests come from the entry. A failure that always acts, or that breaks
 the backward alone, needs only its prediction.
@@ -200,10 +198,8 @@ def tried(entry: Entry, failure: str, inputs: Inputs, impl: str, dtype: str) -> 
     """predicted, found, right; and by how much found may differ, as a share of the largest number predicted: twice the
     whole algorithm's error on the same inputs, plus twice the rounding of that number and of its score."""
     number = DTYPES[dtype]
-    found, prediction = (
-        attend(inputs, impl, number, BreakIt(failure), entry.again),
-        entry.prediction(inputs, impl, number),
-    )
+    found = attend(inputs, impl, number, BreakIt(failure), entry.again)
+    prediction = entry.prediction(inputs, impl, number)
     same = replace(inputs, seed=prediction.seed)  # the seed of the forward
     right, whole = Whole(same, impl, number).results(), attend(same, impl, number)
     rounding = torch.finfo(number).eps + float(prediction.s[prediction.s.isfinite()].abs().max()) * FLOAT32.eps

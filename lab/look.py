@@ -1,17 +1,12 @@
 """What the heads of a trained model read on a text, as an HTML page; and the batch again that ended a run.
 
-    look("latest", Path("runs"), "def f(x):", None, Path("look.html"))
-    replay(Path("runs/NAME/faults/step_000123"))
-
-The page loads no other file: it is look.html of this folder with the weights as JSON. The page of a broken run has its
-weights as they are and, beside them, those of the whole algorithm with the same parameters.
+The page loads no other file: it is look.html of this folder with the weights as JSON.
 
 B = 1 sequence, T tokens, H query heads, D head size.
 """
 
 import base64
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +26,6 @@ from training.probe import Call, find, gauges, record
 from training.trained import find_trained, network
 
 TEMPLATE = Path(__file__).with_name("look.html")
-BYTES = 2_500_000  # of all pictures, each a triangle of one byte a point
 TOKENS = 256  # of the validation text, where no prompt is given
 STEPS, LOST = 254, 255  # a weight is scale * (byte / STEPS)**2; LOST: not finite
 PATTERNS = {
@@ -45,19 +39,15 @@ NAMED, FEWEST = 0.4, 8  # the least mean weight, and the fewest rows, for which 
 
 
 def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, out: Path | None) -> None:
-    """Writes the page of a run's best checkpoint. prompt: the text; None: the first `tokens` of the validation text.
-    out: the file; None: look.html in the run's folder. ValueError for a text longer than the model's context."""
+    """Writes the page of a run's best checkpoint; a head takes 2 T**2 / 3 bytes. prompt: the text; None: the first
+    `tokens` of the validation text. out: the file; None: look.html in the run's folder. ValueError for a text longer
+    than the model's context."""
     trained, cpu = find_trained(run, "best", runs), torch.device("cpu")
     broken, title = trained.state["broken"], f"{trained.path.parents[1].name}, {trained.path.name}"
-    nets = {f"as trained: {broken}" if broken else "as trained": network(trained, "tiled", cpu)}
-    if broken:
-        trained.state["config"]["break_it"]["broken"] = []
-        nets["the whole algorithm"] = network(trained, "tiled", cpu)
-    config = next(iter(nets.values())).config
-    idx, documents = text_of(trained, prompt, tokens or min(TOKENS, config.context_length))
-    point = math.ceil(idx.shape[1] / math.sqrt(2 * BYTES / (len(nets) * config.n_layer * config.n_head)))
-    layers = [[of_layer(call, idx[0], point) for call in record(net, idx, documents)] for net in nets.values()]
-    page: dict[str, Any] = {
+    model = network(trained, "tiled", cpu)
+    idx, documents = text_of(trained, prompt, tokens or min(TOKENS, model.config.context_length))
+    layers = [of_layer(call, idx[0]) for call in record(model, idx, documents)]
+    page = {
         "title": title,
         "text": "the beginning of its validation text" if prompt is None else "your text",
         "broken": broken,
@@ -65,15 +55,14 @@ def look(run: str | None, runs: Path, prompt: str | None, tokens: int | None, ou
         "documents": [] if documents is None else ((documents[0].diff() != 0).nonzero().flatten() + 1).tolist(),
         "patterns": PATTERNS,
         "steps": STEPS,
-        "point": point,  # tokens along a side of a point of a picture
-        "views": [{"name": name, "layers": view} for name, view in zip(nets, layers, strict=True)],
+        "layers": layers,
     }
     data = json.dumps(page, separators=(",", ":")).replace("</", "<\\/")  # no </script> inside the data
     out = out or trained.path.parents[1] / "look.html"
     out.write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data), encoding="utf-8")
     stamp = f"BROKEN[{broken}] " if broken else ""
     print(f"{stamp}{title}: {idx.shape[1]} tokens, {out}: {out.stat().st_size / 2**10:,.0f} KiB")
-    for layer in layers[0]:
+    for layer in layers:
         for number, head in enumerate(layer["heads"]):
             if pattern := head["pattern"]:
                 share = f"{head['shares'][pattern]:.0%} of its weight"
@@ -123,40 +112,33 @@ def keys_of(tokens: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def of_layer(call: Call, tokens: Tensor, point: int) -> dict[str, Any]:
-    """A layer as the page reads it. tokens: ids (T,). point: tokens along a side of a point of a picture."""
-    p, keys, T = weights_of(call), keys_of(tokens), len(tokens)
-    N = -(-T // point)
-    padded = F.pad(p, (0, N * point - T, 0, N * point - T)).view(-1, N, point, N, point)
-    maps = padded.sum((2, 4)) / (torch.arange(T) // point).bincount()[:, None]  # a row's weights, the mean of its rows
+def of_layer(call: Call, tokens: Tensor) -> dict[str, Any]:
+    """A layer as the page reads it. tokens: ids (T,)."""
+    p, keys = weights_of(call), keys_of(tokens)
     entropy = torch.special.entr(p).sum(-1)[:, 1:].mean(-1)  # row 0 sees itself alone
-    back = (torch.arange(T) - p.argmax(-1))[:, 1:]
     shares = {name: (p * x).sum(-1)[:, x.any(-1)].mean(-1) for name, x in keys.items() if x.any(-1).sum() >= FEWEST}
     heads = []
     for h in range(len(p)):
-        distance = int(back[h].mode().values) if T > 1 else 0
         mine = {name: float(share[h]) for name, share in shares.items()}
         best = max(mine, key=lambda name: mine[name], default="")
-        heads.append(of_picture(maps[h]) | {
-            "entropy": float(entropy[h]), "distance": distance, "often": float((back[h] == distance).float().mean()),
-            "shares": mine, "pattern": best if best and mine[best] >= NAMED else "",
-        })  # fmt: skip
+        pattern = best if best and mine[best] >= NAMED else ""
+        heads.append(of_picture(p[h]) | {"entropy": float(entropy[h]), "shares": mine, "pattern": pattern})
     return {"layer": call.layer, "window": call.config.window, "heads": heads}
 
 
-def of_picture(picture: Tensor) -> dict[str, Any]:
-    """The lower triangle of a picture (N, N), row by row, as bytes in base64."""
-    finite = picture.isfinite()
-    scale = max([1.0, *picture[finite].abs().flatten().tolist()])
-    levels = (picture.abs() / scale).sqrt().mul(STEPS).round().nan_to_num(0.0, 0.0, 0.0)
+def of_picture(p: Tensor) -> dict[str, Any]:
+    """The lower triangle of the weights p (T, T), row by row, as bytes in base64."""
+    finite = p.isfinite()
+    scale = max([1.0, *p[finite].abs().flatten().tolist()])
+    levels = (p.abs() / scale).sqrt().mul(STEPS).round().nan_to_num(0.0, 0.0, 0.0)
     levels = torch.where(finite, levels, LOST).to(torch.uint8)
-    rows, columns = torch.tril_indices(len(picture), len(picture))
+    rows, columns = torch.tril_indices(len(p), len(p))
     return {"map": base64.b64encode(levels[rows, columns].numpy().tobytes()).decode(), "scale": scale}
 
 
 def replay(path: Path) -> None:
-    """Runs the kept batch again. Prints the gauges of every attention call and the first tile that is not finite. path:
-    a folder in runs/NAME/faults. ValueError for another checkpoint, because that holds no batch."""
+    """Runs a kept batch again. Prints the gauges of every attention call and the first tile that is not finite. path: a
+    folder in runs/NAME/faults. ValueError for another checkpoint."""
     kept, device = load_checkpoint(path), pick_device("auto")
     if "batch.x" not in kept.training:
         raise ValueError(f"replay={path} holds no batch: name a folder in runs/NAME/faults, of a run with probe.every=")

@@ -1,7 +1,5 @@
 """Short trainings of each failure, its picture, and its section in docs/break-it.md.
 
-    write_page(Path("docs"), lines, losses, facts)
-
 A section is: what is taken out (from model/break_it.py), prose, the commands, the measurements. A page that is written
 again keeps its prose, and the sections of failures that were not measured.
 """
@@ -32,7 +30,7 @@ SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, context_length=T, vocab_size=2
 Losses = dict[str, list[float]]  # of each step of a whole and of a broken training, in nats per byte
 
 
-def losses_of(failure: str, wakes: str, steps: int = STEPS) -> list[float]:
+def losses_of(failure: str, wakes: str) -> list[float]:
     """The loss of each step of a short training on Python's standard library, in nats per byte. A loss that is not
     finite ends it. failure: a name, or none. wakes: arguments of train.py."""
     given = OmegaConf.merge({"attention": {}, "break_it": {}, "model": {}}, OmegaConf.from_dotlist(wakes.split()))
@@ -44,7 +42,7 @@ def losses_of(failure: str, wakes: str, steps: int = STEPS) -> list[float]:
     model = GPT(GPTConfig(**vars(SMALL) | dict(given.model)), attention, BreakIt(failure, **given.break_it))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses: list[float] = []
-    while len(losses) < steps and (not losses or math.isfinite(losses[-1])):
+    while len(losses) < STEPS and (not losses or math.isfinite(losses[-1])):
         windows = data[torch.randint(len(data) - T, (BATCH, 1)) + torch.arange(T + 1)]
         loss = model(windows[:, :-1], windows[:, 1:])
         optimizer.zero_grad()
@@ -75,14 +73,14 @@ def by_tile(found: Tensor, right: Tensor) -> list[float]:
     return [float((x - y).norm() / y.norm().clamp(min=1e-300)) for x, y in tiles]
 
 
-def picture(failure: str, losses: Losses | None, path: Path) -> None:
+def picture(failure: str, losses: Losses, path: Path) -> None:
     """The error of each result in each tile, found (bars) and predicted (crosses), on the first input of the failure;
     and the losses of the short trainings. A tile that is not finite has a red bar of full height."""
     name, inputs = next(iter(FAILURES[failure].acts.items()))
     predicted, found, right, _ = tried(FAILURES[failure], failure, inputs, "tiled", "float32")
     figure = Figure(figsize=(13, 4), dpi=100, layout="constrained")
     figure.suptitle(f"{failure}: without {break_it.FAILURES[failure].removed}", fontsize=16)
-    axes, *rest = figure.subplots(1, 1 + bool(losses), squeeze=False, width_ratios=[3, 2][: 1 + bool(losses)])[0]
+    axes, training = figure.subplots(1, 2, width_ratios=[3, 2])
     axes.set_title(f"error by tile: {name}", fontsize=13)
     errors = {name: by_tile(found[name], right[name]) for name in ("o", "dq", "dk", "dv")}
     top = 1.1 * max([0.1, *(x for some in errors.values() for x in some if math.isfinite(x))])
@@ -95,14 +93,12 @@ def picture(failure: str, losses: Losses | None, path: Path) -> None:
             axes.plot(places, by_tile(predicted[name], right[name]), "kx", label=None if n else "predicted")
     axes.set_ylim(0, 1.15 * top)
     label(axes, f"tile of {TILE} rows (red: not finite)", "|x - right| / |right|")
-    if losses:
-        axes = rest[0]
-        for name, look in (("broken", "r-"), ("whole", "k--")):
-            mean = [fmean(losses[name][max(0, i - 9) : i + 1]) for i in range(len(losses[name]))]
-            end = "" if math.isfinite(mean[-1]) else f": NaN at step {len(mean)}"
-            axes.plot(range(1, 1 + len(mean)), mean, look, label=name + end)
-        axes.set_title("short training", fontsize=13)
-        label(axes, "step", "loss (nats), mean of 10 steps")
+    for name, look in (("broken", "r-"), ("whole", "k--")):
+        mean = [fmean(losses[name][max(0, i - 9) : i + 1]) for i in range(len(losses[name]))]
+        end = "" if math.isfinite(mean[-1]) else f": NaN at step {len(mean)}"
+        training.plot(range(1, 1 + len(mean)), mean, look, label=name + end)
+    training.set_title("short training", fontsize=13)
+    label(training, "step", "loss (nats), mean of 10 steps")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -122,7 +118,7 @@ def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: d
         before, _, rest = text.partition(f"\n## {name}\n")
         old, mark, after = rest.partition("\n## ")
         prose = old.strip().partition("\n\n")[2].partition("```\npython train.py")[0]  # after the first paragraph
-        new = section(name, prose, [line for line in lines if line.failure == name], losses.get(name), facts)
+        new = section(name, prose, [line for line in lines if line.failure == name], losses[name], facts)
         text = f"{before}\n## {name}\n\n{new}{mark}{after}"
     rows = [f"| [{name}](#{name}) | {x.removed} | {x.acts} |\n" for name, x in break_it.FAILURES.items()]
     head, sections = text.split("| failure |")[0], text[text.index("\n## ") :]
@@ -133,9 +129,8 @@ def write_page(out: Path, lines: list[Line], losses: dict[str, Losses], facts: d
     return path
 
 
-def section(name: str, prose: str, lines: list[Line], losses: Losses | None, facts: dict) -> str:
+def section(name: str, prose: str, lines: list[Line], losses: Losses, facts: dict) -> str:
     failure, rows = break_it.FAILURES[name], "\n".join(map(str, lines))
-    said = f"\nShort trainings with `{failure.wakes}`: {in_words(losses)}.\n" if losses else ""
     return f"""**Taken out:** {failure.removed}. It acts {failure.acts}.
 
 {prose}```
@@ -145,7 +140,9 @@ python breakit.py failure={name}
 
 {HEAD}
 {rows}
-{said}
+
+Short trainings with `{failure.wakes}`: {in_words(losses)}.
+
 Measured with torch {facts["torch"]} on {facts["device"]}, commit {facts["commit"]}.
 
 ![{name}: error of o and of the gradients by tile, predicted and found, and short trainings](break/{name}.png)

@@ -48,14 +48,13 @@ class Case:
         return PASSES[which] * 4 * self.B * self.H * self.T * self.T * self.D * self.share
 
 
-def attention_of(name: str, case: Case, block: int, device: torch.device) -> Attention:
-    """f in o = f(q, k, v). The mask, the seed and the compiled function are made here, so they are not timed.
-
-    Raises ImportError for a peer that is not installed, ValueError for what the implementation lacks.
-    """
+def attention_of(name: str, case: Case, device: torch.device) -> Attention:
+    """f in o = f(q, k, v). The mask, the seed and the compiled function are made here, so they are not timed. Raises
+    ImportError for a peer that is not installed, ValueError for what the implementation lacks."""
     if name in OURS:
         if name == "triton" and not runs_kernels(device):
             raise ValueError(f"its kernels need an NVIDIA GPU from Ampere on, and this is {device}")
+        block = 512 if device.type == "cuda" else 128  # of tiled
         config = AttentionConfig(name, block, block, window=case.window, dropout_p=case.dropout_p)
         seed = torch.tensor(case.T, device=device) if case.dropout_p else None
         return partial(attention, config=config, causal=case.causal, seed=seed)

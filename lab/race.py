@@ -26,16 +26,15 @@ BOTH = "forward+backward"
 
 
 def race(
-    series: list[list[Case]], impls: list[str], block: int, device: torch.device, dtype: str, patience: float, out: Path
+    series: list[list[Case]], impls: list[str], device: torch.device, dtype: str, patience: float, out: Path
 ) -> None:
     """Checks, races and draws. Appends a row for each measurement to out/results.csv, draws speed.png and memory.png.
 
-    series: lists of cases that differ in T and B alone, shortest first. block: tile size of tiled. patience: seconds.
-    Raises ValueError if nobody can run; RuntimeError if one of ours is wrong.
-    """
-    facts, table, raced = about(device) | {"dtype": dtype}, out / "results.csv", list[dict]()
+    series: lists of cases that differ in T and B alone, shortest first. patience: seconds.
+    Raises ValueError if nobody can run; RuntimeError if one of ours is wrong."""
+    facts, raced = about(device) | {"dtype": dtype}, list[dict]()
     print("{device}, {dtype}, torch {torch}, triton {triton}, commit {commit}".format(**facts), flush=True)
-    names = check(impls, small_cases(series), block, device, DTYPES[dtype])
+    names = check(impls, small_cases(series), device, DTYPES[dtype])
     if not names:
         raise ValueError(f"impls={impls}: none of them can run here")
     unit, scale = ("TFLOP/s", 1) if device.type == "cuda" else ("GFLOP/s", 1000)
@@ -50,24 +49,22 @@ def race(
                 last = found[name][-1] if name in found else dict[str, Any](word="", tflops=None)
                 slow = last["tflops"] and case.flops(BOTH) / last["tflops"] / 1e12 > patience
                 word = last["word"] or ("slow" if slow else x if isinstance(x, str) else "")
-                found[name] = rows_of(case, name, word or attempt(name, weigh, name, case, block, x))
+                found[name] = rows_of(case, name, word or attempt(name, weigh, name, case, x))
             show(found, scale)
             made = [facts | row for rows in found.values() for row in rows if row["word"] in ("", "memory")]
-            append(table, made)
+            append(made, out / "results.csv")  # after each case: a race that is cut short keeps what it has
             raced += made
     if any(row["ms"] for row in raced):
-        speed = picture(raced, "tflops", ["forward", "backward"], "linear", out / "speed.png")
-        print(f"\n{table}, {speed}, {picture(raced, 'peak_mib', [BOTH], 'log', out / 'memory.png')}")
+        picture(raced, "tflops", ["forward", "backward"], "linear", out / "speed.png")
+        picture(raced, "peak_mib", [BOTH], "log", out / "memory.png")
+    print(f"\nresults and pictures are in {out}")
 
 
-def append(table: Path, rows: list[dict]) -> None:
-    """Appends rows at once, so that a race that is cut short keeps what it has. A table keeps the columns it has."""
+def append(rows: list[dict], table: Path) -> None:
     table.parent.mkdir(parents=True, exist_ok=True)
-    with open(table, "a+", newline="", encoding="utf-8") as file:
-        file.seek(0)
-        header = next(csv.reader(file), None)
-        writer = csv.DictWriter(file, header or COLUMNS, extrasaction="ignore")
-        if header is None:
+    with open(table, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        if file.tell() == 0:
             writer.writeheader()
         writer.writerows({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
 
@@ -109,17 +106,16 @@ def small_cases(series: list[list[Case]]) -> list[Case]:
     return list(found)
 
 
-def check(impls: list[str], cases: list[Case], block: int, device: torch.device, dtype: torch.dtype) -> list[str]:
+def check(impls: list[str], cases: list[Case], device: torch.device, dtype: torch.dtype) -> list[str]:
     """The implementations that are right: in every case that they can do, o, dq, dk and dv are each within
     2 * (naive's error + eps * max |reference|) of naive in float64. Peers drop other weights than ours do, so they are
-    compared without dropout. Raises RuntimeError if one of ours is wrong.
-    """
+    compared without dropout. Raises RuntimeError if one of ours is wrong."""
     problems = [(case, *allowance(case, device, dtype)) for case in cases]
     right = []
     for name in impls:
         shares: list[float] = []  # of the allowed errors
         for case, x, reference, allowed in problems:
-            found = "-" if case.dropout_p and name not in OURS else attempt(name, results, name, case, block, x)
+            found = "-" if case.dropout_p and name not in OURS else attempt(name, results, name, case, x)
             if not isinstance(found, str):
                 shares += [float((f - r).abs().max()) / a for f, r, a in zip(found, reference, allowed, strict=True)]
         wrong = not all(share <= 1 for share in shares)  # NaN is wrong
@@ -134,10 +130,10 @@ def check(impls: list[str], cases: list[Case], block: int, device: torch.device,
 def allowance(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[float]]:
     """A case's inputs, its o, dq, dk and dv in float64, and the error that is allowed in each of them."""
     x = inputs(case, device, dtype)
-    reference = results("naive", case, 1, [t.detach().double().requires_grad_() for t in x])
+    reference = results("naive", case, [t.detach().double().requires_grad_() for t in x])
     # A result that is 0 throughout, as dq of rows that see one key is, is rounded at the scale of the others.
     largest, eps = [float(r.abs().max()) for r in reference], torch.finfo(dtype).eps
-    errors = [float((f - r).abs().max()) for f, r in zip(results("naive", case, 1, x), reference, strict=True)]
+    errors = [float((f - r).abs().max()) for f, r in zip(results("naive", case, x), reference, strict=True)]
     allowed = [2 * (error + eps * (scale or max(largest))) for error, scale in zip(errors, largest, strict=True)]
     return x, reference, allowed
 
@@ -151,9 +147,9 @@ def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]
     return [torch.randn(s, generator=generator, device=device, dtype=dtype, requires_grad=True) for s in shapes]
 
 
-def results(name: str, case: Case, block: int, x: list[Tensor]) -> list[Tensor]:
+def results(name: str, case: Case, x: list[Tensor]) -> list[Tensor]:
     """o, dq, dk and dv of the implementation `name`. x: q, k, v and do."""
-    return forward_and_backward(attention_of(name, case, block, x[0].device), x)
+    return forward_and_backward(attention_of(name, case, x[0].device), x)
 
 
 def forward_and_backward(f: Attention, x: list[Tensor]) -> list[Tensor]:
@@ -161,9 +157,9 @@ def forward_and_backward(f: Attention, x: list[Tensor]) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, x[:3], x[3])]
 
 
-def weigh(name: str, case: Case, block: int, x: list[Tensor]) -> tuple[dict[str, float], float]:
+def weigh(name: str, case: Case, x: list[Tensor]) -> tuple[dict[str, float], float]:
     """The ms of each pass, and the peak memory of both together in MiB."""
-    f, device = attention_of(name, case, block, x[0].device), x[0].device
+    f, device = attention_of(name, case, x[0].device), x[0].device
     peak = peak_bytes(partial(forward_and_backward, f, x), device)
     forward = median_ms(lambda: f(*x[:3]), device)
     backward = median_ms(lambda o: torch.autograd.grad(o, x[:3], x[3]), device, lambda: (f(*x[:3]),))
@@ -193,9 +189,9 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def picture(rows: list[dict], value: str, passes: list[str], scale: str, path: Path) -> Path:
+def picture(rows: list[dict], value: str, passes: list[str], scale: str, path: Path) -> None:
     """Draws row[value] over length: a row of panels for each series, a column for each pass. scale: of the vertical
-    axis, linear or log. Returns the path."""
+    axis, linear or log."""
     keys = ("D", "H", "H_kv", "causal", "window", "dropout_p")
     series = list({tuple(row[key] for key in keys): None for row in rows})
     figure = Figure(figsize=(11, 3.2 * len(series) + 1.5), layout="constrained")
@@ -211,7 +207,6 @@ def picture(rows: list[dict], value: str, passes: list[str], scale: str, path: P
             axes.set_yscale("log") if scale == "log" else axes.set_ylim(0)
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path, dpi=100)
-    return path
 
 
 def plot(axes: Axes, rows: list[dict], value: str) -> None:

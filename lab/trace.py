@@ -1,7 +1,5 @@
 """One row of attention, tile by tile, as model/tiled.py computes it in float32, whole or broken.
 
-    for line in trace(worked_example(), row=3, M=2, N=2, causal=False, failure="no_rescale"): print(line)
-
 Scores and m are natural logarithms here, as in the papers. T query rows, T_k keys, D head size.
 """
 

@@ -31,10 +31,8 @@ def tile_of(D: int, M: int) -> tuple[int, int]:
 def count(impl: str, N: int, D: int, M: int, causal: bool, backward: bool) -> int:
     """Words moved by one forward, or one backward, of one head.
 
-    naive has no tiles: each operation reads its inputs and writes its result. tiled moves each row's q, o and lse once
-    (in a backward its q, do, dq, lse and delta), and for each tile of scores that it visits the tile's k and v (in a
-    backward also dk and dv, in and out).
-    """
+    naive: each operation reads its inputs and writes its result. tiled: q, o and lse of each row once (in a backward q,
+    do, dq, lse and delta), and k and v for each tile that it visits (in a backward also dk and dv, in and out)."""
     q, k, v, do = (x.requires_grad_(backward) for x in torch.randn(4, 1, 1, N, D))
     config = AttentionConfig(impl, *tile_of(D, M))
     if impl == "naive":
@@ -63,11 +61,9 @@ def count(impl: str, N: int, D: int, M: int, causal: bool, backward: bool) -> in
 def predicted(impl: str, N: int, D: int, M: int, causal: bool, backward: bool) -> float:
     """The words for large N.
 
-    naive: the forward reads or writes a table of N x N 18 times, the backward 27 times. A causal mask saves none, and
-    takes another 4 to make.
-    tiled: has N / block_m tiles of rows. For each of them and each key the forward loads k and v, 2 D words; the
-    backward loads k, v, dk and dv and stores dk and dv, 6 D words. A causal mask halves the keys.
-    """
+    naive: the forward reads or writes a table of N x N 18 times, the backward 27 times. A causal mask takes another 4.
+    tiled: has N / block_m tiles of rows. For each of them and each key the forward moves 2 D words, the backward 6 D. A
+    causal mask halves the keys."""
     if impl == "naive":
         return (27.0 if backward else 18.0 + 4 * causal) * N * N
     return N / tile_of(D, M)[0] * N * (0.5 if causal else 1) * D * (6 if backward else 2)

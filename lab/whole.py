@@ -1,8 +1,5 @@
 """Attention in float64 by its formulas, a method for each step; and what implementations compute on the same inputs.
 
-    Whole(usual(), "tiled", torch.bfloat16).results()      o, lse, dq, dk, dv as they should be
-    attend(usual(), "tiled", torch.bfloat16)               the same by model/tiled.py
-
 The inputs are rounded to the dtype first. The gradients are those of sum(o * do). The prediction of a failure is a
 subclass that overrides the step that the failure breaks (lab/failures.py). Some failures are overflows, so weights, l
 and acc are held in float32, and the weights that multiply v in the inputs' dtype.
@@ -102,10 +99,10 @@ class Whole:
         return m.masked_fill(m == -INF, 0.0)
 
     def m_of_l(self) -> Tensor:
-        """The maximum from which the sum l takes each weight: (B, H, T, 1), or one for each key (B, H, T, T_k)."""
+        """The maximum that is subtracted for the sum l: (B, H, T, 1), or one for each key (B, H, T, T_k)."""
         return self.m()
 
-    m_of_acc = m_of_l  # from which the output acc takes it
+    m_of_acc = m_of_l  # and for the output acc
 
     def running_maximum(self) -> Tensor:
         """The maximum of each row after the tile of each key, tiles going from left to right: (B, H, T, T_k)."""
@@ -156,12 +153,12 @@ def tiles(impl: str, inputs: Inputs, dtype: torch.dtype) -> tuple[int, int]:
     """The tile of the forward, M x N. triton chooses its own."""
     if impl != "triton":
         return TILE, TILE
-    from kernels.launch import forward_tiles
+    from kernels.launch import tiles_for
 
     q, k, *_ = inputs.rounded(dtype, device_of(impl))
     seed = None if inputs.seed is None else torch.tensor(inputs.seed)
     config = AttentionConfig("triton", **inputs.options)
-    return forward_tiles(q, problem_of(q, k, k, config, seed=seed))[0][:2]
+    return tiles_for("forward", q, problem_of(q, k, k, config, seed=seed))[:2]
 
 
 def device_of(impl: str) -> str:

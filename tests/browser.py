@@ -15,9 +15,6 @@ BROWSER = next(
 DRIVER = shutil.which("chromedriver")
 MISSING = "" if BROWSER and DRIVER else "no Chromium and its driver here: apt-get install chromium chromium-driver"
 
-KEYS = {"Tab": "\ue004", "Enter": "\ue007", "ArrowLeft": "\ue012", "ArrowRight": "\ue014", "End": "\ue010"}
-KEYS |= {"Home": "\ue011"}
-
 
 class Browser:
     """One page. Paths and commands are those of https://www.w3.org/TR/webdriver/."""
@@ -48,17 +45,9 @@ class Browser:
     def run(self, script: str, *arguments):
         return self.call("POST", "/execute/sync", {"script": script, "args": arguments})
 
-    def press(self, *keys: str) -> None:
-        """Each key, down and up, wherever the focus is."""
-        strokes = [{"type": kind, "value": KEYS[key]} for key in keys for kind in ("keyDown", "keyUp")]
-        self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": strokes}]})
-
-    def command(self, name: str, **parameters):
-        return self.call("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
-
-    def window(self, width: int, height: int = 800) -> None:
+    def window(self, width: int, height: int) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": min(width, height) < 600}
-        self.command("Emulation.setDeviceMetricsOverride", **metrics)
+        self.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
 
     def log(self, kind: str) -> list[dict]:
         return self.call("POST", "/se/log", {"type": kind})

@@ -114,7 +114,7 @@ TABLE = {
         ("the data begins anew on resume", "loader.load_state_dict(", "str(", "resume")],
     "sample.py": [("all samples have one seed", "prompt, cfg.seed + number)", "prompt, cfg.seed)", "sample")],
     "data/dataset.py": [
-        ("validation documents have other starts", "documents >= cut] - cut)", "documents >= cut])", "sources")],
+        ("a later file's documents have its own starts", "[begin + found for", "[found for", "data")],
     "data/loader.py": [
         ("all ranks have one batch", "self.position + self.rank * self.batch_size", "self.position", "data"),
         ("the end of a short text is not measured", "// (taken - 1)", "// taken", "data")],

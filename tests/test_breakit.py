@@ -15,10 +15,10 @@ from lab.whole import Inputs, Whole, attend, usual
 from model import tiled
 from model.attention import AttentionConfig, attention
 from model.break_it import FAILURES, PARTS, UNBROKEN, BreakIt, Failure
-from tests.reference import Case, oracle
+from tests.reference import SEED, Case, error, largest, oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of Triton's interpreter
-TILED = AttentionConfig("tiled", 32, 32)
+TILED, EPS = AttentionConfig("tiled", 32, 32), torch.finfo(torch.float32).eps
 CASES = [(impl, dtype) for impl in ("naive", "tiled") for dtype in DTYPES]
 WANTED = pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux")
 CASES += [pytest.param("triton", dtype, marks=[WANTED, pytest.mark.slow]) for dtype in DTYPES]
@@ -36,19 +36,13 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"dropout_p": 0.3}, {"H_kv": 1}, {"T_k": 44}, {"T_k": 31}])
 def test_with_nothing_broken_the_prediction_is_the_oracles(options):
     """So what is predicted of a failure differs from the right result by the overridden step alone."""
-    case = Case(40, **options)
-    x = case.inputs(torch.float64) | {"dlse": torch.zeros(2, 2, 40, dtype=torch.float64)}
+    case = Case(40, B=1, **options)
+    x = case.inputs(torch.float64) | {"dlse": torch.zeros(1, 2, 40, dtype=torch.float64)}
     kept = {name: options[name] for name in ("window", "dropout_p") if name in options}
-    seed = 0x1234_5678_9ABC if "dropout_p" in options else None
-    split = [Inputs(*(x[name][b : b + 1] for name in ("q", "k", "v", "do")), kept) for b in range(2)]
-    if seed:  # the mask counts the heads of the whole batch
-        split = split[:1]
-        split[0].seed = seed
-    for b, inputs in enumerate(split):
-        found = Whole(inputs, "tiled", torch.float64).results()
-        right = {name: y[b : b + 1] for name, y in oracle(x, case).items()}
-        for name, y in found.items():
-            torch.testing.assert_close(y, right[name], rtol=1e-6, atol=1e-6)  # sums are held in float32
+    inputs = Inputs(*(x[name] for name in ("q", "k", "v", "do")), kept, SEED if "dropout_p" in options else None)
+    right = oracle(x, case)
+    for name, found in Whole(inputs, "tiled", torch.float64).results().items():
+        assert error(found, right[name]) < EPS * largest(right[name])  # l and acc are float32: half an EPS each
 
 
 @pytest.mark.parametrize(("impl", "dtype"), CASES)
@@ -75,8 +69,8 @@ def test_a_failure_is_wrong_by_more_than_rounding_where_it_acts_and_not_where_it
     for inputs in entry.acts.values():
         prediction = entry.prediction(inputs, "tiled")
         assert wrong(prediction, Whole(replace(inputs, seed=prediction.seed), "tiled")) > 0.05
-    for inputs in entry.sleeps.values():
-        assert wrong(entry.prediction(inputs, "tiled"), Whole(inputs, "tiled")) < 1e-6
+    for inputs in entry.sleeps.values():  # weights, l and acc are float32 on both sides: six times half an EPS
+        assert wrong(entry.prediction(inputs, "tiled"), Whole(inputs, "tiled")) < 3 * EPS
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -85,7 +79,7 @@ def test_a_failure_that_does_not_come_is_noticed(failure, monkeypatch):
     monkeypatch.setattr(failures, "BreakIt", lambda name: UNBROKEN)
     lines = {line.inputs: line.difference for line in compare(failure, "tiled", "float32")}
     for where in failures.FAILURES[failure].acts:
-        assert lines[where] > 100
+        assert lines[where] > 100  # times what rounding allows
     for where in failures.FAILURES[failure].sleeps:
         assert lines[where] <= 1
 
@@ -113,7 +107,7 @@ def no_delta(monkeypatch):
 def test_a_failure_of_the_backward_needs_no_more_than_its_prediction(no_delta, tmp_path):
     (line,) = compare(no_delta, "tiled", "float32")
     assert line.difference <= 1
-    assert line.o[0] < 1e-9
+    assert line.o[0] == 0
     assert line.gradients[0] > 0.1
     assert why_left_out(no_delta, "naive", "float32")
     page.picture(no_delta, {"whole": [2.0, 1.0], "broken": [2.0, math.nan]}, tmp_path / "no_delta.png")
@@ -129,13 +123,14 @@ def test_a_failure_of_the_backward_needs_no_more_than_its_prediction(no_delta, t
 
 def test_a_page_that_is_written_again_keeps_the_prose_and_has_the_new_numbers(tmp_path):
     facts = {"torch": "2", "device": "cpu", "commit": "abc"}
-    lines = list(compare("no_scale", "tiled", "float32"))
-    first = page.write_page(tmp_path, lines, {}, facts).read_text()
+    lines, losses = list(compare("no_scale", "tiled", "float32")), {"no_scale": {"whole": [2.0], "broken": [3.0]}}
+    first = page.write_page(tmp_path, lines, losses, facts).read_text()
     (tmp_path / "break-it.md").write_text(first.replace("**Seen:**", "**Seen by me:**"))
-    again = page.write_page(tmp_path, [line._replace(difference=0.77) for line in lines], {}, facts).read_text()
+    lines = [line._replace(difference=0.77) for line in lines]
+    again = page.write_page(tmp_path, lines, losses, facts).read_text()
     assert again.count("**Seen by me:**") == len(FAILURES)
     assert again.count("| 0.77 |") == len(lines)
-    assert page.write_page(tmp_path, [line._replace(difference=0.77) for line in lines], {}, facts).read_text() == again
+    assert page.write_page(tmp_path, lines, losses, facts).read_text() == again
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -151,10 +146,11 @@ def test_the_page_of_this_repository_has_a_section_a_command_and_a_picture_for_e
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["no_rescale_output", "local_mask", "unguarded_mask"])
 def test_short_trainings_show_the_failure(failure):
+    """At each of the last ten steps, by half the smallest difference that was measured: 0.40 and -0.52 nats."""
     losses = page.trainings(failure)
-    right, broken = losses["whole"][-1], losses["broken"][-1]
-    kind = {"local_mask": broken < right - 0.3, "unguarded_mask": math.isnan(broken)}
-    assert kind.get(failure, broken > right + 0.2)
+    off = [broken - whole for whole, broken in zip(losses["whole"], losses["broken"], strict=False)][-10:]
+    shown = {"no_rescale_output": min(off) > 0.2, "local_mask": max(off) < -0.3, "unguarded_mask": math.isnan(off[-1])}
+    assert shown[failure]
 
 
 def test_the_script_prints_the_table_and_refuses_in_one_line(call, monkeypatch):

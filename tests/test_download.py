@@ -1,92 +1,76 @@
-"""data/download.py against a server on this machine: a file is whole or absent, and what cannot be had is one line."""
+"""data/download.py: a file is whole or absent, is downloaded once, and what cannot be had is one line."""
 
 import hashlib
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub.constants
+import huggingface_hub
 import pytest
 
 from data import download
-from data.download import fineweb, from_hub, hub, shakespeare
+from data.download import fineweb, hub, shakespeare
 
 CONTENT = b"Before we proceed any further, hear me speak.\n" * 1000
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Request(BaseHTTPRequestHandler):
-    """Answers as Hugging Face does: every file whose name does not have "absent" in it is CONTENT."""
-
-    def do_GET(self):
-        there = "absent" not in self.path and not self.path.startswith("/api/")
-        self.send_response(200 if there else 404)
-        tag = hashlib.sha256(self.path.encode()).hexdigest()
-        headers = {"Content-Length": len(CONTENT) if there else 0, "ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}
-        for name, value in (headers if there else {**headers, "X-Error-Code": "EntryNotFound"}).items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if there and self.command == "GET":
-            self.server.asked.append(self.path)
-            self.wfile.write(CONTENT[: self.server.stop])
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
-def server(monkeypatch, tmp_path):
-    """A server in the place of Hugging Face and GitHub, with empty caches. stop: it breaks off before that byte."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Request)
-    server.asked, server.stop, url = [], None, f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "huggingface"))
-    addresses = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    monkeypatch.setattr(download, "SHAKESPEARE_URL", f"{url}/input.txt")
+def url(tmp_path, monkeypatch) -> Path:
+    """The file in the place of tinyshakespeare's address."""
+    there = tmp_path / "there.txt"
+    there.write_bytes(CONTENT)
+    monkeypatch.setattr(download, "SHAKESPEARE_URL", there.as_uri())
     monkeypatch.setattr(download, "SHAKESPEARE_SHA256", hashlib.sha256(CONTENT).hexdigest())
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    return there
 
 
-def names(server: ThreadingHTTPServer) -> list[str]:
-    return [path.rpartition("/")[2] for path in server.asked]
+def test_tinyshakespeare_is_downloaded_once(url, tmp_path):
+    assert shakespeare(tmp_path / "cache").read_bytes() == CONTENT
+    url.unlink()
+    assert shakespeare(tmp_path / "cache").read_bytes() == CONTENT
+    assert [path.name for path in tmp_path.glob("cache/*/*")] == ["input.txt"]
 
 
-def test_a_file_is_downloaded_once(server, tmp_path):
+def test_what_is_another_text_or_not_there_is_refused_and_not_kept(url, tmp_path):
+    for change in (lambda: url.write_bytes(CONTENT[:-1]), url.unlink):
+        change()
+        with pytest.raises(ValueError, match=rf"\A.*{tmp_path}/cache/shakespeare/input.txt\Z"):
+            shakespeare(tmp_path / "cache")
+        assert not [*tmp_path.glob("cache/*/*")]
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch) -> list[tuple[str, str]]:
+    """What Hugging Face was asked for. Instead of it, any file but "absent.txt" is there; tmp_path is the cache."""
+    asked = []
+
+    def load(repository: str, name: str, repo_type: str) -> str | None:
+        file = tmp_path / name.replace("/", "-")
+        return str(file) if file.exists() else None
+
+    def get(repository: str, name: str, repo_type: str) -> str:
+        asked.append((repository, name))
+        (tmp_path / name.replace("/", "-")).write_bytes(CONTENT)
+        return load(repository, name, repo_type)
+
+    def look(url: str) -> None:
+        if "absent" in url:
+            raise OSError("no such\nfile")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", load)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", look)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", get)
+    return asked
+
+
+def test_of_the_hub_the_files_asked_for_are_downloaded_once(asked):
     for _ in range(2):
-        assert hub("owner/name/folder/a.txt").read_bytes() == shakespeare(tmp_path).read_bytes() == CONTENT
-    assert sorted(names(server)) == ["a.txt", "input.txt"]
-    assert [*(tmp_path / "shakespeare").iterdir()] == [tmp_path / "shakespeare" / "input.txt"]
+        assert hub("owner/name/folder/a.txt").read_bytes() == CONTENT
+        fineweb(2)
+    shards = [f"fineweb_{part}.bin" for part in ("val_000000", "train_000001", "train_000002")]
+    assert asked == [("owner/name", "folder/a.txt"), *((download.FINEWEB, name) for name in shards)]
 
 
-def test_of_fineweb_the_shards_asked_for_are_downloaded(server):
-    assert [file.name for file in fineweb(2)] == names(server)
-    assert names(server) == [f"fineweb_{part}.bin" for part in ("val_000000", "train_000001", "train_000002")]
-
-
-def test_what_breaks_off_or_is_another_text_is_refused_and_not_kept(server, tmp_path, monkeypatch):
-    for stop, sha256 in ((100, download.SHAKESPEARE_SHA256), (None, "0" * 64)):
-        server.stop = stop
-        monkeypatch.setattr(download, "SHAKESPEARE_SHA256", sha256)
-        with pytest.raises(ValueError, match=rf"\A.*{tmp_path}/shakespeare/input.txt\Z"):
-            shakespeare(tmp_path)
-        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_what_is_not_there_is_one_line(server):
-    for path in ("owner/name/absent.txt", "owner/name"):
-        with pytest.raises(ValueError, match=rf"\A.*{Path(path).name}.*\Z"):
-            hub(path)
-
-
-def test_without_a_network_there_is_a_line_at_once(server, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("tries for half a minute"))
-    with pytest.raises(ValueError, match=r"\A.*a.txt.*run again.*\Z"):
-        from_hub("owner/name", "a.txt")
+@pytest.mark.parametrize("path", ["owner/name/absent.txt", "owner/name"])
+def test_what_the_hub_does_not_have_is_one_line_without_a_wait_for_a_download(asked, path):
+    with pytest.raises(ValueError, match=rf"\A.*{Path(path).name}.*\Z"):
+        hub(path)
+    assert asked == []

@@ -14,7 +14,10 @@ from model.attention import AttentionConfig
 from model.break_it import UNBROKEN, BreakIt
 from model.gpt import GPT, GPTConfig
 from tests.browser import MISSING, browser
+from tests.reference import error, largest
 from training.probe import record
+
+EPS = torch.finfo(torch.float32).eps
 
 
 def call_of(broken: BreakIt = UNBROKEN, T: int = 40, **options):
@@ -26,21 +29,18 @@ def call_of(broken: BreakIt = UNBROKEN, T: int = 40, **options):
     return record(model, torch.randint(20, (1, T)))[0]
 
 
-def softmax_of(call) -> torch.Tensor:
-    k = call.k.repeat_interleave(2, 1)
-    s = (call.q @ k.mT * call.q.shape[-1] ** -0.5)[0]
-    return s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1)
-
-
 def test_the_weights_are_the_softmax():
     call = call_of()
-    torch.testing.assert_close(look.weights_of(call), softmax_of(call))
+    s = (call.q @ call.k.repeat_interleave(2, 1).mT)[0].double() * call.q.shape[-1] ** -0.5
+    right = s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1)
+    # A score's rounding is relative to the score, and grows a weight by so much.
+    assert error(look.weights_of(call), right) <= 2 * EPS * (1 + largest(s))
 
 
 def test_the_weights_of_a_broken_call_are_what_it_multiplies_the_values_by():
     call = call_of(BreakIt("no_rescale_output"))
-    p = look.weights_of(call)
-    torch.testing.assert_close(p @ call.v[0].repeat_interleave(2, 0), call.o[0])
+    p, v = look.weights_of(call), call.v[0].repeat_interleave(2, 0)
+    assert error(p @ v, call.o[0]) <= 2 * EPS * largest(p @ v.abs())  # acc and l of each: four times half an EPS
     assert (p.sum(-1) > 1.01).any()
 
 
@@ -53,7 +53,8 @@ def test_a_picture_is_the_weights_in_bytes_and_marks_what_is_not_finite():
     finite = p[rows, columns].isfinite()
     assert (levels[~finite] == look.LOST).all()
     found = kept["scale"] * (levels / look.STEPS) ** 2
-    torch.testing.assert_close(found[finite], p[rows, columns][finite].double(), atol=5e-3, rtol=0)
+    half = (look.STEPS + 0.25) / look.STEPS**2  # of a step, where steps are largest: at 1
+    assert error(found[finite], p[rows, columns][finite]) <= half
 
 
 @pytest.mark.parametrize("pattern", ["previous", "itself", "first", "induction", "same"])
@@ -63,20 +64,9 @@ def test_a_head_with_a_known_pattern_gets_its_name(pattern, monkeypatch):
     assert int(keys.any(-1).sum()) >= look.FEWEST
     p = torch.where(keys.any(-1, keepdim=True), keys.float() / keys.sum(-1, keepdim=True).clamp(min=1), 0.025)
     monkeypatch.setattr(look, "weights_of", lambda call: p[None])
-    (head,) = look.of_layer(call_of(), tokens, 1)["heads"]
+    (head,) = look.of_layer(call_of(), tokens)["heads"]
     assert head["pattern"] == pattern
     assert head["shares"][pattern] == pytest.approx(1.0)
-
-
-def test_a_point_of_a_long_text_is_the_mean_over_its_rows_of_the_sum_over_its_keys():
-    call = call_of(T=10)
-    p, tokens = look.weights_of(call)[0], torch.arange(10)
-    kept = look.of_layer(call, tokens, 4)["heads"][0]
-    levels = torch.frombuffer(bytearray(base64.b64decode(kept["map"])), dtype=torch.uint8).double()
-    wanted = [p[i : i + 4, j : j + 4].sum() / len(p[i : i + 4]) for i in (0, 4, 8) for j in range(0, i + 4, 4)]
-    torch.testing.assert_close(
-        kept["scale"] * (levels / look.STEPS) ** 2, torch.stack(wanted).double(), atol=5e-3, rtol=0
-    )
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +90,8 @@ def test_the_page_of_a_run_has_its_text_its_documents_and_every_head(call, runs,
     out = tmp_path / "look.html"
     assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}", "tokens=24").code == 0
     page = data_of(out)
-    assert (len(page["tokens"]), len(page["views"]), page["broken"]) == (24, 1, "")
-    assert [len(layer["heads"]) for layer in page["views"][0]["layers"]] == [2, 2]
+    assert (len(page["tokens"]), page["broken"]) == (24, "")
+    assert [len(layer["heads"]) for layer in page["layers"]] == [2, 2]
     assert "http://" not in out.read_text()
     assert call(breakit, "look=true", "run=whole", f"runs={runs}", f"out={out}", "prompt=f(x): a").code == 0
     assert "".join(data_of(out)["tokens"][1:]) == "f(x): a"
@@ -109,13 +99,10 @@ def test_the_page_of_a_run_has_its_text_its_documents_and_every_head(call, runs,
     assert (refused.code, "context is 32" in refused.err) == (1, True)
 
 
-def test_the_page_of_a_broken_run_says_so_and_shows_the_whole_algorithm_beside_it(call, runs, tmp_path):
+def test_the_page_of_a_broken_run_says_so(call, runs, tmp_path):
     said = call(breakit, "look=true", "run=odd-BROKEN-no_rescale", f"runs={runs}", f"out={tmp_path}/look.html")
     assert said.out.startswith("BROKEN[no_rescale] ")
-    page = data_of(tmp_path / "look.html")
-    assert (page["broken"], [view["name"] for view in page["views"]]) == (
-        "no_rescale", ["as trained: no_rescale", "the whole algorithm"])  # fmt: skip
-    assert page["views"][0]["layers"] != page["views"][1]["layers"]
+    assert data_of(tmp_path / "look.html")["broken"] == "no_rescale"
 
 
 def test_a_kept_fault_is_replayed_to_its_tile_and_another_checkpoint_is_refused(call, runs):

@@ -3,6 +3,10 @@
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,6 +70,21 @@ def test_a_command_of_the_pages_is_one_that_runs(command):
 
 def test_the_pages_have_commands_of_every_script():
     assert {command.split(".")[0] for command in FIRST} == set(SCRIPTS)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux")
+def test_a_debugger_stops_in_a_kernel_where_readme_says(tmp_path):
+    """It took 48 s, and nobody said where to put the breakpoint."""
+    for folder in ("conf", "kernels", "model"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    before, mark, after = (file := tmp_path / "kernels" / "flash.py").read_text().partition("  # 3\n")
+    assert "\ndef forward_tiles" in before
+    file.write_text(f"{before}{mark}        breakpoint()\n{after}")
+    (command,) = (span for span in spans(PAGES["README.md"]) if span.startswith("TRITON_INTERPRET=1 python -c"))
+    command = command.replace("python", sys.executable)
+    ended = subprocess.run(command, shell=True, cwd=tmp_path, input="p p\nq\n", capture_output=True, text=True)
+    assert "forward_tiles()" in ended.stdout
+    assert "(Pdb) array([[1.  " in ended.stdout  # the first row sees itself alone
 
 
 @pytest.mark.parametrize("name", CURRENT)
